@@ -1,0 +1,63 @@
+"""Attention over the paged KV cache. T tokens, H query heads, h KV heads, d head dim, B sequences."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+
+class AttentionBatch(Protocol):
+    """What attention reads of a ForwardBatch. Sequences with one new token come first.
+
+    num_tokens            real tokens; rows beyond are padding, whose output is undefined but finite
+    num_seqs, num_decodes sequences; the first num_decodes of them have exactly one new token
+    query_start_loc_cpu   int32 [B+1] numpy, seq_lens_cpu int32 [B] numpy (context + new tokens)
+    block_table           int64 [B, max_blocks] on the device, entries beyond a sequence's blocks are 0
+    slot_mapping          int64 [num_tokens] on the device: block * block_size + offset of each new token
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    query_start_loc_cpu: np.ndarray
+    seq_lens_cpu: np.ndarray
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The shape of one layer's attention. `scale` multiplies the scores."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+
+
+class Attention(ABC):
+    """plan() once a forward, then one call a layer, which also writes the new K and V to the cache."""
+
+    name: str
+
+    def __init__(self, spec: AttentionSpec):
+        self.spec = spec
+        self.kv_caches: Sequence[torch.Tensor] = ()
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """One cache a layer: [2, num_blocks, block_size, h, d], K first, then V."""
+        self.kv_caches = kv_caches
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare what all layers of this forward share."""
+
+    @abstractmethod
+    def __call__(
+        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Causal attention of the new tokens over their sequences: o_THd in q's dtype."""

@@ -1,0 +1,19 @@
+"""Which kernels to run: the `kernels` section of the YAML. Knows nothing of requests or ranks."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+All2AllName = Literal["auto", "local", "torch_dist", "allgather", "shm"]
+GroupedGemmName = Literal["auto", "reference", "torch_grouped"]
+AttentionName = Literal["auto", "sdpa"]
+
+
+class KernelsConfig(BaseModel):
+    """Backend names. A name that cannot run here is an error; only `auto` may choose."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    all2all: All2AllName = Field("auto", description="Exchange of tokens around the experts.")
+    grouped_gemm: GroupedGemmName = Field("auto", description="The experts' matrix products.")
+    attention: AttentionName = Field("auto", description="Attention over the paged KV cache.")

@@ -1,0 +1,27 @@
+"""Which rank holds which experts. Pure arithmetic, the same on every rank."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class ExpertPlacement:
+    """Contiguous ranges of experts over ranks; the first `num_experts % num_ranks` ranks hold one more.
+
+    A rank may hold no expert when there are more ranks than experts.
+    """
+
+    num_experts: int
+    num_ranks: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """`num_ranks + 1` offsets: rank r holds experts `starts[r] .. starts[r + 1] - 1`."""
+        share, extra = divmod(self.num_experts, self.num_ranks)
+        sizes = [share + (rank < extra) for rank in range(self.num_ranks)]
+        return tuple(accumulate(sizes, initial=0))
+
+    def local_experts(self, rank: int) -> range:
+        """The logical experts that `rank` holds."""
+        starts = self.starts
+        return range(starts[rank], starts[rank + 1])

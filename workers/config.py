@@ -1,0 +1,63 @@
+"""What one rank reads of the YAML: model, scheduler, cache. Knows nothing of Ray or HTTP."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kernels.config import KernelsConfig
+
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    """A frozen section of the YAML that refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelConfig(Section):
+    """Which checkpoint, in which precision."""
+
+    path: str = Field(description="Hugging Face checkpoint folder; relative to the YAML's folder.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Precision of weights and KV cache; auto = the checkpoint's own."
+    )
+    max_model_len: Auto | int = Field(
+        "auto", description="Longest prompt plus output, in tokens; auto = the checkpoint's own."
+    )
+
+
+class SchedulerConfig(Section):
+    """Limits of one step on one rank."""
+
+    max_num_seqs: int = Field(64, ge=1, description="Sequences running at once on a rank.")
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens of one step on a rank.")
+    chunked_prefill: bool = Field(True, description="Split long prompts over several steps.")
+
+
+class CacheConfig(Section):
+    """The paged KV cache of one rank."""
+
+    block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block.")
+    num_blocks: Auto | int = Field(
+        "auto", description="KV blocks a rank; auto = from memory_fraction or cpu_memory_gib."
+    )
+    memory_fraction: float = Field(
+        0.9, gt=0, le=1, description="Share of GPU memory that weights and KV may take (auto, cuda)."
+    )
+    cpu_memory_gib: float = Field(
+        1.0, gt=0, description="KV memory a rank on CPU (auto, cpu), in GiB."
+    )
+
+
+class RankConfig(Section):
+    """Everything one rank needs, resolved: no `auto` but in kernels, model.path absolute."""
+
+    model: ModelConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    kernels: KernelsConfig
+    num_ranks: int = Field(ge=1)
+    device: Literal["cpu", "cuda"]
+    threads: int = Field(ge=1, description="CPU threads of a rank's torch operators.")
+    exchange_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")
