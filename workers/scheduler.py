@@ -1,0 +1,213 @@
+"""Continuous batching on one rank: who runs in this step, with how many tokens. Pure bookkeeping.
+
+Decodes and prefills are one thing here: a sequence has known tokens and computed tokens, and a step computes
+some of the difference. Running sequences come first, oldest first; the youngest give their blocks back when the
+cache is full and start again later (preemption by recompute), so nothing is ever dropped.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from workers.config import SchedulerConfig
+from workers.kv_cache import BlockPool
+from workers.request import EngineRequest, RequestOutput
+from workers.sequence import Sequence, SequenceTable
+from workers.step_sync import ForwardMode
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """What one step runs: `seqs[i]` computes `num_new_tokens[i]` tokens; the first num_decodes compute one.
+
+    samples[i] says that sequence i reaches its last known token in this step and gets a new one.
+    """
+
+    seqs: list[Sequence]
+    num_new_tokens: np.ndarray
+    num_decodes: int
+    samples: np.ndarray
+    admitted: list[Sequence]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this step."""
+        return int(self.num_new_tokens.sum())
+
+    @property
+    def forward_mode(self) -> ForwardMode:
+        """EXTEND, DECODE, MIXED or IDLE."""
+        if not self.seqs:
+            return ForwardMode.IDLE
+        if self.num_decodes == len(self.seqs):
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
+
+
+class Scheduler:
+    """Waiting and running sequences of one rank, and the blocks they hold."""
+
+    def __init__(
+        self, config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int
+    ):
+        self._config = config
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.table = SequenceTable(config.max_num_seqs, max_model_len, block_size)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._by_id: dict[str, Sequence] = {}
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Somebody waits or runs."""
+        return bool(self._by_id)
+
+    def add(self, request: EngineRequest) -> str | None:
+        """Queue `request`; returns why it can never run here, or None."""
+        error = self._refusal(request)
+        if error is None:
+            seq = Sequence.from_request(request)
+            self._by_id[request.request_id] = seq
+            self.waiting.append(seq)
+        return error
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Forget a request, wherever it is, and free its blocks. Unknown ids are fine: it may have finished."""
+        seq = self._by_id.get(request_id)
+        if seq is None:
+            return None
+        if seq.row >= 0:
+            self._finish(seq)
+        else:
+            self.waiting.remove(seq)
+            del self._by_id[request_id]
+        return seq
+
+    def open_requests(self) -> list[EngineRequest]:
+        """Every request that has not finished."""
+        return [seq.request for seq in self._by_id.values()]
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose this step's sequences and give them the blocks they need."""
+        budget = self._config.max_num_batched_tokens
+        work: list[tuple[Sequence, int]] = []
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget:
+            seq = self.running[index]
+            num_new = min(seq.num_remaining, budget)
+            while not self._grow(seq, seq.num_computed + num_new):
+                preempted = True
+                if self._preempt_youngest() is seq:
+                    break
+            else:
+                work.append((seq, num_new))
+                budget -= num_new
+                index += 1
+        # Admitting right after a preemption would only undo it.
+        admitted = [] if preempted else self._admit(budget, work)
+        return _batch(work, admitted)
+
+    def commit(self, batch: ScheduledBatch, token_ids: list[int]) -> list[RequestOutput]:
+        """Enter what the step computed; `token_ids` has one token per sampling sequence, -1 = invalid logits."""
+        outputs = []
+        tokens = iter(token_ids)
+        for seq, num_new, samples in zip(
+            batch.seqs, batch.num_new_tokens.tolist(), batch.samples.tolist(), strict=True
+        ):
+            self.table.advance(seq, num_new)
+            if samples:
+                outputs.append(self._append(seq, next(tokens)))
+        return outputs
+
+    def _append(self, seq: Sequence, token_id: int) -> RequestOutput:
+        request_id = seq.request.request_id
+        if token_id < 0:
+            self._finish(seq)
+            error = f"the model gave NaN or infinite logits at position {seq.num_tokens}"
+            return RequestOutput(request_id, [], "error", error)
+        self.table.append_token(seq, token_id)
+        reason = seq.finish_reason(self._max_model_len)
+        if reason is not None:
+            self._finish(seq)
+        return RequestOutput(request_id, [token_id], reason)
+
+    def _refusal(self, request: EngineRequest) -> str | None:
+        if request.request_id in self._by_id:
+            return f"request id {request.request_id!r} is in use"
+        length = len(request.prompt_token_ids)
+        if not 0 < length < self._max_model_len:
+            return f"prompt of {length} tokens; must be 1 to {self._max_model_len - 1}"
+        total = min(length + request.params.max_tokens, self._max_model_len)
+        need = self._blocks_for(total)
+        if need > self.pool.num_blocks:
+            return (
+                f"prompt of {length} tokens plus up to {total - length} new ones needs {need} KV blocks; "
+                f"this rank has {self.pool.num_blocks} (cache.num_blocks)"
+            )
+        return None
+
+    def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> list[Sequence]:
+        admitted = []
+        while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
+            seq = self.waiting[0]
+            num_new = min(seq.num_tokens, budget)
+            if num_new < seq.num_tokens and not self._config.chunked_prefill:
+                break
+            # All known tokens get their blocks at once: a prompt that starts can finish.
+            need = self._blocks_for(seq.num_tokens)
+            if need > self.pool.num_free:
+                break
+            self.waiting.popleft()
+            seq.block_ids = self.pool.allocate(need)
+            self.table.add(seq)
+            self.running.append(seq)
+            admitted.append(seq)
+            work.append((seq, num_new))
+            budget -= num_new
+        return admitted
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Hold blocks for `num_tokens` of seq; False when the pool is empty."""
+        while len(seq.block_ids) * self._block_size < num_tokens:
+            if not self.pool.num_free:
+                return False
+            self.table.append_block(seq, self.pool.allocate(1)[0])
+        return True
+
+    def _preempt_youngest(self) -> Sequence:
+        seq = self.running.pop()
+        self._release(seq)
+        seq.num_computed = 0
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+        return seq
+
+    def _finish(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._release(seq)
+        del self._by_id[seq.request.request_id]
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        self.table.remove(seq)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> ScheduledBatch:
+    """Order the work so that sequences with one new token come first, as attention wants them."""
+    decodes = [item for item in work if item[1] == 1]
+    extends = [item for item in work if item[1] != 1]
+    ordered = decodes + extends
+    seqs = [seq for seq, _ in ordered]
+    num_new = np.array([num_new for _, num_new in ordered], dtype=np.int64)
+    samples = np.array([num_new == seq.num_remaining for seq, num_new in ordered], dtype=bool)
+    return ScheduledBatch(seqs, num_new, len(decodes), samples, admitted)
