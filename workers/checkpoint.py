@@ -1,0 +1,317 @@
+"""Write small random Qwen3-MoE checkpoints in the Hugging Face disk form, offline.
+
+`make_checkpoint` writes config.json, safetensors (each expert's tensors apart, as real checkpoints
+have them), a byte-level tokenizer with a ChatML template, and generation_config.json. It knows
+nothing of how a rank loads them. Weights depend on (seed, tensor name) alone, so the number of
+shards changes no value.
+
+Shape letters: D hidden, E experts, H query heads, G key/value heads, d head dim, V vocabulary.
+"""
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+END_OF_TEXT = "<|endoftext|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
+NUM_BYTES = 256
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string %}{{- message['content'] }}"
+    "{%- elif message['content'] %}"
+    "{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- endif %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+# config.json's own names of what has an argument of its own here.
+_RENAMED = {
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "torch_dtype": "dtype",
+}
+# Logits get this standard deviation: wide enough that two best ones rarely lie within 1e-3.
+_LOGIT_STD = 3.0
+
+
+@dataclass(frozen=True)
+class _Init:
+    """How one tensor is drawn: mean + std * normal; rows from `weak_from` on are scaled by 0.05."""
+
+    shape: tuple[int, ...]
+    std: float
+    mean: float = 0.0
+    weak_from: int | None = None
+
+
+def make_checkpoint(
+    path: str | Path,
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 128,
+    num_experts: int = 16,
+    num_experts_per_tok: int = 4,
+    moe_intermediate_size: int = 64,
+    intermediate_size: int = 256,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    vocab_size: int = 512,
+    max_position_embeddings: int = 4096,
+    dtype: str = "float32",
+    num_shards: int = 1,
+    seed: int = 0,
+    tie_word_embeddings: bool = False,
+    overwrite: bool = False,
+    **config_fields: Any,
+) -> Path:
+    """Write a random Qwen3-MoE checkpoint to `path` and return the folder.
+
+    `intermediate_size` is the width of the dense MLP of layers that have no experts
+    (`mlp_only_layers`, `decoder_sparse_step`). `config_fields` go into config.json as they are,
+    e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
+    A non-empty folder is refused unless `overwrite`. Impossible values raise ValueError by name.
+    """
+    folder = Path(path)
+    renamed = sorted(_RENAMED.keys() & config_fields.keys())
+    if renamed:
+        raise ValueError(f"{renamed[0]}: give {_RENAMED[renamed[0]]} instead")
+    config: dict[str, Any] = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "moe_intermediate_size": moe_intermediate_size,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_position_embeddings,
+        "dtype": dtype,
+        "tie_word_embeddings": tie_word_embeddings,
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "bos_token_id": None,
+        "eos_token_id": NUM_BYTES + SPECIAL_TOKENS.index(IM_END),
+        "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
+    }
+    if "rope_parameters" not in config_fields:
+        config["rope_theta"] = 1_000_000.0
+    config |= config_fields
+    _validate(config)
+    inits = dict(_tensor_inits(config))
+    if not 1 <= num_shards <= len(inits):
+        raise ValueError(f"num_shards: {num_shards} is not between 1 and {len(inits)} tensors")
+    _prepare_folder(folder, overwrite)
+    _write_weights(folder, inits, DTYPES[dtype], num_shards, seed)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation_config(list(range(256, 259))))
+    save_tokenizer(folder, byte_tokenizer(), max_position_embeddings)
+    return folder
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose id b < 256 is byte b, then the special tokens. Round trips are exact."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    stand_in = {byte: chr(byte) for byte in printable}
+    for byte in range(NUM_BYTES):  # the byte-level alphabet: unprintable bytes move past 255
+        stand_in.setdefault(byte, chr(NUM_BYTES + len(stand_in) - len(printable)))
+    vocab = {stand_in[byte]: byte for byte in range(NUM_BYTES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json, the ChatML template inside the latter."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_length,
+            "clean_up_tokenization_spaces": False,
+            "bos_token": None,
+            "eos_token": IM_END,
+            "pad_token": END_OF_TEXT,
+            "additional_special_tokens": [IM_START],
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def generation_config(special_ids: list[int]) -> dict[str, Any]:
+    """generation_config.json for the ids of SPECIAL_TOKENS: either end token stops a generation."""
+    end_of_text, _, im_end = special_ids
+    return {"eos_token_id": [im_end, end_of_text], "pad_token_id": end_of_text}
+
+
+def _validate(config: dict[str, Any]) -> None:
+    positive = (
+        "num_hidden_layers num_experts num_experts_per_tok hidden_size moe_intermediate_size "
+        "intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
+        "max_position_embeddings decoder_sparse_step"
+    )
+    for key in positive.split():
+        name, value = _RENAMED.get(key, key), config[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: needs a whole number of at least 1, got {value!r}")
+    for key in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
+        if not isinstance(config[key], bool):
+            raise ValueError(f"{key}: needs true or false, got {config[key]!r}")
+    if config["num_experts_per_tok"] > config["num_experts"]:
+        raise ValueError(
+            f"num_experts_per_tok: {config['num_experts_per_tok']} is more than "
+            f"num_experts = {config['num_experts']}"
+        )
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise ValueError(
+            f"num_kv_heads: {config['num_key_value_heads']} does not divide "
+            f"num_heads = {config['num_attention_heads']}"
+        )
+    if config["head_dim"] % 2:
+        raise ValueError(f"head_dim: {config['head_dim']} is odd, rotary embedding needs pairs")
+    if config["vocab_size"] < NUM_BYTES + len(SPECIAL_TOKENS):
+        raise ValueError(
+            f"vocab_size: {config['vocab_size']} is less than the tokenizer's 256 bytes and "
+            f"{len(SPECIAL_TOKENS)} special tokens"
+        )
+    if config["dtype"] not in DTYPES:
+        raise ValueError(f"dtype: {config['dtype']!r} is none of {', '.join(DTYPES)}")
+    layers = config["mlp_only_layers"]
+    if any(layer not in range(config["num_hidden_layers"]) for layer in layers):
+        raise ValueError(f"mlp_only_layers: {layers} names a layer that is not there")
+
+
+def _tensor_inits(config: dict[str, Any]) -> Iterator[tuple[str, _Init]]:
+    """Name and drawing rule of every tensor, in the order of the forward pass."""
+    D, V = config["hidden_size"], config["vocab_size"]
+    head_std = _LOGIT_STD / math.sqrt(D)
+    # Ids that stand for no byte get small logits: a random model then neither ends by chance, which
+    # keeps a benchmark's output lengths, nor names ids that decode to nothing.
+    head = _Init((V, D), head_std, weak_from=NUM_BYTES)
+    tied = config["tie_word_embeddings"]
+    yield "model.embed_tokens.weight", head if tied else _Init((V, D), 1.0)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", _norm(D)
+        yield from _attention_inits(f"{prefix}.self_attn", config)
+        yield f"{prefix}.post_attention_layernorm.weight", _norm(D)
+        sparse = (layer + 1) % config["decoder_sparse_step"] == 0
+        if sparse and layer not in config["mlp_only_layers"]:
+            # Spread router logits, so that the order of experts does not hang on rounding.
+            yield f"{prefix}.mlp.gate.weight", _matrix(config["num_experts"], D, gain=1.5)
+            for expert in range(config["num_experts"]):
+                width = config["moe_intermediate_size"]
+                yield from _mlp_inits(f"{prefix}.mlp.experts.{expert}", D, width)
+        else:
+            yield from _mlp_inits(f"{prefix}.mlp", D, config["intermediate_size"])
+    yield "model.norm.weight", _norm(D)
+    if not tied:
+        yield "lm_head.weight", head
+
+
+def _attention_inits(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, _Init]]:
+    D, d = config["hidden_size"], config["head_dim"]
+    width_Hd = config["num_attention_heads"] * d
+    width_Gd = config["num_key_value_heads"] * d
+    rows = {"q_proj": width_Hd, "k_proj": width_Gd, "v_proj": width_Gd, "o_proj": D}
+    for name, num_rows in rows.items():
+        yield f"{prefix}.{name}.weight", _matrix(num_rows, width_Hd if name == "o_proj" else D)
+        if config["attention_bias"]:
+            yield f"{prefix}.{name}.bias", _Init((num_rows,), 0.1)
+    yield f"{prefix}.q_norm.weight", _norm(d)
+    yield f"{prefix}.k_norm.weight", _norm(d)
+
+
+def _mlp_inits(prefix: str, dim: int, width: int) -> Iterator[tuple[str, _Init]]:
+    yield f"{prefix}.gate_proj.weight", _matrix(width, dim)
+    yield f"{prefix}.up_proj.weight", _matrix(width, dim)
+    yield f"{prefix}.down_proj.weight", _matrix(dim, width, gain=2.0)
+
+
+def _matrix(num_rows: int, num_columns: int, gain: float = 1.0) -> _Init:
+    return _Init((num_rows, num_columns), gain / math.sqrt(num_columns))
+
+
+def _norm(dim: int) -> _Init:
+    return _Init((dim,), 0.1, mean=1.0)  # not all ones: a loader that skips a norm must be caught
+
+
+def _draw(name: str, init: _Init, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
+    tensor = torch.randn(init.shape, generator=generator).mul_(init.std).add_(init.mean)
+    if init.weak_from is not None:
+        tensor[init.weak_from :] *= 0.05
+    return tensor.to(dtype)
+
+
+def _write_weights(
+    folder: Path, inits: dict[str, _Init], dtype: torch.dtype, num_shards: int, seed: int
+) -> None:
+    """One file, or several of about equal bytes with an index. Only one shard is in memory."""
+    counts = {name: math.prod(init.shape) for name, init in inits.items()}
+    total = sum(counts.values())
+    shards: list[list[str]] = [[] for _ in range(num_shards)]
+    done, index = 0, 0
+    for left, name in zip(range(len(inits), 0, -1), inits, strict=True):
+        full = done >= total * (index + 1) / num_shards or left == num_shards - 1 - index
+        if shards[index] and full and index + 1 < num_shards:
+            index += 1
+        shards[index].append(name)
+        done += counts[name]
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if num_shards > 1:
+            file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+        tensors = {name: _draw(name, inits[name], dtype, seed) for name in names}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(names, file)
+    if num_shards > 1:
+        index_json = {"metadata": {"total_size": total * dtype.itemsize}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index_json)
+
+
+def _prepare_folder(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"path: {folder} is a file, not a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"path: {folder} is not empty; overwrite=True replaces a checkpoint there")
+    for pattern in ("model*.safetensors", "model.safetensors.index.json"):
+        for stale in folder.glob(pattern):  # old shards beside new ones would be read as surplus
+            stale.unlink()
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
