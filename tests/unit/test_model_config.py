@@ -1,0 +1,162 @@
+"""config.json: every honoured field is read, everything else is refused by name."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workers.models.config import ModelConfigError, Qwen3MoeConfig, load_model_config
+
+BASE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def load(tmp_path: Path, **changes: Any) -> Qwen3MoeConfig:
+    raw = {key: value for key, value in {**BASE, **changes}.items() if value is not ...}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    return load_model_config(tmp_path)
+
+
+def refusal(tmp_path: Path, **changes: Any) -> str:
+    with pytest.raises(ModelConfigError) as caught:
+        load(tmp_path, **changes)
+    return str(caught.value)
+
+
+def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig as Reference
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    config, reference = load_model_config(tmp_path), Reference()
+    for name in Qwen3MoeConfig.__dataclass_fields__.keys() & reference.to_dict().keys():
+        if name not in ("mlp_only_layers", "dtype"):
+            assert getattr(config, name) == getattr(reference, name), name
+    assert config.num_experts == reference.num_experts
+    assert config.head_dim == reference.hidden_size // reference.num_attention_heads
+    assert config.mlp_only_layers == ()
+    assert config.rope.rope_theta == reference.rope_parameters["rope_theta"]
+
+
+def test_reads_what_transformers_saves(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig as Reference
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}
+    Reference(
+        **{**BASE, "head_dim": 48, "rope_parameters": scaling, "eos_token_id": [3, 4]},
+        dtype="bfloat16",
+        tie_word_embeddings=True,
+    ).save_pretrained(tmp_path)
+    config = load_model_config(tmp_path)
+    assert (config.num_experts, config.head_dim, config.dtype) == (8, 48, "bfloat16")
+    assert config.tie_word_embeddings and config.eos_token_ids == (3, 4)
+    assert config.rope.rope_theta == 5e5
+    assert config.rope.scaling == {"factor": 4.0, "original_max_position_embeddings": 256}
+    assert (config.q_size, config.kv_size) == (192, 96)
+
+
+def test_dense_layers(tmp_path: Path) -> None:
+    config = load(tmp_path, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [config.is_moe_layer(layer) for layer in range(4)] == [False, True, False, False]
+
+
+def test_old_rope_form(tmp_path: Path) -> None:
+    config = load(tmp_path, rope_theta=1e6, rope_scaling={"type": "linear", "factor": 2.0})
+    assert config.rope.rope_type == "linear"
+    assert config.rope.rope_theta == 1e6
+    assert config.rope.scaling == {"factor": 2.0}
+
+
+def test_generation_config_decides_eos(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert load(tmp_path, eos_token_id=7).eos_token_ids == (7, 5)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert load(tmp_path, eos_token_id=7).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "llama"}, ["model_type", "'llama'", "'qwen3_moe'"]),
+        ({"architectures": ["Qwen3MoeForSequenceClassification"]}, ["architectures", "Sequence"]),
+        ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', '"silu"']),
+        ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping", "30.0", "unknown"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
+        ({"torch_dtype": "int8"}, ["torch_dtype", "int8"]),
+        ({"hidden_size": "64"}, ["hidden_size", "'64'"]),
+        ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps", "0"]),
+        ({"norm_topk_prob": 1}, ["norm_topk_prob", "1"]),
+        ({"mlp_only_layers": [-1]}, ["mlp_only_layers", "[-1]"]),
+        ({"num_key_value_heads": 3}, ["num_attention_heads is 4", "num_key_value_heads (3)"]),
+        ({"head_dim": 33}, ["head_dim is 33", "even"]),
+        ({"num_experts_per_tok": 9}, ["num_experts_per_tok is 9", "(8)"]),
+        ({"num_local_experts": 16}, ["num_experts is 8", "num_local_experts is 16"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types", "sliding"]),
+        ({"layer_types": 3}, ["layer_types", "3"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["'dynamic'", "length", "yarn"]),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters.rope_type", "longrope"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters.factor is missing"]),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, [".factor is -1"]),
+        ({"rope_parameters": {"mrope_section": [1, 2]}}, ["rope_parameters.mrope_section"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, [".partial_rotary_factor is 0.5"]),
+        ({"rope_theta": 0}, ["rope_theta is 0"]),
+        ({"rope_scaling": "yarn"}, ["rope_scaling is 'yarn'"]),
+    ],
+)
+def test_refusals_name_field_and_value(
+    tmp_path: Path, changes: dict[str, Any], words: list[str]
+) -> None:
+    message = refusal(tmp_path, **changes)
+    for word in [*words, "config.json"]:
+        assert word in message
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    message = refusal(tmp_path, hidden_act="relu", vocab_size=-1, mystery=1)
+    assert all(word in message for word in ("hidden_act", "vocab_size is -1", "mystery"))
+
+
+def test_null_and_harmless_keys_pass(tmp_path: Path) -> None:
+    config = load(
+        tmp_path, mystery=None, rope_scaling=None, max_window_layers=4, partial_rotary_factor=1.0
+    )
+    assert config.rope.rope_type == "default"
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelConfigError, match="not a folder"):
+        load_model_config(tmp_path / "nowhere")
+    with pytest.raises(ModelConfigError, match=r"no config\.json"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match="JSON"):
+        load_model_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelConfigError, match="list"):
+        load_model_config(tmp_path)
+
+
+def test_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, workers.models.config;"
+        "assert not {'torch', 'transformers'} & sys.modules.keys(), 'heavy import'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

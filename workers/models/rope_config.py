@@ -1,0 +1,112 @@
+"""Reads the rotary embedding's settings out of config.json, in the old and the new form.
+
+transformers 5 writes `rope_parameters`; older versions wrote `rope_theta` beside `rope_scaling`.
+Knows nothing of tensors: `workers/layers/rope.py` turns the settings into angles.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any
+
+DEFAULT_THETA = 10_000.0
+
+# rope_type -> (required keys, optional keys), as transformers reads them
+SUPPORTED_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
+    "default": (frozenset(), frozenset()),
+    "linear": (frozenset({"factor"}), frozenset()),
+    "yarn": (
+        frozenset({"factor"}),
+        frozenset(
+            {
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            }
+        ),
+    ),
+    "llama3": (
+        frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+        frozenset({"original_max_position_embeddings"}),
+    ),
+}
+NEEDS_ORIGINAL_LENGTH = frozenset({"yarn", "llama3"})
+
+# Their angles depend on the length reached so far: cached keys would have to be turned again.
+LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """`scaling` holds the type's own parameters under transformers' names, without null values."""
+
+    rope_type: str = "default"
+    rope_theta: float = DEFAULT_THETA
+    scaling: Mapping[str, float | bool] = field(default_factory=dict)
+
+
+def parse_rope(raw: Mapping[str, Any], max_positions: int, problems: list[str]) -> RopeConfig:
+    """The rope settings of a config.json; what is wrong with them is added to `problems`."""
+    source = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    given = raw.get(source) or {}
+    if not isinstance(given, dict):
+        problems.append(f"{source} is {given!r}; expected an object or null")
+        return RopeConfig()
+    parameters = {key: value for key, value in given.items() if value is not None}
+    rope_type = _pop_type(parameters, source, problems)
+    theta_key = f"{source}.rope_theta" if "rope_theta" in parameters else "rope_theta"
+    theta = parameters.pop("rope_theta", raw.get("rope_theta", DEFAULT_THETA))
+    if not is_number(theta) or theta <= 0:
+        problems.append(f"{theta_key} is {theta!r}; expected a number > 0")
+        theta = DEFAULT_THETA
+    if parameters.get("partial_rotary_factor") == 1:
+        del parameters["partial_rotary_factor"]
+    if rope_type not in SUPPORTED_KEYS:
+        why = (
+            " (its angles change with the current length)" if rope_type in LENGTH_DEPENDENT else ""
+        )
+        problems.append(
+            f"{source}.rope_type is {rope_type!r}{why}; supported: {', '.join(SUPPORTED_KEYS)}"
+        )
+        return RopeConfig()
+    _check_parameters(parameters, rope_type, source, problems)
+    if rope_type in NEEDS_ORIGINAL_LENGTH:
+        parameters.setdefault("original_max_position_embeddings", max_positions)
+    return RopeConfig(rope_type=rope_type, rope_theta=float(theta), scaling=parameters)
+
+
+def _pop_type(parameters: dict[str, Any], source: str, problems: list[str]) -> Any:
+    """`rope_type`, or `type` as it was called before."""
+    legacy = parameters.pop("type", None)
+    rope_type = parameters.pop("rope_type", legacy or "default")
+    if legacy is not None and legacy != rope_type:
+        problems.append(
+            f"{source}.type is {legacy!r} but {source}.rope_type is {rope_type!r}; expected one"
+        )
+    return rope_type
+
+
+def _check_parameters(
+    parameters: Mapping[str, Any], rope_type: str, source: str, problems: list[str]
+) -> None:
+    required, optional = SUPPORTED_KEYS[rope_type]
+    for key in sorted(required - parameters.keys()):
+        problems.append(f"{source}.{key} is missing; rope_type {rope_type!r} needs it")
+    for key, value in parameters.items():
+        if key not in required | optional:
+            takes = ", ".join(sorted(required | optional)) or "no parameters"
+            problems.append(f"{source}.{key} is {value!r}; rope_type {rope_type!r} takes {takes}")
+        elif key == "truncate":
+            if not isinstance(value, bool):
+                problems.append(f"{source}.{key} is {value!r}; expected true or false")
+        elif not is_number(value) or value <= 0:
+            problems.append(f"{source}.{key} is {value!r}; expected a number > 0")
+
+
+def is_number(value: Any) -> bool:
+    """A finite int or float; JSON's true and false are not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
