@@ -1,0 +1,225 @@
+"""Attention by gathering pages and calling `scaled_dot_product_attention`: runs everywhere.
+
+The CPU's backend and the reference for others. The G = H / h query heads that share a KV head become
+query rows of that head, so grouped-query attention copies nothing. Knows nothing of scheduling.
+
+T tokens, H query heads, h KV heads, G = H / h, d head dim, B sequences, L keys, M query rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
+
+QUERY_CHUNK = (
+    512  # query rows of one call: bounds the mask and skips most of the keys above the diagonal
+)
+CALL_COST = (
+    512  # padded keys that cost as much as one more call (60 us for 1024 keys on a CPU core)
+)
+
+
+@dataclass(frozen=True)
+class _DecodeGroup:
+    """Decodes of similar length. `rows` are their rows, or None for all of them in order."""
+
+    rows: torch.Tensor | None
+    blocks: torch.Tensor  # int64 [B * max_blocks]
+    mask_B11L: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Extend:
+    """New tokens `start .. end` of one sequence, after `context` older ones in `blocks` (None: no older)."""
+
+    start: int
+    end: int
+    context: int
+    blocks: torch.Tensor | None
+
+
+class _Cache:
+    """Flat views of one layer's cache: whole blocks for reading, slots for writing."""
+
+    def __init__(self, kv_cache: torch.Tensor):
+        _, num_blocks, block_size, num_kv_heads, head_dim = kv_cache.shape
+        self.k_blocks, self.v_blocks = kv_cache.view(2, num_blocks, -1).unbind(0)
+        slots = kv_cache.view(2, num_blocks * block_size, num_kv_heads * head_dim)
+        self.k_slots, self.v_slots = slots.unbind(0)
+
+
+class SdpaAttention(Attention):
+    """Decodes in batches of similar length, other sequences one by one."""
+
+    name = "sdpa"
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__(spec)
+        self._caches: list[_Cache] = []
+        self._num_tokens = 0
+        self._num_decodes = 0
+        self._decodes: list[_DecodeGroup] = []
+        self._extends: list[_Extend] = []
+        self._causal: torch.Tensor | None = None
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        super().bind(kv_caches)
+        self._caches = [_Cache(kv_cache) for kv_cache in kv_caches]
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
+        self._slot_mapping = batch.slot_mapping[: batch.num_tokens]
+        self._decodes = self._plan_decodes(batch)
+        self._extends = []
+        starts, lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        for seq in range(batch.num_decodes, batch.num_seqs):
+            start, end = starts[seq], starts[seq + 1]
+            context = lens[seq] - (end - start)
+            num_blocks = -(-lens[seq] // self.spec.block_size)
+            blocks = batch.block_table[seq, :num_blocks] if context else None
+            self._extends.append(_Extend(start, end, context, blocks))
+            if context or end - start > QUERY_CHUNK:
+                self._reserve_causal(lens[seq])
+
+    def __call__(
+        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        num_rows, num_tokens = q_THd.shape[0], self._num_tokens
+        cache = self._caches[layer]
+        if num_rows > num_tokens:
+            k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
+        cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
+        cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
+        if num_rows == self._num_decodes and len(self._decodes) == 1:
+            return self._decode(q_THd, cache, self._decodes[0])
+        out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        out_THd[num_tokens:] = 0
+        for group in self._decodes:
+            if group.rows is None:
+                decodes = slice(0, self._num_decodes)
+                out_THd[decodes] = self._decode(q_THd[decodes], cache, group)
+            else:
+                out_BHd = self._decode(q_THd.index_select(0, group.rows), cache, group)
+                out_THd.index_copy_(0, group.rows, out_BHd)
+        for extend in self._extends:
+            self._extend(q_THd, k_Thd, v_Thd, cache, extend, out_THd)
+        return out_THd
+
+    def _plan_decodes(self, batch: AttentionBatch) -> list[_DecodeGroup]:
+        seq_lens = batch.seq_lens_cpu[: batch.num_decodes]
+        num_blocks = -(-seq_lens // self.spec.block_size)
+        return [
+            self._plan_group(batch, seq_lens, num_blocks, members)
+            for members in length_groups(num_blocks, self.spec.block_size)
+        ]
+
+    def _plan_group(
+        self,
+        batch: AttentionBatch,
+        seq_lens: np.ndarray,
+        num_blocks: np.ndarray,
+        members: np.ndarray | None,
+    ) -> _DecodeGroup:
+        cache = self.kv_caches[0]
+        if members is None:
+            rows, table = None, batch.block_table[: batch.num_decodes]
+        else:
+            rows = torch.from_numpy(members).to(cache.device)
+            seq_lens, num_blocks = seq_lens[members], num_blocks[members]
+            table = batch.block_table.index_select(0, rows)
+        width = int(num_blocks.max())
+        num_keys = width * self.spec.block_size
+        mask_B11L = None
+        if (seq_lens < num_keys).any():
+            hidden_BL = np.arange(num_keys) >= seq_lens[:, None]
+            mask_BL = np.where(hidden_BL, np.float32("-inf"), np.float32(0))
+            mask_B11L = torch.from_numpy(mask_BL).to(cache.device, cache.dtype)[:, None, None, :]
+        return _DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
+
+    def _decode(self, q_BHd: torch.Tensor, cache: _Cache, group: _DecodeGroup) -> torch.Tensor:
+        spec, batch_size = self.spec, q_BHd.shape[0]
+        paged = (batch_size, -1, spec.num_kv_heads, spec.head_dim)
+        k_BLhd = cache.k_blocks.index_select(0, group.blocks).view(paged)
+        v_BLhd = cache.v_blocks.index_select(0, group.blocks).view(paged)
+        out_BhGd = F.scaled_dot_product_attention(
+            q_BHd.reshape(batch_size, spec.num_kv_heads, -1, spec.head_dim),
+            k_BLhd.transpose(1, 2),
+            v_BLhd.transpose(1, 2),
+            attn_mask=group.mask_B11L,
+            scale=spec.scale,
+        )
+        return out_BhGd.reshape(q_BHd.shape)
+
+    def _extend(
+        self,
+        q_THd: torch.Tensor,
+        k_Thd: torch.Tensor,
+        v_Thd: torch.Tensor,
+        cache: _Cache,
+        extend: _Extend,
+        out_THd: torch.Tensor,
+    ) -> None:
+        spec = self.spec
+        if extend.blocks is None:
+            k_Lhd, v_Lhd = k_Thd[extend.start : extend.end], v_Thd[extend.start : extend.end]
+        else:
+            paged = (-1, spec.num_kv_heads, spec.head_dim)
+            k_Lhd = cache.k_blocks.index_select(0, extend.blocks).view(paged)
+            v_Lhd = cache.v_blocks.index_select(0, extend.blocks).view(paged)
+        group = spec.num_heads // spec.num_kv_heads
+        for start in range(extend.start, extend.end, QUERY_CHUNK):
+            end = min(start + QUERY_CHUNK, extend.end)
+            offset = extend.context + start - extend.start
+            num_keys = offset + end - start
+            heads = (spec.num_kv_heads, group, num_keys, spec.head_dim)
+            q_hGMd = q_THd[start:end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+            out_hGMd = F.scaled_dot_product_attention(
+                q_hGMd,
+                k_Lhd[:num_keys].transpose(0, 1).unsqueeze(1).expand(heads),
+                v_Lhd[:num_keys].transpose(0, 1).unsqueeze(1).expand(heads),
+                attn_mask=self._causal_mask(offset, end - start) if offset else None,
+                is_causal=not offset,
+                scale=spec.scale,
+            )
+            out_THd[start:end] = out_hGMd.permute(2, 0, 1, 3).flatten(1, 2)
+
+    def _reserve_causal(self, num_keys: int) -> None:
+        """One causal mask for every offset: row i of it shows keys up to `i + W`, W = columns - chunk."""
+        columns = 0 if self._causal is None else self._causal.shape[1]
+        if columns < num_keys + QUERY_CHUNK:
+            columns = (1 << (num_keys - 1).bit_length()) + QUERY_CHUNK
+            cache = self.kv_caches[0]
+            hidden = torch.full((QUERY_CHUNK, columns), float("-inf"))
+            self._causal = hidden.triu_(columns - QUERY_CHUNK + 1).to(cache.device, cache.dtype)
+
+    def _causal_mask(self, offset: int, num_rows: int) -> torch.Tensor:
+        """The slice in which row i shows keys up to `offset + i`."""
+        assert self._causal is not None
+        first = self._causal.shape[1] - QUERY_CHUNK - offset
+        return self._causal[:num_rows, first : first + offset + num_rows]
+
+
+def length_groups(num_blocks: np.ndarray, block_size: int) -> list[np.ndarray | None]:
+    """Split decodes so that short ones are not padded to the longest when that costs more than a call.
+
+    num_blocks int [B] blocks of each decode. Returns int64 index arrays, or [None] for one group of all.
+    """
+    if not len(num_blocks):
+        return []
+    waste = int(num_blocks.max()) * len(num_blocks) - int(num_blocks.sum())
+    if waste * block_size <= 2 * CALL_COST:
+        return [None]
+    order = np.argsort(num_blocks, kind="stable")
+    groups, start, wasted = [], 0, 0
+    for i in range(1, len(order)):
+        # Padding the group so far up to this one's length; when that costs more than a call, cut here.
+        wasted += int(num_blocks[order[i]] - num_blocks[order[i - 1]]) * (i - start)
+        if wasted * block_size > CALL_COST:
+            groups.append(order[start:i])
+            start, wasted = i, 0
+    groups.append(order[start:])
+    return [np.sort(group) for group in groups] if len(groups) > 1 else [None]

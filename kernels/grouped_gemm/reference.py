@@ -1,0 +1,29 @@
+"""The experts' MLP as a loop over experts: runs everywhere, and is what the others are tested against.
+
+R routed rows, D hidden, I expert width, e local experts.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from kernels.all2all.base import ExpertInput
+from kernels.grouped_gemm.base import GroupedGemm
+
+
+class ReferenceGroupedGemm(GroupedGemm):
+    """One pair of products per expert that has rows."""
+
+    name = "reference"
+
+    def __call__(
+        self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
+    ) -> torch.Tensor:
+        x_RD = expert_input.x_RD
+        y_RD = torch.empty_like(x_RD)
+        start = 0
+        for expert, end in enumerate(expert_input.offs_e.tolist()):
+            if end > start:
+                gate, up = F.linear(x_RD[start:end], w13_e2ID[expert]).chunk(2, dim=-1)
+                torch.mm(F.silu(gate).mul_(up), w2_eDI[expert].t(), out=y_RD[start:end])
+            start = end
+        return y_RD

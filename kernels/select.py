@@ -1,0 +1,259 @@
+"""The one place where kernel backends are chosen: `probe` looks, `select` decides, `build` constructs.
+
+`select` is pure and needs neither a GPU nor torch.distributed, so `phalanx check` can call it anywhere.
+Knows nothing of YAML files, Ray or requests.
+"""
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from kernels.all2all.base import AllToAll
+from kernels.all2all.local import LocalAllToAll
+from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.sdpa import SdpaAttention
+from kernels.config import KernelsConfig
+from kernels.grouped_gemm.base import GroupedGemm
+from kernels.grouped_gemm.reference import ReferenceGroupedGemm
+from kernels.grouped_gemm.torch_grouped import ROW_ALIGNMENT, TorchGroupedGemm
+from kernels.placement import ExpertPlacement
+
+LAYOUTS: Mapping[str, str] = {"reference": "contiguous", "torch_grouped": "contiguous"}
+
+
+class KernelChoiceError(ValueError):
+    """A backend named in the YAML cannot run here."""
+
+    def __init__(self, family: str, name: str, reason: str, instead: list[str]):
+        self.key = f"kernels.{family}"
+        works = " or ".join(["auto", *instead])
+        super().__init__(f"{self.key}: {name!r} cannot run here: {reason}. What works: {works}")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a machine offers. `missing` maps a backend's name to why it cannot run at all."""
+
+    device: str
+    missing: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend's name and why it was taken."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One backend of each family."""
+
+    all2all: Choice
+    grouped_gemm: Choice
+    attention: Choice
+
+    def names(self) -> dict[str, str]:
+        """Family to backend name."""
+        return {
+            "all2all": self.all2all.name,
+            "grouped_gemm": self.grouped_gemm.name,
+            "attention": self.attention.name,
+        }
+
+    def reasons(self) -> dict[str, str]:
+        """Family to why."""
+        return {
+            "all2all": self.all2all.reason,
+            "grouped_gemm": self.grouped_gemm.reason,
+            "attention": self.attention.reason,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelContext:
+    """What the backends of one rank are built from. `max_num_tokens` bounds a rank's rows of one step."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    num_ranks: int
+    group: dist.ProcessGroup | None
+    shared_memory: object | None
+    placement: ExpertPlacement
+    hidden_size: int
+    top_k: int
+    max_num_tokens: int
+    attention: AttentionSpec
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The backends of one rank."""
+
+    all2all: AllToAll
+    grouped_gemm: GroupedGemm
+    attention: Attention
+
+
+def probe(device: torch.device | str) -> Capabilities:
+    """Look at this machine for a device type ("cpu" or "cuda")."""
+    device = torch.device(device)
+    missing: dict[str, str] = {}
+    if not hasattr(F, "grouped_mm"):
+        missing["torch_grouped"] = (
+            f"torch {torch.__version__} has no grouped_mm (2.10 or newer has)"
+        )
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        missing["torch_grouped"] = f"grouped_mm needs compute capability 8.0, found {capability}"
+    if not dist.is_available():
+        missing["torch_dist"] = missing["allgather"] = "torch was built without distributed"
+    elif device.type == "cuda" and not dist.is_nccl_available():
+        missing["torch_dist"] = missing["allgather"] = "torch was built without NCCL"
+    if device.type != "cpu":
+        missing["shm"] = "it exchanges CPU tensors only"
+    elif platform.machine() not in ("x86_64", "AMD64"):
+        missing["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
+    elif not os.access("/dev/shm", os.W_OK):
+        missing["shm"] = "/dev/shm is not writable"
+    return Capabilities(device.type, missing)
+
+
+def select(
+    config: KernelsConfig,
+    capabilities: Capabilities,
+    *,
+    num_ranks: int,
+    num_nodes: int = 1,
+    dtype: torch.dtype,
+    hidden_size: int,
+    expert_width: int,
+) -> Selection:
+    """Decide each family's backend, with the reason.
+
+    hidden_size and expert_width are the experts' D and I; num_nodes the hosts the ranks are spread over.
+    Raises KernelChoiceError when a backend named in `config` cannot run.
+    """
+    all2all = _choose(
+        "all2all",
+        config.all2all,
+        _all2all_order(capabilities.device, num_ranks),
+        lambda name: _all2all_obstacle(name, capabilities, num_ranks, num_nodes),
+    )
+    grouped_gemm = _choose(
+        "grouped_gemm",
+        config.grouped_gemm,
+        {
+            "torch_grouped": "one call for all experts",
+            "reference": "a loop over experts runs everywhere",
+        },
+        lambda name: _grouped_gemm_obstacle(name, capabilities, dtype, hidden_size, expert_width),
+    )
+    attention = _choose(
+        "attention",
+        config.attention,
+        {"sdpa": "gathers pages for torch's own attention, runs everywhere"},
+        lambda name: None,
+    )
+    return Selection(all2all, grouped_gemm, attention)
+
+
+def build(selection: Selection, context: KernelContext) -> Kernels:
+    """Construct the chosen backends of one rank."""
+    gemms: dict[str, type[GroupedGemm]] = {
+        "reference": ReferenceGroupedGemm,
+        "torch_grouped": TorchGroupedGemm,
+    }
+    kernels = Kernels(
+        _build_all2all(selection.all2all.name, context),
+        gemms[selection.grouped_gemm.name](),
+        SdpaAttention(context.attention),
+    )
+    assert kernels.all2all.layout == kernels.grouped_gemm.layout, selection.names()
+    return kernels
+
+
+def _build_all2all(name: str, context: KernelContext) -> AllToAll:
+    if name == "local":
+        return LocalAllToAll(context.placement.num_experts, context.device)
+    raise AssertionError(name)
+
+
+def _choose(
+    family: str,
+    wanted: str,
+    order: Mapping[str, str],
+    obstacle: Callable[[str], str | None],
+) -> Choice:
+    """The wanted backend, or for `auto` the first of `order` (name to reason) that can run."""
+    if wanted == "auto":
+        for name, reason in order.items():
+            found = obstacle(name)
+            if found is None:
+                return Choice(name, f"auto: {reason}")
+        raise AssertionError(f"no {family} backend can run")
+    found = obstacle(wanted)
+    if found is not None:
+        raise KernelChoiceError(family, wanted, found, [x for x in order if obstacle(x) is None])
+    return Choice(wanted, "named in the configuration")
+
+
+def _all2all_order(device: str, num_ranks: int) -> dict[str, str]:
+    """What `auto` tries, best first."""
+    if num_ranks == 1:
+        return {"local": "one rank holds all experts"}
+    if device == "cuda":
+        return {
+            "allgather": "no counts to read on the host before the experts",
+            "torch_dist": "moves each row only to the ranks of its experts",
+        }
+    return {
+        "shm": "all ranks share a host: rows go through shared memory without a copy into sockets",
+        "torch_dist": "moves each row only to the ranks of its experts",
+        "allgather": "equal shapes on all ranks",
+    }
+
+
+def _all2all_obstacle(
+    name: str, capabilities: Capabilities, num_ranks: int, num_nodes: int
+) -> str | None:
+    """Why this all-to-all cannot run, or None."""
+    if name in capabilities.missing:
+        return capabilities.missing[name]
+    if name == "local" and num_ranks > 1:
+        return f"it serves one rank, cluster.ranks is {num_ranks}"
+    if name != "local" and num_ranks == 1:
+        return "there is only one rank, so there is nothing to exchange"
+    if name == "shm" and num_nodes > 1:
+        return f"its ranks must share a host, cluster.nodes is {num_nodes}"
+    return None
+
+
+def _grouped_gemm_obstacle(
+    name: str,
+    capabilities: Capabilities,
+    dtype: torch.dtype,
+    hidden_size: int,
+    expert_width: int,
+) -> str | None:
+    """Why this grouped GEMM cannot run, or None."""
+    if name in capabilities.missing:
+        return capabilities.missing[name]
+    if name != "torch_grouped":
+        return None
+    if capabilities.device == "cuda" and dtype != torch.bfloat16:
+        return f"grouped_mm on GPUs takes bfloat16 only, model.dtype is {str(dtype)[6:]}"
+    for what, width in (("hidden size", hidden_size), ("expert width", expert_width)):
+        if width * dtype.itemsize % ROW_ALIGNMENT:
+            return (
+                f"grouped_mm needs rows of a multiple of {ROW_ALIGNMENT} bytes, "
+                f"{what} {width} in {str(dtype)[6:]} has {width * dtype.itemsize}"
+            )
+    return None
