@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP interface. Knows nothing of Ray, ranks or tensors."""

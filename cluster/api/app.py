@@ -1,0 +1,187 @@
+"""The FastAPI application: routes and the one place where errors become answers.
+
+`create_app` takes a way to reach the engine, a tokenizer and limits, so tests run it on a fake
+engine. Knows nothing of Ray.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from cluster.api.backend import EngineBackend
+from cluster.api.chunks import error_body, to_json
+from cluster.api.job import JobFactory
+from cluster.api.json_body import read_json_object
+from cluster.api.middleware import RequestContext
+from cluster.api.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from cluster.api.respond import JobResponse
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import ServingTokenizer
+from cluster.errors import BadRequestError, EngineDeadError, NotFoundError, ServingError
+from cluster.metrics import CONTENT_TYPE, IngressMetrics
+
+logger = logging.getLogger(__name__)
+
+BackendProvider = Callable[[], EngineBackend]
+
+
+def create_app(
+    backend_provider: BackendProvider,
+    tokenizer: ServingTokenizer,
+    settings: ApiSettings | None = None,
+) -> FastAPI:
+    """An application that serves the provider's engine.
+
+    The provider is called for every request; it may raise EngineDeadError while nothing is ready.
+    """
+    settings = settings or ApiSettings()
+    metrics = IngressMetrics()
+    app = FastAPI(title="Phalanx", redirect_slashes=False)
+    app.add_middleware(RequestContext, metrics=metrics)
+    _add_error_handlers(app)
+    _add_generation_routes(
+        app, backend_provider, JobFactory(tokenizer, settings), settings, metrics
+    )
+    _add_model_routes(app, backend_provider)
+    _add_utility_routes(app, backend_provider, settings, metrics)
+    return app
+
+
+def _add_generation_routes(
+    app: FastAPI,
+    backend_provider: BackendProvider,
+    jobs: JobFactory,
+    settings: ApiSettings,
+    metrics: IngressMetrics,
+) -> None:
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        """Continue a prompt."""
+        body = await read_json_object(request, settings.max_body_bytes)
+        backend = backend_provider()
+        metrics.set_model_name(backend.model_name)
+        job = await jobs.completion(parse_completion(body), backend)
+        return JobResponse(job, backend, metrics)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        body = await read_json_object(request, settings.max_body_bytes)
+        backend = backend_provider()
+        metrics.set_model_name(backend.model_name)
+        job = await jobs.chat(parse_chat(body), backend)
+        return JobResponse(job, backend, metrics)
+
+
+def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
+    started = int(time.time())
+
+    def card(backend: EngineBackend) -> dict[str, Any]:
+        return {
+            "id": backend.model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "phalanx",
+            "root": backend.model_name,
+            "parent": None,
+            "max_model_len": backend.max_model_len,
+        }
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """The served model, as a list."""
+        return _json({"object": "list", "data": [card(backend_provider())]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        """The served model."""
+        backend = backend_provider()
+        if model != backend.model_name:
+            raise NotFoundError(
+                f"the model {model[:200]!r} does not exist; this server has {backend.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return _json(card(backend))
+
+
+def _add_utility_routes(
+    app: FastAPI, backend_provider: BackendProvider, settings: ApiSettings, metrics: IngressMetrics
+) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 when requests can be served, else 503 with the reason."""
+        ready, reason = backend_provider().health()
+        if not ready:
+            raise EngineDeadError(reason or "the engine is not ready")
+        return _json({"status": "ready"})
+
+    @app.get("/metrics")
+    async def prometheus_metrics() -> Response:
+        """Prometheus text. Answers also when the ranks do not."""
+        stats: list[dict[str, Any]] = []
+        try:
+            backend = backend_provider()
+            metrics.set_model_name(backend.model_name)
+            stats = await asyncio.wait_for(backend.rank_stats(), settings.stats_timeout_s)
+        except (ServingError, TimeoutError) as error:
+            logger.warning("no statistics from the ranks: %r", error)
+        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Starlette picks the handler of the nearest base class."""
+
+    async def serving_error(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, ServingError)
+        return _error_response(error)
+
+    async def http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        what = f"{request.method} {request.url.path[:200]}"
+        if error.status_code == 404:
+            return _error_response(NotFoundError(f"no such route: {what}"))
+        code = "method_not_allowed" if error.status_code == 405 else None
+        response = _error_response(
+            BadRequestError(f"{error.detail}: {what}", code=code), error.status_code
+        )
+        response.headers.update(error.headers or {})
+        return response
+
+    async def client_gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; the status is for the count
+
+    async def internal_error(_request: Request, _error: Exception) -> Response:
+        message = "internal error; the server's log has the details"
+        return _error_response(ServingError(message))
+
+    app.add_exception_handler(ServingError, serving_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+    app.add_exception_handler(Exception, internal_error)
+
+
+def _error_response(error: ServingError, status: int | None = None) -> Response:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
+    return Response(
+        error_body(error), status or error.status, headers, media_type="application/json"
+    )
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(to_json(content), media_type="application/json")
+
+
+def _body_schema(model: type[CompletionRequest] | type[ChatRequest]) -> dict[str, Any]:
+    """The body's schema for /docs. FastAPI does not read the body itself: it would answer 422."""
+    schema = model.model_json_schema()
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}

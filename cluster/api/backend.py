@@ -1,0 +1,39 @@
+"""What the HTTP layer asks of the engine. Knows nothing of who implements it."""
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from workers.request import RequestOutput, SamplingParams
+
+
+class EngineBackend(Protocol):
+    """All ranks, seen from an ingress.
+
+    Any method may raise `cluster.errors.EngineDeadError` (503) or `OverloadedError` (429).
+    """
+
+    model_name: str
+    max_model_len: int
+    max_request_tokens: int
+    """KV capacity of one rank in tokens: no request can be longer."""
+
+    def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """One output per step that gave new tokens; the last one carries a finish_reason.
+
+        Closing the generator early (aclose or cancellation) aborts the request in its rank.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """End a request wherever it is. Unknown and finished ones are ignored."""
+        ...
+
+    def health(self) -> tuple[bool, str]:
+        """(ready, the reason when not)."""
+        ...
+
+    async def rank_stats(self) -> list[dict[str, Any]]:
+        """Per rank, in rank order: `workers.stats.EngineStats.snapshot()`."""
+        ...

@@ -1,0 +1,91 @@
+"""Check and normalise chat messages. Knows nothing of templates or tokens."""
+
+import json
+from typing import Any
+
+from cluster.errors import BadRequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Passed to the template as they are when they are strings.
+_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+
+
+def parse_messages(value: Any) -> list[dict[str, Any]]:
+    """A request's `messages` as templates like them: content is one string."""
+    if value is None:
+        raise BadRequestError(
+            "messages is missing", param="messages", code="missing_required_parameter"
+        )
+    if not isinstance(value, list) or not value:
+        raise BadRequestError("messages must be a list of at least one message", param="messages")
+    return [_message(message, f"messages.{i}") for i, message in enumerate(value)]
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise BadRequestError(f"{where} must be an object with role and content", param=where)
+    role = message.get("role")
+    if role not in ROLES:  # also unhashable values: a tuple is searched by equality
+        raise BadRequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}", param=f"{where}.role"
+        )
+    result: dict[str, Any] = {
+        "role": role,
+        "content": _content(message.get("content"), role, f"{where}.content"),
+    }
+    for name in _TEXT_FIELDS:
+        text = message.get(name)
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise BadRequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+        result[name] = text
+    if role == "assistant" and message.get("tool_calls"):
+        result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+    return result
+
+
+def _content(content: Any, role: str, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if content is None and role == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise BadRequestError(f"{where} must be a string or a list of text parts", param=where)
+    texts = []
+    for i, part in enumerate(content):
+        if not isinstance(part, dict):
+            raise BadRequestError(f"{where}.{i} must be an object", param=f"{where}.{i}")
+        if part.get("type") != "text":
+            raise BadRequestError(
+                f'{where}.{i}: only parts of {{"type": "text"}} are supported by this model',
+                param=f"{where}.{i}.type",
+                code="unsupported_content_part",
+            )
+        text = part.get("text")
+        if not isinstance(text, str):
+            raise BadRequestError(f"{where}.{i}.text must be a string", param=f"{where}.{i}.text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Earlier calls of the assistant; templates expect their arguments as an object."""
+    if not isinstance(calls, list):
+        raise BadRequestError(f"{where} must be a list", param=where)
+    result = []
+    for i, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRequestError(
+                f"{where}.{i} must be an object with function.name", param=f"{where}.{i}"
+            )
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = function["arguments"]  # left to the template
+        named = {"name": function["name"], "arguments": arguments}
+        result.append({"id": call.get("id"), "type": "function", "function": named})
+    return result

@@ -1,0 +1,49 @@
+"""Pure ASGI middleware: request ids and counts of answers. One plain call per sent message."""
+
+import re
+import uuid
+from collections.abc import Awaitable
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.metrics import IngressMetrics
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
+
+
+class RequestContext:
+    """Echoes x-request-id, or makes one up, and counts the answer under its route."""
+
+    def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Wrap one HTTP request; anything else passes."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(scope)
+
+        def tagged_send(message: Message) -> Awaitable[None]:
+            # No coroutine of its own: this runs for every streamed token.
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                self._metrics.observe_http(_handler(scope), message["status"])
+            return send(message)
+
+        await self._app(scope, receive, tagged_send)
+
+
+def _request_id(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value
+    return uuid.uuid4().hex.encode("ascii")
+
+
+def _handler(scope: Scope) -> str:
+    """The route's pattern: the path itself would give a metric per nonsense path."""
+    route: Any = scope.get("route")
+    return getattr(route, "path", "none")

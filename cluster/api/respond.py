@@ -1,0 +1,150 @@
+"""Run a job and send its answer: a plain ASGI response, whole or as a stream of server-sent events.
+
+One task runs the job, another waits for the client to go away; whichever ends first ends the other.
+Leaving a choice early closes its generator, which aborts the request in its rank. Headers leave
+with the first token, so that a request the engine refuses still gets its status. Knows nothing of
+parsing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.backend import EngineBackend
+from cluster.api.chunks import DONE, EventWriter, error_event, full_body
+from cluster.api.job import Choice, Job
+from cluster.errors import EngineDeadError, ServingError
+from cluster.metrics import IngressMetrics
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[Choice, str], Awaitable[None]]
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks a reverse proxy not to hold tokens back
+]
+
+
+class JobResponse(Response):
+    """The answer to one generation request. Errors before the first byte are raised, not sent."""
+
+    def __init__(self, job: Job, backend: EngineBackend, metrics: IngressMetrics) -> None:
+        super().__init__()
+        self._job = job
+        self._backend = backend
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the answer until it is complete or the client is gone."""
+        answer = self._stream(send) if self._job.stream else self._collect(send)
+        work = asyncio.create_task(answer)
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            running = [task for task in (work, gone) if task.cancel()]
+            await asyncio.gather(*running, return_exceptions=True)
+        if not work.cancelled():
+            work.result()  # raises what the job raised
+
+    async def _collect(self, send: Send) -> None:
+        texts = [choice.echo for choice in self._job.choices]
+
+        async def emit(choice: Choice, text: str) -> None:
+            texts[choice.index] += text
+
+        await self._run_all(emit)
+        body = full_body(self._job, texts)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode("ascii")),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        job = self._job
+        writer = EventWriter(job)
+        opened: set[int] = set()
+
+        async def emit(choice: Choice, text: str) -> None:
+            body = writer.text(choice, text)
+            if choice.index not in opened:
+                if not opened:
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+                    )
+                opened.add(choice.index)
+                body = writer.text(choice, choice.echo + text)
+                if job.is_chat:
+                    body = writer.role(choice) + body
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            await self._run_all(emit)
+            last = writer.usage() + DONE if job.include_usage else DONE
+        except Exception as error:
+            if not opened:
+                raise
+            if not isinstance(error, ServingError):
+                logger.exception("stream %s broke", job.response_id)
+                error = ServingError("internal error; the server's log has the details")
+            last = error_event(error) + DONE
+        await send({"type": "http.response.body", "body": last})
+
+    async def _run_all(self, emit: Emit) -> None:
+        choices = self._job.choices
+        if len(choices) == 1:
+            await self._run(choices[0], emit)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in choices:
+                    group.create_task(self._run(choice, emit))
+        except BaseExceptionGroup as errors:  # one fails, all are cancelled: show the first
+            raise errors.exceptions[0] from None
+
+    async def _run(self, choice: Choice, emit: Emit) -> None:
+        """One choice from its first token to its last. Its text goes out through `emit`."""
+        metrics, started = self._metrics, self._job.started
+        text = choice.text
+        outputs = self._backend.generate(choice.request_id, choice.prompt_token_ids, choice.params)
+        first_token_s: float | None = None
+        reason = "abort"  # unless it comes to an end or an error: the client went away
+        try:
+            async for output in outputs:
+                if output.finish_reason in ("error", "abort"):
+                    raise EngineDeadError(output.error or "the engine ended this request")
+                await emit(choice, text.push(output))
+                if first_token_s is None:
+                    first_token_s = time.perf_counter() - started
+                    metrics.observe_first_token(first_token_s)
+                if text.finish_reason is not None:
+                    break
+            else:
+                raise EngineDeadError("the engine ended this request without an answer")
+            reason = text.finish_reason
+        except Exception:
+            reason = "error"
+            raise
+        finally:
+            await outputs.aclose()  # aborts the request unless it is complete
+            metrics.observe_end(reason)
+        metrics.observe_finished(
+            num_prompt_tokens=len(choice.prompt_token_ids),
+            num_output_tokens=text.num_tokens,
+            first_token_s=first_token_s or 0.0,
+            total_s=time.perf_counter() - started,
+        )
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return

@@ -1,0 +1,113 @@
+"""The checkpoint's tokenizer as the HTTP layer needs it: encode, decode, chat prompt, end tokens.
+
+Knows nothing of HTTP. transformers is imported on load only, because that costs seconds.
+"""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from cluster.detokenizer import DecoderFactory
+from cluster.errors import BadRequestError
+
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+
+
+class ServingTokenizer:
+    """One tokenizer shared by all requests; safe to use from several threads."""
+
+    def __init__(
+        self, hf_tokenizer: Any, *, vocab_size: int, eos_token_ids: frozenset[int]
+    ) -> None:
+        backend = getattr(hf_tokenizer, "backend_tokenizer", None)
+        if not isinstance(backend, Tokenizer):
+            raise ValueError(
+                f"tokenizer: {type(hf_tokenizer).__name__} has no Rust tokenizer behind it; "
+                "give the checkpoint a tokenizer.json"
+            )
+        backend.no_truncation()  # a checkpoint may ship with truncation on: it would drop input
+        backend.no_padding()
+        self._hf = hf_tokenizer
+        self._backend = backend
+        self._reserved = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.decoders = DecoderFactory(backend)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text. Special tokens written out in the text become their ids."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of ids, special tokens included."""
+        return self._backend.decode(token_ids, skip_special_tokens=False)
+
+    def render_chat(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> str:
+        """The prompt text of a conversation, ready for the assistant's turn."""
+        template = self._hf.chat_template
+        if not template:
+            raise BadRequestError(
+                "this model has no chat template; use /v1/completions", code="no_chat_template"
+            )
+        reserved = sorted(self._reserved & template_kwargs.keys())
+        if reserved:
+            raise BadRequestError(
+                f"chat_template_kwargs: {reserved[0]!r} cannot be set",
+                param="chat_template_kwargs",
+            )
+        if "developer" not in str(template):  # most templates only know the older name
+            messages = [
+                {**message, "role": "system"} if message["role"] == "developer" else message
+                for message in messages
+            ]
+        try:
+            return self._hf.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+            )
+        except Exception as error:  # templates raise whatever they like about what they are given
+            reason = str(error) or type(error).__name__
+            raise BadRequestError(
+                f"the chat template refused the messages: {reason[:500]}",
+                param="messages",
+                code="chat_template_error",
+            ) from error
+
+
+def load_tokenizer(folder: str | Path) -> ServingTokenizer:
+    """Read the tokenizer and its end tokens from a checkpoint folder. Takes a second or more."""
+    from transformers import AutoTokenizer  # costs about a second
+
+    folder = Path(folder)
+    hf_tokenizer = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
+    config = _read_json(folder / "config.json")
+    config = config.get("text_config") or config
+    generation = _read_json(folder / "generation_config.json")
+    eos_ids: set[int] = set()
+    for source in (
+        generation.get("eos_token_id"),
+        config.get("eos_token_id"),
+        hf_tokenizer.eos_token_id,
+    ):
+        if source is not None:
+            eos_ids.update(source if isinstance(source, list) else [source])
+    return ServingTokenizer(
+        hf_tokenizer,
+        # The embedding decides which ids a rank can take; it may have more rows than tokens.
+        vocab_size=int(config.get("vocab_size") or len(hf_tokenizer)),
+        eos_token_ids=frozenset(eos_ids),
+    )
+
+
+def load_default_sampling(folder: str | Path) -> dict[str, Any]:
+    """Sampling defaults of a checkpoint's generation_config.json, where it has some."""
+    generation = _read_json(Path(folder) / "generation_config.json")
+    return {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    return json.loads(file.read_text(encoding="utf-8"))

@@ -1,0 +1,79 @@
+"""The errors a request can end in, each with its status. Knows nothing of HTTP otherwise.
+
+They cross process borders (Ray pickles them), so every field but the message is an attribute and
+the message is the only positional argument.
+"""
+
+
+class ServingError(Exception):
+    """Base: something the client is told in the error envelope."""
+
+    status = 500
+    error_type = "server_error"
+    default_code: str | None = "internal_error"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code if code is not None else self.default_code
+
+
+class BadRequestError(ServingError, ValueError):
+    """The client must change something. `param` names the field, as a path when nested."""
+
+    status = 400
+    error_type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class UnsupportedParameterError(BadRequestError):
+    """A known parameter with a value this server cannot honour."""
+
+    default_code = "unsupported_parameter"
+
+
+class ContextLengthError(BadRequestError):
+    """Prompt, or prompt plus requested output, does not fit."""
+
+    default_code = "context_length_exceeded"
+
+
+class NotFoundError(BadRequestError):
+    """No such model or route."""
+
+    status = 404
+    default_code = "not_found"
+
+
+class BodyTooLargeError(BadRequestError):
+    """The request's body is over the configured limit."""
+
+    status = 413
+    default_code = "body_too_large"
+
+
+class ContentTypeError(BadRequestError):
+    """The body is not declared as JSON."""
+
+    status = 415
+    default_code = "unsupported_content_type"
+
+
+class OverloadedError(ServingError):
+    """No room now; the same request may succeed later."""
+
+    status = 429
+    error_type = "overloaded_error"
+    default_code = "overloaded"
+    retry_after_s = 1
+
+
+class EngineDeadError(ServingError):
+    """No rank can serve: the group is starting, broken or stopping."""
+
+    status = 503
+    error_type = "service_unavailable_error"
+    default_code = "engine_unavailable"
+    retry_after_s = 1
