@@ -1,0 +1,116 @@
+"""A model of one rank on the CPU with caches, and batches for it: shared by the model's tests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.all2all.local import LocalAllToAll
+from kernels.attention.base import AttentionSpec
+from kernels.attention.sdpa import SdpaAttention
+from kernels.grouped_gemm.reference import ReferenceGroupedGemm
+from kernels.placement import ExpertPlacement
+from kernels.select import Kernels
+from workers.checkpoint import make_checkpoint
+from workers.models.config import load_model_config
+from workers.models.loader import load_weights
+from workers.models.qwen3_moe import Qwen3MoeForCausalLM
+
+BLOCK_SIZE = 8
+BLOCKS_PER_SEQ = 8
+
+SMALL: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 300,
+    "max_position_embeddings": 64,
+}
+
+
+@dataclass
+class Batch:
+    """The fields of a ForwardBatch that the model and the attention read."""
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens_cpu: np.ndarray
+    query_start_loc_cpu: np.ndarray
+
+
+def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) -> Batch:
+    """Sequence i continues after contexts[i] cached tokens with new_ids[i]; single tokens first."""
+    lens = [len(ids) for ids in new_ids]
+    assert sorted(lens, key=lambda n: n != 1) == lens, "decodes come first"
+    table = np.arange(len(lens) * BLOCKS_PER_SEQ).reshape(len(lens), BLOCKS_PER_SEQ)
+    positions = [c + i for n, c in zip(lens, contexts, strict=True) for i in range(n)]
+    seqs = [seq for seq, n in enumerate(lens) for _ in range(n)]
+    slots = [
+        table[seq, pos // BLOCK_SIZE] * BLOCK_SIZE + pos % BLOCK_SIZE
+        for seq, pos in zip(seqs, positions, strict=True)
+    ]
+    flat = [token for ids in new_ids for token in ids]
+    return Batch(
+        num_tokens=len(flat),
+        num_seqs=len(lens),
+        num_decodes=lens.count(1),
+        input_ids=torch.tensor(flat + [0] * padding, dtype=torch.int64),
+        positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        block_table=torch.from_numpy(table),
+        seq_lens_cpu=np.array([n + c for n, c in zip(lens, contexts, strict=True)], np.int32),
+        query_start_loc_cpu=np.cumsum([0, *lens]).astype(np.int32),
+    )
+
+
+class OneRank:
+    """A loaded model with every expert on one rank, and empty caches."""
+
+    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, max_seqs: int = 8):
+        config = self.config = load_model_config(path)
+        spec = AttentionSpec(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            block_size=BLOCK_SIZE,
+            scale=config.head_dim**-0.5,
+        )
+        self.attention = SdpaAttention(spec)
+        blocks = (max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
+        self.attention.bind(
+            [torch.zeros(2, *blocks, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        )
+        kernels = Kernels(
+            LocalAllToAll(config.num_experts, "cpu"), ReferenceGroupedGemm(), self.attention
+        )
+        placement = ExpertPlacement(config.num_experts, 1)
+        self.model = Qwen3MoeForCausalLM(
+            config, kernels, placement=placement, rank=0, device="cpu", dtype=dtype
+        )
+        load_weights(self.model, path, config=config, placement=placement, rank=0)
+
+    @torch.inference_mode()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """float32 [num_tokens, V]."""
+        self.attention.plan(batch)
+        hidden_TD = self.model.forward(batch)
+        assert hidden_TD.shape == (len(batch.input_ids), self.config.hidden_size)
+        return self.model.compute_logits(hidden_TD[: batch.num_tokens])
+
+
+def small_checkpoint(path: Path, **changes: Any) -> Path:
+    """A random checkpoint of three small layers."""
+    return make_checkpoint(path, **{**SMALL, **changes})

@@ -1,0 +1,54 @@
+"""Root-mean-square norms. Know nothing of layers, heads or checkpoints.
+
+x_..D activations, D the normalised dim.
+"""
+
+import math
+
+import torch
+from torch.nn import functional as F
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32.
+
+    `weight` has any shape that broadcasts against x and ends in D; fill it through `load_scale`:
+    copy checkpoint values, then multiply by it. The result has x's dtype, or `out_dtype`.
+
+    Two forms, equal to rounding. On CPU an operator costs 1 to 3 us however few rows there are,
+    and `F.rms_norm` runs half a dozen of them inside: for 8 rows of 128 it took 11 us where the
+    four below took 5.5 us together. They use sqrt(mean(x^2) + eps) == hypot(|x|, sqrt(D eps)) /
+    sqrt(D), with the factor sqrt(D) kept in the weight. Elsewhere `F.rms_norm` is one kernel.
+    """
+
+    __slots__ = ("_dim", "_eps", "_floor", "_fused", "load_scale", "weight")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        eps: float,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        fused: bool | None = None,
+    ):
+        self._fused = device.type != "cpu" if fused is None else fused
+        self._dim = shape[-1]
+        self._eps = eps
+        self._floor = torch.tensor(math.sqrt(self._dim * eps), device=device)
+        self.load_scale = 1.0 if self._fused else math.sqrt(self._dim)
+        weight_dtype = dtype if self._fused else torch.float32
+        self.weight = torch.empty(shape, dtype=weight_dtype, device=device)
+
+    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """x [..., D] in any floating dtype and strides; the result is a new contiguous tensor."""
+        if self._fused:
+            return self._call_fused(x).to(out_dtype or x.dtype)
+        x_f32 = x.float()
+        length = torch.linalg.vector_norm(x_f32, dim=-1, keepdim=True).hypot_(self._floor)
+        return torch.div(x_f32, length).mul_(self.weight).to(out_dtype or x.dtype)
+
+    def _call_fused(self, x: torch.Tensor) -> torch.Tensor:
+        if self.weight.dim() == 1:
+            return F.rms_norm(x, (self._dim,), self.weight, self._eps)
+        return F.rms_norm(x, (self._dim,), None, self._eps).mul_(self.weight)

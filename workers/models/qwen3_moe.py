@@ -1,0 +1,238 @@
+"""Qwen3-MoE, read from top to bottom. Knows nothing of requests, steps or files.
+
+T tokens (padding included), L logits rows, D hidden, H query heads, h KV heads, N = H + h,
+d head dim, E experts, e experts of this rank, I expert or MLP width, V vocabulary.
+
+Weights are plain tensors, not nn.Parameters in nn.Modules: nothing is trained here, and a step of a
+small model is bound by Python and operator overhead. Run inside `torch.inference_mode()`.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch.nn import functional as F
+
+from kernels.placement import ExpertPlacement
+from kernels.select import Kernels
+from workers.layers.norm import RMSNorm
+from workers.layers.rope import apply_rope, build_rope_table
+from workers.layers.router import route_tokens
+from workers.models.config import Qwen3MoeConfig
+from workers.models.slots import WeightSlot
+
+Slots = Iterator[tuple[str, WeightSlot]]
+
+
+class ModelBatch(Protocol):
+    """What the model itself reads of a ForwardBatch; attention was given the rest by `plan`.
+
+    input_ids, positions   int64 [T] on the device
+    num_tokens             real tokens; rows beyond are padding and reach no expert
+    """
+
+    num_tokens: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+
+
+class Qwen3MoeForCausalLM:
+    """One rank's model: everything but other ranks' experts. Fill it with `load_weights`.
+
+    `max_positions` bounds the positions of a batch (default: the checkpoint's own limit).
+    """
+
+    def __init__(
+        self,
+        config: Qwen3MoeConfig,
+        kernels: Kernels,
+        *,
+        placement: ExpertPlacement,
+        rank: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int | None = None,
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        make = _Maker(config, self.device, dtype)
+        self.embed_VD = make.empty(config.vocab_size, config.hidden_size)
+        self.layers: list[tuple[AttentionBlock, MlpBlock | MoeBlock]] = []
+        for layer in range(config.num_hidden_layers):
+            attention = AttentionBlock(make, kernels, layer)
+            if config.is_moe_layer(layer):
+                self.layers.append((attention, MoeBlock(make, kernels, placement, rank)))
+            else:
+                self.layers.append((attention, MlpBlock(make)))
+        self.norm = make.norm(config.hidden_size)
+        self.lm_head_VD = (
+            self.embed_VD
+            if config.tie_word_embeddings
+            else make.empty(config.vocab_size, config.hidden_size)
+        )
+        num_positions = max_positions or config.max_position_embeddings
+        self._rope_table = build_rope_table(config, num_positions, self.device)
+
+    def forward(self, batch: ModelBatch) -> torch.Tensor:
+        """hidden_TD after the last layer, before the final norm; after `attention.plan(batch)`."""
+        rotation_T1d = self._rope_table.index_select(0, batch.positions).unsqueeze(1)
+        x_TD = torch.embedding(self.embed_VD, batch.input_ids)
+        for attention, mlp in self.layers:
+            x_TD = attention.forward(x_TD, rotation_T1d)
+            x_TD = mlp.forward(x_TD, batch.num_tokens)
+        return x_TD
+
+    def compute_logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
+        """float32 [L, V] from rows of forward's result; the final norm runs on these rows only."""
+        return F.linear(self.norm(hidden_LD), self.lm_head_VD).float()
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        """Disk name -> where its values go, for every tensor that this rank holds."""
+        slots = {"model.embed_tokens.weight": WeightSlot.plain(self.embed_VD)}
+        for layer, (attention, mlp) in enumerate(self.layers):
+            prefix = f"model.layers.{layer}."
+            for name, slot in (*attention.weight_slots(), *mlp.weight_slots()):
+                slots[prefix + name] = slot
+        slots["model.norm.weight"] = _norm_slot(self.norm)
+        if not self.config.tie_word_embeddings:
+            slots["lm_head.weight"] = WeightSlot.plain(self.lm_head_VD)
+        return slots
+
+
+class _Maker:
+    """Allocates parameters of one device and dtype."""
+
+    def __init__(self, config: Qwen3MoeConfig, device: torch.device, dtype: torch.dtype):
+        self.config = config
+        self.device = device
+        self.dtype = dtype
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def norm(self, *shape: int) -> RMSNorm:
+        return RMSNorm(shape, self.config.rms_norm_eps, device=self.device, dtype=self.dtype)
+
+
+def _norm_slot(norm: RMSNorm) -> WeightSlot:
+    return WeightSlot.plain(norm.weight, norm.load_scale)
+
+
+class AttentionBlock:
+    """x + o_proj(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v of norm(x)."""
+
+    def __init__(self, make: _Maker, kernels: Kernels, layer: int):
+        config = self.config = make.config
+        self.layer = layer
+        self.attention = kernels.attention
+        self.input_norm = make.norm(config.hidden_size)
+        qkv_size = config.q_size + 2 * config.kv_size
+        self.qkv_QD = make.empty(qkv_size, config.hidden_size)
+        self.qkv_bias_Q = make.empty(qkv_size) if config.attention_bias else None
+        self.num_heads = config.num_attention_heads
+        self.num_qk_heads = config.num_attention_heads + config.num_key_value_heads
+        self.qkv_view = (-1, self.num_qk_heads + config.num_key_value_heads, config.head_dim)
+        # q and k heads are normalised and rotated together: half as many operators
+        self.qk_norm = make.norm(self.num_qk_heads, config.head_dim)
+        self.o_DQ = make.empty(config.hidden_size, config.q_size)
+        self.o_QD = self.o_DQ.t()
+        self.o_bias_D = make.empty(config.hidden_size) if config.attention_bias else None
+
+    def forward(self, x_TD: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
+        """x_TD plus attention, a new tensor."""
+        qkv_TQ = F.linear(self.input_norm(x_TD), self.qkv_QD, self.qkv_bias_Q)
+        qkv_TNd = qkv_TQ.view(self.qkv_view)
+        qk_TNd = self.qk_norm(qkv_TNd[:, : self.num_qk_heads], torch.float32)
+        qk_TNd = apply_rope(qk_TNd, rotation_T1d).to(x_TD.dtype)
+        o_THd = self.attention(
+            qk_TNd[:, : self.num_heads],
+            qk_TNd[:, self.num_heads :],
+            qkv_TNd[:, self.num_qk_heads :],
+            self.layer,
+        )
+        out_TD = torch.addmm(x_TD, o_THd.flatten(1), self.o_QD)
+        return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D)
+
+    def weight_slots(self) -> Slots:
+        """Slots by disk name below the layer's prefix."""
+        config, d = self.config, self.config.head_dim
+        sizes = (config.q_size, config.kv_size, config.kv_size)
+        yield "input_layernorm.weight", _norm_slot(self.input_norm)
+        for kind, fused in (("weight", self.qkv_QD), ("bias", self.qkv_bias_Q)):
+            if fused is not None:
+                q, k, v = fused.split(sizes)
+                yield f"self_attn.q_proj.{kind}", WeightSlot.interleaved(q, d)
+                yield f"self_attn.k_proj.{kind}", WeightSlot.interleaved(k, d)
+                yield f"self_attn.v_proj.{kind}", WeightSlot.plain(v)
+        yield "self_attn.o_proj.weight", WeightSlot.plain(self.o_DQ)
+        if self.o_bias_D is not None:
+            yield "self_attn.o_proj.bias", WeightSlot.plain(self.o_bias_D)
+        norm_Nd, scale = self.qk_norm.weight, self.qk_norm.load_scale
+        q_norm, k_norm = norm_Nd[: self.num_heads], norm_Nd[self.num_heads :]
+        yield "self_attn.q_norm.weight", WeightSlot.interleaved_per_head(q_norm, scale)
+        yield "self_attn.k_norm.weight", WeightSlot.interleaved_per_head(k_norm, scale)
+
+
+class MlpBlock:
+    """x + down(silu(gate(h)) * up(h)) with h = norm(x)."""
+
+    def __init__(self, make: _Maker):
+        dim, width = make.config.hidden_size, make.config.intermediate_size
+        self.norm = make.norm(dim)
+        self.w13_2ID = make.empty(2 * width, dim)
+        self.w2_DI = make.empty(dim, width)
+        self.w2_ID = self.w2_DI.t()
+
+    def forward(self, x_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """x_TD plus the MLP, a new tensor. Padding rows are computed and ignored."""
+        gate_TI, up_TI = F.linear(self.norm(x_TD), self.w13_2ID).chunk(2, dim=-1)
+        return torch.addmm(x_TD, F.silu(gate_TI).mul_(up_TI), self.w2_ID)
+
+    def weight_slots(self) -> Slots:
+        """Slots by disk name below the layer's prefix."""
+        gate, up = self.w13_2ID.chunk(2)
+        yield "post_attention_layernorm.weight", _norm_slot(self.norm)
+        yield "mlp.gate_proj.weight", WeightSlot.plain(gate)
+        yield "mlp.up_proj.weight", WeightSlot.plain(up)
+        yield "mlp.down_proj.weight", WeightSlot.plain(self.w2_DI)
+
+
+class MoeBlock:
+    """x + the weighted sum of the chosen experts' MLPs of norm(x)."""
+
+    def __init__(self, make: _Maker, kernels: Kernels, placement: ExpertPlacement, rank: int):
+        config = self.config = make.config
+        self.all2all = kernels.all2all
+        self.grouped_gemm = kernels.grouped_gemm
+        self.experts = placement.local_experts(rank)
+        dim, width, num_local = config.hidden_size, config.moe_intermediate_size, len(self.experts)
+        self.norm = make.norm(dim)
+        self.router_ED = make.empty(config.num_experts, dim)
+        self.w13_e2ID = make.empty(num_local, 2 * width, dim)
+        self.w2_eDI = make.empty(num_local, dim, width)
+
+    def forward(self, x_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """x_TD plus the experts, in place. Every rank comes here in every step, tokens or not."""
+        h_TD = self.norm(x_TD)
+        topk_idx_TK, topk_weights_TK = route_tokens(
+            h_TD,
+            self.router_ED,
+            top_k=self.config.num_experts_per_tok,
+            renormalise=self.config.norm_topk_prob,
+            num_tokens=num_tokens,
+        )
+        expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
+        y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
+        return x_TD.add_(self.all2all.combine(y_RD, expert_input.handle).wait())
+
+    def weight_slots(self) -> Slots:
+        """Slots by disk name below the layer's prefix, for this rank's experts."""
+        yield "post_attention_layernorm.weight", _norm_slot(self.norm)
+        yield "mlp.gate.weight", WeightSlot.plain(self.router_ED)
+        for local, expert in enumerate(self.experts):
+            prefix = f"mlp.experts.{expert}."
+            gate, up = self.w13_e2ID[local].chunk(2)
+            yield f"{prefix}gate_proj.weight", WeightSlot.plain(gate)
+            yield f"{prefix}up_proj.weight", WeightSlot.plain(up)
+            yield f"{prefix}down_proj.weight", WeightSlot.plain(self.w2_eDI[local])
