@@ -23,7 +23,7 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore")
 
     model: str | None = Field(None, description="The served model; null = the one there is.")
-    n: int | None = Field(None, ge=1, description="Choices for each prompt.")
+    n: int | None = Field(None, ge=1, le=_INT32_MAX, description="Choices for each prompt.")
     max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     temperature: _Number | None = Field(None, ge=0, le=2, description="0 = greedy.")
     top_p: _Number | None = Field(None, gt=0, le=1)

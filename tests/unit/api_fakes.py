@@ -1,0 +1,179 @@
+"""A scripted engine and short ways to call the API in a test, without sockets."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+
+from cluster.api.app import create_app
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
+from workers.checkpoint import make_checkpoint
+from workers.request import RequestOutput, SamplingParams
+
+MODEL = "tiny/model"
+IM_END = 258
+Script = Callable[[list[int], SamplingParams], Iterable[list[int]]]
+
+
+@cache
+def tiny_tokenizer() -> ServingTokenizer:
+    """Id b < 256 is byte b; 256 to 258 are special; the model has 300 ids."""
+    with TemporaryDirectory() as folder:
+        return load_tokenizer(tiny_checkpoint(Path(folder) / "tiny"))
+
+
+def tiny_checkpoint(folder: Path) -> Path:
+    return make_checkpoint(
+        folder,
+        num_layers=1,
+        hidden_size=8,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=4,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        vocab_size=300,
+    )
+
+
+def repeats(text: str) -> Script:
+    """A script that generates these bytes over and over, a token a step."""
+    return lambda _prompt, _params: ([byte] for byte in cycle(text.encode()))
+
+
+def says(text: str | bytes, *, size: int = 1, end: list[int] | None = None) -> Script:
+    """A script that generates these bytes, `size` tokens a step, then the `end` tokens."""
+    data = text.encode() if isinstance(text, str) else text
+    tokens = [*data, *(end or [])]
+    return lambda _prompt, _params: [tokens[i : i + size] for i in range(0, len(tokens), size)]
+
+
+class FakeBackend:
+    """Plays a script per request, ending at max_tokens and stop tokens as a rank does."""
+
+    model_name = MODEL
+
+    def __init__(self, script: Script | str = "hello world, how are you", **limits: int) -> None:
+        self.script = repeats(script) if isinstance(script, str) else script
+        self.max_model_len = limits.get("max_model_len", 1000)
+        self.max_request_tokens = limits.get("max_request_tokens", 2000)
+        self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.aborted: list[str] = []
+        self.open: set[str] = set()
+        self.ready = (True, "")
+        self.stats: list[dict[str, Any]] = []
+        self.fail_before: Exception | None = None
+        self.fail_after: tuple[int, Exception] | None = None
+        self.error_output: str | None = None
+        self.hang_after: int | None = None
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        assert request_id not in self.requests, "request ids must be unique"
+        self.requests[request_id] = (prompt_token_ids, params)
+        if self.fail_before:
+            raise self.fail_before
+        self.open.add(request_id)
+        finished = False
+        try:
+            sent = 0
+            for step, tokens in enumerate(self.script(prompt_token_ids, params)):
+                await asyncio.sleep(0)
+                if self.hang_after is not None and step >= self.hang_after:
+                    await asyncio.Event().wait()
+                if self.fail_after and step >= self.fail_after[0]:
+                    raise self.fail_after[1]
+                if self.error_output:
+                    yield RequestOutput(request_id, [], "error", self.error_output)
+                tokens = tokens[: params.max_tokens - sent]
+                stops = [i for i, token in enumerate(tokens) if token in params.stop_token_ids]
+                if stops:
+                    tokens = tokens[: stops[0] + 1]
+                sent += len(tokens)
+                reason = "stop" if stops else "length" if sent == params.max_tokens else None
+                finished = reason is not None
+                yield RequestOutput(request_id, tokens, reason)
+                if finished:
+                    return
+        finally:
+            self.open.discard(request_id)
+            if not finished:
+                self.aborted.append(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def health(self) -> tuple[bool, str]:
+        return self.ready
+
+    async def rank_stats(self) -> list[dict[str, Any]]:
+        return self.stats
+
+
+class Api:
+    """The application over one fake backend; each call runs its own event loop."""
+
+    def __init__(self, backend: FakeBackend | None = None, **settings: Any) -> None:
+        self.backend = backend or FakeBackend()
+        self.app = create_app(lambda: self.backend, tiny_tokenizer(), ApiSettings(**settings))
+
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://test", timeout=20)
+
+    def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        async def call() -> httpx.Response:
+            async with self.client() as client:
+                return await client.request(method, path, **kwargs)
+
+        return asyncio.run(call())
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return self.request("GET", path, **kwargs)
+
+    def complete(self, prompt: Any = "hi", **fields: Any) -> httpx.Response:
+        return self.post("/v1/completions", {"prompt": prompt, **fields})
+
+    def chat(self, content: Any = "hi", **fields: Any) -> httpx.Response:
+        body = {"messages": [{"role": "user", "content": content}], **fields}
+        return self.post("/v1/chat/completions", body)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        """As JSON; lone surrogates go out as escapes, which httpx cannot do."""
+        return self.body(json.dumps(body).encode(), path)
+
+    def body(self, body: bytes, path: str = "/v1/completions") -> httpx.Response:
+        return self.request(
+            "POST", path, content=body, headers={"content-type": "application/json"}
+        )
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The items of a stream; checks the framing and the closing [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    parts = response.content.split(b"\n\n")
+    assert parts[-2:] == [b"data: [DONE]", b""]
+    assert all(part.startswith(b"data: ") for part in parts[:-1])
+    return [json.loads(part[len(b"data: ") :]) for part in parts[:-2]]
+
+
+def assert_error(response: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
+    """The envelope, complete; returns the inner object."""
+    assert response.status_code == status, response.text
+    body = response.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str) and error["message"]
+    if code is not None:
+        assert error["code"] == code, error
+    return error

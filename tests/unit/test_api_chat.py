@@ -1,0 +1,219 @@
+"""POST /v1/chat/completions: messages, template, roles in streams, limits."""
+
+import pytest
+
+from tests.unit.api_fakes import (
+    IM_END,
+    MODEL,
+    Api,
+    FakeBackend,
+    assert_error,
+    events,
+    says,
+    tiny_tokenizer,
+)
+
+
+def prompt_text(api):
+    (ids, _params), *_ = api.backend.requests.values()
+    return tiny_tokenizer().decode(ids)
+
+
+def test_answer_has_the_documented_shape():
+    api = Api(FakeBackend(says("hello", end=[IM_END])))
+    body = api.chat("hi", model=MODEL).json()
+    assert body.pop("id").startswith("chatcmpl-")
+    assert body.pop("created") and body.pop("system_fingerprint")
+    prompt_tokens = len("user\nhi\nassistant\n") + 3
+    assert body == {
+        "object": "chat.completion",
+        "model": MODEL,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "hello", "refusal": None},
+                "logprobs": None,
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": 6,
+            "total_tokens": prompt_tokens + 6,
+        },
+    }
+    assert prompt_text(api) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def post(api, messages, **fields):
+    return api.post("/v1/chat/completions", {"messages": messages, **fields})
+
+
+def test_all_roles_and_content_forms():
+    api = Api()
+    response = post(
+        api,
+        [
+            {"role": "developer", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            },
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": '{"x": 1}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "42"},
+            {"role": "assistant", "content": "ok", "name": "bob"},
+            {"role": "user", "content": ""},
+        ],
+    )
+    assert response.status_code == 200
+    turns = ["system\nbe brief", "user\na\nb", "assistant\n", "tool\n42", "assistant\nok", "user\n"]
+    expected = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+    assert prompt_text(api) == expected + "<|im_start|>assistant\n"
+
+
+def test_stream_starts_with_the_role():
+    api = Api(FakeBackend(says("hey", end=[IM_END])))
+    items = events(api.chat(stream=True))
+    assert {item["object"] for item in items} == {"chat.completion.chunk"}
+    deltas = [item["choices"][0]["delta"] for item in items]
+    assert deltas == [
+        {"role": "assistant", "content": ""},
+        {"content": "h"},
+        {"content": "e"},
+        {"content": "y"},
+        {"content": ""},
+    ]
+    reasons = [item["choices"][0]["finish_reason"] for item in items]
+    assert reasons == [None] * 4 + ["stop"]
+
+
+def test_stream_of_several_choices_gives_each_its_role():
+    api = Api(FakeBackend(says("abc")))
+    options = {"include_usage": True}
+    *items, last = events(api.chat(stream=True, n=3, max_tokens=3, stream_options=options))
+    assert last["usage"]["completion_tokens"] == 9
+    for index in range(3):
+        mine = [item["choices"][0] for item in items if item["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"]["content"] for choice in mine) == "abc"
+        assert mine[-1]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 1000 - 21),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 8}, 8),
+        ({"max_tokens": 7, "max_completion_tokens": 8}, 8),
+    ],
+)
+def test_output_limit(fields, expected):
+    api = Api()
+    assert api.chat("hi", **fields).status_code == 200
+    ((ids, params),) = api.backend.requests.values()
+    assert len(ids) == 21
+    assert params.max_tokens == expected
+
+
+def test_default_output_is_bounded_by_the_kv_cache():
+    api = Api(FakeBackend(max_request_tokens=100))
+    api.chat("hi")
+    ((_, params),) = api.backend.requests.values()
+    assert params.max_tokens == 100 - 21
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [
+        {"tools": [], "tool_choice": "auto", "logprobs": False, "top_logprobs": 0},
+        {"tools": None, "tool_choice": "none", "parallel_tool_calls": True, "functions": []},
+        {"modalities": ["text"], "response_format": {"type": "text"}, "reasoning_effort": None},
+        {"store": False, "service_tier": "auto", "user": "u", "metadata": {"a": "b"}},
+    ],
+)
+def test_parameters_that_are_switched_off_are_accepted(neutral):
+    assert Api().chat(**neutral).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        (None, "messages"),
+        ([], "messages"),
+        ("hi", "messages"),
+        ({}, "messages"),
+        (["hi"], "messages.0"),
+        ([{"content": "hi"}], "messages.0.role"),
+        ([{"role": "robot", "content": "hi"}], "messages.0.role"),
+        ([{"role": ["user"], "content": "hi"}], "messages.0.role"),
+        ([{"role": "user"}], "messages.0.content"),
+        ([{"role": "user", "content": None}], "messages.0.content"),
+        ([{"role": "user", "content": 5}], "messages.0.content"),
+        ([{"role": "user", "content": ["hi"]}], "messages.0.content.0"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": "a", "name": 5}], "messages.0.name"),
+        ([{"role": "assistant", "tool_calls": 5}], "messages.0.tool_calls"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0"),
+        ([{"role": "user", "content": "\ud800"}], "messages"),
+    ],
+)
+def test_bad_messages_are_named(messages, param):
+    assert assert_error(post(Api(), messages), 400)["param"] == param
+
+
+def test_template_variables(monkeypatch):
+    monkeypatch.setattr(
+        tiny_tokenizer()._hf, "chat_template", "{{ 'think' if enable_thinking else 'plain' }}"
+    )
+    api = Api()
+    api.chat(chat_template_kwargs={"enable_thinking": True})
+    assert prompt_text(api) == "think"
+    error = assert_error(api.chat(chat_template_kwargs={"tokenize": True}), 400)
+    assert error["param"] == "chat_template_kwargs"
+
+
+def test_developer_role_reaches_a_template_that_knows_it(monkeypatch):
+    monkeypatch.setattr(
+        tiny_tokenizer()._hf, "chat_template", "{{ messages[0].role }}{# developer #}"
+    )
+    api = Api()
+    post(api, [{"role": "developer", "content": "x"}])
+    assert prompt_text(api) == "developer"
+
+
+def test_no_template(monkeypatch):
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", None)
+    error = assert_error(Api().chat(), 400, "no_chat_template")
+    assert "/v1/completions" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content.nothing.here }}",
+        "{{ messages[7].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{% for %}",
+    ],
+)
+def test_template_that_raises(monkeypatch, template):
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
+    assert_error(Api().chat(), 400, "chat_template_error")
+
+
+def test_empty_rendering_is_an_empty_prompt(monkeypatch):
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", "{{ '' }}")
+    assert "empty" in assert_error(Api().chat(), 400)["message"]

@@ -1,0 +1,267 @@
+"""Incremental text equals the text of all tokens at once, and stop strings never show."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from cluster.detokenizer import DecoderFactory, StopMatcher, TextStream, byte_alphabet
+from workers.checkpoint import byte_tokenizer
+from workers.request import RequestOutput
+
+SPACE = "\u2581"
+
+
+def merged_tokenizer() -> Tokenizer:
+    """Byte-level with merges across character borders, and added tokens."""
+    stand_in = {byte: char for char, byte in byte_alphabet().items()}
+    vocab = {stand_in[byte]: byte for byte in range(256)}
+    merges = []
+    for pair in (b"he", b"ll", "\u20ac".encode()[:2], b"o "):
+        left, right = stand_in[pair[0]], stand_in[pair[1]]
+        merges.append((left, right))
+        vocab[left + right] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    tokenizer.add_tokens(
+        [AddedToken("<think>"), AddedToken("two words"), AddedToken("\u00e9t\u00e9 \u20ac")]
+    )
+    return tokenizer
+
+
+def fallback_tokenizer() -> Tokenizer:
+    """The other family: spaces as U+2581, bytes as <0xE2>, first space dropped."""
+    words = [SPACE + "the", SPACE + "cat", "s", SPACE, "a", "b"]
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", SPACE)
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return tokenizer
+
+
+MERGED = merged_tokenizer()
+FALLBACK = fallback_tokenizer()
+MERGED_FACTORY = DecoderFactory(MERGED)
+
+
+def pieces(factory, ids, prompt=(), size=1):
+    decoder = factory.new(list(prompt))
+    out = [decoder.push(ids[i : i + size]) for i in range(0, len(ids), size)]
+    return [*out, decoder.flush()]
+
+
+@given(st.lists(st.integers(0, 263), max_size=60), st.integers(1, 5))
+def test_byte_level_equals_decoding_all(ids, size):
+    text = "".join(pieces(MERGED_FACTORY, ids, size=size))
+    assert text == MERGED.decode(ids, skip_special_tokens=True)
+
+
+@given(st.text(max_size=40))
+def test_no_half_character_is_shown(text):
+    ids = MERGED.encode(text).ids
+    shown = pieces(MERGED_FACTORY, ids)
+    assert shown[-1] == ""  # whole characters leave nothing to flush
+    assert "".join(shown) == MERGED.decode(ids, skip_special_tokens=True)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in shown)
+
+
+def test_character_appears_with_its_last_byte():
+    assert pieces(DecoderFactory(byte_tokenizer()), list("\u20ac!".encode())) == [
+        "",
+        "",
+        "\u20ac",
+        "!",
+        "",
+    ]
+
+
+def test_incomplete_character_is_flushed_once():
+    assert pieces(DecoderFactory(byte_tokenizer()), [0x61, 0xE2, 0x82]) == ["a", "", "", "\ufffd"]
+
+
+def test_long_run_of_invalid_bytes_is_shown_as_it_comes():
+    shown = pieces(DecoderFactory(byte_tokenizer()), [0xFF] * 50)
+    assert shown == ["\ufffd"] * 50 + [""]
+
+
+def test_ids_beyond_the_tokenizer_have_no_text():
+    assert "".join(pieces(DecoderFactory(byte_tokenizer()), [0x61, 299, 100_000, 0x62])) == "ab"
+
+
+VALID_FALLBACK_IDS = st.lists(
+    st.one_of(
+        st.sampled_from(
+            [FALLBACK.token_to_id(t) for t in (SPACE + "the", SPACE + "cat", "s", "a")]
+        ),
+        st.just(FALLBACK.token_to_id("</s>")),
+        st.characters(min_codepoint=0x80, exclude_categories=["Cs"]).map(
+            lambda char: [byte + 1 for byte in char.encode()]
+        ),
+    ),
+    max_size=30,
+).map(lambda items: [i for item in items for i in (item if isinstance(item, list) else [item])])
+
+
+@given(VALID_FALLBACK_IDS, st.integers(1, 4))
+def test_fallback_family_equals_decoding_after_the_prompt(ids, size):
+    prompt = FALLBACK.encode(" the cat").ids
+    shown = "".join(pieces(DecoderFactory(FALLBACK), ids, prompt, size))
+    whole = FALLBACK.decode(prompt + ids, skip_special_tokens=True)
+    # U+FFFD as a character of its own is told from a broken one only at the end.
+    if "\ufffd" not in whole:
+        assert FALLBACK.decode(prompt, skip_special_tokens=True) + shown == whole
+
+
+def test_fallback_family_keeps_the_first_space_after_a_prompt():
+    cat = [FALLBACK.token_to_id(SPACE + "cat")]
+    prompt = [FALLBACK.token_to_id(SPACE + "the")]
+    assert "".join(pieces(DecoderFactory(FALLBACK), cat, prompt)) == " cat"
+    assert "".join(pieces(DecoderFactory(FALLBACK), cat)) == "cat"
+
+
+@given(st.lists(st.integers(0, 263), max_size=60), st.lists(st.integers(0, 263), max_size=12))
+def test_fallback_family_survives_any_ids(ids, prompt):
+    shown = pieces(DecoderFactory(FALLBACK), ids, prompt)
+    letters = [i for i in ids if FALLBACK.id_to_token(i) in ("a", "b", "s")]
+    assert sum(map("".join(shown).count, "abs")) >= len(letters)
+
+
+def test_fallback_family_does_not_hold_back_invalid_bytes_for_ever():
+    shown = pieces(DecoderFactory(FALLBACK), [0xFF + 1] * 100)
+    assert "".join(shown) == "\ufffd" * 100
+    assert max(map(len, shown)) <= 16
+
+
+def test_prompt_that_ends_inside_a_character_is_not_repeated():
+    prompt = [FALLBACK.token_to_id("a"), 0xE2 + 1, 0x82 + 1]
+    assert "".join(pieces(DecoderFactory(FALLBACK), [FALLBACK.token_to_id("b")], prompt)) == "b"
+
+
+def reference_cut(text: str, stops: list[str]) -> tuple[str, bool]:
+    """Grow the text by a character until it ends in a stop string; cut the longest such one."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+ALPHABET = st.text("ab\n", max_size=40)
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@settings(max_examples=400)
+@given(ALPHABET, STOPS, st.lists(st.integers(1, 7), max_size=40))
+def test_stop_matcher_equals_the_reference_however_text_is_split(text, stops, sizes):
+    expected, hit = reference_cut(text, stops)
+    matcher = StopMatcher(stops)
+    shown, rest = "", text
+    while rest:
+        size = sizes.pop() if sizes else 1
+        shown += matcher.push(rest[:size])
+        rest = rest[size:]
+        assert expected.startswith(shown)  # nothing that is taken back later
+        if not hit:
+            held = text[len(shown) : len(text) - len(rest)]
+            assert not held or any(stop.startswith(held) for stop in stops)  # no idle holding back
+    shown += matcher.flush()
+    assert (shown, matcher.matched is not None) == (expected, hit)
+
+
+def test_nothing_after_a_match():
+    matcher = StopMatcher(["b"])
+    assert matcher.push("abc") == "a"
+    assert matcher.push("more") == ""
+    assert matcher.flush() == ""
+
+
+def test_matcher_cost_is_linear_in_the_text():
+    stop = "a" * 1000 + "b"
+    matcher = StopMatcher([stop])
+    text = "a" * 20_000
+    assert matcher.push(text) == "a" * 19_000  # quadratic matching would take minutes
+    assert matcher.flush() == "a" * 1000
+
+
+def stream_of(ids, stops=(), stop_ids=frozenset()):
+    return TextStream(DecoderFactory(byte_tokenizer()).new([]), list(stops), frozenset(stop_ids))
+
+
+def out(ids, reason=None):
+    return RequestOutput("r", list(ids), reason)
+
+
+@given(
+    st.lists(st.integers(0, 255), min_size=1, max_size=60),
+    st.lists(st.text("ab\u20ac\u00e9", min_size=1, max_size=3), max_size=3),
+    st.integers(1, 5),
+)
+def test_stream_equals_the_reference_on_the_full_text(ids, stops, size):
+    ids = [b"ab\xe2\x82\xac\xc3\xa9"[i % 7] if i < 250 else i for i in ids]
+    full = bytes(ids).decode("utf-8", "replace")
+    expected, hit = reference_cut(full, stops)
+    stream = stream_of(ids, stops)
+    shown = ""
+    for start in range(0, len(ids), size):
+        last = start + size >= len(ids)
+        shown += stream.push(out(ids[start : start + size], "length" if last else None))
+        if stream.finish_reason:
+            break
+    assert shown == expected
+    assert stream.finish_reason == ("stop" if hit else "length")
+    if hit:  # counts up to the token that completed the stop string
+        counted = bytes(ids[: stream.num_tokens]).decode("utf-8", "replace")
+        before = bytes(ids[: stream.num_tokens - 1]).decode("utf-8", "ignore")
+        assert reference_cut(counted, stops)[1] and not reference_cut(before, stops)[1]
+    else:
+        assert stream.num_tokens == len(ids)
+
+
+@pytest.mark.parametrize("stops", [[], ["zzz"]])
+def test_stop_token_counts_and_has_no_text(stops):
+    stream = stream_of([], stops, {0x21})
+    assert stream.push(out(b"hi")) == "hi"
+    assert stream.push(out(b"!", "stop")) == ""
+    assert (stream.num_tokens, stream.finish_reason) == (3, "stop")
+
+
+def test_stop_token_inside_the_text_that_did_not_end_it_is_shown():
+    stream = stream_of([], [], {0x21})
+    assert stream.push(out(b"hi!", "length")) == "hi!"
+
+
+def test_held_back_text_is_shown_when_the_output_ends():
+    stream = stream_of([], ["ab"])
+    assert stream.push(out(b"xa")) == "x"
+    assert stream.push(out(b"", "length")) == "a"
+    assert stream.finish_reason == "length"
+
+
+def test_stop_string_in_the_last_step_wins_over_length():
+    stream = stream_of([], ["ab"])
+    assert stream.push(out(b"xab", "length")) == "x"
+    assert stream.finish_reason == "stop"
+
+
+def test_tokens_after_a_stop_string_are_not_counted():
+    stream = stream_of([], ["b"])
+    assert stream.push(out(b"abcdef")) == "a"
+    assert (stream.num_tokens, stream.finish_reason) == (2, "stop")
+
+
+def test_stop_string_completed_by_the_flush():
+    stream = stream_of([], ["\ufffd"])
+    assert stream.push(out([0x61, 0xE2], "length")) == "a"
+    assert stream.finish_reason == "stop"
