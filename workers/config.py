@@ -1,12 +1,13 @@
 """What one rank reads of the YAML: model, scheduler, cache. Knows nothing of Ray or HTTP."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from kernels.config import KernelsConfig
 
 Auto = Literal["auto"]
+PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
@@ -22,7 +23,7 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Precision of weights and KV cache; auto = the checkpoint's own."
     )
-    max_model_len: Auto | int = Field(
+    max_model_len: Auto | PositiveInt = Field(
         "auto", description="Longest prompt plus output, in tokens; auto = the checkpoint's own."
     )
 
@@ -39,11 +40,14 @@ class CacheConfig(Section):
     """The paged KV cache of one rank."""
 
     block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block.")
-    num_blocks: Auto | int = Field(
+    num_blocks: Auto | PositiveInt = Field(
         "auto", description="KV blocks a rank; auto = from memory_fraction or cpu_memory_gib."
     )
     memory_fraction: float = Field(
-        0.9, gt=0, le=1, description="Share of GPU memory that weights and KV may take (auto, cuda)."
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of GPU memory that weights and KV may take (auto, cuda).",
     )
     cpu_memory_gib: float = Field(
         1.0, gt=0, description="KV memory a rank on CPU (auto, cpu), in GiB."
@@ -58,6 +62,7 @@ class RankConfig(Section):
     cache: CacheConfig
     kernels: KernelsConfig
     num_ranks: int = Field(ge=1)
+    num_nodes: int = Field(1, ge=1)
     device: Literal["cpu", "cuda"]
     threads: int = Field(ge=1, description="CPU threads of a rank's torch operators.")
     exchange_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")

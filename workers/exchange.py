@@ -5,13 +5,16 @@ The wait in here is the group's heartbeat. Knows nothing of what a row means.
 
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from kernels.shm import SharedMemoryGroup
 from workers.step_sync import NUM_FIELDS, Exchange, LockstepError
+
+if TYPE_CHECKING:
+    from kernels.shm import SharedMemoryGroup
 
 
 class LocalExchange:
@@ -25,14 +28,14 @@ class LocalExchange:
 class SharedMemoryExchange:
     """Ranks of one host, on CPU."""
 
-    def __init__(self, group: SharedMemoryGroup):
+    def __init__(self, group: "SharedMemoryGroup"):
         self._group = group
 
     def all_gather(self, row: np.ndarray) -> np.ndarray:
         """int64 [n] -> int64 [num_ranks, n]."""
         try:
             return self._group.all_gather_row(row)
-        except TimeoutError as error:
+        except (TimeoutError, ConnectionError) as error:
             raise LockstepError(f"step exchange: {error}") from error
 
 
@@ -92,7 +95,7 @@ def make_exchange(
     num_ranks: int,
     device: torch.device,
     timeout_s: float,
-    shared_memory: SharedMemoryGroup | None,
+    shared_memory: "SharedMemoryGroup | None",
 ) -> Exchange:
     """The fastest transport for this group. Measured, two ranks on two cores: gloo 280 us a vote."""
     if num_ranks == 1:

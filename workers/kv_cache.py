@@ -20,9 +20,7 @@ def allocate_kv_caches(
 ) -> list[torch.Tensor]:
     """One zeroed tensor a layer: [2, num_blocks, block_size, kv heads, head_dim]."""
     shape = (2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    return [
-        torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)
-    ]
+    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
 
 
 class BlockPool:

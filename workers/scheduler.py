@@ -137,8 +137,6 @@ class Scheduler:
         return RequestOutput(request_id, [token_id], reason)
 
     def _refusal(self, request: EngineRequest) -> str | None:
-        if request.request_id in self._by_id:
-            return f"request id {request.request_id!r} is in use"
         length = len(request.prompt_token_ids)
         if not 0 < length < self._max_model_len:
             return f"prompt of {length} tokens; must be 1 to {self._max_model_len - 1}"

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from rank_pool import RankError, RankPool, rank_pool  # noqa: F401 - a fixture
+
+from tests.distributed.rank_pool import RankError, RankPool, rank_pool  # noqa: F401 - a fixture
 
 
 def _sum(rank, num_ranks, info, offset):

@@ -1,0 +1,211 @@
+"""The whole configuration: one YAML, composed of the sections of the layers that read them.
+
+Reading it needs neither torch nor Ray. Settings that this machine or the checkpoint decides (`auto`) are
+filled in by `resolve_rank_config`.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError
+
+from cluster.config_errors import ConfigError, Problem, from_pydantic
+from cluster.config_file import ConfigSource, read_config
+from kernels.config import KernelsConfig
+from workers.config import (
+    Auto,
+    CacheConfig,
+    ModelConfig,
+    PositiveInt,
+    RankConfig,
+    SchedulerConfig,
+    Section,
+)
+
+MAX_RANKS = 1024
+MAX_THREADS_PER_RANK = 8
+__all__ = ["ClusterConfig", "ConfigError", "PhalanxConfig", "ServeConfig", "load_config"]
+
+
+class ClusterConfig(Section):
+    """How many ranks, and where they run."""
+
+    ranks: int = Field(
+        1, ge=1, le=MAX_RANKS, description="Data-parallel ranks; the experts are spread over them."
+    )
+    nodes: int = Field(
+        1, ge=1, le=MAX_RANKS, description="Machines; the ranks divide evenly over them."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="Where ranks compute; auto = cuda when each rank can have a GPU, else cpu.",
+    )
+    threads_per_rank: Auto | PositiveInt = Field(
+        "auto", description="CPU threads of a rank; auto = an even share of the cores, at most 8."
+    )
+    exchange_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds a rank waits for the others in a step before it gives up."
+    )
+    start_timeout_s: float = Field(
+        300.0, gt=0, description="Seconds that each stage of the start may take."
+    )
+    ray_address: str | None = Field(
+        None, description="null = start a local Ray; auto or host:port = join a running one."
+    )
+
+
+class ServeConfig(Section):
+    """The HTTP endpoint."""
+
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 = all interfaces."
+    )
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
+    replicas: int = Field(1, ge=1, description="Processes that parse, tokenise and stream.")
+    model_name: str | None = Field(
+        None,
+        min_length=1,
+        description="The model's name in the API; null = the checkpoint folder's name.",
+    )
+    app_name: str = Field(
+        "phalanx", min_length=1, description="Name of the Ray Serve application; one per cluster."
+    )
+    max_body_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, description="Largest request body; larger ones get a 413."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="How much the server writes to its log."
+    )
+
+
+class PhalanxConfig(Section):
+    """A Phalanx server: model, ranks, kernels, HTTP."""
+
+    model: ModelConfig
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    cache: CacheConfig = Field(default_factory=CacheConfig)
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    serve: ServeConfig = Field(default_factory=ServeConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
+    """Read a YAML and lay `key.path=value` overrides (values in YAML) over it.
+
+    A relative model.path counts from the YAML's folder, or from the current folder when an override sets it; it
+    comes out absolute, and serve.model_name filled. Raises ConfigError with all problems at once.
+    """
+    from cluster.config_checks import check_together
+
+    path = Path(path)
+    source = read_config(path, overrides)
+    problems = list(source.problems)
+    unreadable = any(not problem.key for problem in problems) and not source.data
+    if not unreadable:
+        _fill_derived(source, path)
+        config, field_problems = _validate(source.data)
+        problems += field_problems
+        wrong = {problem.key for problem in problems}
+        problems += [p for p in check_together(config) if not wrong & {p.key, *p.involves}]
+        if not problems:
+            return config
+    raise ConfigError(str(path), problems, source.places)
+
+
+def _fill_derived(source: ConfigSource, path: Path) -> None:
+    model = source.data.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("path"), str) or not model["path"]:
+        return
+    by_override = source.places.get("model.path") == "--set"
+    base = Path.cwd() if by_override else path.absolute().parent
+    model["path"] = os.path.normpath(base / Path(model["path"]).expanduser())
+    serve = source.data.setdefault("serve", {})
+    if isinstance(serve, dict) and serve.get("model_name") is None:
+        serve["model_name"] = Path(model["path"]).name
+
+
+def _validate(data: dict[str, Any]) -> tuple[PhalanxConfig, list[Problem]]:
+    """The configuration and what is wrong with single fields; those are replaced by their defaults."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            return PhalanxConfig.model_validate(data, strict=True), problems
+        except ValidationError as error:
+            found = from_pydantic(error, PhalanxConfig)
+        problems += found
+        for problem in found:
+            data = _without(data, problem.key.split("."))
+        model = data.get("model")
+        data = {**data, "model": {"path": "", **(model if isinstance(model, dict) else {})}}
+
+
+def _without(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    head, *rest = parts
+    kept = {key: value for key, value in data.items() if key != head}
+    if rest and isinstance(data.get(head), dict):
+        kept[head] = _without(data[head], rest)
+    return kept
+
+
+def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -> RankConfig:
+    """Fill every `auto` but those of the kernels, and cache.num_blocks on GPUs, from checkpoint and machine.
+
+    num_gpus is what all nodes have together; None = look at this machine.
+    Raises ConfigError when the checkpoint and the settings do not fit together.
+    """
+    from workers.models.config import load_model_config
+
+    model_config = load_model_config(config.model.path)
+    device = resolve_device(config, num_gpus)
+    model = config.model.model_copy(
+        update={
+            "dtype": model_config.dtype if config.model.dtype == "auto" else config.model.dtype,
+            "max_model_len": model_config.max_position_embeddings
+            if config.model.max_model_len == "auto"
+            else config.model.max_model_len,
+        }
+    )
+    cache = config.cache
+    if cache.num_blocks == "auto" and device == "cpu":
+        from workers.kv_cache import kv_block_bytes, torch
+
+        block_bytes = kv_block_bytes(model_config, cache.block_size, getattr(torch, model.dtype))
+        num_blocks = max(1, int(cache.cpu_memory_gib * 2**30) // block_bytes)
+        cache = cache.model_copy(update={"num_blocks": num_blocks})
+    return RankConfig(
+        model=model,
+        scheduler=config.scheduler,
+        cache=cache,
+        kernels=config.kernels,
+        num_ranks=config.cluster.ranks,
+        num_nodes=config.cluster.nodes,
+        device=device,
+        threads=resolve_threads(config),
+        exchange_timeout_s=config.cluster.exchange_timeout_s,
+    )
+
+
+def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Literal["cpu", "cuda"]:
+    """cluster.device; auto is cuda when there is a GPU for every rank."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    if num_gpus is None:
+        import torch
+
+        num_gpus = torch.cuda.device_count() * config.cluster.nodes
+    return "cuda" if num_gpus >= config.cluster.ranks else "cpu"
+
+
+def resolve_threads(config: PhalanxConfig) -> int:
+    """cluster.threads_per_rank, with auto an even share of this machine's cores."""
+    if config.cluster.threads_per_rank != "auto":
+        return config.cluster.threads_per_rank
+    per_node = config.cluster.ranks // config.cluster.nodes
+    return min(MAX_THREADS_PER_RANK, max(1, available_cores() // per_node))
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,147 @@
+"""Combinations of settings that cannot work, though each setting alone is fine.
+
+Pure but for reading the checkpoint's config.json. Each check yields problems; none raises.
+"""
+
+from collections.abc import Iterator
+
+from cluster.config import PhalanxConfig
+from cluster.config_errors import Problem
+from workers.models.config import ModelConfigError, Qwen3MoeConfig, load_model_config
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_together(config: PhalanxConfig) -> list[Problem]:
+    """Everything that is impossible, in the order of the sections."""
+    problems: list[Problem] = []
+    try:
+        model = load_model_config(config.model.path)
+    except ModelConfigError as error:
+        model = None
+        problems.append(Problem("model.path", str(error)))
+    problems += _check_cluster(config)
+    problems += _check_scheduler(config)
+    problems += _check_lengths(config, model)
+    problems += _check_kernels(config)
+    return problems
+
+
+def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
+    ranks, nodes = config.cluster.ranks, config.cluster.nodes
+    involves = ("cluster.ranks",)
+    if nodes > ranks:
+        yield Problem(
+            "cluster.nodes",
+            f"{nodes} nodes for {ranks} rank(s); expected at most one node a rank (cluster.ranks)",
+            involves,
+        )
+    elif ranks % nodes:
+        yield Problem(
+            "cluster.nodes",
+            f"{ranks} ranks (cluster.ranks) do not divide evenly over {nodes} nodes",
+            involves,
+        )
+    if nodes > 1 and config.cluster.ray_address is None:
+        yield Problem(
+            "cluster.nodes",
+            f"{nodes} nodes need a running Ray cluster; set cluster.ray_address to auto or host:port",
+            ("cluster.ray_address",),
+        )
+
+
+def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
+    scheduler = config.scheduler
+    if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+        yield Problem(
+            "scheduler.max_num_seqs",
+            f"{scheduler.max_num_seqs} sequences cannot take a token each within "
+            f"scheduler.max_num_batched_tokens = {scheduler.max_num_batched_tokens}; "
+            "lower the first or raise the second",
+            ("scheduler.max_num_batched_tokens",),
+        )
+
+
+def _check_lengths(config: PhalanxConfig, model: Qwen3MoeConfig | None) -> Iterator[Problem]:
+    """What hangs on the longest request: checkpoint, step budget, cache."""
+    length = config.model.max_model_len
+    if model is not None:
+        trained = model.max_position_embeddings
+        if length == "auto":
+            length = trained
+        elif length > trained:
+            yield Problem(
+                "model.max_model_len",
+                f"{length} is more than the checkpoint's max_position_embeddings; "
+                f"expected at most {trained}, or auto",
+                ("model.path",),
+            )
+            return
+    if length == "auto":
+        return
+    scheduler, involves = config.scheduler, ("model.max_model_len", "model.path")
+    if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < length:
+        yield Problem(
+            "scheduler.chunked_prefill",
+            f"false needs scheduler.max_num_batched_tokens of at least model.max_model_len = {length}, "
+            f"got {scheduler.max_num_batched_tokens}; raise it, shorten the length, or split prompts",
+            ("scheduler.max_num_batched_tokens", *involves),
+        )
+    yield from _check_cache(config, model, length)
+
+
+def _check_cache(
+    config: PhalanxConfig, model: Qwen3MoeConfig | None, length: int
+) -> Iterator[Problem]:
+    cache = config.cache
+    needed = -(-length // cache.block_size)
+    involves = ("cache.block_size", "model.max_model_len", "model.path")
+    if cache.num_blocks != "auto":
+        if cache.num_blocks < needed:
+            yield Problem(
+                "cache.num_blocks",
+                f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one request of "
+                f"model.max_model_len = {length}; expected at least {needed}, or auto",
+                involves,
+            )
+        return
+    if model is None or config.cluster.device == "cuda":
+        return  # on GPUs the size is measured when the rank starts
+    dtype = model.dtype if config.model.dtype == "auto" else config.model.dtype
+    per_token = 2 * model.num_hidden_layers * model.kv_size * DTYPE_BYTES[dtype]
+    gib = needed * cache.block_size * per_token / 2**30
+    if config.cluster.device == "cpu" and cache.cpu_memory_gib < gib:
+        yield Problem(
+            "cache.cpu_memory_gib",
+            f"{cache.cpu_memory_gib:g} GiB cannot hold one request of model.max_model_len = {length}; "
+            f"expected at least {gib:.3g}, or a smaller length",
+            ("cluster.device", "model.dtype", *involves),
+        )
+
+
+def _check_kernels(config: PhalanxConfig) -> Iterator[Problem]:
+    name, ranks, nodes = config.kernels.all2all, config.cluster.ranks, config.cluster.nodes
+    if name == "local" and ranks > 1:
+        yield Problem(
+            "kernels.all2all",
+            f"local serves one rank, cluster.ranks is {ranks}; expected auto or a backend for several",
+            ("cluster.ranks",),
+        )
+    if name not in ("auto", "local") and ranks == 1:
+        yield Problem(
+            "kernels.all2all",
+            f"{name} exchanges between ranks, cluster.ranks is 1; expected auto or local",
+            ("cluster.ranks",),
+        )
+    if name == "shm" and nodes > 1:
+        yield Problem(
+            "kernels.all2all",
+            f"shm needs all ranks on one host, cluster.nodes is {nodes}; expected auto or torch_dist",
+            ("cluster.nodes",),
+        )
+    if name == "shm" and config.cluster.device == "cuda":
+        yield Problem(
+            "kernels.all2all",
+            "shm exchanges CPU tensors only, cluster.device is cuda; expected auto or torch_dist",
+            ("cluster.device",),
+        )

@@ -1,0 +1,162 @@
+"""Turns everything that is wrong with a configuration into one error with a line per problem.
+
+Knows pydantic's error records and JSON schema; knows nothing of YAML text or of what the keys mean.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+JsonSchema = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong. `message` goes behind the key; an empty key stands for the file itself.
+
+    `involves` are the other keys that the complaint rests on: it is dropped when one of those is wrong itself.
+    """
+
+    key: str
+    message: str
+    involves: tuple[str, ...] = ()
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used. `problems` holds (key, message) pairs; str() shows all of them."""
+
+    def __init__(self, source: str, problems: Sequence[Problem], places: Mapping[str, str]):
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = [f"{source}: {count}"]
+        for problem in problems:
+            place = places.get(problem.key)
+            where = f" ({place})" if place else ""
+            key = f"{problem.key}: " if problem.key else ""
+            lines.append(f"  {key}{problem.message}{where}")
+        super().__init__("\n".join(lines))
+
+
+def show(value: Any) -> str:
+    """A value as it would stand in YAML's flow form, cut short."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def from_pydantic(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """One problem a key, however many complaints pydantic has about it (it has one for each arm of a union)."""
+    schema = model.model_json_schema()
+    known = dict(leaf_schemas(schema))
+    found: dict[str, Problem] = {}
+    for record in error.errors():
+        key, field_schema = _locate(record["loc"], schema)
+        if key in found:
+            continue
+        if record["type"] == "extra_forbidden":
+            message = f"unknown key (value {show(record['input'])}); {_nearest(key, known)}"
+        elif record["type"] == "missing":
+            message = f"is missing; expected {allowed(field_schema)}"
+        else:
+            message = f"{show(record['input'])} is not allowed; expected {allowed(field_schema)}"
+        found[key] = Problem(key, message)
+    return list(found.values())
+
+
+def leaf_schemas(schema: JsonSchema, prefix: str = "") -> Iterator[tuple[str, JsonSchema]]:
+    """(dotted key, JSON schema) of every setting, with references to sections followed."""
+    return _leaves(schema, schema, prefix)
+
+
+def _leaves(node: JsonSchema, root: JsonSchema, prefix: str) -> Iterator[tuple[str, JsonSchema]]:
+    for name, child in node["properties"].items():
+        child = _follow(child, root)
+        if "properties" in child:
+            yield from _leaves(child, root, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def _follow(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
+    if "$ref" in schema:
+        return root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+    return schema
+
+
+def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> tuple[str, JsonSchema]:
+    """The dotted key of a pydantic location, without the union arms behind it, and that key's schema."""
+    parts: list[str] = []
+    node = root
+    for part in loc:
+        if "properties" not in node:
+            break
+        parts.append(str(part))
+        node = _follow(node["properties"].get(str(part), {}), root)
+    return ".".join(parts), node
+
+
+def _nearest(key: str, known: Mapping[str, Any]) -> str:
+    """A hint at the setting that was probably meant, in the same section or in another one."""
+    section, _, name = key.rpartition(".")
+    siblings = [other for other in known if other.rpartition(".")[0] == section]
+    same_name = [other for other in known if other.rpartition(".")[2] == name]
+    sections = sorted({other.partition(".")[0] for other in known})
+    if same_name:
+        return f"did you mean {' or '.join(same_name)}?"
+    # A wrong section (`schedular.max_num_seqs`) is nearer to its full key than to any sibling.
+    if not section:
+        close = difflib.get_close_matches(name, sections, n=1)
+        if close:
+            return f"did you mean {close[0]}?"
+        close_names = _close_names(name, list(known))
+        if close_names:
+            return f"did you mean {close_names[0]}?"
+        return f"the sections are {', '.join(sections)}"
+    close_names = _close_names(name, siblings) or _close_names(name, list(known))
+    if close_names:
+        return f"did you mean {close_names[0]}?"
+    return f"{section} has {', '.join(other.rpartition('.')[2] for other in siblings)}"
+
+
+def _close_names(name: str, keys: list[str]) -> list[str]:
+    """Keys whose last part resembles `name`, best first."""
+    by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
+    return [by_name[match] for match in difflib.get_close_matches(name, by_name, n=1)]
+
+
+def allowed(schema: JsonSchema) -> str:
+    """What a JSON schema admits, in words."""
+    if "anyOf" in schema:
+        return " or ".join(allowed(arm) for arm in schema["anyOf"])
+    if "enum" in schema:
+        return "one of " + ", ".join(str(value) for value in schema["enum"])
+    if "const" in schema:
+        return str(schema["const"])
+    kind = schema.get("type")
+    if kind in ("integer", "number"):
+        return _allowed_number(schema)
+    if kind == "string" and schema.get("minLength"):
+        return "a text that is not empty"
+    names = {"string": "a text", "boolean": "true or false", "null": "null"}
+    if kind in names:
+        return names[kind]
+    return "a section with " + ", ".join(schema.get("properties", {"keys": None}))
+
+
+def _allowed_number(schema: JsonSchema) -> str:
+    noun = "a whole number" if schema["type"] == "integer" else "a number"
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above = schema.get("exclusiveMinimum")
+    if low is not None and high is not None:
+        return f"{noun} from {low:g} to {high:g}"
+    limits = []
+    if above is not None:
+        limits.append(f"above {above:g}")
+    if low is not None:
+        limits.append(f"of at least {low:g}")
+    if high is not None:
+        limits.append(f"of at most {high:g}" if not limits else f"at most {high:g}")
+    return " ".join([noun, " and ".join(limits)]).strip()

@@ -1,0 +1,174 @@
+"""All ranks as one ingress sees them: one submit a request, one long stream from each rank.
+
+Implements `cluster.api.backend.EngineBackend`. Knows nothing of HTTP.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cluster import supervisor
+from cluster.config import PhalanxConfig
+from cluster.errors import EngineDeadError
+from cluster.router import Router
+from workers.request import EngineRequest, RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+POLL_S = 0.1
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request under way."""
+
+    rank: int
+    num_tokens: int
+    outputs: asyncio.Queue[RequestOutput] = field(default_factory=asyncio.Queue)
+
+
+class EngineClient:
+    """One per ingress replica; `connect` before anything else."""
+
+    def __init__(self, config: PhalanxConfig):
+        self.model_name = config.serve.model_name
+        self.max_model_len = 0
+        self.max_request_tokens = 0
+        self._config = config
+        self._ingress_id = f"ingress-{uuid.uuid4().hex[:12]}"
+        self._open: dict[str, _Open] = {}
+        self._failure: str | None = "the ranks are starting"
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ranks: list[ray.actor.ActorHandle] = []
+
+    async def connect(self) -> None:
+        """Wait until the ranks are ready and open a stream to each. Raises EngineDeadError when they fail."""
+        self._supervisor = supervisor.get_or_create(self._config)
+        await self._supervisor.start.remote(self._config)
+        while True:
+            state, error = await self._supervisor.heartbeat.remote(self._ingress_id)
+            if state == "ready":
+                break
+            if state != "starting":
+                raise EngineDeadError(error)
+            await asyncio.sleep(POLL_S)
+        status = await self._supervisor.status.remote()
+        info = status.infos[0]
+        self.max_model_len = info.max_model_len
+        self.max_request_tokens = info.num_blocks * info.block_size
+        self._ranks = await self._supervisor.ranks.remote()
+        self._router = Router(len(self._ranks))
+        self._failure = None
+        self._tasks = [asyncio.create_task(self._pump(rank)) for rank in range(len(self._ranks))]
+        self._tasks.append(asyncio.create_task(self._beat()))
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The tokens of one request as they come. Closing the generator early aborts it in its rank."""
+        self._check_alive()
+        num_tokens = len(prompt_token_ids) + params.max_tokens
+        rank = self._router.pick(num_tokens)
+        entry = self._open[request_id] = _Open(rank, num_tokens)
+        finished = False
+        try:
+            # Not awaited: a rank that cannot take it has ended, and then its stream ends too.
+            self._ranks[rank].submit.remote(
+                EngineRequest(
+                    request_id=request_id,
+                    ingress_id=self._ingress_id,
+                    prompt_token_ids=prompt_token_ids,
+                    params=params,
+                )
+            )
+            while not finished:
+                output = await entry.outputs.get()
+                if output.finish_reason == "abort":
+                    raise EngineDeadError(output.error or "the request was aborted")
+                finished = output.finish_reason is not None
+                yield output
+        finally:
+            if not finished:
+                await self.abort(request_id)
+            self._forget(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request wherever it is; ids that are not open are ignored."""
+        entry = self._open.get(request_id)
+        if entry is not None and self._failure is None:
+            self._ranks[entry.rank].abort.remote(self._ingress_id, request_id)
+
+    def health(self) -> tuple[bool, str]:
+        """(ready, why not)."""
+        return self._failure is None, self._failure or ""
+
+    async def rank_stats(self) -> list[dict[str, Any]]:
+        """Counters and gauges of each rank, in rank order."""
+        self._check_alive()
+        try:
+            return await asyncio.gather(*(_wait(rank.stats.remote()) for rank in self._ranks))
+        except RayError as error:
+            raise EngineDeadError(f"a rank does not answer: {error}") from error
+
+    async def close(self) -> None:
+        """Stop listening."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(self._failure)
+
+    def _forget(self, request_id: str) -> None:
+        entry = self._open.pop(request_id, None)
+        if entry is not None:
+            self._router.release(entry.rank, entry.num_tokens)
+
+    async def _pump(self, rank: int) -> None:
+        """Hand what a rank's stream brings to the requests that wait for it."""
+        try:
+            stream = self._ranks[rank].stream.remote(self._ingress_id)
+            async for item in stream:
+                for output in await item:
+                    entry = self._open.get(output.request_id)
+                    if entry is not None:  # otherwise it was closed a moment ago
+                        entry.outputs.put_nowait(output)
+        except RayError as error:
+            # The supervisor knows the reason better than the broken stream does.
+            await self._ask_supervisor()
+            self._fail(f"rank {rank} is gone: {type(error).__name__}")
+
+    async def _beat(self) -> None:
+        """Renew this ingress's lease and learn of failures that no stream shows."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self._ask_supervisor()
+
+    async def _ask_supervisor(self) -> None:
+        try:
+            state, error = await self._supervisor.heartbeat.remote(self._ingress_id)
+        except RayError as gone:
+            state, error = "failed", f"the supervisor is gone: {type(gone).__name__}"
+        if state != "ready":
+            self._fail(error)
+
+    def _fail(self, reason: str) -> None:
+        """The group is lost: answer everybody who waits. The first reason is kept."""
+        if self._failure is not None:
+            return
+        logger.error("the group failed: %s", reason)
+        self._failure = reason
+        for request_id, entry in self._open.items():
+            entry.outputs.put_nowait(RequestOutput(request_id, [], "abort", reason))
+
+
+async def _wait(ref: "ray.ObjectRef") -> Any:
+    return await ref

@@ -1,0 +1,86 @@
+"""Where ranks go: one bundle a node with all its ranks, numbered by (node, device), verified afterwards."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from workers.config import RankConfig
+
+
+class PlacementError(RuntimeError):
+    """The ranks cannot be placed as the configuration asks."""
+
+
+@dataclass(frozen=True)
+class RankLocation:
+    """Where one rank landed."""
+
+    rank: int
+    node_id: str
+    host: str
+    pid: int
+    gpu_ids: tuple[int, ...]
+
+
+def ranks_per_node(config: RankConfig) -> int:
+    """Ranks on each node; the configuration has checked that they divide."""
+    return config.num_ranks // config.num_nodes
+
+
+def create(config: RankConfig) -> PlacementGroup:
+    """One bundle per node. STRICT_SPREAD, since PACK promises nothing about which node holds which rank."""
+    count = ranks_per_node(config)
+    bundle = {"CPU": float(count)}
+    if config.device == "cuda":
+        bundle["GPU"] = float(count)
+    strategy = "STRICT_SPREAD" if config.num_nodes > 1 else "STRICT_PACK"
+    return placement_group([bundle] * config.num_nodes, strategy=strategy)
+
+
+def check_ready(ready: bool, config: RankConfig, timeout_s: float) -> None:
+    """Raise PlacementError with what was asked and what the cluster has, when the group is not ready."""
+    if ready:
+        return
+    device = "GPU" if config.device == "cuda" else "CPU"
+    have = [
+        f"  {node['NodeManagerHostname']}: {node['Resources'].get(device, 0):g} {device}"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    raise PlacementError(
+        f"no room for {config.num_ranks} ranks within {timeout_s:g} s: needs {config.num_nodes} "
+        f"node(s) with {ranks_per_node(config)} free {device}(s) each (cluster.ranks, cluster.nodes); "
+        "the cluster has\n" + "\n".join(have)
+    )
+
+
+def actor_options(config: RankConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
+    """Ray options of one rank. A rank that dies is not restarted alone: it would have no communicator."""
+    return {
+        "num_cpus": 1,
+        "num_gpus": 1 if config.device == "cuda" else 0,
+        "max_restarts": 0,
+        "max_concurrency": 1000,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(
+            placement_group=group,
+            placement_group_bundle_index=rank // ranks_per_node(config),
+        ),
+    }
+
+
+def verify(locations: list[RankLocation], config: RankConfig) -> None:
+    """Each node must hold one run of consecutive ranks. Raises PlacementError with the table."""
+    count = ranks_per_node(config)
+    nodes = [location.node_id for location in locations]
+    runs = [nodes[start : start + count] for start in range(0, len(nodes), count)]
+    heads = [run[0] for run in runs]
+    if all(len(set(run)) == 1 for run in runs) and len(set(heads)) == len(heads):
+        return
+    table = "\n".join(
+        f"  rank {location.rank}: {location.host} (node {location.node_id[:8]})"
+        for location in locations
+    )
+    raise PlacementError(f"ranks did not land {count} to a node in order:\n{table}")

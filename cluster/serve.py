@@ -1,0 +1,208 @@
+"""`phalanx serve`: start Ray, the ranks and the HTTP endpoint, say how far it is, serve until told to stop."""
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from cluster.config import PhalanxConfig, resolve_rank_config
+
+# HAProxy in front and uvicorn in the replica: 3 times the streamed tokens per second of Serve's own proxy.
+# Read when Serve is imported, here and in every process that Ray starts. An operator's own setting wins.
+SERVE_ENVIRONMENT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+}
+OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
+POLL_S = 0.1
+
+console = Console(highlight=False)
+
+
+class ServerError(RuntimeError):
+    """The server cannot start, or had to stop; the message says why."""
+
+
+def run_server(config: PhalanxConfig) -> None:
+    """Serve until SIGINT or SIGTERM. Raises ServerError when the start fails or the ranks do."""
+    started = time.monotonic()
+    _check_port(config.serve.host, config.serve.port)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        with _stage("ray"):
+            _start_ray(config)
+        url = _start(config, stop)
+        if url is not None:
+            console.print(f"ready in {time.monotonic() - started:.1f} s: {url}", style="bold")
+            _watch(config, stop)
+    finally:
+        _shut_down(config)
+
+
+def _start_ray(config: PhalanxConfig) -> None:
+    for name, value in SERVE_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if config.cluster.ray_address is not None:
+        ray.init(config.cluster.ray_address, namespace="phalanx", logging_level=logging.WARNING)
+        return
+    rank_config = resolve_rank_config(config)
+    ray.init(
+        "local",
+        namespace="phalanx",
+        # A rank takes one of these whatever the machine has; they are bookkeeping, not a limit.
+        num_cpus=max(os.cpu_count() or 1, rank_config.num_ranks + config.serve.replicas + 1),
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        logging_level=logging.WARNING,
+        log_to_driver=False,
+    )
+
+
+def _start(config: PhalanxConfig, stop: threading.Event) -> str | None:
+    """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
+    from cluster import supervisor
+
+    ray_get = _ray_get()
+    actor = supervisor.get_or_create(config)
+    ray_get(actor.start.remote(config))
+    failure: list[BaseException] = []
+    http = threading.Thread(target=_start_http, args=(config, failure), daemon=True)
+    http.start()
+    reported = 0
+    ranks_ready = time.monotonic()
+    with console.status("starting ranks") as line:
+        while not stop.is_set():
+            status = ray_get(actor.status.remote())
+            for name, seconds in status.stages[reported:]:
+                _report(name, seconds)
+            reported = len(status.stages)
+            if status.state == "failed":
+                raise ServerError(status.error)
+            if failure:
+                raise ServerError(f"HTTP: {failure[0]}") from failure[0]
+            if status.state != "ready":
+                ranks_ready = time.monotonic()
+                line.update(_progress_line(status.stage, *status.progress))
+            elif not http.is_alive():
+                _report("http", time.monotonic() - ranks_ready)
+                for info in status.infos[:1]:
+                    console.print(f"  {_backends_line(info.backends)}, {info.num_blocks} KV blocks")
+                return f"http://{_url_host(config.serve.host)}:{config.serve.port}"
+            else:
+                line.update("waiting for HTTP")
+            time.sleep(POLL_S)
+    return None
+
+
+def _start_http(config: PhalanxConfig, failure: list[BaseException]) -> None:
+    try:
+        from ray import serve
+        from ray.serve.config import HTTPOptions
+
+        from cluster.ingress import Ingress
+
+        serve.start(http_options=HTTPOptions(host=config.serve.host, port=config.serve.port))
+        app = Ingress.options(num_replicas=config.serve.replicas).bind(config)
+        serve.run(app, name=config.serve.app_name, route_prefix="/")
+    except BaseException as error:
+        failure.append(error)
+
+
+def _watch(config: PhalanxConfig, stop: threading.Event) -> None:
+    """Return when told to stop; raise ServerError when the ranks have failed."""
+    from cluster import supervisor
+
+    ray_get = _ray_get()
+    actor = supervisor.get_or_create(config)
+    while not stop.wait(1.0):
+        status = ray_get(actor.status.remote())
+        if status.state != "ready":
+            raise ServerError(status.error)
+
+
+def _shut_down(config: PhalanxConfig) -> None:
+    import ray
+
+    if not ray.is_initialized():
+        return
+    with _stage("stopped"):
+        _stop_ranks(config)
+        if config.cluster.ray_address is not None:
+            from ray import serve
+
+            serve.delete(config.serve.app_name)
+        # A local Ray goes away whole, Serve with it; serve.shutdown would wait 30 s for its controller.
+        ray.shutdown()
+
+
+def _stop_ranks(config: PhalanxConfig) -> None:
+    import ray
+    from ray.exceptions import RayError
+
+    from cluster import supervisor
+
+    try:
+        actor = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
+        ray.get(actor.stop.remote(), timeout=5)
+        ray.kill(actor)
+    except (ValueError, RayError) as error:
+        logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
+
+
+def _ray_get() -> Callable:
+    import ray
+
+    return lambda ref: ray.get(ref, timeout=60)
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ServerError(
+                f"cannot listen on {host}:{port}: {error.strerror}; "
+                "choose another with --set serve.port=NUMBER"
+            ) from error
+
+
+@contextmanager
+def _stage(name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    _report(name, time.monotonic() - started)
+
+
+def _report(name: str, seconds: float) -> None:
+    console.print(f"  {name:<20}{seconds:6.1f} s")
+
+
+def _progress_line(stage: str, done: int, total: int) -> str:
+    if stage != "weights" or not total:
+        return stage
+    filled = round(30 * done / total)
+    bar = "#" * filled + "." * (30 - filled)
+    return f"weights {bar} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+
+
+def _backends_line(backends: dict[str, str]) -> str:
+    return ", ".join(f"{kind} {name}" for kind, name in backends.items())
+
+
+def _url_host(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

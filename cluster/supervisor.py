@@ -1,0 +1,237 @@
+"""The supervisor: a detached actor that owns the placement group and the ranks of one served model.
+
+It brings the ranks up stage by stage, notices when one ends, and shares the fate of the ingress replicas: when
+none has reported for a while it takes the ranks down and exits, so that nothing is left behind.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from cluster import placement
+from cluster.config import PhalanxConfig, resolve_rank_config
+from workers.actor import RankActor
+from workers.process_group import Rendezvous
+from workers.rank import RankInfo
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "phalanx"
+LEASE_S = 30.0
+# What vendors' libraries read reaches the ranks on every node, as it would in a plain process.
+FORWARDED_ENVIRONMENT = ("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_")
+NOT_FORWARDED = frozenset({"CUDA_VISIBLE_DEVICES"})  # Ray sets it for each actor
+
+State = Literal["starting", "ready", "failed", "stopped"]
+
+
+@dataclass
+class GroupStatus:
+    """What the supervisor tells anybody who asks."""
+
+    state: State = "starting"
+    epoch: int = 0
+    stage: str = "placement"
+    stages: list[tuple[str, float]] = field(default_factory=list)
+    progress: tuple[int, int] = (0, 0)
+    error: str = ""
+    infos: list[RankInfo] = field(default_factory=list)
+    locations: list[placement.RankLocation] = field(default_factory=list)
+
+
+def supervisor_name(config: PhalanxConfig) -> str:
+    """The actor's name in NAMESPACE; one for each Serve application."""
+    return f"supervisor:{config.serve.app_name}"
+
+
+def get_or_create(config: PhalanxConfig) -> "ray.actor.ActorHandle":
+    """The supervisor of this configuration, started if it is not there."""
+    return (
+        ray.remote(Supervisor)
+        .options(
+            name=supervisor_name(config),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_concurrency=1000,
+        )
+        .remote(config)
+    )
+
+
+class Supervisor:
+    """Brings the ranks up when constructed; everything is asynchronous, ask `status`."""
+
+    def __init__(self, config: PhalanxConfig):
+        self._config = config
+        # This actor holds no GPU and so sees none: Ray knows what the cluster has.
+        num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        self._rank_config = resolve_rank_config(config, num_gpus=num_gpus)
+        self._status = GroupStatus()
+        self._placement_group: PlacementGroup | None = None
+        self._ranks: list[ray.actor.ActorHandle] = []
+        self._leases: dict[str, float] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, config: PhalanxConfig) -> None:
+        """Begin, once. Raises ValueError when this supervisor runs another configuration."""
+        if config != self._config:
+            raise ValueError(
+                f"application {config.serve.app_name!r} is already running with another configuration; "
+                "stop it first, or give this one another serve.app_name"
+            )
+        if self._task is None:
+            self._task = asyncio.create_task(self._live())
+
+    async def status(self) -> GroupStatus:
+        """Where the group is."""
+        if self._status.stage == "weights" and self._ranks:
+            parts = await asyncio.gather(
+                *(rank.progress.remote() for rank in self._ranks), return_exceptions=True
+            )
+            known = [part for part in parts if isinstance(part, tuple)]
+            self._status.progress = (sum(p[0] for p in known), sum(p[1] for p in known))
+        return self._status
+
+    async def ranks(self) -> list["ray.actor.ActorHandle"]:
+        """Handles of the ranks, in rank order."""
+        return self._ranks
+
+    async def heartbeat(self, ingress_id: str) -> tuple[State, str]:
+        """An ingress is alive; it learns the group's state and what went wrong, if anything did."""
+        self._leases[ingress_id] = time.monotonic()
+        return self._status.state, self._status.error
+
+    async def stop(self) -> None:
+        """Stop the ranks and give back everything they hold."""
+        if self._status.state == "ready":
+            done = [rank.done.remote() for rank in self._ranks]
+            self._ranks[0].stop.remote()
+            try:
+                await asyncio.wait_for(asyncio.gather(*done, return_exceptions=True), timeout=3)
+            except TimeoutError:
+                logger.warning("ranks did not stop within 3 s and are killed")
+        self._release("stopped", "the server is stopping")
+
+    async def _live(self) -> None:
+        try:
+            await self._bring_up()
+        except Exception as error:
+            logger.exception("start failed at stage %s", self._status.stage)
+            self._release("failed", f"start failed at stage {self._status.stage!r}: {error}")
+            return
+        watchers = [
+            asyncio.create_task(self._watch_ranks()),
+            asyncio.create_task(self._watch_leases()),
+        ]
+        await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+
+    async def _bring_up(self) -> None:
+        config, timeout_s = self._rank_config, self._config.cluster.start_timeout_s
+        await self._stage("placement", self._place(timeout_s))
+        await self._stage("processes", self._locate())
+        host, port = await self._ranks[0].host_rendezvous.remote()
+        name = f"{self._config.serve.app_name}-{os.getpid()}-{self._status.epoch}"
+        rendezvous = Rendezvous(host, port, name, self._status.epoch)
+        await self._stage("group", self._all("join_group", rendezvous, timeout_s))
+        await self._stage("weights", self._all("load"))
+        peers = [[peer for peer in self._ranks if peer is not rank] for rank in self._ranks]
+        started = [
+            rank.start.remote(others) for rank, others in zip(self._ranks, peers, strict=True)
+        ]
+        self._status.infos = await self._stage("cache and warm-up", _gather(started))
+        assert len(self._status.infos) == config.num_ranks
+        self._status.state = "ready"
+
+    async def _stage(self, name: str, work: Awaitable[Any]) -> Any:
+        self._status.stage = name
+        started = time.monotonic()
+        result = await asyncio.wait_for(work, self._config.cluster.start_timeout_s)
+        self._status.stages.append((name, time.monotonic() - started))
+        return result
+
+    async def _place(self, timeout_s: float) -> None:
+        config = self._rank_config
+        self._placement_group = group = placement.create(config)
+        wait_s = min(timeout_s, 60.0)
+        ready = await asyncio.to_thread(group.wait, wait_s)
+        placement.check_ready(ready, config, wait_s)
+        actor_class = ray.remote(RankActor)
+        # A local Ray inherits our environment; on a cluster it has to be carried along.
+        joined = self._config.cluster.ray_address is not None
+        extra = {"runtime_env": {"env_vars": _forwarded_environment()}} if joined else {}
+        self._ranks = [
+            actor_class.options(**placement.actor_options(config, group, rank), **extra).remote(
+                rank, config
+            )
+            for rank in range(config.num_ranks)
+        ]
+
+    async def _locate(self) -> None:
+        described = await self._all("describe")
+        self._status.locations = [
+            placement.RankLocation(
+                rank, facts["node_id"], facts["host"], facts["pid"], tuple(facts["gpu_ids"])
+            )
+            for rank, facts in enumerate(described)
+        ]
+        placement.verify(self._status.locations, self._rank_config)
+
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        """Call `method` on every rank at once; the first failure is raised at once."""
+        return await _gather([getattr(rank, method).remote(*args) for rank in self._ranks])
+
+    async def _watch_ranks(self) -> None:
+        """Ends when a rank ends: a group with a missing rank cannot take another step."""
+        done = [asyncio.ensure_future(_wait(rank.done.remote())) for rank in self._ranks]
+        finished, _ = await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
+        if self._status.state == "ready":
+            rank = next(index for index, task in enumerate(done) if task in finished)
+            reason = finished.pop().exception() or "left its loop"
+            self._release("failed", f"rank {rank}: {reason}")
+
+    async def _watch_leases(self) -> None:
+        """Frees what a vanished ingress had open; ends the whole group when the last one is gone."""
+        started = time.monotonic()
+        while self._status.state == "ready":
+            await asyncio.sleep(LEASE_S / 10)
+            now = time.monotonic()
+            for ingress_id in [k for k, seen in self._leases.items() if now - seen > LEASE_S]:
+                del self._leases[ingress_id]
+                for rank in self._ranks:
+                    rank.close_ingress.remote(ingress_id)
+            if not self._leases and now - started > self._config.cluster.start_timeout_s:
+                self._release("stopped", "no ingress is left")
+                ray.actor.exit_actor()
+
+    def _release(self, state: State, error: str) -> None:
+        self._status.state, self._status.error = state, error
+        for rank in self._ranks:
+            ray.kill(rank)
+        if self._placement_group is not None:
+            remove_placement_group(self._placement_group)
+            self._placement_group = None
+
+
+async def _wait(ref: "ray.ObjectRef") -> Any:
+    return await ref
+
+
+async def _gather(refs: list["ray.ObjectRef"]) -> list[Any]:
+    return await asyncio.gather(*(_wait(ref) for ref in refs))
+
+
+def _forwarded_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED_ENVIRONMENT) and name not in NOT_FORWARDED
+    }

@@ -1,0 +1,162 @@
+"""Runs whole engines in the processes of a RankPool, step by step, without Ray."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.rank_pool import RankPool
+from workers.config import RankConfig
+from workers.request import EngineRequest, SamplingParams
+
+
+@dataclass(frozen=True)
+class Event:
+    """Before step `step` of rank `rank`: submit `request`, or abort the request named `abort`."""
+
+    step: int
+    rank: int
+    request: EngineRequest | None = None
+    abort: str | None = None
+
+
+@dataclass
+class RankResult:
+    """What one rank's requests got, and how it ran."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    logits: dict[str, list[Any]] = field(default_factory=dict)
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+
+def rank_config(checkpoint: Path, num_ranks: int, **sections: dict[str, Any]) -> RankConfig:
+    """A resolved CPU configuration; `sections` override, e.g. scheduler={"max_num_seqs": 4}."""
+    values: dict[str, Any] = {
+        "model": {"path": str(checkpoint), "dtype": "float32", "max_model_len": 1024},
+        "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
+        "cache": {"block_size": 16, "num_blocks": 1024},
+        "kernels": {},
+    }
+    for name, changes in sections.items():
+        values[name] = {**values[name], **changes}
+    return RankConfig(**values, num_ranks=num_ranks, device="cpu", threads=1, exchange_timeout_s=30)
+
+
+def make_request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
+    """A request of the only ingress there is; greedy unless told otherwise."""
+    values = {"max_tokens": 16, "temperature": 0.0, **params}
+    return EngineRequest(
+        request_id=name,
+        ingress_id="test",
+        prompt_token_ids=prompt,
+        params=SamplingParams(**values),
+    )
+
+
+def run_engines(
+    pool: RankPool,
+    config: RankConfig,
+    events: list[Event],
+    *,
+    keep_logits: bool = False,
+    max_steps: int = 5000,
+    timeout_s: float = 120,
+) -> list[RankResult]:
+    """Run all events to their end on `config.num_ranks` ranks."""
+    from workers.process_group import Rendezvous, host_store
+
+    store = host_store("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1", store.port, f"test-{store.port}")
+    return pool.run(
+        _run_rank,
+        config.num_ranks,
+        config,
+        rendezvous,
+        events,
+        keep_logits,
+        max_steps,
+        with_group=False,
+        timeout_s=timeout_s,
+    )
+
+
+def _run_rank(
+    rank_index: int,
+    num_ranks: int,
+    info: Any,
+    config: RankConfig,
+    rendezvous: Any,
+    events: list[Event],
+    keep_logits: bool,
+    max_steps: int,
+) -> RankResult:
+    from workers.rank import Rank
+
+    result = RankResult()
+
+    def publish(ingress_id: str, outputs: list[Any]) -> None:
+        for output in outputs:
+            result.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason:
+                assert output.request_id not in result.reasons, "finished twice"
+                result.reasons[output.request_id] = output.finish_reason
+            if output.error:
+                result.errors[output.request_id] = output.error
+
+    rank = Rank(rank_index, config)
+    try:
+        rank.join_group(rendezvous, 30)
+        rank.load()
+        rank.start_engine(publish, lambda step: None)
+        if keep_logits:
+            _record_logits(rank.engine, result)
+        _step_to_the_end(rank, events, max_steps, result)
+        result.num_preemptions = rank.engine.scheduler.num_preemptions
+        pool = rank.engine.scheduler.pool
+        assert pool.num_free == pool.num_blocks, "blocks leaked"
+    finally:
+        rank.close()
+    return result
+
+
+def _step_to_the_end(rank: Any, events: list[Event], max_steps: int, result: RankResult) -> None:
+    """All ranks see the same plans, so all leave after the same step."""
+    last_event = max((event.step for event in events), default=0)
+    mine: dict[int, list[Event]] = {}
+    for event in events:
+        if event.rank == rank.rank:
+            mine.setdefault(event.step, []).append(event)
+    for step in range(max_steps):
+        for event in mine.get(step, []):
+            if event.request is not None:
+                rank.engine.submit(event.request)
+            else:
+                rank.engine.abort(event.abort)
+        plan = rank.engine.step()
+        result.num_steps += plan.run
+        if step >= last_event and not plan.run:
+            return
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+def _record_logits(engine: Any, result: RankResult) -> None:
+    """Keep the logits of every sampled token, by request."""
+    runner = engine.runner
+    execute, compute = runner.execute, runner.model.compute_logits
+    names: list[str] = []
+
+    def recording_execute(batch: Any, plan: Any) -> list[int]:
+        names[:] = [
+            s.request.request_id for s, w in zip(batch.seqs, batch.samples, strict=True) if w
+        ]
+        return execute(batch, plan)
+
+    def recording_compute(hidden: Any) -> Any:
+        logits = compute(hidden)
+        for name, row in zip(names, logits, strict=True):
+            result.logits.setdefault(name, []).append(row.clone().numpy())
+        return logits
+
+    runner.execute, runner.model.compute_logits = recording_execute, recording_compute

@@ -1,0 +1,192 @@
+"""The contract of every all-to-all, against one plain dense loop over experts."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels import select
+from kernels.all2all.base import AllToAll
+from kernels.attention.base import AttentionSpec
+from kernels.config import KernelsConfig
+from kernels.placement import ExpertPlacement
+from kernels.shm import SharedMemoryGroup
+from tests.distributed.rank_pool import GroupInfo, RankPool, rank_pool  # noqa: F401 - a fixture
+
+MAX_TOKENS = 64
+HIDDEN, WIDTH = 32, 24
+
+
+@dataclass(frozen=True)
+class Case:
+    """One exchange: `tokens` rows on each rank; `routing` says how their experts are drawn."""
+
+    tokens: tuple[int, ...]
+    num_experts: int = 8
+    top_k: int = 3
+    routing: str = "random"
+    dtype: torch.dtype = torch.float32
+    in_flight: int = 1
+
+    def equal(self) -> "Case":
+        """The same with as many rows everywhere, for backends that need it; the rest is padding."""
+        return replace(self, tokens=(max(self.tokens),) * len(self.tokens))
+
+
+CASES = {
+    "even": Case((5, 5)),
+    "uneven": Case((7, 1, 13)),
+    "zero_on_a_rank": Case((0, 6)),
+    "zero_everywhere": Case((0, 0)),
+    "one_expert_takes_all": Case((9, 4, 3), routing="one"),
+    "all_of_a_token_on_one_rank": Case((6, 5), routing="same_rank"),
+    "padding": Case((6, 9), routing="padding"),
+    "only_padding": Case((4, 3), routing="nobody"),
+    "experts_not_divisible": Case((5, 8, 2), num_experts=7),
+    "more_ranks_than_experts": Case((3, 4, 1, 6), num_experts=3, top_k=2),
+    "top_1": Case((17, 11, 1, 5), top_k=1),
+    "bfloat16": Case((11, 6), dtype=torch.bfloat16),
+    "two_in_flight": Case((9, 4), in_flight=2),
+    "five_in_flight": Case((6, 10, 1), in_flight=5),
+    "full": Case((MAX_TOKENS, MAX_TOKENS)),
+}
+
+
+def _draw(case: Case, rank: int, slot: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x_TD, topk_idx_TK, topk_weights_TK of a rank; `slot` tells exchanges in flight apart."""
+    generator = torch.Generator().manual_seed(1000 * slot + rank)
+    num_tokens, num_experts, top_k = case.tokens[rank], case.num_experts, case.top_k
+    x_TD = torch.randn(num_tokens, HIDDEN, generator=generator).to(case.dtype)
+    weights_TK = torch.rand(num_tokens, top_k, generator=generator)
+    scores = torch.rand(num_tokens, num_experts, generator=generator)
+    topk_idx_TK = scores.topk(top_k, dim=-1).indices
+    if case.routing == "one":
+        topk_idx_TK = torch.full_like(topk_idx_TK, -1)
+        topk_idx_TK[:, 1] = num_experts - 1
+    elif case.routing == "same_rank":
+        topk_idx_TK = (torch.arange(num_tokens)[:, None] % 2) * 4 + torch.arange(top_k)
+    elif case.routing == "padding":
+        topk_idx_TK[num_tokens // 2 :] = -1
+        topk_idx_TK[0, 1] = -1
+    elif case.routing == "nobody":
+        topk_idx_TK.fill_(-1)
+    return x_TD, topk_idx_TK, weights_TK
+
+
+def _weights(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    w13 = torch.randn(case.num_experts, 2 * WIDTH, HIDDEN, generator=generator) / HIDDEN**0.5
+    w2 = torch.randn(case.num_experts, HIDDEN, WIDTH, generator=generator) / WIDTH**0.5
+    return w13.to(case.dtype), w2.to(case.dtype)
+
+
+def dense_reference(
+    x_TD: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    """Token by token, expert by expert, in float32."""
+    out = torch.zeros(x_TD.shape)
+    for t, (experts, weights) in enumerate(zip(topk_idx_TK.tolist(), topk_weights_TK, strict=True)):
+        for expert, weight in zip(experts, weights, strict=True):
+            if expert >= 0:
+                gate, up = (w13[expert].float() @ x_TD[t].float()).chunk(2)
+                out[t] += weight * (w2[expert].float() @ (F.silu(gate) * up))
+    return out
+
+
+def _build(
+    name: str, gemm: str, case: Case, rank: int, num_ranks: int, info: GroupInfo
+) -> tuple[select.Kernels, SharedMemoryGroup | None]:
+    shape = {
+        "num_ranks": num_ranks,
+        "dtype": case.dtype,
+        "hidden_size": HIDDEN,
+    }
+    selection = select.select(
+        KernelsConfig(all2all=name, grouped_gemm=gemm),
+        select.probe("cpu"),
+        expert_width=WIDTH,
+        **shape,
+    )
+    shape.update(top_k=case.top_k, max_num_tokens=MAX_TOKENS)
+    shared_memory = None
+    if name == "shm":
+        slots = select.shared_memory_slots(**shape)
+        shared_memory = SharedMemoryGroup(
+            info.name, rank, num_ranks, slot_bytes=slots, timeout_s=20
+        )
+    context = select.KernelContext(
+        device=torch.device("cpu"),
+        rank=rank,
+        group=torch.distributed.group.WORLD if num_ranks > 1 else None,
+        shared_memory=shared_memory,
+        placement=ExpertPlacement(case.num_experts, num_ranks),
+        attention=AttentionSpec(1, 1, 8, 4, 1.0),
+        **shape,
+    )
+    return select.build(selection, context), shared_memory
+
+
+def _check_contract(kernels: select.Kernels, case: Case, rank: int, num_ranks: int) -> None:
+    """Every exchange of the case, `in_flight` at a time, twice over, against the reference."""
+    all2all: AllToAll = kernels.all2all
+    experts = ExpertPlacement(case.num_experts, num_ranks).local_experts(rank)
+    w13, w2 = _weights(case)
+    local_w13, local_w2 = (w[experts.start : experts.stop].contiguous() for w in (w13, w2))
+    for first in (0, case.in_flight):
+        drawn = [_draw(case, rank, first + i) for i in range(case.in_flight)]
+        sent = [all2all.dispatch(*inputs) for inputs in drawn]
+        returned = []
+        for pending in sent:
+            routed = pending.wait()
+            assert pending.wait() is routed
+            assert routed.x_RD.dtype == case.dtype and routed.x_RD.shape[1] == HIDDEN
+            assert routed.offs_e.dtype == torch.int32 and len(routed.offs_e) == len(experts)
+            ends = routed.offs_e.tolist()
+            assert ends == sorted(ends) and (ends[-1:] or [0])[0] == routed.x_RD.shape[0]
+            y_RD = kernels.grouped_gemm(routed, local_w13, local_w2)
+            returned.append(all2all.combine(y_RD, routed.handle))
+        tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
+        for inputs, pending in zip(drawn, returned, strict=True):
+            out_TD = pending.wait()
+            assert out_TD.dtype == case.dtype
+            expected_TD = dense_reference(*inputs, w13, w2)
+            torch.testing.assert_close(out_TD.float(), expected_TD, atol=tolerance, rtol=tolerance)
+
+
+def _run_cases(
+    rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, cases: dict[str, Case]
+) -> None:
+    for label, case in cases.items():
+        unique = replace(info, name=f"{info.name}-{label}")
+        kernels, shared_memory = _build(name, gemm, case, rank, num_ranks, unique)
+        equal = kernels.all2all.needs_equal_tokens
+        try:
+            _check_contract(kernels, case.equal() if equal else case, rank, num_ranks)
+        except Exception as error:
+            raise AssertionError(f"case {label}") from error
+        finally:
+            kernels.all2all.close()
+            if shared_memory is not None:
+                shared_memory.close()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", ["torch_dist", "allgather", "shm"])
+def test_contract(rank_pool: RankPool, name: str, num_ranks: int):  # noqa: F811
+    if reason := select.probe("cpu").missing.get(name):
+        pytest.skip(reason)
+    cases = {label: case for label, case in CASES.items() if len(case.tokens) == num_ranks}
+    assert len(cases) >= 2
+    rank_pool.run(_run_cases, num_ranks, name, "torch_grouped", cases)
+
+
+@pytest.mark.parametrize("gemm", ["reference", "torch_grouped"])
+@pytest.mark.parametrize("label", CASES)
+def test_contract_of_one_rank(label: str, gemm: str):
+    case = replace(CASES[label], tokens=CASES[label].tokens[:1])
+    _run_cases(0, 1, GroupInfo("one", "", 20), "local", gemm, {label: case})

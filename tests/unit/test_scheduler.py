@@ -1,0 +1,206 @@
+"""The scheduler alone: examples, then random arrivals and aborts against its invariants."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from workers.config import SchedulerConfig
+from workers.kv_cache import BlockPool
+from workers.request import EngineRequest, SamplingParams
+from workers.scheduler import Scheduler
+from workers.step_sync import ForwardMode
+
+BLOCK = 4
+
+
+def make(num_blocks=64, max_model_len=64, **limits) -> Scheduler:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **limits}
+    return Scheduler(
+        SchedulerConfig(**limits),
+        num_blocks=num_blocks,
+        block_size=BLOCK,
+        max_model_len=max_model_len,
+    )
+
+
+def request(name: str, length: int, max_tokens: int = 4, stop=()) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset(stop))
+    return EngineRequest(
+        request_id=name, ingress_id="i", prompt_token_ids=list(range(1, length + 1)), params=params
+    )
+
+
+def step(scheduler: Scheduler, token: int = 9):
+    batch = scheduler.schedule()
+    return batch, scheduler.commit(batch, [token] * int(batch.samples.sum()))
+
+
+def test_prefill_then_decode_until_max_tokens():
+    scheduler = make()
+    assert scheduler.add(request("a", 6, max_tokens=2)) is None
+    batch, outputs = step(scheduler)
+    assert batch.forward_mode == ForwardMode.EXTEND and batch.num_tokens == 6
+    assert outputs[0].token_ids == [9] and outputs[0].finish_reason is None
+    batch, outputs = step(scheduler)
+    assert batch.forward_mode == ForwardMode.DECODE and outputs[0].finish_reason == "length"
+    assert not scheduler.has_work and scheduler.pool.num_free == 64
+    assert scheduler.schedule().forward_mode == ForwardMode.IDLE
+
+
+def test_stop_token_ends_and_is_included():
+    scheduler = make()
+    scheduler.add(request("a", 3, stop=[9]))
+    _, outputs = step(scheduler)
+    assert outputs[0].finish_reason == "stop" and outputs[0].token_ids == [9]
+
+
+def test_model_length_ends_a_request():
+    scheduler = make(max_model_len=8)
+    scheduler.add(request("a", 6, max_tokens=100))
+    reasons = [step(scheduler)[1][0].finish_reason for _ in range(2)]
+    assert reasons == [None, "length"]
+
+
+def test_chunked_prefill_respects_the_budget_and_mixes_with_decodes():
+    scheduler = make(max_num_batched_tokens=8)
+    scheduler.add(request("short", 2, max_tokens=10))
+    step(scheduler)
+    scheduler.add(request("long", 20))
+    batch, outputs = step(scheduler)
+    assert batch.forward_mode == ForwardMode.MIXED and batch.num_new_tokens.tolist() == [1, 7]
+    assert [o.request_id for o in outputs] == ["short"]
+    assert step(scheduler)[0].num_new_tokens.tolist() == [1, 7]
+    batch, outputs = step(scheduler)
+    assert batch.num_new_tokens.tolist() == [1, 6]
+    assert [o.request_id for o in outputs] == ["short", "long"]
+
+
+def test_without_chunking_a_prompt_waits_for_a_whole_budget():
+    scheduler = make(max_num_batched_tokens=16, chunked_prefill=False, max_model_len=16)
+    scheduler.add(request("a", 10))
+    scheduler.add(request("b", 10))
+    assert step(scheduler)[0].num_new_tokens.tolist() == [10]
+    assert step(scheduler)[0].num_new_tokens.tolist() == [1, 10]
+
+
+def test_youngest_is_preempted_and_comes_back_with_its_tokens():
+    scheduler = make(num_blocks=4)
+    scheduler.add(request("old", 7, max_tokens=8))
+    scheduler.add(request("young", 7, max_tokens=8))
+    done = {}
+    for _ in range(60):
+        if not scheduler.has_work:
+            break
+        for output in step(scheduler)[1]:
+            done.setdefault(output.request_id, []).extend(output.token_ids)
+    assert scheduler.num_preemptions > 0
+    assert {name: len(tokens) for name, tokens in done.items()} == {"old": 8, "young": 8}
+
+
+def test_a_request_that_can_never_fit_is_refused_with_numbers():
+    scheduler = make(num_blocks=2)
+    assert "needs 3 KV blocks; this rank has 2" in scheduler.add(request("a", 6, max_tokens=6))
+    assert "must be 1 to 63" in scheduler.add(request("b", 64))
+    assert "prompt of 0 tokens" in scheduler.add(request("c", 0))
+    assert not scheduler.has_work
+
+
+def test_invalid_logits_end_only_that_request():
+    scheduler = make()
+    scheduler.add(request("a", 3))
+    scheduler.add(request("b", 3))
+    batch = scheduler.schedule()
+    outputs = scheduler.commit(batch, [-1, 5])
+    assert outputs[0].finish_reason == "error" and "NaN" in outputs[0].error
+    assert outputs[1].token_ids == [5] and scheduler.has_work
+
+
+def test_abort_anywhere_frees_everything():
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(request("running", 5))
+    scheduler.add(request("waiting", 5))
+    step(scheduler)
+    assert scheduler.abort("waiting") and scheduler.abort("running")
+    assert scheduler.abort("running") is None and scheduler.abort("unknown") is None
+    assert not scheduler.has_work and scheduler.pool.num_free == 64
+
+
+def test_block_pool_counts_references():
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    pool.share(blocks[:1])
+    pool.release(blocks)
+    assert pool.num_free == 3 and pool.usage == pytest.approx(0.25)
+    pool.release(blocks[:1])
+    assert pool.num_free == 4
+    with pytest.raises(AssertionError, match="not held"):
+        pool.release(blocks[:1])
+    with pytest.raises(AssertionError, match="is free"):
+        pool.share(blocks[:1])
+    with pytest.raises(AssertionError, match="asked for 5 blocks"):
+        pool.allocate(5)
+
+
+def check_invariants(scheduler: Scheduler) -> None:
+    held = [block for seq in scheduler.running for block in seq.block_ids]
+    assert len(held) == len(set(held))
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(held)
+    rows = [seq.row for seq in scheduler.running]
+    assert len(rows) == len(set(rows)) and min(rows, default=0) >= 0
+    assert all(seq.row == -1 and not seq.block_ids for seq in scheduler.waiting)
+    for seq in scheduler.running:
+        table = scheduler.table
+        assert table.token_ids[seq.row, : seq.num_tokens].tolist() == seq.token_ids
+        assert table.block_table[seq.row, : len(seq.block_ids)].tolist() == seq.block_ids
+        assert table.num_computed[seq.row] == seq.num_computed <= seq.num_tokens
+        assert len(seq.block_ids) * BLOCK >= seq.num_computed
+
+
+arrivals = st.tuples(st.integers(1, 30), st.integers(1, 12))
+events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 20)), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events, st.integers(11, 24), st.integers(1, 4), st.sampled_from([5, 16, 64]), st.booleans())
+def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
+    """Every request ends exactly once with the tokens it asked for, or was aborted; nothing leaks."""
+    scheduler = make(
+        num_blocks,
+        max_model_len=44,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(budget, 44) if not chunked else budget,
+        chunked_prefill=chunked,
+    )
+    wanted: dict[str, int] = {}
+    got: dict[str, int] = {}
+
+    def run_step():
+        batch = scheduler.schedule()
+        assert batch.num_tokens <= max(budget, 0 if chunked else 44)
+        assert bool(batch.seqs) == scheduler.has_work  # whoever has work makes progress
+        new = batch.num_new_tokens.tolist()
+        assert new == sorted(new, key=lambda n: n != 1) and batch.num_decodes == new.count(1)
+        for output in scheduler.commit(batch, [7] * int(batch.samples.sum())):
+            got[output.request_id] = got.get(output.request_id, 0) + 1
+            if output.finish_reason:
+                assert got.pop(output.request_id) == wanted.pop(output.request_id)
+        check_invariants(scheduler)
+
+    for number, event in enumerate(events):
+        if event == "step":
+            run_step()
+        elif isinstance(event, int):
+            scheduler.abort(str(event))
+            wanted.pop(str(event), None)
+            got.pop(str(event), None)
+        else:
+            length, max_tokens = event
+            if scheduler.add(request(str(number), length, max_tokens)) is None:
+                wanted[str(number)] = max_tokens
+        check_invariants(scheduler)
+    for _ in range(2000):
+        if not scheduler.has_work:
+            break
+        run_step()
+    assert not scheduler.has_work and not wanted
+    assert scheduler.pool.num_free == num_blocks

@@ -1,0 +1,122 @@
+"""`decide` is the contract between ranks: examples of each rule, then properties over random votes."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.step_sync import (
+    ForwardMode,
+    GraphMode,
+    LockstepError,
+    PlanConfig,
+    Vote,
+    compare_settings,
+    decide,
+)
+
+RAGGED = PlanConfig(equal_tokens=False)
+EQUAL = PlanConfig(equal_tokens=True)
+
+
+def rows(*votes: Vote) -> np.ndarray:
+    return np.stack([vote.row() for vote in votes])
+
+
+def vote(num_tokens: int = 0, **fields) -> Vote:
+    values = {"epoch": 1, "step": 7, "graph_tokens": num_tokens, "has_work": int(num_tokens > 0)}
+    return Vote(num_tokens=num_tokens, **{**values, **fields})
+
+
+def test_all_idle_sleeps():
+    plan = decide(rows(vote(), vote()), EQUAL)
+    assert not plan.run and not plan.stop and not plan.pause
+
+
+def test_idle_rank_runs_along_with_one_row_when_ragged():
+    plan = decide(rows(vote(5), vote()), RAGGED)
+    assert plan.run and plan.padded_tokens == 0
+    assert [plan.tokens_to_run(rank) for rank in (0, 1)] == [5, 1]
+    assert plan.num_tokens_across_dp == (5, 0)
+
+
+def test_equal_tokens_pads_everyone_to_the_largest():
+    plan = decide(rows(vote(5), vote(), vote(17)), EQUAL)
+    assert [plan.tokens_to_run(rank) for rank in range(3)] == [17, 17, 17]
+
+
+def test_graph_needs_everybody_and_pads_to_the_largest_graph():
+    full = GraphMode.FULL
+    idle = vote(graph_mode=full)
+    plan = decide(rows(vote(5, graph_mode=full, graph_tokens=8), idle), RAGGED)
+    assert plan.graph_mode == full and plan.padded_tokens == 8
+    plan = decide(rows(vote(5, graph_mode=full, graph_tokens=8), vote(3)), RAGGED)
+    assert plan.graph_mode == GraphMode.NONE and plan.padded_tokens == 0
+
+
+def test_microbatch_needs_every_vote_and_tokens_in_every_last_slice():
+    want = {"wants_microbatch": 1}
+    assert decide(rows(vote(8, **want), vote(6, **want)), RAGGED).microbatch
+    assert not decide(rows(vote(8, **want), vote(6)), RAGGED).microbatch
+    assert not decide(rows(vote(8, **want), vote(4, **want)), RAGGED).microbatch
+    assert decide(rows(vote(8, **want), vote(6, **want)), RAGGED).padded_tokens == 8
+
+
+def test_stop_beats_pause_beats_work():
+    assert decide(rows(vote(5), vote(wants_pause=1)), EQUAL).pause
+    plan = decide(rows(vote(5, wants_stop=1), vote(wants_pause=1)), EQUAL)
+    assert plan.stop and not plan.run and not plan.pause
+
+
+@pytest.mark.parametrize("field", ["epoch", "step"])
+def test_ranks_out_of_step_are_named(field):
+    with pytest.raises(LockstepError, match=rf"{field}: \[3, 4\]"):
+        decide(rows(vote(1, **{field: 3}), vote(1, **{field: 4})), EQUAL)
+
+
+def test_unwell_rank_is_named():
+    with pytest.raises(LockstepError, match="rank 1 reports a failure"):
+        decide(rows(vote(1), vote(1, health=1)), EQUAL)
+
+
+def test_compare_settings_names_every_difference():
+    same = {"kernels.all2all": "shm", "cache.block_size": 16}
+    compare_settings([same, dict(same)])
+    with pytest.raises(ValueError, match=r"cache.block_size: rank 0 has 16, rank 2 has 32"):
+        compare_settings([same, same, {**same, "cache.block_size": 32}])
+    with pytest.raises(ValueError, match=r"extra: rank 0 has None, rank 1 has 1"):
+        compare_settings([same, {**same, "extra": 1}])
+
+
+votes = st.builds(
+    lambda tokens, graph, extra, **flags: vote(
+        tokens, graph_mode=graph, graph_tokens=tokens + extra, **flags
+    ),
+    st.integers(0, 50),
+    st.sampled_from(GraphMode),
+    st.integers(0, 8),
+    wants_microbatch=st.integers(0, 1),
+    forward_mode=st.sampled_from(ForwardMode),
+    wants_pause=st.sampled_from([0, 0, 0, 1]),
+    wants_stop=st.sampled_from([0, 0, 0, 1]),
+)
+
+
+@given(st.lists(votes, min_size=1, max_size=8), st.booleans())
+def test_plans_are_safe(group, equal):
+    config = PlanConfig(equal_tokens=equal)
+    plan = decide(rows(*group), config)
+    tokens = [v.num_tokens for v in group]
+    assert plan == decide(rows(*group), config)
+    assert plan.num_tokens_across_dp == tuple(tokens)
+    assert plan.run == (any(tokens) and not any(v.wants_pause or v.wants_stop for v in group))
+    if not plan.run:
+        return
+    run = [plan.tokens_to_run(rank) for rank in range(len(group))]
+    assert all(r >= max(1, t) for r, t in zip(run, tokens, strict=True))
+    if equal or plan.microbatch or plan.graph_mode:
+        assert len(set(run)) == 1
+    if plan.microbatch:
+        assert all(v.wants_microbatch for v in group)
+        assert min(tokens) > run[0] // 2  # every rank's second slice has a real token
+    assert all(v.graph_mode >= plan.graph_mode for v in group)

@@ -1,0 +1,153 @@
+"""The Ray actor shell of a rank: inbox, outbox, life cycle. Everything else is in the Rank that it holds.
+
+The event loop answers calls; the stages of start-up and the step loop run on threads of their own.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+
+from workers import process_group
+from workers.config import RankConfig
+from workers.process_group import Rendezvous
+from workers.rank import Rank, RankInfo
+from workers.request import EngineRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+
+class RankFailedError(RuntimeError):
+    """The rank's step loop ended with an error; it will not run again."""
+
+
+class RankActor:
+    """One rank. The supervisor calls join_group, load and start on all ranks, each on all before the next."""
+
+    def __init__(self, rank: int, config: RankConfig):
+        self._rank = Rank(rank, config)
+        self._store: Any = None
+        self._progress = (0, 0)
+        self._peers: list[ray.actor.ActorHandle] = []
+        self._outboxes: dict[str, asyncio.Queue[list[RequestOutput]]] = {}
+        self._open: dict[str, set[str]] = {}
+        self._done: asyncio.Future[None] | None = None
+
+    async def describe(self) -> dict[str, Any]:
+        """Where this rank is: node id, address, process, GPUs."""
+        return {
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "host": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "gpu_ids": ray.get_gpu_ids(),
+        }
+
+    async def host_rendezvous(self) -> tuple[str, int]:
+        """Open the store where the group meets; only rank 0 is asked."""
+        self._store = process_group.host_store(ray.util.get_node_ip_address())
+        return self._store.host, self._store.port
+
+    async def join_group(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        """Collective: meet the others, compare settings, build the kernels."""
+        await asyncio.to_thread(self._rank.join_group, rendezvous, timeout_s)
+
+    async def load(self) -> None:
+        """Build the model and read this rank's weights."""
+        await asyncio.to_thread(self._rank.load, self._set_progress)
+
+    async def progress(self) -> tuple[int, int]:
+        """Bytes of weights read, and in all."""
+        return self._progress
+
+    async def start(self, peers: list[ray.actor.ActorHandle]) -> RankInfo:
+        """Collective: allocate the cache, warm up, start the step loop. `peers` are the other ranks."""
+        self._peers = peers
+        loop = asyncio.get_running_loop()
+        self._done = loop.create_future()
+
+        def publish(ingress_id: str, outputs: list[RequestOutput]) -> None:
+            loop.call_soon_threadsafe(self._deliver, ingress_id, outputs)
+
+        info = await asyncio.to_thread(self._rank.start_engine, publish, self._wake_peers)
+        threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
+        return info
+
+    async def done(self) -> None:
+        """Returns when the group has stopped; raises RankFailedError when this rank's loop failed."""
+        assert self._done is not None, "start() comes first"
+        await asyncio.shield(self._done)
+
+    async def submit(self, request: EngineRequest) -> None:
+        """Queue a request; its tokens leave by the stream of its ingress."""
+        self._outboxes.setdefault(request.ingress_id, asyncio.Queue())
+        self._open.setdefault(request.ingress_id, set()).add(request.request_id)
+        self._engine.submit(request)
+
+    async def abort(self, ingress_id: str, request_id: str) -> None:
+        """Forget a request."""
+        self._open.get(ingress_id, set()).discard(request_id)
+        self._engine.abort(request_id)
+
+    async def wake(self, step: int) -> None:
+        """A peer goes to exchange number `step`."""
+        self._engine.wake(step)
+
+    async def stream(self, ingress_id: str) -> AsyncGenerator[list[RequestOutput], None]:
+        """All outputs for one ingress: one item a step, or several steps' when the ingress is slow."""
+        outbox = self._outboxes.setdefault(ingress_id, asyncio.Queue())
+        while True:
+            outputs = await outbox.get()
+            while not outbox.empty():
+                outputs = outputs + outbox.get_nowait()
+            yield outputs
+
+    async def close_ingress(self, ingress_id: str) -> None:
+        """An ingress is gone: forget its requests and its stream."""
+        for request_id in self._open.pop(ingress_id, set()):
+            self._engine.abort(request_id)
+        self._outboxes.pop(ingress_id, None)
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters and gauges, see workers.stats."""
+        return {"rank": self._rank.rank, **self._engine.stats.snapshot()}
+
+    async def stop(self) -> None:
+        """Ask the whole group to leave its loops; `done` returns when this rank has."""
+        self._engine.stop()
+
+    @property
+    def _engine(self):
+        if self._rank.engine is None:
+            raise RankFailedError(f"rank {self._rank.rank} is not started")
+        return self._rank.engine
+
+    def _set_progress(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+    def _wake_peers(self, step: int) -> None:
+        for peer in self._peers:
+            peer.wake.remote(step)
+
+    def _deliver(self, ingress_id: str, outputs: list[RequestOutput]) -> None:
+        outbox = self._outboxes.get(ingress_id)
+        if outbox is None:  # the ingress is gone
+            return
+        finished = {output.request_id for output in outputs if output.finish_reason}
+        self._open.get(ingress_id, set()).difference_update(finished)
+        outbox.put_nowait(outputs)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The step loop's thread."""
+        try:
+            self._engine.run()
+        except BaseException as error:
+            logger.exception("rank %d: the step loop failed", self._rank.rank)
+            failure = RankFailedError(f"rank {self._rank.rank}: {type(error).__name__}: {error}")
+            loop.call_soon_threadsafe(self._done.set_exception, failure)
+        else:
+            self._rank.close()
+            loop.call_soon_threadsafe(self._done.set_result, None)

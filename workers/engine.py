@@ -1,0 +1,216 @@
+"""The step loop of one rank: drain the inbox, schedule, agree, forward, commit, publish; sleep when all are idle.
+
+Runs on a thread of its own; `submit`, `abort`, `wake`, `pause`, `resume` and `stop` may be called from any other.
+Knows nothing of Ray: what leaves goes through the two callables it is given.
+"""
+
+import logging
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+
+from workers.model_runner import ModelRunner
+from workers.request import EngineRequest, RequestOutput
+from workers.scheduler import ScheduledBatch, Scheduler
+from workers.stats import EngineStats
+from workers.step_sync import (
+    HEALTHY,
+    Exchange,
+    GraphMode,
+    LockstepError,
+    PlanConfig,
+    StepPlan,
+    Vote,
+    decide,
+)
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[str, list[RequestOutput]], None]
+UNWELL = 1
+
+
+class Engine:
+    """One rank's loop.
+
+    publish(ingress_id, outputs)   called once a step for each ingress with outputs
+    wake_peers(step)               asks every other rank to come to exchange number `step`
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        exchange: Exchange,
+        plan_config: PlanConfig,
+        *,
+        epoch: int,
+        publish: Publish,
+        wake_peers: Callable[[int], None],
+    ):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.stats = EngineStats()
+        self._exchange = exchange
+        self._plan_config = plan_config
+        self._epoch = epoch
+        self._publish = publish
+        self._wake_peers = wake_peers
+        self._step = 0
+        self._ingress_of: dict[str, str] = {}
+        self._changed = threading.Condition()
+        # Guarded by _changed; deque.append alone would do, but a sleeper must not miss it.
+        self._inbox: deque[EngineRequest | str] = deque()
+        self._awaited_step = -1
+        self._pausing = False
+        self._voted_pause = False
+        self._stopping = False
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request; its tokens, or its refusal, leave through `publish`."""
+        self._tell(request)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; nothing more is published for it. Unknown ids are ignored."""
+        self._tell(request_id)
+
+    def wake(self, step: int) -> None:
+        """A peer goes to exchange number `step`: do not sleep through it.
+
+        A number instead of a flag: it can come early or twice, but it is never lost and never wakes for nothing.
+        """
+        with self._changed:
+            self._awaited_step = max(self._awaited_step, step)
+            self._changed.notify()
+
+    def pause(self) -> None:
+        """The whole group stops after the current step and keeps its requests, until `resume`."""
+        with self._changed:
+            self._pausing = True
+            self._changed.notify()
+
+    def resume(self) -> None:
+        """Undo this rank's `pause`."""
+        with self._changed:
+            self._pausing = False
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """The whole group leaves its loops after the current step."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Step until the group stops. Raises LockstepError, or what a step of this rank raised."""
+        while True:
+            plan = self.step()
+            if plan.stop:
+                return
+            if not plan.run:
+                self._sleep(plan)
+
+    def step(self) -> StepPlan:
+        """One lockstep step of this rank."""
+        started = time.perf_counter()
+        refused = self._drain_inbox()
+        batch, failure = self._schedule()
+        scheduled = time.perf_counter()
+        plan = self._agree(batch, failure)
+        agreed = time.perf_counter()
+        outputs: list[RequestOutput] = []
+        if plan.run:
+            token_ids = self.runner.execute(batch, plan)
+            outputs = self.scheduler.commit(batch, token_ids)
+        ran = time.perf_counter()
+        self._send(refused + outputs)
+        if plan.run:
+            self.stats.record_step(
+                self.scheduler,
+                batch,
+                plan,
+                schedule=scheduled - started,
+                exchange=agreed - scheduled,
+                times=self.runner.times,
+                output=time.perf_counter() - ran,
+            )
+        return plan
+
+    def _tell(self, message: EngineRequest | str) -> None:
+        with self._changed:
+            self._inbox.append(message)
+            self._changed.notify()
+
+    def _drain_inbox(self) -> list[RequestOutput]:
+        """Take in what arrived; the answer to requests that can never run here."""
+        refused = []
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, str):
+                self.scheduler.abort(message)
+                self._ingress_of.pop(message, None)
+                continue
+            assert message.request_id not in self._ingress_of, f"{message.request_id} is in use"
+            self._ingress_of[message.request_id] = message.ingress_id
+            error = self.scheduler.add(message)
+            if error is not None:
+                refused.append(RequestOutput(message.request_id, [], "error", error))
+        return refused
+
+    def _schedule(self) -> tuple[ScheduledBatch | None, Exception | None]:
+        """This step's batch. A failure is carried to the vote, where every rank learns of it."""
+        try:
+            return self.scheduler.schedule(), None
+        except Exception as error:
+            return None, error
+
+    def _agree(self, batch: ScheduledBatch | None, failure: Exception | None) -> StepPlan:
+        num_tokens = batch.num_tokens if batch else 0
+        self._voted_pause = self._pausing
+        vote = Vote(
+            epoch=self._epoch,
+            step=self._step,
+            num_tokens=num_tokens,
+            graph_tokens=num_tokens,
+            graph_mode=GraphMode.NONE,
+            forward_mode=batch.forward_mode if batch else 0,
+            has_work=self.scheduler.has_work,
+            wants_pause=self._voted_pause,
+            wants_stop=self._stopping,
+            health=UNWELL if failure else HEALTHY,
+        )
+        rows = self._exchange.all_gather(vote.row())
+        self._step += 1
+        try:
+            return decide(rows, self._plan_config)
+        except LockstepError as error:
+            # The rank that failed tells its own reason, the others whose fault it was.
+            raise error from failure
+
+    def _send(self, outputs: list[RequestOutput]) -> None:
+        by_ingress: defaultdict[str, list[RequestOutput]] = defaultdict(list)
+        for output in outputs:
+            done = output.finish_reason is not None
+            find = self._ingress_of.pop if done else self._ingress_of.__getitem__
+            by_ingress[find(output.request_id)].append(output)
+        for ingress_id, messages in by_ingress.items():
+            self._publish(ingress_id, messages)
+
+    def _sleep(self, plan: StepPlan) -> None:
+        """Wait until there is a reason to go to the next exchange, then see that the peers come too."""
+        self.stats.record_idle(self.scheduler)
+        with self._changed:
+            while not (self._has_reason(plan) or self._awaited_step >= self._step):
+                self._changed.wait()
+            woken_by_peer = self._awaited_step >= self._step
+        if not woken_by_peer:
+            self._wake_peers(self._step)
+
+    def _has_reason(self, plan: StepPlan) -> bool:
+        if self._stopping:
+            return True
+        if plan.pause:
+            # Requests wait while the group is paused; the rank that ends its pause wakes the others.
+            return self._voted_pause and not self._pausing
+        return bool(self._inbox)

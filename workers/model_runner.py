@@ -1,0 +1,80 @@
+"""One forward of one rank: tensors in, model, sampling, token ids out. Knows nothing of votes or requests' fate."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.select import Kernels
+from workers.forward_batch import ForwardBatchBuilder
+from workers.models.qwen3_moe import Qwen3MoeForCausalLM
+from workers.sampler import SamplingTable, sample
+from workers.scheduler import ScheduledBatch
+from workers.sequence import SequenceTable
+from workers.step_sync import StepPlan
+
+
+@dataclass
+class RunTimes:
+    """Seconds of the last forward, by part."""
+
+    prepare: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+
+
+class ModelRunner:
+    """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds."""
+
+    def __init__(
+        self,
+        model: Qwen3MoeForCausalLM,
+        kernels: Kernels,
+        table: SequenceTable,
+        *,
+        rank: int,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        device: torch.device,
+    ):
+        self.model = model
+        self.times = RunTimes()
+        self._attention = kernels.attention
+        self._rank = rank
+        self._table = table
+        self._sampling = SamplingTable(max_num_seqs)
+        self._builder = ForwardBatchBuilder(table, max_num_tokens, max_num_seqs, device)
+
+    @torch.inference_mode()
+    def execute(self, scheduled: ScheduledBatch, plan: StepPlan) -> list[int]:
+        """Run this rank's part of a step: a new token for each sampling sequence, -1 where logits are not finite.
+
+        Called on every rank in every step that runs, with tokens or without.
+        """
+        started = time.perf_counter()
+        for seq in scheduled.admitted:
+            self._sampling.set(seq.row, seq.request.params)
+        batch = self._builder.build(
+            scheduled, plan.tokens_to_run(self._rank), plan.num_tokens_across_dp
+        )
+        self._attention.plan(batch)
+        prepared = time.perf_counter()
+        hidden_TD = self.model.forward(batch)
+        if len(batch.logits_indices) == 0:
+            self.times = RunTimes(prepared - started, time.perf_counter() - prepared)
+            return []
+        logits_LV = self.model.compute_logits(hidden_TD[batch.logits_indices])
+        forwarded = time.perf_counter()
+        rows, positions = self._sampling_keys(scheduled)
+        token_ids = sample(logits_LV, self._sampling.batch(rows, positions)).tolist()
+        done = time.perf_counter()
+        self.times = RunTimes(prepared - started, forwarded - prepared, done - forwarded)
+        return token_ids
+
+    def _sampling_keys(self, scheduled: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of the sampling sequences and the position that each one's new token will have."""
+        count = len(scheduled.seqs)
+        rows = np.fromiter((seq.row for seq in scheduled.seqs), dtype=np.int64, count=count)
+        positions = self._table.num_computed[rows] + scheduled.num_new_tokens
+        return rows[scheduled.samples], positions[scheduled.samples]

@@ -1,0 +1,70 @@
+"""Joins the ranks of one epoch: the rendezvous, torch.distributed, and shared memory between ranks of one host."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from kernels.shm import SharedMemoryGroup
+
+
+# A lost rank is noticed by the step exchange; this only bounds collectives of a group that is dying.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of one epoch meet: rank 0's store, and a name that no other group uses."""
+
+    host: str
+    port: int
+    name: str
+    epoch: int = 0
+
+
+def host_store(host: str) -> dist.TCPStore:
+    """The store of a new group, on a free port of `host`; rank 0 keeps it alive."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+def join(
+    rendezvous: Rendezvous, rank: int, num_ranks: int, device: torch.device, timeout_s: float
+) -> None:
+    """Enter the process group: gloo for host tensors, and NCCL beside it on GPUs.
+
+    Raises torch.distributed.DistError or RuntimeError when the others do not come within `timeout_s`.
+    """
+    # The store's own timeout bounds the wait for late ranks, the group's bounds its collectives.
+    store = dist.TCPStore(
+        rendezvous.host,
+        rendezvous.port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore(rendezvous.name, store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+def gather_objects(value: object) -> list[object]:
+    """`value` of every rank, in rank order."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def leave(shared_memory: "SharedMemoryGroup | None") -> None:
+    """Leave the group; safe to call twice."""
+    if shared_memory is not None:
+        shared_memory.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

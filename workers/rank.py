@@ -1,0 +1,247 @@
+"""Builds one rank in named stages and owns what it is made of. Knows nothing of Ray.
+
+The stages are collective: every rank goes through them in the same order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels import select
+from kernels.attention.base import AttentionSpec
+from kernels.placement import ExpertPlacement
+from workers import process_group
+from workers.config import RankConfig
+from workers.engine import Engine, Publish
+from workers.exchange import make_exchange
+from workers.kv_cache import allocate_kv_caches, kv_block_bytes
+from workers.model_runner import ModelRunner
+from workers.models.config import Qwen3MoeConfig, load_model_config
+from workers.models.loader import load_weights, rank_weight_bytes
+from workers.models.qwen3_moe import Qwen3MoeForCausalLM
+from workers.process_group import Rendezvous
+from workers.request import EngineRequest, SamplingParams
+from workers.scheduler import Scheduler
+from workers.step_sync import PlanConfig, StepPlan, compare_settings
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """What a rank says of itself when it is ready."""
+
+    rank: int
+    backends: dict[str, str]
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class Rank:
+    """One data-parallel rank: its model shard, cache, kernels and engine."""
+
+    def __init__(self, rank: int, config: RankConfig):
+        self.rank = rank
+        self.config = config
+        self.model_config: Qwen3MoeConfig = load_model_config(config.model.path)
+        self.device = torch.device(config.device)
+        if config.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.dtype: torch.dtype = getattr(torch, str(config.model.dtype))
+        self.max_model_len = int(config.model.max_model_len)
+        self.engine: Engine | None = None
+        self.shared_memory: object | None = None
+        torch.set_num_threads(config.threads)
+
+    def join_group(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        """Meet the other ranks and make sure that all were told the same."""
+        config = self.config
+        self.rendezvous = rendezvous
+        placement = ExpertPlacement(self.model_config.num_experts, config.num_ranks)
+        capabilities = select.probe(self.device)
+        self.selection = select.select(
+            config.kernels,
+            capabilities,
+            num_ranks=config.num_ranks,
+            num_nodes=config.num_nodes,
+            dtype=self.dtype,
+            hidden_size=self.model_config.hidden_size,
+            expert_width=self.model_config.moe_intermediate_size,
+        )
+        self.placement = placement
+        if config.num_ranks > 1:
+            process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
+            compare_settings(process_group.gather_objects(self._settings()))
+        self.kernels = select.build(self.selection, self._kernel_context())
+
+    def load(self, progress: Progress | None = None) -> None:
+        """Build the model and read this rank's weights."""
+        self.model = Qwen3MoeForCausalLM(
+            self.model_config,
+            self.kernels,
+            placement=self.placement,
+            rank=self.rank,
+            device=self.device,
+            dtype=self.dtype,
+            max_positions=self.max_model_len,
+        )
+        load_weights(
+            self.model,
+            self.config.model.path,
+            config=self.model_config,
+            placement=self.placement,
+            rank=self.rank,
+            progress=progress,
+        )
+
+    def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
+        """Size and allocate the KV cache, warm up together with all ranks, and make the engine."""
+        num_blocks = self._num_blocks()
+        runner, scheduler = self._runner(num_blocks)
+        self._warm_up(runner, scheduler, min(64, self.config.scheduler.max_num_batched_tokens))
+        exchange = make_exchange(
+            self.config.num_ranks, self.device, self.config.exchange_timeout_s, self.shared_memory
+        )
+        self.engine = Engine(
+            scheduler,
+            runner,
+            exchange,
+            self._plan_config(),
+            epoch=self.rendezvous.epoch,
+            publish=publish,
+            wake_peers=wake_peers,
+        )
+        return RankInfo(
+            rank=self.rank,
+            backends=self.selection.names(),
+            num_blocks=num_blocks,
+            block_size=self.config.cache.block_size,
+            max_model_len=self.max_model_len,
+            memory_bytes=self._memory_bytes(num_blocks),
+        )
+
+    def close(self) -> None:
+        """Leave the group and free what is shared with other ranks."""
+        self.kernels.all2all.close()
+        process_group.leave(self.shared_memory)
+
+    def _settings(self) -> dict[str, object]:
+        """What must be equal on all ranks, flat, with dotted names."""
+        config = self.config
+        flat: dict[str, object] = {"torch": torch.__version__}
+        for section in ("model", "scheduler", "cache", "kernels"):
+            values = getattr(config, section).model_dump()
+            flat.update({f"{section}.{key}": value for key, value in values.items()})
+        flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
+        flat.update(num_ranks=config.num_ranks, device=config.device)
+        return flat
+
+    def _kernel_context(self) -> select.KernelContext:
+        config, model = self.config, self.model_config
+        max_num_tokens = config.scheduler.max_num_batched_tokens
+        if self.selection.all2all.name == "shm":
+            self.shared_memory = self._open_shared_memory(max_num_tokens)
+        return select.KernelContext(
+            device=self.device,
+            dtype=self.dtype,
+            rank=self.rank,
+            num_ranks=config.num_ranks,
+            group=torch.distributed.group.WORLD if config.num_ranks > 1 else None,
+            shared_memory=self.shared_memory,
+            placement=self.placement,
+            hidden_size=model.hidden_size,
+            top_k=model.num_experts_per_tok,
+            max_num_tokens=max_num_tokens,
+            attention=AttentionSpec(
+                num_heads=model.num_attention_heads,
+                num_kv_heads=model.num_key_value_heads,
+                head_dim=model.head_dim,
+                block_size=config.cache.block_size,
+                scale=model.head_dim**-0.5,
+            ),
+        )
+
+    def _plan_config(self) -> PlanConfig:
+        return PlanConfig(equal_tokens=self.kernels.all2all.needs_equal_tokens)
+
+    def _runner(self, num_blocks: int) -> tuple[ModelRunner, Scheduler]:
+        """A fresh cache of `num_blocks`, and who works with it."""
+        config = self.config
+        block_size = config.cache.block_size
+        self.kernels.attention.bind(
+            allocate_kv_caches(self.model_config, num_blocks, block_size, self.dtype, self.device)
+        )
+        scheduler = Scheduler(
+            config.scheduler,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=self.max_model_len,
+        )
+        runner = ModelRunner(
+            self.model,
+            self.kernels,
+            scheduler.table,
+            rank=self.rank,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            device=self.device,
+        )
+        return runner, scheduler
+
+    def _warm_up(self, runner: ModelRunner, scheduler: Scheduler, num_tokens: int) -> None:
+        """A prefill of about `num_tokens` and a decode, the same on every rank at the same time."""
+        params = SamplingParams(max_tokens=2)
+        length = min(num_tokens, self.max_model_len - 2)
+        for index in range(min(num_tokens // length, self.config.scheduler.max_num_seqs)):
+            request = EngineRequest(
+                request_id=f"warm-up-{index}",
+                ingress_id="",
+                prompt_token_ids=[0] * length,
+                params=params,
+            )
+            scheduler.add(request)
+        while scheduler.has_work:
+            batch = scheduler.schedule()
+            num_rows = batch.num_tokens
+            padded = num_rows if self._plan_config().equal_tokens else 0
+            plan = StepPlan(True, (num_rows,) * self.config.num_ranks, padded)
+            scheduler.commit(batch, runner.execute(batch, plan))
+
+    def _num_blocks(self) -> int:
+        """KV blocks of every rank: as configured, or what a profiling forward leaves of the GPU."""
+        configured = self.config.cache.num_blocks
+        if configured != "auto":
+            return configured
+        assert self.device.type == "cuda", "on CPU the configuration says how many blocks"
+        max_tokens = self.config.scheduler.max_num_batched_tokens
+        block_size = self.config.cache.block_size
+        num_blocks = -(-2 * max_tokens // block_size) + self.config.scheduler.max_num_seqs
+        self._warm_up(*self._runner(num_blocks), max_tokens)
+        self.kernels.attention.bind(())
+        free, total = torch.cuda.mem_get_info(self.device)
+        others = total - free - torch.cuda.memory_reserved(self.device)
+        block_bytes = kv_block_bytes(self.model_config, block_size, self.dtype)
+        ours = torch.cuda.max_memory_allocated(self.device) - num_blocks * block_bytes
+        torch.cuda.empty_cache()
+        room = int(total * self.config.cache.memory_fraction) - others - ours
+        fitting = room // block_bytes
+        if self.config.num_ranks > 1:
+            fitting = min(process_group.gather_objects(fitting))
+        need = -(-self.max_model_len // block_size)
+        if fitting < need:
+            raise ValueError(
+                f"the GPU has room for {max(0, fitting)} KV blocks, one request of model.max_model_len "
+                f"{self.max_model_len} needs {need}: lower model.max_model_len or "
+                "scheduler.max_num_batched_tokens, or raise cache.memory_fraction"
+            )
+        return fitting
+
+    def _memory_bytes(self, num_blocks: int) -> dict[str, int]:
+        weights = rank_weight_bytes(
+            self.model_config, self.placement, self.rank, str(self.config.model.dtype)
+        )
+        block = kv_block_bytes(self.model_config, self.config.cache.block_size, self.dtype)
+        return {"weights": weights, "kv_cache": num_blocks * block}
