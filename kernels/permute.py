@@ -27,9 +27,11 @@ class Routing:
     offs_e: torch.Tensor
 
 
-def expert_bounds(experts: range, device: torch.device | str) -> torch.Tensor:
+def expert_bounds(
+    experts: range, device: torch.device | str, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
     """The ids `start .. stop` (both included) of a contiguous range of experts, for `route`."""
-    return torch.arange(experts.start, experts.stop + 1, device=device)
+    return torch.arange(experts.start, experts.stop + 1, device=device, dtype=dtype)
 
 
 def route(topk_idx_NK: torch.Tensor, bounds: torch.Tensor) -> Routing:
@@ -70,3 +72,15 @@ def weighted_sum(
         per_sample_weights=topk_weights_NK.reshape(-1).index_select(0, pairs_R),
     )
     return out_ND.to(y_RD.dtype)
+
+
+def sum_rows(y_ND: torch.Tensor, row_N: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Sum of the y of each row: [num_rows, D] in y's dtype; zeros where there is none.
+
+    row_N int64 in 0 .. num_rows - 1. Accumulates in float32, in the order of y_ND.
+    """
+    if not y_ND.shape[0]:
+        return y_ND.new_zeros(num_rows, y_ND.shape[1])
+    sorted_row_N, position_N = row_N.sort(stable=True)
+    starts = torch.searchsorted(sorted_row_N, torch.arange(num_rows, device=y_ND.device))
+    return F.embedding_bag(position_N, y_ND.float(), starts, mode="sum").to(y_ND.dtype)

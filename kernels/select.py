@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import AllToAll
 from kernels.all2all.local import LocalAllToAll
+from kernels.all2all.payload import RowFormat
+from kernels.all2all.shm import ShmAllToAll, slot_bytes
+from kernels.all2all.torch_dist import TorchDistAllToAll
 from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.sdpa import SdpaAttention
 from kernels.config import KernelsConfig
@@ -22,8 +26,7 @@ from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.grouped_gemm.torch_grouped import ROW_ALIGNMENT, TorchGroupedGemm
 from kernels.placement import ExpertPlacement
-
-LAYOUTS: Mapping[str, str] = {"reference": "contiguous", "torch_grouped": "contiguous"}
+from kernels.shm import SHM_FOLDER, SharedMemoryGroup, segment_bytes
 
 
 class KernelChoiceError(ValueError):
@@ -32,6 +35,7 @@ class KernelChoiceError(ValueError):
     def __init__(self, family: str, name: str, reason: str, instead: list[str]):
         self.key = f"kernels.{family}"
         works = " or ".join(["auto", *instead])
+        self.value = name
         super().__init__(f"{self.key}: {name!r} cannot run here: {reason}. What works: {works}")
 
 
@@ -78,14 +82,18 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelContext:
-    """What the backends of one rank are built from. `max_num_tokens` bounds a rank's rows of one step."""
+    """What the backends of one rank are built from.
+
+    max_num_tokens bounds a rank's rows of one dispatch. group and shared_memory may be None where the
+    chosen all-to-all needs none; shared_memory has the channels of `shared_memory_slots`.
+    """
 
     device: torch.device
     dtype: torch.dtype
     rank: int
     num_ranks: int
     group: dist.ProcessGroup | None
-    shared_memory: object | None
+    shared_memory: SharedMemoryGroup | None
     placement: ExpertPlacement
     hidden_size: int
     top_k: int
@@ -121,8 +129,8 @@ def probe(device: torch.device | str) -> Capabilities:
         missing["shm"] = "it exchanges CPU tensors only"
     elif platform.machine() not in ("x86_64", "AMD64"):
         missing["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
-    elif not os.access("/dev/shm", os.W_OK):
-        missing["shm"] = "/dev/shm is not writable"
+    elif not os.access(SHM_FOLDER, os.W_OK):
+        missing["shm"] = f"{SHM_FOLDER} is not writable"
     return Capabilities(device.type, missing)
 
 
@@ -180,10 +188,52 @@ def build(selection: Selection, context: KernelContext) -> Kernels:
     return kernels
 
 
+def shared_memory_slots(
+    *, num_ranks: int, dtype: torch.dtype, hidden_size: int, top_k: int, max_num_tokens: int
+) -> tuple[int, ...]:
+    """The `slot_bytes` of the SharedMemoryGroup that the `shm` all-to-all is built on."""
+    return slot_bytes(num_ranks, RowFormat(hidden_size, top_k, dtype), max_num_tokens)
+
+
+def buffer_bytes(
+    selection: Selection,
+    *,
+    num_ranks: int,
+    dtype: torch.dtype,
+    hidden_size: int,
+    expert_width: int,
+    top_k: int,
+    max_num_tokens: int,
+) -> int:
+    """Bytes of one rank's exchange buffers and expert activations in a full step, routing balanced."""
+    row_format = RowFormat(hidden_size, top_k, dtype)
+    row_bytes, x_bytes = row_format.row_bytes, hidden_size * dtype.itemsize
+    gathered = num_ranks * max_num_tokens
+    exchange = {
+        "local": 0,
+        "shm": segment_bytes(num_ranks, slot_bytes(num_ranks, row_format, max_num_tokens))
+        // num_ranks,
+        "torch_dist": 2 * min(num_ranks, top_k) * max_num_tokens * (row_bytes + x_bytes),
+        "allgather": (gathered + max_num_tokens) * (row_bytes + x_bytes),
+    }[selection.all2all.name]
+    routed_rows = max_num_tokens * top_k
+    activations = routed_rows * (2 * hidden_size + 3 * expert_width) * dtype.itemsize
+    return exchange + activations
+
+
 def _build_all2all(name: str, context: KernelContext) -> AllToAll:
+    placement, max_num_tokens = context.placement, context.max_num_tokens
     if name == "local":
-        return LocalAllToAll(context.placement.num_experts, context.device)
-    raise AssertionError(name)
+        return LocalAllToAll(placement.num_experts, context.device)
+    row_format = RowFormat(context.hidden_size, context.top_k, context.dtype)
+    experts = placement.local_experts(context.rank)
+    if name == "shm":
+        assert context.shared_memory is not None, "shm needs a SharedMemoryGroup"
+        return ShmAllToAll(context.shared_memory, experts, row_format, max_num_tokens)
+    assert context.group is not None, f"{name} needs a process group"
+    if name == "allgather":
+        return AllGatherAllToAll(context.group, experts, row_format, context.device)
+    return TorchDistAllToAll(context.group, placement, row_format, context.device, max_num_tokens)
 
 
 def _choose(

@@ -268,7 +268,9 @@ def _open(path: Path, size: int, deadline: float, rank: int) -> int:
             break
         except FileNotFoundError:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 did not create {path} for rank {rank} in time") from None
+                raise TimeoutError(
+                    f"rank 0 did not create {path} for rank {rank} in time"
+                ) from None
             time.sleep(1e-3)
     found = os.fstat(fd).st_size
     assert found == size, f"rank 0's segment has {found} bytes, rank {rank} expects {size}"

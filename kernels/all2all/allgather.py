@@ -1,0 +1,61 @@
+"""Every rank gets every row: all-gather, then reduce-scatter of the ranks' partial sums.
+
+Simple, with nothing to read on the host before it starts; all ranks must bring the same number of rows.
+
+T tokens of a rank, N = ranks * T, D hidden, K experts per token, W bytes of a row, R routed rows.
+"""
+
+import torch
+import torch.distributed as dist
+
+from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.pending import Pending
+from kernels.permute import expert_bounds
+
+# torch 2.13 renamed both and warns at the old names, which 2.11 has alone.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class AllGatherAllToAll(AllToAll):
+    """all_gather_into_tensor of one packed payload; reduce_scatter_tensor of [N, D]."""
+
+    name = "allgather"
+    needs_equal_tokens = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        experts: range,
+        row_format: RowFormat,
+        device: torch.device,
+    ):
+        self._group = group
+        self._num_ranks = group.size()
+        self._format = row_format
+        self._bounds = expert_bounds(experts, device, torch.int32)
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Pending[ExpertInput]:
+        sent_TW = self._format.pack(x_TD, topk_idx_TK, topk_weights_TK)
+        rows_NW = sent_TW.new_empty(self._num_ranks * sent_TW.shape[0], sent_TW.shape[1])
+        work = all_gather(rows_NW, sent_TW, group=self._group, async_op=True)
+
+        def finish() -> ExpertInput:
+            work.wait()
+            return pick_local(*self._format.fields(rows_NW), self._bounds, None)
+
+        return Pending(finish)
+
+    def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
+        sums_ND = handle.partial_sums(y_RD)
+        out_TD = sums_ND.new_empty(sums_ND.shape[0] // self._num_ranks, sums_ND.shape[1])
+        work = reduce_scatter(out_TD, sums_ND, group=self._group, async_op=True)
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return out_TD
+
+        return Pending(finish)

@@ -1,0 +1,89 @@
+"""One row of bytes per token that carries all its experts need: one exchange instead of three.
+
+A row is x, then K int32 expert ids, then K float32 weights. Knows nothing of how rows travel.
+
+N rows, D hidden, K experts per row, W bytes of a row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.all2all.base import ExpertInput
+from kernels.permute import Routing, route, weighted_sum
+
+ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The shape of one token's bytes."""
+
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def x_bytes(self) -> int:
+        return -(-self.hidden_size * self.dtype.itemsize // 4) * 4
+
+    @property
+    def row_bytes(self) -> int:
+        """W."""
+        return -(-(self.x_bytes + 8 * self.top_k) // ALIGNMENT) * ALIGNMENT
+
+    def fields(self, rows_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of uint8 [N, W]: x_ND, topk_idx_NK int32, topk_weights_NK float32."""
+        ids, weights = self.x_bytes, self.x_bytes + 4 * self.top_k
+        return (
+            rows_NW[:, : self.hidden_size * self.dtype.itemsize].view(self.dtype),
+            rows_NW[:, ids:weights].view(torch.int32),
+            rows_NW[:, weights : weights + 4 * self.top_k].view(torch.float32),
+        )
+
+    def pack(
+        self, x_ND: torch.Tensor, topk_idx_NK: torch.Tensor, topk_weights_NK: torch.Tensor
+    ) -> torch.Tensor:
+        """New uint8 [N, W] on x's device."""
+        rows_NW = torch.empty(x_ND.shape[0], self.row_bytes, dtype=torch.uint8, device=x_ND.device)
+        for field, value in zip(
+            self.fields(rows_NW), (x_ND, topk_idx_NK, topk_weights_NK), strict=True
+        ):
+            field.copy_(value)
+        return rows_NW
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The handle of exchanges that gather rows here: which of the rows' experts are local.
+
+    `origin` is what the exchange needs to send the rows' sums back to where they came from.
+    """
+
+    routing: Routing
+    topk_weights_NK: torch.Tensor
+    origin: Any
+
+    def partial_sums(self, y_RD: torch.Tensor) -> torch.Tensor:
+        """This rank's share of every gathered row's answer: [N, D] in y's dtype."""
+        return weighted_sum(y_RD, self.routing, self.topk_weights_NK)
+
+
+def pick_local(
+    x_ND: torch.Tensor,
+    topk_idx_NK: torch.Tensor,
+    topk_weights_NK: torch.Tensor,
+    bounds: torch.Tensor,
+    origin: Any,
+    place_N: torch.Tensor | None = None,
+) -> ExpertInput:
+    """Of gathered rows, those of this rank's experts.
+
+    topk_idx_NK int32 global ids, ids of others' experts included; `bounds` int32, see `expert_bounds`.
+    place_N int64 says where in x row n lies, when x is larger than N.
+    """
+    routing = route(topk_idx_NK, bounds)
+    place_R = routing.row_R if place_N is None else place_N.index_select(0, routing.row_R)
+    handle = Gathered(routing, topk_weights_NK, origin)
+    return ExpertInput(x_ND.index_select(0, place_R), routing.offs_e, handle)

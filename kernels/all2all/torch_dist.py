@@ -1,0 +1,100 @@
+"""Rows go only where their experts are: uneven `all_to_all_single` over gloo or NCCL.
+
+A row travels once to each rank that holds any of its experts, and comes back weighted and summed.
+Mismatched splits would hang, so the counts travel first, through the host.
+
+T tokens of this rank, S rows sent, N rows received, D hidden, K experts per token, W bytes of a row,
+R routed rows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.pending import Pending
+from kernels.permute import expert_bounds, sum_rows
+from kernels.placement import ExpertPlacement
+
+
+@dataclass(frozen=True)
+class _Route:
+    """Which rows went where: what brings their answers back."""
+
+    token_S: torch.Tensor
+    num_tokens: int
+    send_splits: list[int]
+    recv_splits: list[int]
+
+
+class TorchDistAllToAll(AllToAll):
+    """Two collectives before the experts, one after."""
+
+    name = "torch_dist"
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        placement: ExpertPlacement,
+        row_format: RowFormat,
+        device: torch.device,
+        max_num_tokens: int,
+    ):
+        self._group = group
+        self._max_num_tokens = max_num_tokens
+        self._format = row_format
+        experts = placement.local_experts(group.rank())
+        self._bounds = expert_bounds(experts, device, torch.int32)
+        starts = torch.tensor(placement.starts, device=device)
+        self._first_r11, self._end_r11 = starts[:-1, None, None], starts[1:, None, None]
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Pending[ExpertInput]:
+        wanted_rT = ((topk_idx_TK >= self._first_r11) & (topk_idx_TK < self._end_r11)).any(-1)
+        route = self._exchange_counts(wanted_rT)
+        sent_SW = self._format.pack(
+            x_TD.index_select(0, route.token_S),
+            topk_idx_TK.index_select(0, route.token_S),
+            topk_weights_TK.index_select(0, route.token_S),
+        )
+        rows_NW = sent_SW.new_empty(sum(route.recv_splits), sent_SW.shape[1])
+        work = dist.all_to_all_single(
+            rows_NW, sent_SW, route.recv_splits, route.send_splits, self._group, async_op=True
+        )
+
+        def finish() -> ExpertInput:
+            work.wait()
+            return pick_local(*self._format.fields(rows_NW), self._bounds, route)
+
+        return Pending(finish)
+
+    def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
+        route: _Route = handle.origin
+        sums_ND = handle.partial_sums(y_RD)
+        back_SD = sums_ND.new_empty(len(route.token_S), sums_ND.shape[1])
+        work = dist.all_to_all_single(
+            back_SD, sums_ND, route.send_splits, route.recv_splits, self._group, async_op=True
+        )
+
+        def finish() -> torch.Tensor:
+            work.wait()
+            return sum_rows(back_SD, route.token_S, route.num_tokens)
+
+        return Pending(finish)
+
+    def _exchange_counts(self, wanted_rT: torch.Tensor) -> _Route:
+        """Tell each rank how many rows it will get. wanted_rT: token t has experts on rank r."""
+        send_r = wanted_rT.sum(1)
+        recv_r = torch.empty_like(send_r)
+        dist.all_to_all_single(recv_r, send_r, group=self._group)
+        send_splits, recv_splits = torch.stack((send_r, recv_r)).tolist()
+        token_S = wanted_rT.nonzero()[:, 1]
+        for splits, whose in ((send_splits, "sends"), (recv_splits, "gets")):
+            assert all(0 <= rows <= self._max_num_tokens for rows in splits), (
+                f"rank {self._group.rank()} {whose} {splits} rows, at most {self._max_num_tokens} each"
+            )
+        assert sum(send_splits) == len(token_S), (send_splits, len(token_S))
+        return _Route(token_S, wanted_rT.shape[1], send_splits, recv_splits)
