@@ -1,0 +1,150 @@
+"""The official client understands every answer, error and stream."""
+
+import asyncio
+
+import httpx
+import openai
+import pytest
+
+from cluster.errors import EngineDeadError, OverloadedError
+from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, says
+
+TEXT = "The \u20ac sign.\n\nNext\u2028line \U0001f600"
+
+
+def with_client(api: Api, call):
+    """Run `await call(client)` on the application."""
+
+    async def main():
+        transport = httpx.ASGITransport(app=api.app)
+        async with openai.AsyncOpenAI(
+            api_key="none",
+            base_url="http://test/v1",
+            max_retries=0,
+            http_client=httpx.AsyncClient(transport=transport),
+        ) as client:
+            return await call(client)
+
+    return asyncio.run(main())
+
+
+def speaking_api() -> Api:
+    return Api(FakeBackend(says(TEXT, size=2, end=[IM_END])))
+
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def test_chat():
+    async def call(client):
+        return await client.chat.completions.create(model=MODEL, messages=USER, seed=1)
+
+    answer = with_client(speaking_api(), call)
+    assert answer.choices[0].message.content == TEXT
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens == len(TEXT.encode()) + 1
+
+
+def test_chat_stream():
+    async def call(client):
+        stream = await client.chat.completions.create(
+            model=MODEL,
+            messages=USER,
+            stream=True,
+            stream_options={"include_usage": True},
+            max_completion_tokens=900,
+        )
+        return [chunk async for chunk in stream]
+
+    *chunks, last = with_client(speaking_api(), call)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert last.usage.completion_tokens == len(TEXT.encode()) + 1
+
+
+def test_completion_of_several_prompts():
+    async def call(client):
+        return await client.completions.create(
+            model=MODEL, prompt=["a", "b"], n=2, max_tokens=3, stop=["x"], temperature=0
+        )
+
+    answer = with_client(Api(), call)
+    assert [choice.text for choice in answer.choices] == ["hel"] * 4
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.total_tokens == 2 + 12
+
+
+def test_completion_stream():
+    async def call(client):
+        stream = await client.completions.create(
+            model=MODEL, prompt=[104, 105], stream=True, max_tokens=500
+        )
+        return [chunk.choices[0] async for chunk in stream]
+
+    choices = with_client(speaking_api(), call)
+    assert "".join(choice.text for choice in choices) == TEXT
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_models():
+    async def call(client):
+        listed = await client.models.list()
+        return listed.data, await client.models.retrieve(MODEL)
+
+    data, model = with_client(Api(), call)
+    assert [item.id for item in data] == [MODEL]
+    assert model.id == MODEL and model.object == "model" and model.owned_by == "phalanx"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "code"),
+    [
+        ({"model": "other"}, openai.NotFoundError, "model_not_found"),
+        ({"temperature": 5}, openai.BadRequestError, "invalid_value"),
+        ({"max_tokens": 5000}, openai.BadRequestError, "context_length_exceeded"),
+        ({"logprobs": True}, openai.BadRequestError, "unsupported_parameter"),
+    ],
+)
+def test_bad_requests_are_typed(fields, error, code):
+    async def call(client):
+        arguments = {"model": MODEL, "messages": USER} | fields
+        with pytest.raises(error) as caught:
+            await client.chat.completions.create(**arguments)
+        return caught.value
+
+    value = with_client(Api(), call)
+    assert value.code == code
+    assert value.param == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("failure", "error"),
+    [
+        (OverloadedError("full"), openai.RateLimitError),
+        (EngineDeadError("gone"), openai.InternalServerError),
+    ],
+)
+def test_refusals_are_typed(failure, error):
+    async def call(client):
+        with pytest.raises(error, match=failure.message):
+            await client.completions.create(model=MODEL, prompt="a", stream=True)
+
+    api = Api()
+    api.backend.fail_before = failure
+    with_client(api, call)
+
+
+def test_broken_stream_raises_in_the_client():
+    async def call(client):
+        stream = await client.completions.create(model=MODEL, prompt="a", stream=True)
+        texts = []
+        with pytest.raises(openai.APIError, match="rank 1 died"):
+            async for chunk in stream:
+                texts.append(chunk.choices[0].text)
+        return texts
+
+    api = Api()
+    api.backend.fail_after = (3, EngineDeadError("rank 1 died"))
+    assert with_client(api, call) == ["h", "e", "l"]
