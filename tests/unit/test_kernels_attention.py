@@ -1,0 +1,169 @@
+"""Paged attention against dense attention in float32, for every kind of batch."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.attention.base import AttentionSpec
+from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
+
+NUM_LAYERS = 2
+Seqs = list[tuple[int, int]]  # (context, new tokens) of each sequence; decodes first
+
+
+class Pages:
+    """Sequences with random keys and values, their context already written to a random set of blocks."""
+
+    def __init__(self, seqs: Seqs, spec: AttentionSpec, dtype: torch.dtype, padding: int):
+        self.seqs, self.spec = seqs, spec
+        self.generator = torch.Generator().manual_seed(3)
+        needed = [-(-(context + new) // spec.block_size) for context, new in seqs]
+        num_blocks = sum(needed) + 3
+        shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        self.caches = [torch.zeros(shape, dtype=dtype) for _ in range(NUM_LAYERS)]
+        free = torch.randperm(num_blocks, generator=self.generator).tolist()
+        self.block_table = torch.zeros(len(seqs), max(needed, default=0) + 1, dtype=torch.int64)
+        self.keys, self.values, slots = [], [], []
+        for seq, (context, new) in enumerate(seqs):
+            blocks = torch.tensor([free.pop() for _ in range(needed[seq])])
+            self.block_table[seq, : needed[seq]] = blocks
+            position = torch.arange(context + new)
+            slot = blocks[position // spec.block_size] * spec.block_size
+            slot = slot + position % spec.block_size
+            key, value = self._random(context + new), self._random(context + new)
+            for cache in self.caches:
+                cache[0].flatten(0, 1)[slot[:context]] = key[:context].to(dtype)
+                cache[1].flatten(0, 1)[slot[:context]] = value[:context].to(dtype)
+            self.keys.append(key.to(dtype))
+            self.values.append(value.to(dtype))
+            slots.append(slot[context:])
+        self.slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
+        new_k = [key[context:] for key, (context, _) in zip(self.keys, seqs, strict=True)]
+        new_v = [value[context:] for value, (context, _) in zip(self.values, seqs, strict=True)]
+        pad = self._random(padding).to(dtype)
+        self.k, self.v = torch.cat([*new_k, pad]), torch.cat([*new_v, pad])
+        heads = (len(self.k), spec.num_heads, spec.head_dim)
+        self.q = torch.randn(heads, generator=self.generator).to(dtype)
+
+    def _random(self, rows: int) -> torch.Tensor:
+        shape = (rows, self.spec.num_kv_heads, self.spec.head_dim)
+        return torch.randn(shape, generator=self.generator)
+
+    def batch(self) -> SimpleNamespace:
+        new = [count for _, count in self.seqs]
+        decodes = next((i for i, count in enumerate(new) if count != 1), len(new))
+        return SimpleNamespace(
+            num_tokens=sum(new),
+            num_seqs=len(new),
+            num_decodes=decodes,
+            query_start_loc_cpu=np.cumsum([0, *new], dtype=np.int32),
+            seq_lens_cpu=np.array([sum(seq) for seq in self.seqs], dtype=np.int32),
+            block_table=self.block_table,
+            slot_mapping=self.slots,
+        )
+
+    def dense(self, seq: int, q_Mhd: torch.Tensor) -> torch.Tensor:
+        context, new = self.seqs[seq]
+        repeat = self.spec.num_heads // self.spec.num_kv_heads
+        key = self.keys[seq].float().repeat_interleave(repeat, 1)
+        value = self.values[seq].float().repeat_interleave(repeat, 1)
+        scores = torch.einsum("qhd,khd->hqk", q_Mhd.float(), key) * self.spec.scale
+        scores += torch.full((new, context + new), -math.inf).triu(context + 1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
+def check(
+    seqs: Seqs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+    heads: tuple[int, int] = (4, 2),
+    block_size: int = 4,
+    attention: SdpaAttention | None = None,
+) -> SdpaAttention:
+    spec = AttentionSpec(*heads, head_dim=8, block_size=block_size, scale=0.3)
+    pages = Pages(seqs, spec, dtype, padding)
+    attention = attention or SdpaAttention(spec)
+    attention.bind(pages.caches)
+    attention.plan(pages.batch())
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for layer in range(NUM_LAYERS):
+        out = attention(pages.q, pages.k, pages.v, layer)
+        assert out.shape == pages.q.shape and out.dtype == dtype
+        start = 0
+        for seq, (_, new) in enumerate(seqs):
+            rows = slice(start, start + new)
+            expected = pages.dense(seq, pages.q[rows])
+            torch.testing.assert_close(out[rows].float(), expected, atol=tolerance, rtol=tolerance)
+            start += new
+        assert torch.count_nonzero(out[start:]) == 0
+        written = pages.caches[layer].flatten(1, 2)[:, pages.slots]
+        assert torch.equal(written, torch.stack((pages.k[:start], pages.v[:start])))
+    return attention
+
+
+BATCHES = {
+    "one_decode": [(5, 1)],
+    "decodes": [(5, 1), (0, 1), (30, 1), (7, 1)],
+    "decodes_of_full_blocks": [(7, 1), (7, 1)],
+    "first_chunks": [(0, 5), (0, 2), (0, 12)],
+    "continued_chunks": [(5, 3), (8, 8), (1, 2)],
+    "mixed": [(11, 1), (2, 1), (0, 9), (3, 7), (8, 4)],
+    "idle": [],
+    "very_different_lengths": [(700, 1), *[(3, 1)] * 6, (40, 1), (90, 1), (9, 3)],
+    "longer_than_a_query_chunk": [(0, 700), (300, 600)],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("label", BATCHES)
+def test_equals_dense_attention(label: str, padding: int, dtype: torch.dtype):
+    check(BATCHES[label], dtype=dtype, padding=padding)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2)])
+def test_head_groups(heads: tuple[int, int]):
+    check(BATCHES["mixed"], heads=heads)
+
+
+def test_short_decodes_are_not_padded_to_a_long_one():
+    assert len(check(BATCHES["very_different_lengths"])._decodes) > 1
+    assert len(check(BATCHES["decodes"])._decodes) == 1
+
+
+def test_plans_do_not_leak_into_the_next():
+    attention = check(BATCHES["mixed"], padding=2)
+    check(BATCHES["idle"], padding=2, attention=attention)
+    check(BATCHES["decodes"], attention=attention)
+    check(BATCHES["longer_than_a_query_chunk"], attention=attention)
+    check(BATCHES["continued_chunks"], attention=attention)
+
+
+@given(
+    st.lists(st.integers(0, 20), max_size=5),
+    st.lists(st.tuples(st.integers(0, 15), st.integers(1, 9)), max_size=3),
+    st.sampled_from([1, 4, 16]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_batch(contexts: list[int], extends: Seqs, block_size: int):
+    check([(context, 1) for context in contexts] + extends, block_size=block_size, padding=1)
+
+
+@given(st.lists(st.integers(1, 500), max_size=40), st.sampled_from([1, 16]))
+@settings(max_examples=200, deadline=None)
+def test_length_groups_hold_each_decode_once(blocks: list[int], block_size: int):
+    num_blocks = np.array(blocks, dtype=np.int64)
+    groups = length_groups(num_blocks, block_size)
+    if groups == [None]:
+        groups = [np.arange(len(blocks))]
+    assert sorted(i for group in groups for i in group) == list(range(len(blocks)))
+    if len(groups) > 1:
+        for group in groups:
+            waste = num_blocks[group].max() * len(group) - num_blocks[group].sum()
+            assert waste * block_size <= CALL_COST
