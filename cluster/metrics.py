@@ -53,9 +53,11 @@ class IngressMetrics:
         self.registry.register(self._ranks)
         self._model_name = ""
         self._success = self._counter(
-            "request_success", "Choices ended, by reason.", "finished_reason"
+            "request_success", "Choices ended, by reason.", ["model_name", "finished_reason"]
         )
-        self._http = self._counter("http_requests", "Answers, by route and status.", "handler")
+        self._http = self._counter(
+            "http_requests", "Answers, by route and status.", ["handler", "status"]
+        )
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", _FIRST_TOKEN_BUCKETS
         )
@@ -105,15 +107,14 @@ class IngressMetrics:
 
     def observe_http(self, handler: str, status: int) -> None:
         """An answer's headers left."""
-        self._http.labels(self._model_name, handler, str(status)).inc()
+        self._http.labels(handler, str(status)).inc()
 
     def render(self, rank_stats: list[dict[str, Any]]) -> bytes:
         """Everything as Prometheus text."""
         self._ranks.update(self._model_name, rank_stats)
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, text: str, label: str) -> Counter:
-        labels = ["model_name", label, *(["status"] if label == "handler" else [])]
+    def _counter(self, name: str, text: str, labels: list[str]) -> Counter:
         return Counter(f"phalanx:{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:

@@ -38,8 +38,13 @@ class ServingTokenizer:
         self.decoders = DecoderFactory(backend)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Special tokens written out in the text become their ids."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of a text. Special tokens written out in the text become their ids.
+
+        A batch of one, because only batches release the GIL: `encode` stalled every running stream
+        for the 2.2 s that 1.8 MB took. The fast variant skips offsets: 0.6 s.
+        """
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of ids, special tokens included."""

@@ -91,25 +91,25 @@ def check(path: str, body: bytes) -> int:
     return response.status_code
 
 
-@settings(max_examples=300, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@settings(max_examples=200, deadline=5000, suppress_health_check=SLOW_IS_FINE)
 @given(PATHS, BODIES)
 def test_random_fields(path, body):
     check(path, json.dumps(body).encode())
 
 
-@settings(max_examples=150, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@settings(max_examples=100, deadline=5000, suppress_health_check=SLOW_IS_FINE)
 @given(PATHS, JSON)
 def test_random_json(path, value):
     assert check(path, json.dumps(value).encode()) != 200
 
 
-@settings(max_examples=150, deadline=5000)
+@settings(max_examples=100, deadline=5000)
 @given(PATHS, st.binary(max_size=60))
 def test_random_bytes(path, body):
     assert check(path, body) != 200
 
 
-@settings(max_examples=150, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@settings(max_examples=100, deadline=5000, suppress_health_check=SLOW_IS_FINE)
 @given(PATHS, BODIES, st.data())
 def test_damaged_json(path, body, data):
     good = json.dumps(body).encode()
