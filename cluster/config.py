@@ -1,7 +1,7 @@
 """The whole configuration: one YAML, composed of the sections of the layers that read them.
 
-Reading it needs neither torch nor Ray. Settings that this machine or the checkpoint decides (`auto`) are
-filled in by `resolve_rank_config`.
+Reading it needs neither torch nor Ray. Settings that this machine or the checkpoint decides
+(`auto`) are filled in by `resolve_rank_config`.
 """
 
 import os
@@ -23,7 +23,9 @@ from workers.config import (
     SchedulerConfig,
     Section,
 )
+from workers.models.config import Qwen3MoeConfig, load_model_config
 
+GIB = 2**30
 MAX_RANKS = 1024
 MAX_THREADS_PER_RANK = 8
 __all__ = ["ClusterConfig", "ConfigError", "PhalanxConfig", "ServeConfig", "load_config"]
@@ -94,8 +96,9 @@ class PhalanxConfig(Section):
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
     """Read a YAML and lay `key.path=value` overrides (values in YAML) over it.
 
-    A relative model.path counts from the YAML's folder, or from the current folder when an override sets it; it
-    comes out absolute, and serve.model_name filled. Raises ConfigError with all problems at once.
+    A relative model.path counts from the YAML's folder, or from the current folder when an override
+    sets it; it comes out absolute, and serve.model_name filled. Raises ConfigError with all problems
+    at once.
     """
     from cluster.config_checks import check_together
 
@@ -108,10 +111,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfi
         config, field_problems = _validate(source.data)
         problems += field_problems
         wrong = {problem.key for problem in problems}
-        problems += [p for p in check_together(config) if not wrong & {p.key, *p.involves}]
+        problems += [p for p in check_together(config) if not _touches(p, wrong)]
         if not problems:
             return config
-    raise ConfigError(str(path), problems, source.places)
+    raise ConfigError.of(str(path), problems, source.places)
+
+
+def _touches(problem: Problem, wrong: set[str]) -> bool:
+    """Whether it rests on a key, or a key of a section, that is wrong itself."""
+    keys = {problem.key, *problem.involves}
+    return bool(wrong & (keys | {key.partition(".")[0] for key in keys}))
 
 
 def _fill_derived(source: ConfigSource, path: Path) -> None:
@@ -127,18 +136,15 @@ def _fill_derived(source: ConfigSource, path: Path) -> None:
 
 
 def _validate(data: dict[str, Any]) -> tuple[PhalanxConfig, list[Problem]]:
-    """The configuration and what is wrong with single fields; those are replaced by their defaults."""
-    problems: list[Problem] = []
-    while True:
-        try:
-            return PhalanxConfig.model_validate(data, strict=True), problems
-        except ValidationError as error:
-            found = from_pydantic(error, PhalanxConfig)
-        problems += found
-        for problem in found:
-            data = _without(data, problem.key.split("."))
-        model = data.get("model")
-        data = {**data, "model": {"path": "", **(model if isinstance(model, dict) else {})}}
+    """The configuration and what is wrong with single fields, which get their defaults in it."""
+    try:
+        return PhalanxConfig.model_validate(data, strict=True), []
+    except ValidationError as error:
+        problems = from_pydantic(error, PhalanxConfig)
+    for problem in problems:
+        data = _without(data, problem.key.split("."))
+    model = {"path": "", **data.get("model", {})}
+    return PhalanxConfig.model_validate({**data, "model": model}, strict=True), problems
 
 
 def _without(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:
@@ -150,13 +156,11 @@ def _without(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:
 
 
 def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -> RankConfig:
-    """Fill every `auto` but those of the kernels, and cache.num_blocks on GPUs, from checkpoint and machine.
+    """Fill every `auto` from checkpoint and machine; those of kernels stay, and num_blocks on GPUs.
 
     num_gpus is what all nodes have together; None = look at this machine.
-    Raises ConfigError when the checkpoint and the settings do not fit together.
+    Raises ConfigError when the cache cannot hold one request of the longest length.
     """
-    from workers.models.config import load_model_config
-
     model_config = load_model_config(config.model.path)
     device = resolve_device(config, num_gpus)
     model = config.model.model_copy(
@@ -169,10 +173,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     )
     cache = config.cache
     if cache.num_blocks == "auto" and device == "cpu":
-        from workers.kv_cache import kv_block_bytes, torch
-
-        block_bytes = kv_block_bytes(model_config, cache.block_size, getattr(torch, model.dtype))
-        num_blocks = max(1, int(cache.cpu_memory_gib * 2**30) // block_bytes)
+        num_blocks = _cpu_blocks(config, model_config, model)
         cache = cache.model_copy(update={"num_blocks": num_blocks})
     return RankConfig(
         model=model,
@@ -185,6 +186,26 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         threads=resolve_threads(config),
         exchange_timeout_s=config.cluster.exchange_timeout_s,
     )
+
+
+def _cpu_blocks(config: PhalanxConfig, model_config: Qwen3MoeConfig, model: ModelConfig) -> int:
+    import torch
+
+    from workers.kv_cache import kv_block_bytes
+
+    cache = config.cache
+    block_bytes = kv_block_bytes(model_config, cache.block_size, getattr(torch, model.dtype))
+    num_blocks = int(cache.cpu_memory_gib * GIB) // block_bytes
+    needed = -(-int(model.max_model_len) // cache.block_size)
+    if num_blocks < needed:
+        problem = Problem(
+            "cache.cpu_memory_gib",
+            f"{cache.cpu_memory_gib:g} GiB cannot hold one request of model.max_model_len = "
+            f"{model.max_model_len}; expected at least {needed * block_bytes / GIB:.3g}, "
+            "or a smaller length",
+        )
+        raise ConfigError.of("configuration", [problem])
+    return num_blocks
 
 
 def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Literal["cpu", "cuda"]:

@@ -9,8 +9,6 @@ from cluster.config import PhalanxConfig
 from cluster.config_errors import Problem
 from workers.models.config import ModelConfigError, Qwen3MoeConfig, load_model_config
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def check_together(config: PhalanxConfig) -> list[Problem]:
     """Everything that is impossible, in the order of the sections."""
@@ -45,7 +43,8 @@ def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
     if nodes > 1 and config.cluster.ray_address is None:
         yield Problem(
             "cluster.nodes",
-            f"{nodes} nodes need a running Ray cluster; set cluster.ray_address to auto or host:port",
+            f"{nodes} nodes need a running Ray cluster; "
+            "set cluster.ray_address to auto or host:port",
             ("cluster.ray_address",),
         )
 
@@ -83,39 +82,18 @@ def _check_lengths(config: PhalanxConfig, model: Qwen3MoeConfig | None) -> Itera
     if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < length:
         yield Problem(
             "scheduler.chunked_prefill",
-            f"false needs scheduler.max_num_batched_tokens of at least model.max_model_len = {length}, "
-            f"got {scheduler.max_num_batched_tokens}; raise it, shorten the length, or split prompts",
+            f"false needs scheduler.max_num_batched_tokens >= model.max_model_len = {length}, "
+            f"it is {scheduler.max_num_batched_tokens}; raise it, shorten the length, or say true",
             ("scheduler.max_num_batched_tokens", *involves),
         )
-    yield from _check_cache(config, model, length)
-
-
-def _check_cache(
-    config: PhalanxConfig, model: Qwen3MoeConfig | None, length: int
-) -> Iterator[Problem]:
     cache = config.cache
     needed = -(-length // cache.block_size)
-    involves = ("cache.block_size", "model.max_model_len", "model.path")
-    if cache.num_blocks != "auto":
-        if cache.num_blocks < needed:
-            yield Problem(
-                "cache.num_blocks",
-                f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one request of "
-                f"model.max_model_len = {length}; expected at least {needed}, or auto",
-                involves,
-            )
-        return
-    if model is None or config.cluster.device == "cuda":
-        return  # on GPUs the size is measured when the rank starts
-    dtype = model.dtype if config.model.dtype == "auto" else config.model.dtype
-    per_token = 2 * model.num_hidden_layers * model.kv_size * DTYPE_BYTES[dtype]
-    gib = needed * cache.block_size * per_token / 2**30
-    if config.cluster.device == "cpu" and cache.cpu_memory_gib < gib:
+    if cache.num_blocks != "auto" and cache.num_blocks < needed:
         yield Problem(
-            "cache.cpu_memory_gib",
-            f"{cache.cpu_memory_gib:g} GiB cannot hold one request of model.max_model_len = {length}; "
-            f"expected at least {gib:.3g}, or a smaller length",
-            ("cluster.device", "model.dtype", *involves),
+            "cache.num_blocks",
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one request of "
+            f"model.max_model_len = {length}; expected at least {needed}, or auto",
+            ("cache.block_size", *involves),
         )
 
 
@@ -124,7 +102,7 @@ def _check_kernels(config: PhalanxConfig) -> Iterator[Problem]:
     if name == "local" and ranks > 1:
         yield Problem(
             "kernels.all2all",
-            f"local serves one rank, cluster.ranks is {ranks}; expected auto or a backend for several",
+            f"local serves one rank, cluster.ranks is {ranks}; expected auto, or one for several",
             ("cluster.ranks",),
         )
     if name not in ("auto", "local") and ranks == 1:
@@ -133,15 +111,15 @@ def _check_kernels(config: PhalanxConfig) -> Iterator[Problem]:
             f"{name} exchanges between ranks, cluster.ranks is 1; expected auto or local",
             ("cluster.ranks",),
         )
-    if name == "shm" and nodes > 1:
+    elif name == "shm" and nodes > 1:
         yield Problem(
             "kernels.all2all",
-            f"shm needs all ranks on one host, cluster.nodes is {nodes}; expected auto or torch_dist",
+            f"shm needs all ranks on one host, cluster.nodes is {nodes}; expected auto or another",
             ("cluster.nodes",),
         )
     if name == "shm" and config.cluster.device == "cuda":
         yield Problem(
             "kernels.all2all",
-            "shm exchanges CPU tensors only, cluster.device is cuda; expected auto or torch_dist",
+            "shm exchanges CPU tensors only, cluster.device is cuda; expected auto or another",
             ("cluster.device",),
         )

@@ -16,9 +16,10 @@ JsonSchema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `message` goes behind the key; an empty key stands for the file itself.
+    """One thing that is wrong. `message` goes behind the key; without a key it is about the file.
 
-    `involves` are the other keys that the complaint rests on: it is dropped when one of those is wrong itself.
+    `involves` are the other keys that the complaint rests on: it is dropped when one of those is
+    wrong itself.
     """
 
     key: str
@@ -27,18 +28,28 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. `problems` holds (key, message) pairs; str() shows all of them."""
+    """A configuration that cannot be used; the message has a line for each of `problems`."""
 
-    def __init__(self, source: str, problems: Sequence[Problem], places: Mapping[str, str]):
-        self.problems = tuple(problems)
+    def __init__(self, message: str, problems: tuple[Problem, ...] = ()):
+        super().__init__(message, problems)  # all arguments, or it would not survive pickling
+        self.problems = problems
+
+    def __str__(self) -> str:
+        return self.args[0]
+
+    @classmethod
+    def of(
+        cls, source: str, problems: Sequence[Problem], places: Mapping[str, str] | None = None
+    ) -> "ConfigError":
+        """`places` says where a key stood: "line 7"."""
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"{source}: {count}"]
         for problem in problems:
-            place = places.get(problem.key)
+            place = (places or {}).get(problem.key)
             where = f" ({place})" if place else ""
             key = f"{problem.key}: " if problem.key else ""
             lines.append(f"  {key}{problem.message}{where}")
-        super().__init__("\n".join(lines))
+        return cls("\n".join(lines), tuple(problems))
 
 
 def show(value: Any) -> str:
@@ -48,7 +59,7 @@ def show(value: Any) -> str:
 
 
 def from_pydantic(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """One problem a key, however many complaints pydantic has about it (it has one for each arm of a union)."""
+    """One problem a key, though pydantic complains once for each arm of a union."""
     schema = model.model_json_schema()
     known = dict(leaf_schemas(schema))
     found: dict[str, Problem] = {}
@@ -87,7 +98,7 @@ def _follow(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
 
 
 def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> tuple[str, JsonSchema]:
-    """The dotted key of a pydantic location, without the union arms behind it, and that key's schema."""
+    """The dotted key of a pydantic location, without union arms, and that key's schema."""
     parts: list[str] = []
     node = root
     for part in loc:

@@ -1,6 +1,6 @@
-"""Reads a YAML file and `key.path=value` overrides into plain dictionaries, and remembers where each key stood.
+"""Reads a YAML file and `key.path=value` overrides into plain dictionaries.
 
-Knows nothing of which keys exist.
+Remembers where each key stood. Knows nothing of which keys exist.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from cluster.config_errors import Problem, show
 
 @dataclass
 class ConfigSource:
-    """What was read. `places` maps a dotted key to "line 7" or "--set"; problems are those of the text itself."""
+    """What was read, the problems of the text itself, and each dotted key's place: "line 7"."""
 
     data: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def _yaml_reason(error: Exception) -> str:
 
 
 def _note_places(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> None:
-    """Remember each key's line; a key that stands twice is a problem (YAML would keep the last one silently)."""
+    """Remember each key's line; a key that stands twice is a problem, YAML would keep the last."""
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         key = f"{prefix}{getattr(key_node, 'value', key_node)}"
@@ -83,8 +83,14 @@ def _note_places(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> N
 
 
 def _without_empty_sections(data: dict[Any, Any]) -> dict[str, Any]:
-    """Keys as text; a section whose keys are all commented out (null at the top level) is left out."""
-    return {str(key): value for key, value in data.items() if value is not None}
+    """Keys as text; a section whose keys are all commented out is null and left out."""
+    return {key: value for key, value in _text_keys(data).items() if value is not None}
+
+
+def _text_keys(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    return {str(key): _text_keys(value) for key, value in data.items()}
 
 
 def _override(override: str, source: ConfigSource) -> None:
