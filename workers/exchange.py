@@ -5,16 +5,13 @@ The wait in here is the group's heartbeat. Knows nothing of what a row means.
 
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from kernels.shm import SharedMemoryGroup
 from workers.step_sync import NUM_FIELDS, Exchange, LockstepError
-
-if TYPE_CHECKING:
-    from kernels.shm import SharedMemoryGroup
 
 
 class LocalExchange:
@@ -26,9 +23,9 @@ class LocalExchange:
 
 
 class SharedMemoryExchange:
-    """Ranks of one host, on CPU."""
+    """Ranks of one host."""
 
-    def __init__(self, group: "SharedMemoryGroup"):
+    def __init__(self, group: SharedMemoryGroup):
         self._group = group
 
     def all_gather(self, row: np.ndarray) -> np.ndarray:
@@ -95,13 +92,16 @@ def make_exchange(
     num_ranks: int,
     device: torch.device,
     timeout_s: float,
-    shared_memory: "SharedMemoryGroup | None",
+    shared_memory: SharedMemoryGroup | None,
 ) -> Exchange:
-    """The fastest transport for this group. Measured, two ranks on two cores: gloo 280 us a vote."""
+    """The fastest transport for this group.
+
+    Measured for a vote of two ranks: shared memory 3 us, NCCL 37 to 65 us, gloo 280 us.
+    """
     if num_ranks == 1:
         return LocalExchange()
-    if device.type == "cuda":
-        return DeviceExchange(timeout_s, device)
     if shared_memory is not None:
         return SharedMemoryExchange(shared_memory)
+    if device.type == "cuda":
+        return DeviceExchange(timeout_s, device)
     return GlooExchange(timeout_s)

@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from kernels.shm import SharedMemoryGroup
-
+from kernels.shm import SharedMemoryGroup
 
 # A lost rank is noticed by the step exchange; this only bounds collectives of a group that is dying.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
@@ -62,7 +59,7 @@ def gather_objects(value: object) -> list[object]:
     return values
 
 
-def leave(shared_memory: "SharedMemoryGroup | None") -> None:
+def leave(shared_memory: SharedMemoryGroup | None) -> None:
     """Leave the group; safe to call twice."""
     if shared_memory is not None:
         shared_memory.close()

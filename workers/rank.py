@@ -11,6 +11,7 @@ import torch
 from kernels import select
 from kernels.attention.base import AttentionSpec
 from kernels.placement import ExpertPlacement
+from kernels.shm import SharedMemoryGroup
 from workers import process_group
 from workers.config import RankConfig
 from workers.engine import Engine, Publish
@@ -53,7 +54,7 @@ class Rank:
         self.dtype: torch.dtype = getattr(torch, str(config.model.dtype))
         self.max_model_len = int(config.model.max_model_len)
         self.engine: Engine | None = None
-        self.shared_memory: object | None = None
+        self.shared_memory: SharedMemoryGroup | None = None
         torch.set_num_threads(config.threads)
 
     def join_group(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -75,6 +76,7 @@ class Rank:
         if config.num_ranks > 1:
             process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
             compare_settings(process_group.gather_objects(self._settings()))
+            self.shared_memory = self._share_memory()
         self.kernels = select.build(self.selection, self._kernel_context())
 
     def load(self, progress: Progress | None = None) -> None:
@@ -141,9 +143,6 @@ class Rank:
 
     def _kernel_context(self) -> select.KernelContext:
         config, model = self.config, self.model_config
-        max_num_tokens = config.scheduler.max_num_batched_tokens
-        if self.selection.all2all.name == "shm":
-            self.shared_memory = self._open_shared_memory(max_num_tokens)
         return select.KernelContext(
             device=self.device,
             dtype=self.dtype,
@@ -154,7 +153,7 @@ class Rank:
             placement=self.placement,
             hidden_size=model.hidden_size,
             top_k=model.num_experts_per_tok,
-            max_num_tokens=max_num_tokens,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
             attention=AttentionSpec(
                 num_heads=model.num_attention_heads,
                 num_kv_heads=model.num_key_value_heads,
@@ -162,6 +161,28 @@ class Rank:
                 block_size=config.cache.block_size,
                 scale=model.head_dim**-0.5,
             ),
+        )
+
+    def _share_memory(self) -> SharedMemoryGroup | None:
+        """Memory that all ranks of one host share: for the votes, and for the `shm` exchange; else None."""
+        config = self.config
+        if config.num_nodes > 1 or "shm" in select.probe("cpu").missing:
+            return None
+        slot_bytes: tuple[int, ...] = ()
+        if self.selection.all2all.name == "shm":
+            slot_bytes = select.shared_memory_slots(
+                num_ranks=config.num_ranks,
+                dtype=self.dtype,
+                hidden_size=self.model_config.hidden_size,
+                top_k=self.model_config.num_experts_per_tok,
+                max_num_tokens=config.scheduler.max_num_batched_tokens,
+            )
+        return SharedMemoryGroup(
+            self.rendezvous.name,
+            self.rank,
+            config.num_ranks,
+            slot_bytes=slot_bytes,
+            timeout_s=config.exchange_timeout_s,
         )
 
     def _plan_config(self) -> PlanConfig:

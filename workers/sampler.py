@@ -20,6 +20,7 @@ INVALID = -1
 
 # Columns of the numbers that travel to the device together, all float64.
 _TEMPERATURE, _GREEDY, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _NUM_COLUMNS = range(7)
+_ALL = 2**31  # top_k of a row that has none
 
 # Constants of the SplitMix64 generator: the step of its counter and its finaliser.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -29,17 +30,30 @@ _UNUSED_BITS = np.uint64(11)
 
 
 @dataclass(frozen=True)
+class Filters:
+    """Which filters any of the F filtered rows has: what no row has need not be computed.
+
+    max_top_k bounds every row's: below the size of the vocabulary, no full sort is needed.
+    """
+
+    top_k: bool
+    top_p: bool
+    min_p: bool
+    max_top_k: int
+
+
+@dataclass(frozen=True)
 class SamplingBatch:
     """What `sample` needs for B rows, on the host.
 
-    values     float64 [B, 6] (see the columns above), or None when all rows are greedy
-    filtered   int64 [F] rows that sample with top_k, top_p or min_p
-    max_top_k  largest top_k of those rows, 0 when one of them has none
+    values    float64 [B, 6] (see the columns above), or None when all rows are greedy
+    rows      int64 [F], the rows that sample with a filter; only when there are some
+    filters   what those rows have; None when there are none
     """
 
     values: np.ndarray | None = None
-    filtered: np.ndarray | None = None
-    max_top_k: int = 0
+    rows: np.ndarray | None = None
+    filters: Filters | None = None
 
     @classmethod
     def from_rows(cls, params: Sequence[SamplingParams], positions: np.ndarray) -> "SamplingBatch":
@@ -58,7 +72,7 @@ class SamplingTable:
 
     def __init__(self, max_num_seqs: int):
         self._values = np.zeros((max_num_seqs, _NUM_COLUMNS - 1))
-        self._values[:, [_TEMPERATURE, _GREEDY, _TOP_P]] = 1.0
+        self._values[:, [_TEMPERATURE, _GREEDY]] = 1.0
         self._greedy = np.ones(max_num_seqs, dtype=bool)
         self._filtered = np.zeros(max_num_seqs, dtype=bool)
         self._keys = np.zeros(max_num_seqs, dtype=np.uint64)
@@ -73,7 +87,7 @@ class SamplingTable:
         self._values[row] = (
             1.0 if greedy else params.temperature,
             greedy,
-            max(params.top_k, 0),
+            params.top_k if params.top_k > 0 else _ALL,
             params.top_p,
             params.min_p,
         )
@@ -87,10 +101,17 @@ class SamplingTable:
         values = np.empty((len(rows), _NUM_COLUMNS))
         values[:, :_UNIFORM] = self._values[rows]
         values[:, _UNIFORM] = uniforms(self._keys[rows], positions)
-        filtered = np.flatnonzero(self._filtered[rows])
-        top_k = values[filtered, _TOP_K]
-        max_top_k = int(top_k.max()) if len(filtered) and top_k.all() else 0
-        return SamplingBatch(values, filtered, max_top_k)
+        filtered_rows = np.flatnonzero(self._filtered[rows])
+        if not len(filtered_rows):
+            return SamplingBatch(values)
+        top_k, top_p, min_p = values[filtered_rows, _TOP_K:_UNIFORM].T
+        filters = Filters(
+            top_k=bool(top_k.min() < _ALL),
+            top_p=bool((top_p < 1).any()),
+            min_p=bool(min_p.any()),
+            max_top_k=int(top_k.max()),
+        )
+        return SamplingBatch(values, filtered_rows, filters)
 
 
 def sample(logits_BV: torch.Tensor, params: SamplingBatch) -> torch.Tensor:
@@ -102,65 +123,79 @@ def sample(logits_BV: torch.Tensor, params: SamplingBatch) -> torch.Tensor:
     best_B, token_B = logits_BV.max(dim=-1)  # NaN wins a maximum
     if params.values is not None:
         token_B = _draw(logits_BV, best_B, token_B, params)
-    return torch.where(best_B.abs() < torch.inf, token_B, INVALID)
+    return token_B.masked_fill_((best_B - best_B) != 0, INVALID)  # NaN for NaN and infinities
 
 
 def _draw(
     logits_BV: torch.Tensor, best_B: torch.Tensor, greedy_B: torch.Tensor, params: SamplingBatch
 ) -> torch.Tensor:
     """Random tokens, and `greedy_B` in greedy rows. int64 [B]."""
-    assert params.values is not None and params.filtered is not None
-    columns = torch.from_numpy(params.values).to(logits_BV.device, non_blocking=True).unbind(1)
+    values_B6 = torch.from_numpy(params.values).to(logits_BV.device, non_blocking=True)
     # Weights relative to the best token, which has 1: a tiny temperature cannot overflow.
-    scaled_BV = (logits_BV - best_B[:, None]).div_(columns[_TEMPERATURE].float()[:, None])
+    scaled_BV = (logits_BV - best_B[:, None]).div_(values_B6[:, :1].float())
     weights_BV = scaled_BV.exp_()
-    if len(params.filtered):
-        rows_F = torch.from_numpy(params.filtered).to(logits_BV.device)
-        weights_FV = weights_BV.index_select(0, rows_F)
-        top_k, top_p, min_p = (columns[c].index_select(0, rows_F) for c in (_TOP_K, _TOP_P, _MIN_P))
-        kept_FV = filter_weights(weights_FV, top_k, top_p, min_p, params.max_top_k)
+    if params.filters is not None and len(params.rows) == len(weights_BV):
+        weights_BV = filter_weights(weights_BV, values_B6, params.filters)
+    elif params.filters is not None:
+        rows_F = torch.from_numpy(params.rows).to(logits_BV.device)
+        kept_FV = filter_weights(weights_BV[rows_F], values_B6[rows_F], params.filters)
         weights_BV.index_copy_(0, rows_F, kept_FV)
     cumulative_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
     # Below the sum for every uniform below 1, so a token of weight 0 is never hit.
-    target_B1 = (columns[_UNIFORM] * cumulative_BV[:, -1]).unsqueeze(1)
-    drawn_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
-    return torch.where(columns[_GREEDY] > 0, greedy_B, drawn_B)
+    target_B = values_B6[:, _UNIFORM] * cumulative_BV[:, -1]
+    drawn_B = torch.searchsorted(cumulative_BV, target_B.unsqueeze(1), right=True).squeeze(1)
+    return torch.where(values_B6[:, _GREEDY] > 0, greedy_B, drawn_B)
 
 
 def filter_weights(
-    weights_FV: torch.Tensor,
-    top_k_F: torch.Tensor,
-    top_p_F: torch.Tensor,
-    min_p_F: torch.Tensor,
-    max_top_k: int,
+    weights_FV: torch.Tensor, values_F6: torch.Tensor, filters: Filters
 ) -> torch.Tensor:
     """Weights float32 [F, V] with those of the tokens that are filtered out set to 0.
 
-    weights are relative to the row's largest. top_k 0, top_p 1 and min_p 0 (each float64 [F]) let
-    everything pass. max_top_k bounds top_k where all rows have one, so that no full sort is needed; else 0.
+    weights are relative to the row's largest, which is 1. values_F6 float64 as in SamplingBatch;
+    top_k _ALL, top_p 1 and min_p 0 let everything pass.
     """
-    vocab_size = weights_FV.shape[1]
-    if 0 < max_top_k < vocab_size:
-        sorted_FS = weights_FV.topk(max_top_k).values
-    else:
-        sorted_FS = weights_FV.sort(dim=-1, descending=True).values
-    num_sorted = sorted_FS.shape[1]
-    k_F = torch.where(top_k_F > 0, top_k_F, vocab_size).clamp_(max=num_sorted).long()
-    floor_F = torch.maximum(
-        torch.where(top_k_F > 0, sorted_FS.gather(1, (k_F - 1)[:, None])[:, 0], 0.0),
-        (min_p_F * sorted_FS[:, 0]).float(),
-    )
-    # top_p counts in what the other two left: the first k, down to the floor.
-    index_S = torch.arange(num_sorted, device=weights_FV.device)
-    left_FS = (index_S < k_F[:, None]) & (sorted_FS >= floor_F[:, None])
-    left_weights_FS = torch.where(left_FS, sorted_FS, 0.0).double()
-    cumulative_FS = left_weights_FS.cumsum(dim=-1)
-    before_FS = cumulative_FS - left_weights_FS
-    in_nucleus_FS = before_FS < (top_p_F * cumulative_FS[:, -1])[:, None]
-    num_kept_F = (in_nucleus_FS & left_FS).sum(dim=-1).clamp_(min=1)
-    nucleus_floor_F = sorted_FS.gather(1, (num_kept_F - 1)[:, None])[:, 0]
-    floor_F = torch.where(top_p_F < 1, torch.maximum(floor_F, nucleus_floor_F), floor_F)
+    floor_F = values_F6[:, _MIN_P].float()
+    if filters.top_k or filters.top_p:
+        sorted_FS = _sort_descending(weights_FV, filters.max_top_k)
+        last_F1 = None  # index of the last candidate that top_k leaves, if any row has one
+        if filters.top_k:
+            last_F1 = (values_F6[:, _TOP_K] - 1).clamp_(max=sorted_FS.shape[1] - 1).long()[:, None]
+            floor_F = torch.maximum(floor_F, sorted_FS.gather(1, last_F1).squeeze(1))
+        if filters.top_p:
+            nucleus_F = _nucleus_floor(sorted_FS, values_F6[:, _TOP_P], floor_F, last_F1)
+            floor_F = torch.maximum(floor_F, nucleus_F)
     return torch.where(weights_FV >= floor_F[:, None], weights_FV, 0.0)
+
+
+def _nucleus_floor(
+    sorted_FS: torch.Tensor,
+    top_p_F: torch.Tensor,
+    floor_F: torch.Tensor,
+    last_F1: torch.Tensor | None,
+) -> torch.Tensor:
+    """Smallest weight that top_p leaves, float32 [F]; 0 in rows without top_p.
+
+    It counts in what the other filters left: candidates up to `last`, down to the floor.
+    """
+    left_FS = sorted_FS >= floor_F[:, None]
+    if last_F1 is not None:
+        left_FS &= torch.arange(left_FS.shape[1], device=left_FS.device) <= last_F1
+    candidates_FS = (sorted_FS * left_FS).double()
+    cumulative_FS = candidates_FS.cumsum(dim=-1)
+    enough_F1 = (top_p_F * cumulative_FS[:, -1]).unsqueeze(1)
+    # The first candidate at which the sum is enough is the last one needed.
+    needed_F1 = torch.searchsorted(cumulative_FS, enough_F1).clamp_(max=left_FS.shape[1] - 1)
+    return torch.where(top_p_F < 1, sorted_FS.gather(1, needed_F1).squeeze(1), 0.0)
+
+
+def _sort_descending(weights_FV: torch.Tensor, max_top_k: int) -> torch.Tensor:
+    """Values only; the `max_top_k` largest suffice."""
+    if max_top_k < weights_FV.shape[1]:
+        return weights_FV.topk(max_top_k).values
+    if weights_FV.device.type == "cpu":  # numpy has vector instructions for it: 9 us against 40
+        return torch.from_numpy(-np.sort(-weights_FV.numpy(), axis=-1))
+    return weights_FV.sort(dim=-1, descending=True).values
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

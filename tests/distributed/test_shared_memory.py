@@ -1,0 +1,174 @@
+"""Shared memory between processes: slots are never overwritten early, lost ranks are named."""
+
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kernels import shm
+from kernels.pending import Pending
+from kernels.shm import SHM_FOLDER, PeerLeftError, SharedMemoryGroup
+from tests.distributed.rank_pool import GroupInfo, RankPool, rank_pool  # noqa: F401 - a fixture
+
+SLOT_WORDS = 512
+
+
+def _segments(name: str) -> list[str]:
+    return [path.name for path in SHM_FOLDER.iterdir() if name in path.name]
+
+
+def _rows(rank: int, num_ranks: int, info: GroupInfo, steps: int) -> list[str]:
+    group = SharedMemoryGroup(info.name, rank, num_ranks, timeout_s=20)
+    for step in range(steps):
+        rows = group.all_gather_row([step, rank, -(2**62)])
+        assert rows.dtype == np.int64
+        assert rows.tolist() == [[step, peer, -(2**62)] for peer in range(num_ranks)]
+    left = _segments(info.name)
+    group.close()
+    group.close()
+    return left
+
+
+def _stress(rank: int, num_ranks: int, info: GroupInfo, exchanges: int) -> None:
+    """Fill whole slots with a pattern, up to three exchanges under way, ranks at uneven speed."""
+    slots = (8 * SLOT_WORDS, 64)
+    group = SharedMemoryGroup(info.name, rank, num_ranks, slot_bytes=slots, timeout_s=30)
+    channel = group.channels[0]
+    words = channel.slots.view(np.int64)
+    random = np.random.default_rng(rank)
+
+    def read(parity: int, counts: list[int]) -> tuple[np.ndarray, list[int]]:
+        return words[parity].copy(), counts
+
+    open_: list[tuple[int, Pending]] = []
+    for exchange in range(exchanges):
+        parity = channel.begin()
+        words[parity, rank] = exchange * num_ranks + rank
+        open_.append((exchange, channel.publish(exchange + rank, read)))
+        if exchange % 97 == rank:
+            time.sleep(1e-3)
+        while len(open_) > random.integers(0, 3):
+            number, pending = open_.pop(int(random.integers(0, len(open_))))
+            found, counts = pending.wait()
+            assert counts == [number + peer for peer in range(num_ranks)]
+            expected = number * num_ranks + np.arange(num_ranks)
+            assert (found == expected[:, None]).all(), (number, found[:, 0], found[:, -1])
+        if exchange % 50 == 0:
+            assert (group.all_gather_row([exchange])[:, 0] == exchange).all()
+    for _, pending in open_:
+        pending.wait()
+    group.close()
+
+
+def _leave(rank: int, num_ranks: int, info: GroupInfo, how: str) -> tuple[str, str, float]:
+    """The last rank goes away in some manner; the others say what they saw, and after how long."""
+    group = SharedMemoryGroup(
+        info.name, rank, num_ranks, slot_bytes=(64,), timeout_s=1, row_timeout_s=0.3
+    )
+    group.all_gather_row([rank])
+    if rank == num_ranks - 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "sleep":
+            time.sleep(2.5)
+        group.close()
+        return "", "", 0
+    start = time.monotonic()
+    try:
+        if how == "sleep":
+            group.channels[0].begin()
+            pending = group.channels[0].publish(0, lambda parity, counts: None)
+            with pytest.raises(TimeoutError, match="publish exchange 1 of channel 0 within 1 s"):
+                pending.wait()
+            with pytest.raises(TimeoutError):  # and says so again
+                pending.wait()
+            start = time.monotonic()
+        group.all_gather_row([rank])
+    except OSError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    finally:
+        time.sleep(0.2)  # the other waiting rank must find the lost one, not this one
+        group.close()
+    raise AssertionError("the missing rank was not noticed")
+
+
+def _attach_alone(rank: int, num_ranks: int, info: GroupInfo) -> tuple[str, list[str]]:
+    if rank == 1:
+        return "", []
+    with pytest.raises(TimeoutError) as error:
+        SharedMemoryGroup(info.name, rank, num_ranks, timeout_s=5, attach_timeout_s=0.3)
+    return str(error.value), _segments(info.name) if rank == 0 else []
+
+
+def _close_while_waiting(rank: int, num_ranks: int, info: GroupInfo) -> None:
+    import threading
+
+    group = SharedMemoryGroup(info.name, rank, num_ranks, timeout_s=20)
+    if rank == 0:
+        threading.Timer(0.2, group.close).start()
+        with pytest.raises(PeerLeftError, match="this rank left"):
+            group.all_gather_row([0])
+    else:
+        time.sleep(0.5)
+        group.close()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_rows_of_all_ranks(rank_pool: RankPool, num_ranks: int):  # noqa: F811
+    found = rank_pool.run(_rows, num_ranks, 300, with_group=False)
+    assert found == [[]] * num_ranks  # unlinked while in use
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_slots_survive_2000_exchanges(rank_pool: RankPool, num_ranks: int):  # noqa: F811
+    rank_pool.run(_stress, num_ranks, 2000, with_group=False)
+
+
+def test_a_late_rank_is_named(rank_pool: RankPool):  # noqa: F811
+    found = rank_pool.run(_leave, 3, "sleep", with_group=False)
+    for name, text, waited in found[:2]:
+        assert name == "TimeoutError"
+        assert text == "rank 2 did not send its row within 0.3 s"
+        assert 0.3 <= waited < 1
+
+
+def test_a_rank_that_leaves_is_noticed_at_once(rank_pool: RankPool):  # noqa: F811
+    for name, text, waited in rank_pool.run(_leave, 3, "close", with_group=False)[:2]:
+        assert name == "PeerLeftError" and "rank 2 left the group" in text
+        assert waited < 0.25
+
+
+def test_a_killed_rank_is_noticed_at_once():
+    pool = RankPool(2)
+    try:
+        name, text, waited = pool.outcomes(_leave, 2, "kill", with_group=False)[0]
+    finally:
+        pool.close()
+    assert name == "PeerLeftError" and "rank 1 died" in text
+    assert waited < 0.25
+
+
+def test_close_ends_a_wait_in_another_thread(rank_pool: RankPool):  # noqa: F811
+    rank_pool.run(_close_while_waiting, 2, with_group=False)
+
+
+def test_a_rank_that_never_attaches(rank_pool: RankPool):  # noqa: F811
+    found = rank_pool.run(_attach_alone, 3, with_group=False)
+    assert found[0] == ("rank 1 did not attach within 0.3 s", []) or "rank 1, 2" in found[0][0]
+    assert "did not" in found[2][0]
+
+
+def test_too_little_shared_memory_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shm, "SHM_FOLDER", tmp_path)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="max_num_batched_tokens") as error:
+        SharedMemoryGroup("full", 0, 1, slot_bytes=(2**20,), timeout_s=1)
+    assert error.value.errno == errno.ENOSPC and "needs 2.0 MiB" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
