@@ -31,14 +31,13 @@ _UNUSED_BITS = np.uint64(11)
 
 @dataclass(frozen=True)
 class Filters:
-    """Which filters any of the F filtered rows has: what no row has need not be computed.
+    """Whether any of the F filtered rows has top_k, top_p: what no row has is not computed.
 
     max_top_k bounds every row's: below the size of the vocabulary, no full sort is needed.
     """
 
     top_k: bool
     top_p: bool
-    min_p: bool
     max_top_k: int
 
 
@@ -76,6 +75,8 @@ class SamplingTable:
         self._greedy = np.ones(max_num_seqs, dtype=bool)
         self._filtered = np.zeros(max_num_seqs, dtype=bool)
         self._keys = np.zeros(max_num_seqs, dtype=np.uint64)
+        self._last_key: bytes | None = None
+        self._last = ALL_GREEDY
 
     def set(self, row: int, params: SamplingParams) -> None:
         """A request moves into slot `row`."""
@@ -93,22 +94,32 @@ class SamplingTable:
         )
         seed = np.array([params.seed % 2**64], dtype=np.uint64)
         self._keys[row] = _mix(seed)[0]
+        self._last_key = None
 
     def batch(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
         """rows int64 [B] slots; positions int64 [B], the position that each new token will have."""
+        key = rows.tobytes()
+        if key != self._last_key:  # the same rows decode step after step
+            self._last_key, self._last = key, self._gather(rows)
+        if self._last.values is None:
+            return ALL_GREEDY
+        values = self._last.values.copy()  # the last one may still be on its way to the device
+        values[:, _UNIFORM] = uniforms(self._keys[rows], positions)
+        return SamplingBatch(values, self._last.rows, self._last.filters)
+
+    def _gather(self, rows: np.ndarray) -> SamplingBatch:
+        """All but the random numbers."""
         if self._greedy[rows].all():
             return ALL_GREEDY
         values = np.empty((len(rows), _NUM_COLUMNS))
         values[:, :_UNIFORM] = self._values[rows]
-        values[:, _UNIFORM] = uniforms(self._keys[rows], positions)
         filtered_rows = np.flatnonzero(self._filtered[rows])
         if not len(filtered_rows):
             return SamplingBatch(values)
-        top_k, top_p, min_p = values[filtered_rows, _TOP_K:_UNIFORM].T
+        top_k, top_p = values[filtered_rows, _TOP_K:_MIN_P].T
         filters = Filters(
             top_k=bool(top_k.min() < _ALL),
             top_p=bool((top_p < 1).any()),
-            min_p=bool(min_p.any()),
             max_top_k=int(top_k.max()),
         )
         return SamplingBatch(values, filtered_rows, filters)

@@ -75,12 +75,14 @@ any_params = st.builds(
 def test_filters_equal_the_reference(rows: list[tuple[list[int], SamplingParams]]) -> None:
     logits_FV = torch.tensor([eighths for eighths, _ in rows]) / 8
     weights_FV = (logits_FV - logits_FV.amax(1, keepdim=True)).exp()
-    columns = [
-        torch.tensor([float(getattr(params, name)) for _, params in rows], dtype=torch.float64)
-        for name in ("top_k", "top_p", "min_p")
-    ]
-    max_top_k = int(columns[0].max()) if columns[0].all() else 0
-    kept_FV = filter_weights(weights_FV, *columns, max_top_k)
+    batch = SamplingBatch.from_rows([params for _, params in rows], np.zeros(len(rows), int))
+    if batch.filters is None:
+        return
+    assert batch.values is not None and batch.rows is not None
+    values_F6 = torch.from_numpy(batch.values[batch.rows])
+    weights_FV = weights_FV[batch.rows]
+    rows = [rows[row] for row in batch.rows]
+    kept_FV = filter_weights(weights_FV, values_F6, batch.filters)
     for weights_V, kept_V, (_, params) in zip(weights_FV, kept_FV, rows, strict=True):
         expected = reference_kept(weights_V.numpy(), params)
         assert ((kept_V > 0).numpy() == expected).all()
@@ -222,7 +224,7 @@ def test_slots_are_reused() -> None:
     assert table.batch(np.array([2]), np.array([7])) is ALL_GREEDY
     table.set(2, make(seed=5))
     batch = table.batch(np.array([2, 0]), np.array([7, 7]))
-    assert batch.filtered is not None and len(batch.filtered) == 0
+    assert batch.filters is None
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(4))
     assert sample(logits, batch).tolist() == [
         draw(logits[:1], [make(seed=5)], [7])[0],
