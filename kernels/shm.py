@@ -138,7 +138,7 @@ class SharedMemoryGroup:
             ]
             self.words[rank * LINE] = 1
             attached = [peer * LINE for peer in self.peers]
-            self.wait_words(attached, 1, max(0.0, deadline - time.monotonic()), "attach")
+            self.wait_words(attached, 1, attach_timeout_s, "attach")
         finally:
             if rank == 0:
                 path.unlink(missing_ok=True)

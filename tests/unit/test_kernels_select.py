@@ -1,0 +1,137 @@
+"""Backends are chosen with reasons; a named one that cannot run is an error that says what works."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import select
+from kernels.attention.base import AttentionSpec
+from kernels.config import KernelsConfig
+from kernels.placement import ExpertPlacement
+from kernels.select import Capabilities, KernelChoiceError
+
+CPU = Capabilities("cpu", {})
+CUDA = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
+SHAPE: dict[str, Any] = {"dtype": torch.bfloat16, "hidden_size": 128, "expert_width": 64}
+
+
+def choose(
+    capabilities: Capabilities = CPU, num_ranks: int = 2, num_nodes: int = 1, **names: Any
+) -> select.Selection:
+    shape = {key: names.pop(key, default) for key, default in SHAPE.items()}
+    config = KernelsConfig(**names)
+    return select.select(config, capabilities, num_ranks=num_ranks, num_nodes=num_nodes, **shape)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "num_ranks", "num_nodes", "expected"),
+    [
+        (CPU, 1, 1, "local"),
+        (CUDA, 1, 1, "local"),
+        (CPU, 2, 1, "shm"),
+        (CPU, 4, 2, "torch_dist"),
+        (CUDA, 4, 1, "allgather"),
+        (Capabilities("cpu", {"shm": "no /dev/shm"}), 2, 1, "torch_dist"),
+    ],
+)
+def test_auto_all2all(capabilities: Capabilities, num_ranks: int, num_nodes: int, expected: str):
+    selection = choose(capabilities, num_ranks, num_nodes)
+    assert selection.names()["all2all"] == expected
+    assert selection.reasons()["all2all"].startswith("auto: ")
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "changes", "expected"),
+    [
+        (CPU, {}, "torch_grouped"),
+        (CPU, {"dtype": torch.float32}, "torch_grouped"),
+        (CUDA, {}, "torch_grouped"),
+        (CUDA, {"dtype": torch.float32}, "reference"),
+        (CPU, {"hidden_size": 129}, "reference"),
+        (CPU, {"expert_width": 60}, "reference"),
+        (Capabilities("cpu", {"torch_grouped": "too old"}), {}, "reference"),
+    ],
+)
+def test_auto_grouped_gemm(capabilities: Capabilities, changes: dict, expected: str):
+    assert choose(capabilities, **changes).grouped_gemm.name == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "says"),
+    [
+        ({"all2all": "local"}, "kernels.all2all", "cluster.ranks is 2.*shm"),
+        ({"all2all": "shm", "num_nodes": 2}, "kernels.all2all", "cluster.nodes is 2.*torch_dist"),
+        ({"all2all": "shm", "num_ranks": 1}, "kernels.all2all", "only one rank.*local"),
+        ({"all2all": "shm", "capabilities": CUDA}, "kernels.all2all", "CPU tensors.*allgather"),
+        (
+            {"grouped_gemm": "torch_grouped", "expert_width": 60},
+            "kernels.grouped_gemm",
+            "expert width 60 in bfloat16 has 120.*reference",
+        ),
+        (
+            {"grouped_gemm": "torch_grouped", "capabilities": CUDA, "dtype": torch.float32},
+            "kernels.grouped_gemm",
+            "bfloat16 only, model.dtype is float32",
+        ),
+    ],
+)
+def test_a_named_backend_that_cannot_run(arguments: dict, key: str, says: str):
+    with pytest.raises(KernelChoiceError, match=says) as error:
+        choose(**arguments)
+    assert error.value.key == key and isinstance(error.value, ValueError)
+    assert str(error.value).startswith(f"{key}: {error.value.value!r}")
+
+
+def test_named_backends_are_taken():
+    selection = choose(CPU, 3, all2all="allgather", grouped_gemm="reference", attention="sdpa")
+    expected = {"all2all": "allgather", "grouped_gemm": "reference", "attention": "sdpa"}
+    assert selection.names() == expected
+    assert set(selection.reasons().values()) == {"named in the configuration"}
+
+
+def test_probe_refuses_shared_memory_where_it_is_unsafe(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "aarch64" in select.probe("cpu").missing["shm"]
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert select.probe("cpu").missing == {}
+    monkeypatch.setattr("kernels.select.SHM_FOLDER", "/no/such/folder")
+    assert "not writable" in select.probe("cpu").missing["shm"]
+
+
+def test_build_one_rank():
+    selection = choose(num_ranks=1)
+    context = select.KernelContext(
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        rank=0,
+        num_ranks=1,
+        group=None,
+        shared_memory=None,
+        placement=ExpertPlacement(4, 1),
+        hidden_size=128,
+        top_k=2,
+        max_num_tokens=16,
+        attention=AttentionSpec(4, 2, 8, 4, 1.0),
+    )
+    kernels = select.build(selection, context)
+    built = [kernels.all2all.name, kernels.grouped_gemm.name, kernels.attention.name]
+    assert built == list(selection.names().values())
+    several = replace(context, num_ranks=2)
+    with pytest.raises(AssertionError, match="needs a SharedMemoryGroup"):
+        select.build(choose(num_ranks=2), several)
+
+
+def test_buffer_bytes_grow_with_what_is_exchanged():
+    def buffers(all2all: str, num_ranks: int, max_num_tokens: int = 256) -> int:
+        selection = choose(num_ranks=num_ranks, all2all=all2all)
+        return select.buffer_bytes(
+            selection, num_ranks=num_ranks, top_k=4, max_num_tokens=max_num_tokens, **SHAPE
+        )
+
+    alone = buffers("local", 1)
+    assert alone == 256 * 4 * (2 * 128 + 3 * 64) * 2  # activations only
+    for name in ("shm", "torch_dist", "allgather"):
+        assert alone < buffers(name, 2) < buffers(name, 4)
+        assert buffers(name, 2, 512) > 1.9 * buffers(name, 2, 256)
