@@ -1,0 +1,74 @@
+"""2,000 steps of random arrivals, aborts and idle ranks: no hang, and everybody gets what they would get alone."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
+from workers.checkpoint import make_checkpoint
+from workers.request import EngineRequest
+
+NUM_RANKS, NUM_STEPS, MAX_LEN = 4, 2000, 192
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("traffic") / "model"
+    make_checkpoint(path, num_layers=2, hidden_size=64, num_experts=6, num_experts_per_tok=2, head_dim=32)
+    return path
+
+
+def random_request(chance: random.Random, name: str) -> EngineRequest:
+    prompt = [chance.randrange(256) for _ in range(chance.choice([1, 2, 7, 30, 90]))]
+    params = {"max_tokens": chance.randint(1, 12)}
+    if chance.random() < 0.5:
+        params.update(temperature=0.9, top_k=20, seed=chance.randrange(2**63))
+    if chance.random() < 0.2:
+        params["stop_token_ids"] = frozenset(range(0, 256, 5))
+    return make_request(name, prompt, **params)
+
+
+def random_traffic(chance: random.Random) -> list[Event]:
+    """Bursts and quiet spells; some ranks get nothing for hundreds of steps."""
+    events, step, number = [], 0, 0
+    while step < NUM_STEPS:
+        awake = chance.sample(range(NUM_RANKS), chance.randint(1, NUM_RANKS))
+        for _ in range(chance.randint(1, 30)):
+            step += chance.choice([0, 0, 0, 1, 3])
+            rank = chance.choice(awake)
+            events.append(Event(step, rank, random_request(chance, str(number))))
+            if chance.random() < 0.2:
+                events.append(Event(step + chance.randint(0, 12), rank, abort=str(number)))
+            number += 1
+        step += chance.choice([0, 20, 60])
+    return sorted(events, key=lambda event: event.step)
+
+
+@pytest.mark.parametrize("all2all", ["shm", "torch_dist"])
+def test_everybody_gets_what_they_would_get_alone(rank_pool, checkpoint, all2all):
+    events = random_traffic(random.Random(all2all))
+    limits = {"model": {"max_model_len": MAX_LEN}, "cache": {"num_blocks": 26, "block_size": 8}}
+    config = rank_config(
+        checkpoint,
+        NUM_RANKS,
+        kernels={"all2all": all2all},
+        scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 48},
+        **limits,
+    )
+    results = run_engines(rank_pool, config, events, max_steps=2 * NUM_STEPS, timeout_s=240)
+    assert len({result.num_steps for result in results}) == 1
+    assert sum(result.num_preemptions for result in results) > 0
+
+    requests = {e.request.request_id: e.request for e in events if e.request is not None}
+    aborted = {event.abort for event in events if event.abort is not None}
+    tokens = {name: ids for result in results for name, ids in result.tokens.items()}
+    finished = {name for result in results for name in result.reasons}
+    assert requests.keys() - aborted <= finished, "a request that nobody aborted did not finish"
+    assert not any(result.errors for result in results)
+
+    alone = rank_config(checkpoint, 1, scheduler={"max_num_seqs": 1}, **limits)
+    one_by_one = [Event(0, 0, requests[name]) for name in finished]
+    (expected,) = run_engines(rank_pool, alone, one_by_one, max_steps=50_000, timeout_s=240)
+    different = [name for name in finished if tokens[name] != expected.tokens[name]]
+    assert not different, f"{len(different)} of {len(finished)} differ, such as {different[:3]}"
