@@ -133,7 +133,8 @@ class EngineClient:
             self._router.release(entry.rank, entry.num_tokens)
 
     async def _pump(self, rank: int) -> None:
-        """Hand what a rank's stream brings to the requests that wait for it."""
+        """Hand what a rank's stream brings to the requests that wait for it, until the rank is gone."""
+        reason = "its stream ended"
         try:
             stream = self._ranks[rank].stream.remote(self._ingress_id)
             async for item in stream:
@@ -141,10 +142,13 @@ class EngineClient:
                     entry = self._open.get(output.request_id)
                     if entry is not None:  # otherwise it was closed a moment ago
                         entry.outputs.put_nowait(output)
-        except RayError as error:
-            # The supervisor knows the reason better than the broken stream does.
-            await self._ask_supervisor()
-            self._fail(f"rank {rank} is gone: {type(error).__name__}")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        # The supervisor knows the reason better than the broken stream does.
+        await self._ask_supervisor()
+        self._fail(f"rank {rank}: {reason}")
 
     async def _beat(self) -> None:
         """Renew this ingress's lease and learn of failures that no stream shows."""

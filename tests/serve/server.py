@@ -1,0 +1,94 @@
+"""A real server in a process of its own, as a person starts it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 150
+
+
+class Server:
+    """A running `phalanx serve`."""
+
+    def __init__(self, config: Path, port: int, log: Path):
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        command = [sys.executable, "-m", "cluster.cli", "serve", str(config)]
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy()
+            )
+
+    def wait_ready(self) -> None:
+        """Until it prints its URL; fails with its output when it ends or takes too long."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not re.search(r"^ready in .*http", self.log.read_text(), re.M):
+            assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
+            assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
+            time.sleep(0.2)
+
+    def descendants(self) -> list[psutil.Process]:
+        """Every process that the server started, at any depth."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the rank actors."""
+        return [p for p in self.descendants() if "RankActor" in " ".join(p.cmdline())]
+
+    def stop(self, number: int = signal.SIGINT) -> tuple[float, list[psutil.Process]]:
+        """Seconds until it ended, and what it left running."""
+        started = time.monotonic()
+        family = self.descendants() if self.process.poll() is None else []
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        self.process.wait(30)
+        seconds = time.monotonic() - started
+        _, alive = psutil.wait_procs(family, timeout=max(0.0, 10 - seconds))
+        for process in alive:
+            process.kill()
+        return seconds, alive
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) -> Path:
+    """A YAML for `checkpoint` on `port`."""
+    values = {
+        "model": {"path": str(checkpoint), "max_model_len": 512},
+        "cluster": {"ranks": 2, "device": "cpu"},
+        "cache": {"num_blocks": 256},
+        "serve": {"port": port, "model_name": "tiny"},
+    }
+    for name, changes in sections.items():
+        values[name] = {**values.get(name, {}), **changes}
+    path = folder / "server.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@contextmanager
+def running(folder: Path, checkpoint: Path, **sections: dict) -> Iterator[Server]:
+    """A ready server; stopped at the end whatever happens."""
+    port = free_port()
+    server = Server(write_config(folder, checkpoint, port, **sections), port, folder / "log")
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.stop()
