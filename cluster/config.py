@@ -93,6 +93,15 @@ class PhalanxConfig(Section):
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
 
+def json_schema() -> dict[str, Any]:
+    """JSON schema of the YAML, for editors; committed as configs/schema.json."""
+    schema = PhalanxConfig.model_json_schema()
+    for node in (schema, *schema["$defs"].values()):
+        for field in node["properties"].values():
+            field.pop("title", None)  # the key in other letters
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
     """Read a YAML and lay `key.path=value` overrides (values in YAML) over it.
 

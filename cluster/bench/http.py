@@ -1,0 +1,212 @@
+"""A small HTTP/1.1 client for load generation: one keep-alive connection, bodies handed over as they come.
+
+Why not an HTTP library: the client shares its cores with the server under test, and a library costs
+more per streamed chunk than the server spends on a token. Knows nothing of OpenAI's formats.
+"""
+
+import asyncio
+import contextlib
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+HEADER_END = b"\r\n\r\n"
+MAX_HEADER_BYTES = 64 * 1024
+BodySink = Callable[[bytes, float], None]
+
+
+class HttpError(Exception):
+    """The exchange broke off; the message is short enough to count errors by."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server listens, from its base URL."""
+
+    host: str
+    port: int
+    prefix: str
+    tls: bool
+
+    @classmethod
+    def parse(cls, url: str) -> "Endpoint":
+        """`http://host:8000` with or without `/v1`, which every path starts with anyway."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"--url {url!r} is not of the form http://host:port")
+        tls = parts.scheme == "https"
+        prefix = parts.path.rstrip("/").removesuffix("/v1")
+        return cls(parts.hostname, parts.port or (443 if tls else 80), prefix, tls)
+
+
+@dataclass
+class Response:
+    """A finished response. `body` is empty when a sink took it."""
+
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
+
+
+class Connection(asyncio.Protocol):
+    """One connection, one request at a time; opened again when the server closed it."""
+
+    def __init__(self, endpoint: Endpoint, headers: dict[str, str]):
+        self._endpoint = endpoint
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[Response] | None = None
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        timeout_s: float,
+        sink: BodySink | None = None,
+    ) -> Response:
+        """Send and read to the end of the body. `sink` gets the body of a 200 as it arrives.
+
+        Raises HttpError or TimeoutError; the connection is closed then, and opened again next time.
+        """
+        if self._transport is None or self._transport.is_closing():
+            await self._connect(timeout_s)
+        assert self._transport is not None
+        self._response = Response()
+        self._sink = sink
+        self._pending = b""
+        self._in_body = False
+        self._done = asyncio.get_running_loop().create_future()
+        endpoint = self._endpoint
+        head = (
+            f"{method} {endpoint.prefix}{path} HTTP/1.1\r\nHost: {endpoint.host}:{endpoint.port}\r\n"
+            f"Accept: */*\r\nContent-Type: application/json\r\n{self._head}"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        self._transport.write(head.encode() + body)
+        try:
+            return await asyncio.wait_for(self._done, timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Drop the connection."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+
+    async def _connect(self, timeout_s: float) -> None:
+        endpoint = self._endpoint
+        context = ssl.create_default_context() if endpoint.tls else None
+        loop = asyncio.get_running_loop()
+        opening = loop.create_connection(lambda: self, endpoint.host, endpoint.port, ssl=context)
+        try:
+            await asyncio.wait_for(opening, timeout_s)
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise HttpError(f"cannot connect: {error.strerror or error}") from error
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the loop."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Called by the loop; ends a body without a length, breaks off any other."""
+        self._transport = None
+        if self._done is None or self._done.done():
+            return
+        if self._in_body and self._framing == "close":
+            self._finish()
+        else:
+            self._done.set_exception(HttpError("connection closed"))
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the loop, once for what one read brought."""
+        now = time.perf_counter()
+        if self._done is None or self._done.done():
+            return  # after the end of a body: nothing that belongs to a request
+        try:
+            if not self._in_body:
+                data = self._read_head(self._pending + data)
+                if not self._in_body:
+                    return
+            self._read_body(data, now)
+        except (ValueError, HttpError) as error:
+            kind = error if isinstance(error, HttpError) else HttpError("malformed response")
+            self._done.set_exception(kind)
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Parse status and headers when they are complete; what follows them, or b""."""
+        head, end, rest = data.partition(HEADER_END)
+        if not end:
+            self._pending = data
+            if len(data) > MAX_HEADER_BYTES:
+                raise HttpError("malformed response")
+            return b""
+        status_line, *lines = head.decode("latin-1").split("\r\n")
+        self._response.status = int(status_line.split(" ", 2)[1])
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(":")
+            headers[name.strip().lower()] = value.strip()
+        self._response.headers = headers
+        self._pending = b""
+        if self._response.status == 100:
+            return self._read_head(rest)
+        if self._response.status != 200:
+            self._sink = None
+        self._in_body = True
+        self._left = int(headers.get("content-length", 0))
+        if "chunked" in headers.get("transfer-encoding", "").lower():
+            self._framing = "chunked"
+        else:
+            self._framing = "length" if "content-length" in headers else "close"
+        return rest
+
+    def _read_body(self, data: bytes, now: float) -> None:
+        if self._framing == "chunked":
+            self._read_chunks(self._pending + data if self._pending else data, now)
+            return
+        if data:
+            self._give(data, now)
+        self._left -= len(data)
+        if self._framing == "length" and self._left <= 0:
+            self._finish()
+
+    def _read_chunks(self, data: bytes, now: float) -> None:
+        position = 0
+        while True:
+            line_end = data.find(b"\r\n", position)
+            if line_end < 0:
+                break
+            size = int(data[position:line_end].split(b";", 1)[0], 16)
+            start, end = line_end + 2, line_end + 2 + size
+            if size == 0:
+                if data.find(HEADER_END, line_end) < 0:
+                    break
+                self._finish()
+                return
+            if len(data) < end + 2:
+                break
+            self._give(data[start:end], now)
+            position = end + 2
+        self._pending = data[position:]
+
+    def _give(self, data: bytes, now: float) -> None:
+        if self._sink is not None:
+            self._sink(data, now)
+        else:
+            self._response.body += data
+
+    def _finish(self) -> None:
+        assert self._done is not None
+        self._done.set_result(self._response)
+        if self._response.headers.get("connection", "").lower() == "close":
+            with contextlib.suppress(RuntimeError):
+                self.close()

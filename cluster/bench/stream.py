@@ -1,0 +1,104 @@
+"""Reads one streamed OpenAI answer with as little work a chunk as possible, and times it.
+
+Only the chunks up to the first output, the ones with usage and the ones with an error are parsed as
+JSON; the others are counted. Tokens are counted by the server's usage, since a chunk may hold none
+or many. Knows nothing of sockets.
+"""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Answer:
+    """What one request brought. Times are perf_counter seconds; chunk_times hold chunks with output."""
+
+    started: float
+    ended: float = 0.0
+    chunk_times: list[float] = field(default_factory=list)
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    error: str | None = None
+
+    @property
+    def first(self) -> float:
+        """When the first output arrived."""
+        return self.chunk_times[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens by usage; by chunks where the server sends none."""
+        if self.completion_tokens is None:
+            return len(self.chunk_times)
+        return self.completion_tokens
+
+
+class EventReader:
+    """Splits server-sent events and files them into an Answer. `feed` is a BodySink."""
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._tail = b""
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Take what one read brought at time `now`."""
+        if self._tail:
+            data = self._tail + data
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._tail = data.split(b"\n\n")
+        times = self._answer.chunk_times
+        for event in events:
+            if times and event.startswith(b"data: {") and not _is_special(event):
+                times.append(now)
+            else:
+                self._parse(event, now)
+
+    def _parse(self, event: bytes, now: float) -> None:
+        for line in event.split(b"\n"):
+            payload = line.removeprefix(b"data:").strip()
+            if not line.startswith(b"data:") or payload == b"[DONE]":
+                continue
+            try:
+                chunk = json.loads(payload)
+            except ValueError:
+                self._answer.error = "malformed event"
+                return
+            self._file(chunk, now)
+
+    def _file(self, chunk: dict[str, Any], now: float) -> None:
+        if chunk.get("error"):
+            self._answer.error = f"stream: {_error_kind(chunk['error'])}"
+        usage = chunk.get("usage")
+        if usage:
+            self._answer.prompt_tokens = usage.get("prompt_tokens")
+            self._answer.completion_tokens = usage.get("completion_tokens")
+        if any(_has_output(choice) for choice in chunk.get("choices") or ()):
+            self._answer.chunk_times.append(now)
+
+
+def _is_special(event: bytes) -> bool:
+    """Whether a chunk may hold more than output. Quotes in a JSON text are escaped: only keys match."""
+    return (
+        b'"completion_tokens"' in event
+        or b'"finish_reason":"' in event
+        or b'"finish_reason": "' in event
+        or b'"error"' in event
+    )
+
+
+def _has_output(choice: dict[str, Any]) -> bool:
+    """Whether a choice is more than the announcement of a role, or of the end."""
+    delta = choice.get("delta")
+    if delta is None:
+        return bool(choice.get("text")) or choice.get("finish_reason") is None
+    if any(delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")):
+        return True
+    return "role" not in delta and choice.get("finish_reason") is None
+
+
+def _error_kind(error: Any) -> str:
+    if isinstance(error, dict):
+        return str(error.get("type") or error.get("code") or error.get("message"))[:80]
+    return str(error)[:80]

@@ -1,0 +1,276 @@
+"""`phalanx check`: what a configuration comes to on this machine. Starts nothing, allocates nothing.
+
+The rank table and the memory figures are arithmetic; only the backends and warnings look at the
+machine.
+"""
+
+import importlib.metadata
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
+from kernels import select
+from kernels.placement import ExpertPlacement
+from kernels.shm import segment_bytes
+from workers.config import RankConfig
+from workers.kv_cache import kv_block_bytes
+from workers.models.config import Qwen3MoeConfig, load_model_config
+from workers.models.loader import rank_weight_bytes
+
+INT64 = 8
+MEGABYTE = 10**6
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRow:
+    """One rank: where it runs, which experts it holds, what it keeps in memory.
+
+    `kv_bytes` is None where the size is measured when the rank starts.
+    """
+
+    rank: int
+    node: int
+    device: str
+    experts: str
+    weight_bytes: int
+    kv_bytes: int | None
+    buffer_bytes: int
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Everything the command prints."""
+
+    config: dict[str, Any]
+    ranks: list[RankRow]
+    backends: dict[str, dict[str, str]]
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes."""
+        return asdict(self)
+
+
+def check(config: PhalanxConfig) -> CheckReport:
+    """Resolve a valid configuration. Raises KernelChoiceError when a named backend cannot run."""
+    rank_config = resolve_rank_config(config)
+    model = load_model_config(config.model.path)
+    dtype = getattr(torch, str(rank_config.model.dtype))
+    selection = select.select(
+        config.kernels,
+        _capabilities(rank_config.device),
+        num_ranks=rank_config.num_ranks,
+        num_nodes=rank_config.num_nodes,
+        dtype=dtype,
+        hidden_size=model.hidden_size,
+        expert_width=model.moe_intermediate_size,
+    )
+    ranks = _rank_rows(rank_config, model, dtype, selection.names()["all2all"])
+    reasons = selection.reasons()
+    return CheckReport(
+        config=_resolved_tree(config, rank_config),
+        ranks=ranks,
+        backends={
+            family: {"name": name, "reason": reasons[family]}
+            for family, name in selection.names().items()
+        },
+        warnings=list(_warnings(config, rank_config, model, ranks)),
+    )
+
+
+def _capabilities(device: str) -> select.Capabilities:
+    if device == "cuda" and not torch.cuda.is_available():
+        return select.Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
+    return select.probe(device)
+
+
+def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:
+    tree = config.model_dump()
+    tree["model"] = rank_config.model.model_dump()
+    tree["cache"] = rank_config.cache.model_dump()
+    tree["cluster"] |= {"device": rank_config.device, "threads_per_rank": rank_config.threads}
+    return tree
+
+
+def _rank_rows(
+    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, all2all: str
+) -> list[RankRow]:
+    placement = ExpertPlacement(model.num_experts, config.num_ranks)
+    per_node = config.num_ranks // config.num_nodes
+    kv_bytes = None
+    if config.cache.num_blocks != "auto":
+        kv_bytes = config.cache.num_blocks * kv_block_bytes(model, config.cache.block_size, dtype)
+    buffer_bytes = _buffer_bytes(config, model, dtype, all2all)
+    rows = []
+    for rank in range(config.num_ranks):
+        node, index = divmod(rank, per_node)
+        weight_bytes = rank_weight_bytes(model, placement, rank, config.model.dtype)
+        row = RankRow(
+            rank=rank,
+            node=node,
+            device=f"cuda:{index}" if config.device == "cuda" else "cpu",
+            experts=_expert_range(placement.local_experts(rank)),
+            weight_bytes=weight_bytes,
+            kv_bytes=_gpu_kv_bytes(config, weight_bytes) if kv_bytes is None else kv_bytes,
+            buffer_bytes=buffer_bytes,
+        )
+        rows.append(row)
+    return rows
+
+
+def _expert_range(experts: range) -> str:
+    return f"{experts.start}-{experts.stop - 1}" if experts else "none"
+
+
+def _gpu_kv_bytes(config: RankConfig, weight_bytes: int) -> int | None:
+    """An upper bound where a GPU can be asked; the rank measures after a profiling forward."""
+    if config.device != "cuda" or not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(0).total_memory
+    return max(0, int(total * config.cache.memory_fraction) - weight_bytes)
+
+
+def _buffer_bytes(
+    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, all2all: str
+) -> int:
+    """What a rank keeps or briefly needs beside weights and cache in its largest step.
+
+    Inputs of the step, the logits of a full batch in float32, the widest activations (hidden states
+    and the routed rows of the experts), and this rank's part of the shared memory of `shm`.
+    """
+    scheduler = config.scheduler
+    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
+    inputs = INT64 * (3 * tokens + seqs + 2 * seqs * blocks)
+    logits = 4 * seqs * model.vocab_size
+    routed_width = model.num_experts_per_tok * (
+        2 * model.hidden_size + 3 * model.moe_intermediate_size
+    )
+    activations = tokens * dtype.itemsize * (4 * model.hidden_size + routed_width)
+    shared = 0
+    if all2all == "shm":
+        slots = select.shared_memory_slots(
+            num_ranks=config.num_ranks,
+            dtype=dtype,
+            hidden_size=model.hidden_size,
+            top_k=model.num_experts_per_tok,
+            max_num_tokens=tokens,
+        )
+        shared = segment_bytes(config.num_ranks, slots) // config.num_ranks
+    return inputs + logits + activations + shared
+
+
+def _warnings(
+    config: PhalanxConfig, rank_config: RankConfig, model: Qwen3MoeConfig, ranks: list[RankRow]
+) -> Iterator[str]:
+    per_node = rank_config.num_ranks // rank_config.num_nodes
+    if rank_config.device == "cuda":
+        found = torch.cuda.device_count()
+        if found < per_node:
+            yield (
+                f"cluster.device is cuda with {per_node} rank(s) a node, this machine has {found} "
+                "GPU(s); backends are chosen as if they were there"
+            )
+    else:
+        yield from _cpu_warnings(rank_config, ranks[:per_node])
+    if rank_config.num_ranks > model.num_experts:
+        yield (
+            f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "
+            f"{rank_config.num_ranks - model.num_experts} rank(s) hold none"
+        )
+    if not _is_loopback(config.serve.host):
+        yield f"serve.host is {config.serve.host}: whoever can reach this machine can use the model"
+    version = foreign_kernels_version()
+    if version is not None:
+        yield (
+            f"the distribution 'kernels' {version} is installed and shares its name with a package "
+            "of Phalanx; transformers then fails to import models. Run: pip uninstall kernels"
+        )
+
+
+def _cpu_warnings(config: RankConfig, node_ranks: list[RankRow]) -> Iterator[str]:
+    cores = available_cores()
+    if config.threads * len(node_ranks) > max(cores, len(node_ranks)):
+        yield (
+            f"cluster.threads_per_rank {config.threads} times {len(node_ranks)} ranks a node is "
+            f"more than the {cores} cores here"
+        )
+    needed = sum(row.weight_bytes + (row.kv_bytes or 0) + row.buffer_bytes for row in node_ranks)
+    available = available_memory()
+    if available is not None and needed > available:
+        yield (
+            f"the ranks of a node need {_size(needed)}, this machine has {_size(available)} "
+            "available; lower cache.cpu_memory_gib or cache.num_blocks"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that processes can still take on this machine, None where that is not known."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return None
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def foreign_kernels_version() -> str | None:
+    """Version of the installed distribution named `kernels`, which clashes with our package."""
+    try:
+        return importlib.metadata.version("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def render(report: CheckReport, console: Console) -> None:
+    """Print a report for people."""
+    console.print("configuration", style="bold")
+    for section, values in report.config.items():
+        console.print(f"  {section}")
+        for key, value in values.items():
+            console.print(f"    {key:<24}{'null' if value is None else value}")
+    console.print(_rank_table(report.ranks))
+    console.print("backends", style="bold")
+    for family, choice in report.backends.items():
+        console.print(f"  {family:<14}{choice['name']:<15}{choice['reason']}")
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+
+
+def _rank_table(ranks: list[RankRow]) -> Table:
+    table = Table(title="ranks", title_justify="left", title_style="bold", box=None)
+    for name in ("rank", "node", "device", "experts"):
+        table.add_column(name)
+    for name in ("weights", "KV blocks", "buffers"):
+        table.add_column(name, justify="right")
+    for row in ranks:
+        kv = "measured at start" if row.kv_bytes is None else _size(row.kv_bytes)
+        table.add_row(
+            str(row.rank),
+            str(row.node),
+            row.device,
+            row.experts,
+            _size(row.weight_bytes),
+            kv,
+            _size(row.buffer_bytes),
+        )
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 1000 * MEGABYTE:
+        return f"{num_bytes / MEGABYTE / 1000:,.2f} GB"
+    return f"{num_bytes / MEGABYTE:,.1f} MB"

@@ -1,0 +1,172 @@
+"""The `phalanx` command. Thin: each command imports what it needs when it runs, so that help is fast.
+
+A user's mistake ends with one message on stderr and exit code 2; a server that fails, with 1.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from cluster.bench.command import bench
+
+if TYPE_CHECKING:
+    from cluster.check import CheckReport
+    from cluster.config import PhalanxConfig
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve Mixture-of-Experts language models from lockstep ranks on Ray.",
+)
+app.command()(bench)
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override one setting; repeatable."),
+]
+
+
+def main() -> None:
+    """Entry point of the console command."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"phalanx {_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def serve(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Start the server and serve until Ctrl-C."""
+    settings = _load(config, overrides)
+    from cluster.serve import ServerError, run_server
+
+    for warning in _checked(settings).warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    try:
+        run_server(settings)
+    except ServerError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def check(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what a configuration comes to: ranks, backends, memory. Starts nothing."""
+    report = _checked(_load(config, overrides))
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2))
+        return
+    from rich.console import Console
+
+    from cluster.check import render
+
+    render(report, Console(highlight=False, soft_wrap=True))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of the YAML."""
+    from cluster.config import json_schema
+
+    typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command("make-checkpoint")
+def make_checkpoint(
+    path: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    hidden_size: Annotated[int, typer.Option(min=1)] = 128,
+    experts: Annotated[int, typer.Option(min=1)] = 16,
+    experts_per_tok: Annotated[int, typer.Option(min=1)] = 4,
+    expert_size: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = 64,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    kv_heads: Annotated[int, typer.Option(min=1)] = 2,
+    head_dim: Annotated[int, typer.Option(min=2)] = 64,
+    vocab_size: Annotated[int, typer.Option(min=1)] = 512,
+    max_len: Annotated[int, typer.Option(min=1, help="Longest sequence.")] = 4096,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
+    shards: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
+    seed: int = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
+) -> None:
+    """Write a small random Qwen3-MoE checkpoint with a byte-level tokenizer, offline."""
+    from workers import checkpoint
+
+    with _user_errors(ValueError, OSError):
+        folder = checkpoint.make_checkpoint(
+            path,
+            num_layers=layers,
+            hidden_size=hidden_size,
+            num_experts=experts,
+            num_experts_per_tok=experts_per_tok,
+            moe_intermediate_size=expert_size,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=vocab_size,
+            max_position_embeddings=max_len,
+            dtype=dtype,
+            num_shards=shards,
+            seed=seed,
+            overwrite=overwrite,
+        )
+    typer.echo(f"wrote {folder}")
+
+
+def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
+    from cluster.config import ConfigError, load_config
+
+    with _user_errors(ConfigError):
+        return load_config(path, overrides or [])
+
+
+def _checked(config: "PhalanxConfig") -> "CheckReport":
+    from cluster.check import check as resolve
+    from cluster.config import ConfigError
+    from kernels.select import KernelChoiceError
+
+    with _user_errors(ConfigError, KernelChoiceError):
+        return resolve(config)
+
+
+@contextmanager
+def _user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turn a user's mistake into its message and exit code 2."""
+    try:
+        yield
+    except kinds as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+def _version() -> str:
+    try:
+        return metadata.version("phalanx")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
