@@ -55,32 +55,34 @@ def weighted_sum(
     """Sum of each row's expert outputs times their weights: [N, D] in y's dtype.
 
     y_RD in the order of `routing`; topk_weights_NK float32. A row without local experts gets zeros.
-    Accumulates in float32, always in the order of the row's top-k.
+    Accumulates in float32, in an order that depends on the routing alone.
     """
-    num_rows, top_k = topk_weights_NK.shape
-    if not y_RD.shape[0]:
-        return y_RD.new_zeros(num_rows, y_RD.shape[1])
-    pairs_R, position_R = routing.pair_R.sort()
-    row_starts = torch.arange(0, num_rows * top_k, top_k, device=y_RD.device)
-    # One fused gather-scale-add; index_add_ takes as long for 8 rows and 1.5 times as long for 512,
-    # and uses atomics (no fixed order) on CUDA.
-    out_ND = F.embedding_bag(
-        position_R,
-        y_RD.float(),
-        torch.searchsorted(pairs_R, row_starts),
-        mode="sum",
-        per_sample_weights=topk_weights_NK.reshape(-1).index_select(0, pairs_R),
-    )
-    return out_ND.to(y_RD.dtype)
+    weights_R = topk_weights_NK.reshape(-1).index_select(0, routing.pair_R)
+    return _sum(y_RD, routing.row_R, topk_weights_NK.shape[0], weights_R)
 
 
 def sum_rows(y_ND: torch.Tensor, row_N: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Sum of the y of each row: [num_rows, D] in y's dtype; zeros where there is none.
 
-    row_N int64 in 0 .. num_rows - 1. Accumulates in float32, in the order of y_ND.
+    row_N int64 in 0 .. num_rows - 1. Accumulates in float32, in an order that depends on row_N alone.
     """
-    if not y_ND.shape[0]:
-        return y_ND.new_zeros(num_rows, y_ND.shape[1])
-    sorted_row_N, position_N = row_N.sort(stable=True)
-    starts = torch.searchsorted(sorted_row_N, torch.arange(num_rows, device=y_ND.device))
-    return F.embedding_bag(position_N, y_ND.float(), starts, mode="sum").to(y_ND.dtype)
+    return _sum(y_ND, row_N, num_rows, None)
+
+
+def _sum(
+    y_ND: torch.Tensor, row_N: torch.Tensor, num_rows: int, weights_N: torch.Tensor | None
+) -> torch.Tensor:
+    if y_ND.is_cuda and y_ND.shape[0]:
+        # index_add_ uses atomics there, and so no fixed order.
+        sorted_row_N, position_N = row_N.sort(stable=True)
+        starts = torch.searchsorted(sorted_row_N, torch.arange(num_rows, device=y_ND.device))
+        if weights_N is not None:
+            weights_N = weights_N.index_select(0, position_N)
+        out_ND = F.embedding_bag(
+            position_N, y_ND.float(), starts, mode="sum", per_sample_weights=weights_N
+        )
+    else:
+        # Half the time of embedding_bag for 8 rows on a CPU, the same for 64.
+        scaled_ND = y_ND.float() if weights_N is None else y_ND * weights_N.unsqueeze(1)
+        out_ND = scaled_ND.new_zeros(num_rows, y_ND.shape[1]).index_add_(0, row_N, scaled_ND)
+    return out_ND.to(y_ND.dtype)
