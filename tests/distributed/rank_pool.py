@@ -59,12 +59,12 @@ def _call(payload: bytes) -> Any:
     """Run one call in a rank process, inside its own gloo group."""
     import torch.distributed as dist
 
-    fn, rank, num_ranks, info, with_group, args = pickle.loads(payload)
-    if with_group:
+    fn, rank, num_ranks, info, backend, args = pickle.loads(payload)
+    if backend:
         store = dist.FileStore(info.store_path, num_ranks)
         timeout = timedelta(seconds=info.timeout_s)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=num_ranks, timeout=timeout
+            backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
     try:
         return fn(rank, num_ranks, info, *args)
@@ -132,15 +132,17 @@ class RankPool:
         *args: Any,
         timeout_s: float = 60,
         with_group: bool = True,
+        backend: str = "gloo",
     ) -> list[Any]:
-        """The result, or the RankFailure, of each rank; `with_group=False` leaves gloo out."""
+        """The result, or the RankFailure, of each rank; `with_group=False` makes no group."""
         assert num_ranks <= self.max_ranks, f"{num_ranks} ranks of {self.max_ranks}"
         while len(self._ranks) < num_ranks:
             self._ranks.append(_Rank())
         with tempfile.TemporaryDirectory(prefix="phalanx-ranks-") as folder:
             info = GroupInfo(uuid4().hex[:12], str(Path(folder) / "store"), timeout_s)
             for rank in range(num_ranks):
-                payload = pickle.dumps((fn, rank, num_ranks, info, with_group, args))
+                group = backend if with_group else None
+                payload = pickle.dumps((fn, rank, num_ranks, info, group, args))
                 self._ranks[rank].conn.send((sys.path, payload))
             found = self._collect(num_ranks, time.monotonic() + timeout_s)
         if len(found) < num_ranks or any(not r.process.is_alive() for r in self._ranks):
@@ -155,9 +157,12 @@ class RankPool:
         *args: Any,
         timeout_s: float = 60,
         with_group: bool = True,
+        backend: str = "gloo",
     ) -> list[Any]:
         """The result of each rank; raises RankError when any rank failed."""
-        found = self.outcomes(fn, num_ranks, *args, timeout_s=timeout_s, with_group=with_group)
+        found = self.outcomes(
+            fn, num_ranks, *args, timeout_s=timeout_s, with_group=with_group, backend=backend
+        )
         failed = {rank: x for rank, x in enumerate(found) if isinstance(x, RankFailure)}
         if failed:
             text = "\n".join(f"--- rank {rank}\n{failure}" for rank, failure in failed.items())

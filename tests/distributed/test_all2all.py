@@ -12,7 +12,7 @@ from kernels.attention.base import AttentionSpec
 from kernels.config import KernelsConfig
 from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
-from tests.distributed.rank_pool import GroupInfo, RankPool, rank_pool  # noqa: F401 - a fixture
+from tests.distributed.rank_pool import GroupInfo, RankPool
 
 MAX_TOKENS = 64
 HIDDEN, WIDTH = 32, 24
@@ -99,7 +99,13 @@ def dense_reference(
 
 
 def _build(
-    name: str, gemm: str, case: Case, rank: int, num_ranks: int, info: GroupInfo
+    name: str,
+    gemm: str,
+    case: Case,
+    rank: int,
+    num_ranks: int,
+    info: GroupInfo,
+    device: torch.device,
 ) -> tuple[select.Kernels, SharedMemoryGroup | None]:
     shape = {
         "num_ranks": num_ranks,
@@ -108,7 +114,7 @@ def _build(
     }
     selection = select.select(
         KernelsConfig(all2all=name, grouped_gemm=gemm),
-        select.probe("cpu"),
+        select.probe(device),
         expert_width=WIDTH,
         **shape,
     )
@@ -120,7 +126,7 @@ def _build(
             info.name, rank, num_ranks, slot_bytes=slots, timeout_s=20
         )
     context = select.KernelContext(
-        device=torch.device("cpu"),
+        device=device,
         rank=rank,
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
         shared_memory=shared_memory,
@@ -131,15 +137,19 @@ def _build(
     return select.build(selection, context), shared_memory
 
 
-def _check_contract(kernels: select.Kernels, case: Case, rank: int, num_ranks: int) -> None:
+def _check_contract(
+    kernels: select.Kernels, case: Case, rank: int, num_ranks: int, device: torch.device
+) -> None:
     """Every exchange of the case, `in_flight` at a time, twice over, against the reference."""
     all2all: AllToAll = kernels.all2all
     experts = ExpertPlacement(case.num_experts, num_ranks).local_experts(rank)
     w13, w2 = _weights(case)
-    local_w13, local_w2 = (w[experts.start : experts.stop].contiguous() for w in (w13, w2))
+    local_w13, local_w2 = (
+        w[experts.start : experts.stop].contiguous().to(device) for w in (w13, w2)
+    )
     for first in (0, case.in_flight):
         drawn = [_draw(case, rank, first + i) for i in range(case.in_flight)]
-        sent = [all2all.dispatch(*inputs) for inputs in drawn]
+        sent = [all2all.dispatch(*(x.to(device) for x in inputs)) for inputs in drawn]
         returned = []
         for pending in sent:
             routed = pending.wait()
@@ -153,20 +163,33 @@ def _check_contract(kernels: select.Kernels, case: Case, rank: int, num_ranks: i
         tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
         for inputs, pending in zip(drawn, returned, strict=True):
             out_TD = pending.wait()
-            assert out_TD.dtype == case.dtype
+            assert out_TD.dtype == case.dtype and out_TD.device == device
             expected_TD = dense_reference(*inputs, w13, w2)
-            torch.testing.assert_close(out_TD.float(), expected_TD, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(
+                out_TD.float().cpu(), expected_TD, atol=tolerance, rtol=tolerance
+            )
 
 
-def _run_cases(
-    rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, cases: dict[str, Case]
+def run_cases(
+    rank: int,
+    num_ranks: int,
+    info: GroupInfo,
+    name: str,
+    gemm: str,
+    cases: dict[str, Case],
+    device_type: str = "cpu",
 ) -> None:
+    """The contract in one rank's process; also run by the GPU tests."""
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     for label, case in cases.items():
         unique = replace(info, name=f"{info.name}-{label}")
-        kernels, shared_memory = _build(name, gemm, case, rank, num_ranks, unique)
+        kernels, shared_memory = _build(name, gemm, case, rank, num_ranks, unique, device)
         equal = kernels.all2all.needs_equal_tokens
         try:
-            _check_contract(kernels, case.equal() if equal else case, rank, num_ranks)
+            _check_contract(kernels, case.equal() if equal else case, rank, num_ranks, device)
         except Exception as error:
             raise AssertionError(f"case {label}") from error
         finally:
@@ -177,16 +200,16 @@ def _run_cases(
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", ["torch_dist", "allgather", "shm"])
-def test_contract(rank_pool: RankPool, name: str, num_ranks: int):  # noqa: F811
+def test_contract(rank_pool: RankPool, name: str, num_ranks: int):
     if reason := select.probe("cpu").missing.get(name):
         pytest.skip(reason)
     cases = {label: case for label, case in CASES.items() if len(case.tokens) == num_ranks}
     assert len(cases) >= 2
-    rank_pool.run(_run_cases, num_ranks, name, "torch_grouped", cases)
+    rank_pool.run(run_cases, num_ranks, name, "torch_grouped", cases)
 
 
 @pytest.mark.parametrize("gemm", ["reference", "torch_grouped"])
 @pytest.mark.parametrize("label", CASES)
 def test_contract_of_one_rank(label: str, gemm: str):
     case = replace(CASES[label], tokens=CASES[label].tokens[:1])
-    _run_cases(0, 1, GroupInfo("one", "", 20), "local", gemm, {label: case})
+    run_cases(0, 1, GroupInfo("one", "", 20), "local", gemm, {label: case})

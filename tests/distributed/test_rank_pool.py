@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.rank_pool import RankError, RankPool, rank_pool  # noqa: F401 - a fixture
+from tests.distributed.rank_pool import RankError, RankPool
 
 
 def _sum(rank, num_ranks, info, offset):
@@ -30,7 +30,7 @@ def _die(rank, num_ranks, info):
     os._exit(3) if rank == 0 else None
 
 
-def test_results_and_reuse(rank_pool: RankPool):  # noqa: F811
+def test_results_and_reuse(rank_pool: RankPool):
     first = rank_pool.run(_sum, 2, 10)
     assert [x for x, _ in first] == [21, 21]
     second = rank_pool.run(_sum, 3, 0)
@@ -38,7 +38,7 @@ def test_results_and_reuse(rank_pool: RankPool):  # noqa: F811
     assert [pid for _, pid in first] == [pid for _, pid in second[:2]]
 
 
-def test_exception_comes_back_with_its_rank(rank_pool: RankPool):  # noqa: F811
+def test_exception_comes_back_with_its_rank(rank_pool: RankPool):
     with pytest.raises(RankError, match="rank 1 is bad") as error:
         rank_pool.run(_raise_on, 2, 1)
     assert isinstance(error.value.outcomes[1].cause, ValueError)

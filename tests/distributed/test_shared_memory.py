@@ -12,7 +12,7 @@ import pytest
 from kernels import shm
 from kernels.pending import Pending
 from kernels.shm import SHM_FOLDER, PeerLeftError, SharedMemoryGroup
-from tests.distributed.rank_pool import GroupInfo, RankPool, rank_pool  # noqa: F401 - a fixture
+from tests.distributed.rank_pool import GroupInfo, RankPool
 
 SLOT_WORDS = 512
 
@@ -118,17 +118,17 @@ def _close_while_waiting(rank: int, num_ranks: int, info: GroupInfo) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_rows_of_all_ranks(rank_pool: RankPool, num_ranks: int):  # noqa: F811
+def test_rows_of_all_ranks(rank_pool: RankPool, num_ranks: int):
     found = rank_pool.run(_rows, num_ranks, 300, with_group=False)
     assert found == [[]] * num_ranks  # unlinked while in use
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_slots_survive_2000_exchanges(rank_pool: RankPool, num_ranks: int):  # noqa: F811
+def test_slots_survive_2000_exchanges(rank_pool: RankPool, num_ranks: int):
     rank_pool.run(_stress, num_ranks, 2000, with_group=False)
 
 
-def test_a_late_rank_is_named(rank_pool: RankPool):  # noqa: F811
+def test_a_late_rank_is_named(rank_pool: RankPool):
     found = rank_pool.run(_leave, 3, "sleep", with_group=False)
     for name, text, waited in found[:2]:
         assert name == "TimeoutError"
@@ -136,7 +136,7 @@ def test_a_late_rank_is_named(rank_pool: RankPool):  # noqa: F811
         assert 0.3 <= waited < 1
 
 
-def test_a_rank_that_leaves_is_noticed_at_once(rank_pool: RankPool):  # noqa: F811
+def test_a_rank_that_leaves_is_noticed_at_once(rank_pool: RankPool):
     for name, text, waited in rank_pool.run(_leave, 3, "close", with_group=False)[:2]:
         assert name == "PeerLeftError" and "rank 2 left the group" in text
         assert waited < 0.25
@@ -152,11 +152,11 @@ def test_a_killed_rank_is_noticed_at_once():
     assert waited < 0.25
 
 
-def test_close_ends_a_wait_in_another_thread(rank_pool: RankPool):  # noqa: F811
+def test_close_ends_a_wait_in_another_thread(rank_pool: RankPool):
     rank_pool.run(_close_while_waiting, 2, with_group=False)
 
 
-def test_a_rank_that_never_attaches(rank_pool: RankPool):  # noqa: F811
+def test_a_rank_that_never_attaches(rank_pool: RankPool):
     found = rank_pool.run(_attach_alone, 3, with_group=False)
     missing, left = found[0]
     assert missing == "rank 1 did not attach within 0.3 s" and left == []

@@ -54,6 +54,11 @@ class Pages:
         shape = (rows, self.spec.num_kv_heads, self.spec.head_dim)
         return torch.randn(shape, generator=self.generator)
 
+    def move(self, device: str) -> None:
+        self.caches = [cache.to(device) for cache in self.caches]
+        for name in ("block_table", "slots", "q", "k", "v"):
+            setattr(self, name, getattr(self, name).to(device))
+
     def batch(self) -> SimpleNamespace:
         new = [count for _, count in self.seqs]
         decodes = next((i for i, count in enumerate(new) if count != 1), len(new))
@@ -85,9 +90,12 @@ def check(
     heads: tuple[int, int] = (4, 2),
     block_size: int = 4,
     attention: SdpaAttention | None = None,
+    device: str = "cpu",
 ) -> SdpaAttention:
+    """Run one batch through both layers; also run by the GPU tests."""
     spec = AttentionSpec(*heads, head_dim=8, block_size=block_size, scale=0.3)
     pages = Pages(seqs, spec, dtype, padding)
+    pages.move(device)
     attention = attention or SdpaAttention(spec)
     attention.bind(pages.caches)
     attention.plan(pages.batch())
@@ -98,8 +106,10 @@ def check(
         start = 0
         for seq, (_, new) in enumerate(seqs):
             rows = slice(start, start + new)
-            expected = pages.dense(seq, pages.q[rows])
-            torch.testing.assert_close(out[rows].float(), expected, atol=tolerance, rtol=tolerance)
+            expected = pages.dense(seq, pages.q[rows].cpu())
+            torch.testing.assert_close(
+                out[rows].float().cpu(), expected, atol=tolerance, rtol=tolerance
+            )
             start += new
         assert torch.count_nonzero(out[start:]) == 0
         written = pages.caches[layer].flatten(1, 2)[:, pages.slots]

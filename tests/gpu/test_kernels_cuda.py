@@ -1,0 +1,60 @@
+"""The kernels' contracts on GPUs: grouped GEMMs and attention on one, exchanges over NCCL on two."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import select
+from kernels.config import KernelsConfig
+from tests.distributed.rank_pool import GroupInfo, RankPool
+from tests.distributed.test_all2all import CASES, Case, run_cases
+from tests.unit.test_kernels_attention import BATCHES, check
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def _bf16(case: Case) -> Case:
+    return replace(case, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("gemm", ["reference", "torch_grouped"])
+@pytest.mark.parametrize("label", CASES)
+def test_one_rank(label: str, gemm: str):
+    case = _bf16(replace(CASES[label], tokens=CASES[label].tokens[:1]))
+    run_cases(0, 1, GroupInfo("one", "", 20), "local", gemm, {label: case}, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("label", BATCHES)
+def test_attention(label: str, dtype: torch.dtype):
+    check(BATCHES[label], dtype=dtype, padding=2, device="cuda")
+
+
+def test_float32_falls_back_to_the_reference_gemm():
+    selection = select.select(
+        KernelsConfig(),
+        select.probe("cuda"),
+        num_ranks=1,
+        dtype=torch.float32,
+        hidden_size=128,
+        expert_width=64,
+    )
+    assert selection.grouped_gemm.name == "reference"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["torch_dist", "allgather"])
+def test_two_ranks_over_nccl(name: str):
+    cases = {label: case for label, case in CASES.items() if len(case.tokens) == 2}
+    sixteen_bit = {f"{label}-bf16": _bf16(case) for label, case in cases.items()}
+    pool = RankPool(2)
+    try:
+        pool.run(run_cases, 2, name, "reference", cases, "cuda", backend="nccl", timeout_s=120)
+        args = (name, "torch_grouped", sixteen_bit, "cuda")
+        pool.run(run_cases, 2, *args, backend="nccl", timeout_s=120)
+    finally:
+        pool.close()
