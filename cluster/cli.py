@@ -118,6 +118,9 @@ def make_checkpoint(
     """Write a small random Qwen3-MoE checkpoint with a byte-level tokenizer, offline."""
     from workers import checkpoint
 
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        typer.echo(f"error: {path} is not empty; --overwrite replaces a checkpoint there", err=True)
+        raise typer.Exit(2)
     with _user_errors(ValueError, OSError):
         folder = checkpoint.make_checkpoint(
             path,
@@ -170,3 +173,7 @@ def _version() -> str:
         return metadata.version("phalanx")
     except metadata.PackageNotFoundError:
         return "(not installed)"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""The `phalanx` command: output, messages and exit codes. Serving itself is tested in tests/serve."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cluster import check as checking
+from cluster.cli import app
+from cluster.config import json_schema, load_config
+from workers.checkpoint import make_checkpoint
+from workers.models.config import load_model_config
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def yaml_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    make_checkpoint(folder / "tiny", num_layers=1, hidden_size=32, num_experts=5)
+    path = folder / "config.yaml"
+    path.write_text("model: {path: tiny}\ncluster: {ranks: 2, device: cpu}\n")
+    return path
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def check_json(path: Path, *overrides: str) -> dict[str, Any]:
+    options = [part for override in overrides for part in ("--set", override)]
+    result = run("check", path, "--json", *options)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, cluster.cli as cli\n"
+        "try:\n    cli.app(['--help'])\n"
+        "except SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'fastapi'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("serve", "check", "make-checkpoint", "bench", "schema"):
+        assert command in done.stdout
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("phalanx ")
+
+
+def test_schema_prints_the_committed_schema() -> None:
+    result = run("schema")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == json_schema()
+
+
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_wrong_configuration_is_one_message(command: str, yaml_path: Path) -> None:
+    result = run(command, yaml_path, "--set", "serve.prot=1", "--set", "cluster.ranks=0")
+    assert result.exit_code == 2
+    assert isinstance(result.exception, SystemExit), "no traceback"
+    assert result.stderr.startswith(f"error: {yaml_path}: 2 problems\n")
+    assert "did you mean serve.port?" in result.stderr
+    assert "cluster.ranks: 0 is not allowed" in result.stderr
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    result = run("check", tmp_path / "absent.yaml")
+    assert result.exit_code == 2
+    assert "no such file" in result.stderr
+
+
+def test_check_refuses_a_backend_that_cannot_run(
+    yaml_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = {"torch_grouped": "this torch has no grouped_mm"}
+    monkeypatch.setattr(
+        checking.select, "probe", lambda device: checking.select.Capabilities(device, missing)
+    )
+    result = run("check", yaml_path, "--set", "kernels.grouped_gemm=torch_grouped")
+    assert result.exit_code == 2
+    assert "kernels.grouped_gemm" in result.stderr
+    assert "this torch has no grouped_mm" in result.stderr
+
+
+def test_check_resolves_everything(yaml_path: Path) -> None:
+    report = check_json(yaml_path, "cluster.ranks=2")
+    assert report["config"]["model"]["dtype"] == "float32"
+    assert report["config"]["model"]["max_model_len"] == 4096
+    assert isinstance(report["config"]["cache"]["num_blocks"], int)
+    assert report["config"]["cluster"]["threads_per_rank"] >= 1
+    assert report["config"]["serve"]["model_name"] == "tiny"
+    assert report["backends"].keys() == {"all2all", "grouped_gemm", "attention"}
+    assert all(choice["reason"] for choice in report["backends"].values())
+    assert report["backends"]["all2all"]["name"] != "local"
+    first, second = report["ranks"]
+    assert (first["experts"], second["experts"]) == ("0-2", "3-4")
+    one_expert = 3 * 32 * 64 * 4
+    assert first["weight_bytes"] - second["weight_bytes"] == one_expert
+    assert first["kv_bytes"] == report["config"]["cache"]["num_blocks"] * 2 * 16 * 2 * 64 * 4
+    assert first["buffer_bytes"] > 0
+
+
+def test_check_places_ranks_by_node_and_device(yaml_path: Path) -> None:
+    report = check_json(
+        yaml_path,
+        "cluster.ranks=6",
+        "cluster.nodes=2",
+        "cluster.ray_address=auto",
+        "cluster.device=cuda",
+        "model.dtype=bfloat16",
+    )
+    places = [(row["rank"], row["node"], row["device"]) for row in report["ranks"]]
+    assert places == [(rank, rank // 3, f"cuda:{rank % 3}") for rank in range(6)]
+    assert any("1 rank(s) hold none" in warning for warning in report["warnings"])
+    assert report["ranks"][5]["experts"] == "none"
+
+
+def test_check_for_people(yaml_path: Path) -> None:
+    result = run("check", yaml_path, "--set", "serve.host=0.0.0.0")
+    assert result.exit_code == 0
+    for words in ("max_num_batched_tokens", "torch_grouped", "rank  node", "0-2", "warning: serve"):
+        assert words in result.stdout
+
+
+def test_check_warns_of_missing_gpus(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checking.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(checking.torch.cuda, "is_available", lambda: False)
+    settings = load_config(yaml_path, ["cluster.device=cuda", "model.dtype=bfloat16"])
+    report = checking.check(settings)
+    assert any("this machine has 1 GPU(s)" in warning for warning in report.warnings)
+    assert report.ranks[0].kv_bytes is None
+
+
+def test_check_warns_of_too_little_memory(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_config(yaml_path, ["cache.cpu_memory_gib=2"])
+    monkeypatch.setattr(checking, "available_memory", lambda: 4 * 2**30)
+    assert any("lower cache.cpu_memory_gib" in text for text in checking.check(settings).warnings)
+    monkeypatch.setattr(checking, "available_memory", lambda: 8 * 2**30)
+    assert not checking.check(settings).warnings
+
+
+def test_check_warns_of_the_other_kernels(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert checking.foreign_kernels_version() is None
+    monkeypatch.setattr(checking.importlib.metadata, "version", lambda name: f"{name} 0.9")
+    warnings = checking.check(load_config(yaml_path)).warnings
+    assert any("'kernels' kernels 0.9" in warning for warning in warnings)
+
+
+def test_serve_says_when_the_server_fails(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster import serve
+
+    seen = []
+
+    def fail(config: Any) -> None:
+        seen.append(config)
+        raise serve.ServerError("port 8000 is taken")
+
+    monkeypatch.setattr(serve, "run_server", fail)
+    result = run("serve", yaml_path, "--set", "serve.port=1234")
+    assert result.exit_code == 1
+    assert "error: port 8000 is taken" in result.stderr
+    assert seen[0].serve.port == 1234
+
+
+def test_make_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "new"
+    shape = ["--layers", "2", "--hidden-size", "48", "--experts", "6", "--experts-per-tok", "3"]
+    shape += ["--expert-size", "24", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
+    shape += ["--vocab-size", "300", "--max-len", "99", "--dtype", "bfloat16", "--shards", "2"]
+    assert run("make-checkpoint", folder, *shape).exit_code == 0
+    config = load_model_config(folder)
+    assert (config.num_hidden_layers, config.hidden_size, config.num_experts) == (2, 48, 6)
+    assert (config.num_experts_per_tok, config.moe_intermediate_size) == (3, 24)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
+    assert (config.vocab_size, config.max_position_embeddings) == (300, 99)
+    assert config.dtype == "bfloat16"
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    again = run("make-checkpoint", folder)
+    assert again.exit_code == 2
+    assert "--overwrite" in again.stderr
+    assert run("make-checkpoint", folder, "--overwrite").exit_code == 0
+    wrong = run("make-checkpoint", tmp_path / "other", "--experts", "2")
+    assert wrong.exit_code == 2
+    assert "num_experts_per_tok" in wrong.stderr
