@@ -34,7 +34,7 @@ def random_text(num_letters: int, source: random.Random) -> str:
     """Words of 2 to 9 small letters, cut to exactly `num_letters` characters (spaces included)."""
     words: list[str] = []
     length = 0
-    while length < num_letters:
+    while length <= num_letters:
         word = "".join(source.choices(string.ascii_lowercase, k=source.randint(2, 9)))
         words.append(word)
         length += len(word) + 1

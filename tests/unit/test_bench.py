@@ -1,0 +1,308 @@
+"""`phalanx bench` against a small server of its own, with odd framing, refusals and failures."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.bench.command import measure, parse_urls
+from cluster.bench.http import Connection, Endpoint, HttpError
+from cluster.bench.load import BenchError, Load
+from cluster.bench.metrics import middle, summarise
+from cluster.bench.prompts import TextLength, prompt_source, random_text
+from cluster.bench.stream import Answer, EventReader
+from cluster.cli import app
+from tests.unit.bench_server import STEP_S, FakeServer
+
+
+def load(**changes: Any) -> Load:
+    settings: dict[str, Any] = {
+        "endpoint": "completions",
+        "requests": 12,
+        "concurrency": 4,
+        "input_len": 20,
+        "output_len": 8,
+        "warmup": 2,
+        "rounds": 1,
+        "seed": 0,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "vocab_size": 256,
+        "timeout_s": 10.0,
+    }
+    return Load(**settings | changes)
+
+
+async def with_server(
+    fake: FakeServer, use: Callable[[str], Coroutine[Any, Any, dict[str, Any]]]
+) -> dict[str, Any]:
+    server = await asyncio.start_server(fake.serve, "127.0.0.1", 0)
+    try:
+        return await use(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    finally:
+        server.close()
+
+
+def run(fake: FakeServer, **changes: Any) -> dict[str, Any]:
+    """The report's entry of one server."""
+    report = asyncio.run(
+        with_server(fake, lambda url: measure(load(**changes), {"fake": url}, None))
+    )
+    return report["servers"][0]
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+def test_counts_tokens_by_usage_and_times_the_stream(endpoint: str) -> None:
+    fake = FakeServer()
+    server = run(fake, endpoint=endpoint)
+    median = server["median"]
+    assert server["model"] == "fake"
+    assert median["completed"] == 12
+    assert median["errors"] == {}
+    assert median["output_tokens"] == 12 * 8
+    assert median["chunks"] == 12 * 4, "two tokens a chunk; role, finish and usage are no output"
+    assert median["prompt_tokens"] == pytest.approx(12 * 20, abs=12)
+    least = 4 * STEP_S * 1000
+    assert median["ttft_ms"]["p50"] >= STEP_S * 1000
+    assert median["e2e_ms"]["p50"] >= least
+    assert median["itl_ms"]["mean"] == pytest.approx(STEP_S * 1000, rel=0.5)
+    assert median["tpot_ms"]["p50"] == pytest.approx(
+        (median["e2e_ms"]["p50"] - median["ttft_ms"]["p50"]) / 7, rel=0.3
+    )
+    assert median["duration_s"] >= 3 * least / 1000, "12 requests, 4 at a time"
+    assert median["output_tokens_per_s"] == pytest.approx(96 / median["duration_s"], rel=0.01)
+    assert fake.most_open == 4
+
+
+def test_request_bodies() -> None:
+    fake = FakeServer()
+    run(fake, requests=3, warmup=0, seed=5, rounds=2)
+    probe, *bodies = fake.bodies
+    assert probe["max_tokens"] == 2
+    assert len(bodies) == 6
+    for body in bodies:
+        assert body["model"] == "fake"
+        assert (body["stream"], body["max_tokens"], body["ignore_eos"]) == (True, 8, True)
+        assert body["stream_options"] == {"include_usage": True}
+        assert len(body["prompt"]) == 20
+        assert max(body["prompt"]) < 256
+    prompts = [tuple(body["prompt"]) for body in bodies]
+    assert len(set(prompts)) == 6, "no prompt is sent twice, not even in another round"
+    again = FakeServer()
+    run(again, requests=3, warmup=0, seed=5, rounds=2)
+    assert sorted(map(str, again.bodies)) == sorted(map(str, fake.bodies))
+
+
+def test_connections_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    fake = FakeServer()
+    run(fake)
+    assert fake.connections <= 1 + 2 + 4, "probes, warm-up, one for each in flight"
+    assert "authorization: bearer secret-key" in fake.headers
+
+
+@pytest.mark.parametrize("odd", ["crlf", "one_byte_writes", "length_framing"])
+def test_any_framing(odd: str) -> None:
+    median = run(FakeServer(**{odd: True}), requests=4, warmup=0)["median"]
+    assert median["completed"] == 4
+    assert (median["output_tokens"], median["chunks"]) == (32, 16)
+
+
+def test_server_without_usage_is_counted_by_chunks() -> None:
+    median = run(FakeServer(sends_usage=False), requests=4)["median"]
+    assert median["output_tokens"] == median["chunks"] == 16
+
+
+def test_falls_back_to_what_the_server_takes() -> None:
+    server = run(FakeServer(takes_ignore_eos=False))
+    assert (server["prompts"], server["ignore_eos"]) == ("token ids", False)
+    fake = FakeServer(takes_ignore_eos=False, takes_ids=False)
+    server = run(fake)
+    assert (server["prompts"], server["ignore_eos"]) == ("text", False)
+    assert server["median"]["errors"] == {}
+    assert server["median"]["prompt_tokens"] == 12 * 20
+    assert isinstance(fake.bodies[-1]["prompt"], str)
+
+
+def test_compared_servers_get_the_same_form_of_prompt_in_turns() -> None:
+    first, second = FakeServer(), FakeServer(takes_ids=False)
+    order: list[str] = []
+    first.status = lambda index: order.append("first") or 200
+    second.status = lambda index: order.append("second") or 200
+
+    async def compare(url: str) -> dict[str, Any]:
+        inner = await asyncio.start_server(second.serve, "127.0.0.1", 0)
+        other = f"http://127.0.0.1:{inner.sockets[0].getsockname()[1]}"
+        with_two = load(requests=4, rounds=3, warmup=0)
+        try:
+            return await measure(with_two, {"a": url, "b": other}, None)
+        finally:
+            inner.close()
+
+    report = asyncio.run(with_server(first, compare))
+    assert [server["prompts"] for server in report["servers"]] == ["text", "text"]
+    assert [len(server["rounds"]) for server in report["servers"]] == [3, 3]
+    assert report["servers"][0]["ratio"] == 1.0
+    assert 0.5 < report["servers"][1]["ratio"] < 2
+    assert order[-24:] == (["first"] * 4 + ["second"] * 4) * 3
+
+
+def test_errors_are_counted_by_kind() -> None:
+    # the probe is request 0
+    refusing = FakeServer(status=lambda index: 429 if index % 3 == 2 else 200)
+    median = run(refusing, requests=9, warmup=0)["median"]
+    assert (median["completed"], median["errors"]) == (6, {"HTTP 429": 3})
+    assert median["output_tokens"] == 6 * 8
+    broken = run(FakeServer(break_off=True), requests=3, warmup=0)["median"]
+    assert (broken["completed"], broken["errors"]) == (0, {"connection closed": 3})
+    failing = run(FakeServer(error_event=True), requests=3, warmup=0)["median"]
+    assert failing["errors"] == {"stream: server_error": 3}
+    slow = run(FakeServer(), requests=1, warmup=0, output_len=60, timeout_s=0.15)["median"]
+    assert slow["errors"] == {"timeout": 1}
+
+
+def test_server_that_refuses_every_form() -> None:
+    with pytest.raises(BenchError, match=r"refuses /v1/completions: HTTP 400.*says no"):
+        run(FakeServer(status=lambda index: 400))
+    with pytest.raises(BenchError, match="HTTP 401"):
+        run(FakeServer(status=lambda index: 401))
+
+
+def test_connection_refused() -> None:
+    async def ask() -> None:
+        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        connection = Connection(Endpoint.parse(f"http://127.0.0.1:{port}"), {})
+        with pytest.raises(HttpError, match="cannot connect"):
+            await connection.request("GET", "/v1/models", timeout_s=5)
+
+    asyncio.run(ask())
+
+
+def test_command_writes_table_and_json(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "figures.json"
+    captured: dict[str, Any] = {}
+
+    async def fake_measure(load: Load, urls: dict[str, str], model: str | None) -> dict[str, Any]:
+        captured.update(load=load, urls=urls, model=model)
+        return await with_server(FakeServer(), lambda url: measure(load, {"fake": url}, model))
+
+    monkeypatch.setattr("cluster.bench.command.measure", fake_measure)
+    options = "bench --url x=http://h:1 --requests 4 --concurrency 2 --output-len 4 --warmup 0"
+    result = CliRunner().invoke(app, [*options.split(), "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    assert captured["urls"] == {"x": "http://h:1"}
+    report = json.loads(output.read_text())
+    assert report["load"]["requests"] == 4
+    assert report["hardware"]["cores"] >= 1
+    assert report["versions"].keys() >= {"python", "torch", "ray"}
+    median = report["servers"][0]["median"]
+    assert f"{median['output_tokens_per_s']:,.1f}" in result.stdout
+    for words in ("time to first token, p99", "time per output token, p50", "errors"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--url", "ftp://host"],
+        ["--url", "a=http://h:1", "--url", "a=http://h:2"],
+        ["--output", "/nowhere/file.json"],
+        ["--url", "http://127.0.0.1:9"],
+    ],
+)
+def test_command_mistakes_are_one_message(options: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_parse_urls() -> None:
+    assert parse_urls(["a=http://h:1/v1", "http://h:2/x?y=z"]) == {
+        "a": "http://h:1/v1",
+        "http://h:2/x?y=z": "http://h:2/x?y=z",
+    }
+    assert Endpoint.parse("http://h:1/v1/") == Endpoint.parse("h:1")
+    assert Endpoint.parse("https://h/base/v1") == Endpoint("h", 443, "/base", True)
+
+
+def test_events_split_anywhere() -> None:
+    """However the bytes are cut, the figures are the same."""
+    role = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+    token = b'data: {"choices":[{"delta":{"content":"\\n\\ndata: {}"},"finish_reason":null}]}\n\n'
+    finish = b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n'
+    usage = b'data: {"choices":[],"usage": {"prompt_tokens":5,"completion_tokens":7}}\n\n'
+    stream = b": ping\n\n" + role + 3 * token + finish + usage + b"data: [DONE]\n\n"
+    for size in range(1, len(stream), 7):
+        for text in (stream, stream.replace(b"\n", b"\r\n")):
+            answer = Answer(0.0)
+            reader = EventReader(answer)
+            for start in range(0, len(text), size):
+                reader.feed(text[start : start + size], float(start))
+            assert len(answer.chunk_times) == 3, size
+            assert (answer.prompt_tokens, answer.completion_tokens) == (5, 7)
+            assert answer.error is None
+            assert sorted(answer.chunk_times) == answer.chunk_times
+
+
+def test_summary_by_hand() -> None:
+    def answer(started: float, chunks: list[float], ended: float, tokens: int | None) -> Answer:
+        return Answer(started, ended, chunks, 10, tokens)
+
+    failed = Answer(0.0, 9.0, [], error="HTTP 500")
+    result = summarise(
+        [answer(0.0, [1.0, 2.0], 3.0, 5), answer(1.0, [1.5], 4.0, 1), failed], client_cpu_s=0.3
+    )
+    assert result.duration_s == 9.0
+    assert (result.completed, result.errors) == (2, {"HTTP 500": 1})
+    assert (result.output_tokens, result.prompt_tokens, result.chunks) == (6, 20, 3)
+    assert result.requests_per_s == pytest.approx(2 / 9, abs=1e-3)
+    assert result.total_tokens_per_s == pytest.approx(26 / 9, abs=0.1)
+    assert result.ttft_ms.mean == 750.0
+    assert result.tpot_ms.p50 == 500.0, "one token has no time per token after the first"
+    assert result.itl_ms.p99 == 1000.0
+    assert result.e2e_ms.p50 == 3000.0
+    assert result.client_us_per_chunk == 100_000.0
+    other = summarise([answer(0.0, [0.5], 1.0, 2)], client_cpu_s=0.0)
+    both = middle([result, other, other])
+    assert both["output_tokens"] == 2
+    assert both["errors"] == {"HTTP 500": 1}
+    assert both["ttft_ms"]["mean"] == 500.0
+    assert both["itl_ms"]["p50"] == 1000.0, "rounds without a figure do not count"
+
+
+def test_text_of_a_wanted_length() -> None:
+    fit = TextLength.fit([(60, 25), (240, 70)])
+    assert fit.letters_for(100) == 360
+    text = random_text(360, prompt_source(0, 0, 0))
+    assert len(text) == 360
+    assert text == text.strip()
+    assert text != random_text(360, prompt_source(0, 1, 0))
+
+
+def test_client_cost_of_a_chunk() -> None:
+    """The client shares its cores with the server: reading a chunk must stay cheap."""
+    event = b'data: {"id":"x","choices":[{"index":0,"text":"abc","finish_reason":null}]}\n\n'
+    framed = b"%x\r\n%s\r\n" % (len(event), event)
+    connection = Connection(Endpoint.parse("http://h:1"), {})
+    answer = Answer(0.0)
+
+    async def feed() -> float:
+        connection._transport = None
+        connection._done = asyncio.get_running_loop().create_future()
+        connection._sink, connection._pending = EventReader(answer).feed, b""
+        connection._in_body, connection._framing = True, "chunked"
+        started = time.process_time()
+        for _ in range(5000):
+            connection.data_received(framed)
+        return (time.process_time() - started) / 5000
+
+    assert asyncio.run(feed()) < 50e-6  # 5 us here; a JSON parse and an HTTP library cost 60
+    assert len(answer.chunk_times) == 5000
