@@ -1,4 +1,4 @@
-"""The Ray actor shell of a rank: inbox, outbox, life cycle. Everything else is in the Rank that it holds.
+"""The Ray actor shell of a rank: inbox, senders, life cycle. Everything else is in the Rank that it holds.
 
 The event loop answers calls; the stages of start-up and the step loop run on threads of their own.
 """
@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator
 from typing import Any
 
 import ray
@@ -17,6 +16,7 @@ from workers.config import RankConfig
 from workers.process_group import Rendezvous
 from workers.rank import Rank, RankInfo
 from workers.request import EngineRequest, RequestOutput
+from workers.token_stream import StreamAddress, TokenSender
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ class RankActor:
         self._store: Any = None
         self._progress = (0, 0)
         self._peers: list[ray.actor.ActorHandle] = []
-        self._outboxes: dict[str, asyncio.Queue[list[RequestOutput]]] = {}
-        self._open: dict[str, set[str]] = {}
+        self._senders: dict[str, TokenSender] = {}
         self._done: asyncio.Future[None] | None = None
 
     async def describe(self) -> dict[str, Any]:
@@ -68,11 +67,7 @@ class RankActor:
         self._peers = peers
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
-
-        def publish(ingress_id: str, outputs: list[RequestOutput]) -> None:
-            loop.call_soon_threadsafe(self._deliver, ingress_id, outputs)
-
-        info = await asyncio.to_thread(self._rank.start_engine, publish, self._wake_peers)
+        info = await asyncio.to_thread(self._rank.start_engine, self._publish, self._wake_peers)
         threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
         return info
 
@@ -83,33 +78,26 @@ class RankActor:
 
     async def submit(self, request: EngineRequest) -> None:
         """Queue a request; its tokens leave by the stream of its ingress."""
-        self._outboxes.setdefault(request.ingress_id, asyncio.Queue())
-        self._open.setdefault(request.ingress_id, set()).add(request.request_id)
         self._engine.submit(request)
 
-    async def abort(self, ingress_id: str, request_id: str) -> None:
+    async def abort(self, request_id: str) -> None:
         """Forget a request."""
-        self._open.get(ingress_id, set()).discard(request_id)
         self._engine.abort(request_id)
 
     async def wake(self, step: int) -> None:
         """A peer goes to exchange number `step`."""
         self._engine.wake(step)
 
-    async def stream(self, ingress_id: str) -> AsyncGenerator[list[RequestOutput], None]:
-        """All outputs for one ingress: one item a step, or several steps' when the ingress is slow."""
-        outbox = self._outboxes.setdefault(ingress_id, asyncio.Queue())
-        while True:
-            outputs = await outbox.get()
-            while not outbox.empty():
-                outputs = outputs + outbox.get_nowait()
-            yield outputs
+    async def open_stream(self, ingress_id: str, address: StreamAddress) -> None:
+        """Send the outputs of this ingress's requests there, one message a step."""
+        self._senders[ingress_id] = TokenSender(address)
 
     async def close_ingress(self, ingress_id: str) -> None:
         """An ingress is gone: forget its requests and its stream."""
-        for request_id in self._open.pop(ingress_id, set()):
-            self._engine.abort(request_id)
-        self._outboxes.pop(ingress_id, None)
+        self._engine.abort_ingress(ingress_id)
+        sender = self._senders.pop(ingress_id, None)
+        if sender is not None:
+            sender.close()
 
     async def stats(self) -> dict[str, Any]:
         """Counters and gauges, see workers.stats."""
@@ -132,13 +120,11 @@ class RankActor:
         for peer in self._peers:
             peer.wake.remote(step)
 
-    def _deliver(self, ingress_id: str, outputs: list[RequestOutput]) -> None:
-        outbox = self._outboxes.get(ingress_id)
-        if outbox is None:  # the ingress is gone
-            return
-        finished = {output.request_id for output in outputs if output.finish_reason}
-        self._open.get(ingress_id, set()).difference_update(finished)
-        outbox.put_nowait(outputs)
+    def _publish(self, ingress_id: str, outputs: list[RequestOutput]) -> None:
+        """Called by the step loop; an ingress that is gone has no sender."""
+        sender = self._senders.get(ingress_id)
+        if sender is not None:
+            sender.send(outputs)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The step loop's thread."""

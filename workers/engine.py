@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from workers.model_runner import ModelRunner
 from workers.request import EngineRequest, RequestOutput
@@ -29,6 +30,17 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[str, list[RequestOutput]], None]
 UNWELL = 1
+
+
+@dataclass(frozen=True)
+class IngressGone:
+    """In the inbox: forget all requests of this ingress."""
+
+    id: str
+
+
+# A request to run, the id of one to forget, or an ingress whose requests to forget.
+Message = EngineRequest | str | IngressGone
 
 
 class Engine:
@@ -61,7 +73,7 @@ class Engine:
         self._ingress_of: dict[str, str] = {}
         self._changed = threading.Condition()
         # Guarded by _changed; deque.append alone would do, but a sleeper must not miss it.
-        self._inbox: deque[EngineRequest | str] = deque()
+        self._inbox: deque[Message] = deque()
         self._awaited_step = -1
         self._pausing = False
         self._voted_pause = False
@@ -74,6 +86,10 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Forget a request; nothing more is published for it. Unknown ids are ignored."""
         self._tell(request_id)
+
+    def abort_ingress(self, ingress_id: str) -> None:
+        """Forget all requests of an ingress that is gone."""
+        self._tell(IngressGone(ingress_id))
 
     def wake(self, step: int) -> None:
         """A peer goes to exchange number `step`: do not sleep through it.
@@ -137,7 +153,7 @@ class Engine:
             )
         return plan
 
-    def _tell(self, message: EngineRequest | str) -> None:
+    def _tell(self, message: Message) -> None:
         with self._changed:
             self._inbox.append(message)
             self._changed.notify()
@@ -148,8 +164,11 @@ class Engine:
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, str):
-                self.scheduler.abort(message)
-                self._ingress_of.pop(message, None)
+                self._forget(message)
+                continue
+            if isinstance(message, IngressGone):
+                for request_id in [k for k, v in self._ingress_of.items() if v == message.id]:
+                    self._forget(request_id)
                 continue
             assert message.request_id not in self._ingress_of, f"{message.request_id} is in use"
             self._ingress_of[message.request_id] = message.ingress_id
@@ -157,6 +176,10 @@ class Engine:
             if error is not None:
                 refused.append(RequestOutput(message.request_id, [], "error", error))
         return refused
+
+    def _forget(self, request_id: str) -> None:
+        self.scheduler.abort(request_id)
+        self._ingress_of.pop(request_id, None)
 
     def _schedule(self) -> tuple[ScheduledBatch | None, Exception | None]:
         """This step's batch. A failure is carried to the vote, where every rank learns of it."""

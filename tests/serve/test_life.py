@@ -65,7 +65,7 @@ def test_a_taken_port_is_named(tmp_path, checkpoint):
         taken.listen()
         port = taken.getsockname()[1]
         done = run_serve(str(write_config(tmp_path, checkpoint, port)))
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr and "serve.port" in done.stderr
     assert "Traceback" not in done.stderr
 

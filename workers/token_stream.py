@@ -1,0 +1,80 @@
+"""The stream of new tokens from a rank to an ingress: one small message a step, sent from the step loop itself.
+
+ZeroMQ over TCP: sending costs the step loop some 15 us and never blocks. As an item of a Ray generator the same
+message took 1.2 ms of a step, since the actor's event loop holds the interpreter lock for it. Encrypted (CURVE):
+only who was given the ingress's key through Ray can connect.
+"""
+
+import json
+import threading
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from workers.request import RequestOutput
+
+Wire = list[tuple[str, list[int], str | None, str | None]]
+
+
+@dataclass(frozen=True)
+class StreamAddress:
+    """Where an ingress listens, and its public key."""
+
+    endpoint: str
+    key: bytes
+
+
+class TokenSender:
+    """The rank's end. `send` and `close` may be called from different threads."""
+
+    def __init__(self, address: StreamAddress):
+        self._lock = threading.Lock()
+        self._socket = zmq.Context.instance().socket(zmq.PUSH)
+        # What an ingress has not read yet waits here; an ingress that dies is closed by the supervisor.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_serverkey = address.key
+        self._socket.connect(address.endpoint)
+
+    def send(self, outputs: list[RequestOutput]) -> None:
+        """Queue one message; after `close` it is dropped, nobody listens any more."""
+        wire = [(o.request_id, o.token_ids, o.finish_reason, o.error) for o in outputs]
+        message = json.dumps(wire).encode()
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(message, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Drop what is queued and disconnect."""
+        with self._lock:
+            self._socket.close()
+
+
+class TokenReceiver:
+    """The ingress's end, for all ranks; lives in an asyncio loop."""
+
+    def __init__(self, host: str):
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        public, secret = zmq.curve_keypair()
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
+        if ":" in host:
+            self._socket.setsockopt(zmq.IPV6, 1)
+            host = f"[{host}]"
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.address = StreamAddress(f"tcp://{host}:{port}", public)
+
+    async def receive(self) -> list[RequestOutput]:
+        """The outputs of one step of one rank."""
+        wire: Wire = json.loads(await self._socket.recv())
+        return [RequestOutput(*fields) for fields in wire]
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._socket.close()
+        self._context.term()
