@@ -1,7 +1,7 @@
 """Group rows by expert and sum the experts' answers back: shared by every all-to-all.
 
-Plain torch with as few operators as possible: on a CPU each costs 2 to 15 us and a decode step has a
-handful of rows. Knows nothing of ranks or of how rows came here.
+As few operators as possible, on CPU numpy's where they are cheaper: each costs 1 to 10 us there, and
+a decode step has a handful of rows. Knows nothing of ranks or of how rows came here.
 
 N rows that are here, K experts per row, R routed rows (one per row and local expert), e local experts,
 D hidden.
@@ -9,6 +9,7 @@ D hidden.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -40,13 +41,27 @@ def route(topk_idx_NK: torch.Tensor, bounds: torch.Tensor) -> Routing:
     topk_idx_NK int64 or int32 expert ids; -1 and ids outside the range reach nobody here. `bounds` has
     the same dtype. On CUDA this waits for the device once, to learn R.
     """
+    if not topk_idx_NK.is_cuda:
+        pair_R, row_R, offs_e = route_numpy(topk_idx_NK.numpy(), bounds.numpy())
+        return Routing(*map(torch.from_numpy, (pair_R, row_R, offs_e)))
     ids_P, pair_P = topk_idx_NK.reshape(-1).sort(stable=True)
     edges = torch.searchsorted(ids_P, bounds, out_int32=True)
     ends = edges.tolist()
     first, last = ends[0], ends[-1]
     pair_R = pair_P[first:last]
-    offs_e = edges[1:] - first if first else edges[1:]
-    return Routing(pair_R, pair_R // topk_idx_NK.shape[1], offs_e)
+    return Routing(pair_R, pair_R // topk_idx_NK.shape[1], edges[1:] - first)
+
+
+def route_numpy(
+    topk_idx_NK: np.ndarray, bounds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The fields of `route` for arrays: an operator of numpy costs a third of one of torch."""
+    ids_P = topk_idx_NK.reshape(-1)
+    pair_P = ids_P.argsort(kind="stable")
+    edges = ids_P[pair_P].searchsorted(bounds)
+    pair_R = pair_P[edges[0] : edges[-1]]
+    offs_e = (edges[1:] - edges[0]).astype(np.int32)
+    return pair_R, pair_R // topk_idx_NK.shape[1], offs_e
 
 
 def weighted_sum(

@@ -200,7 +200,9 @@ class SdpaAttention(Attention):
         """The slice in which row i shows keys up to `offset + i`."""
         assert self._causal is not None
         first = self._causal.shape[1] - QUERY_CHUNK - offset
-        return self._causal[:num_rows, first : first + offset + num_rows]
+        mask = self._causal[:num_rows, first : first + offset + num_rows]
+        # CUDA kernels fault on a mask that does not start at an aligned address.
+        return mask.clone(memory_format=torch.contiguous_format) if mask.is_cuda else mask
 
 
 def length_groups(num_blocks: np.ndarray, block_size: int) -> list[np.ndarray | None]:
