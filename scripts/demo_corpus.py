@@ -10,6 +10,7 @@ licence. It knows nothing of tokens or models.
 
 import argparse
 import ast
+import builtins
 import gzip
 import json
 import random
@@ -21,11 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import yaml
-from demo_rst import Entry, Page, Parser, flow
+from demo_rst import Entry, Page, Parser, flow, labels
 
 SMALL_TALK = Path(__file__).with_name("demo_smalltalk.yaml")
-# Old release notes and the C API would crowd out what a user asks about.
-SKIPPED_PARTS = {"whatsnew", "c-api", "install", "distributing", "installing", "distutils"}
+SKIPPED_PARTS = {"c-api", "distutils"}
 SKIPPED_PACKAGES = {
     "test",
     "tests",
@@ -49,7 +49,12 @@ KINDS = {
     "term": ["What is {n}?", "What does {n} mean in Python?", "What does the term {n} mean?"],
     "topic": ["Explain {n}.", "How does {n} work?", "What is {n}?"],
 }  # fmt: skip
-ANY_KIND = ["Explain {n}.", "Tell me about {n}.", "Describe {n}.", "How do I use {n}?", "{n}?"]
+ANY_KIND = [
+    "Explain {n}.", "Tell me about {n}.", "Describe {n}.", "How do I use {n}?", "{n}?", "{n}",
+    "What's {n}?", "What is {n} for?", "What is {n} used for?", "How does {n} work?",
+    "Can you explain {n}?", "Could you explain what {n} does?", "I want to know about {n}.",
+    "What can you tell me about {n}?", "Explain what {n} does.",
+]  # fmt: skip
 EXAMPLE = ["Show me an example of {n}.", "Give me an example of {n}.", "Example of {n}?"]
 
 
@@ -84,6 +89,7 @@ def gather(docs: Path | None) -> list[Document]:
         pages = [page for page in pages if not SKIPPED_PARTS & set(page.relative_to(docs).parts)]
         if not pages:
             raise SystemExit(f"--docs: no .rst or .rst.txt files under {docs}")
+        Parser.titles = dict(title for page in pages for title in labels(page.read_text("utf-8")))
         for page in pages:
             document = _page(page, page.relative_to(docs), known)
             documents[document.name] = document
@@ -97,13 +103,15 @@ def _page(file: Path, relative: Path, known: set[str]) -> Document:
     source = file.read_text(encoding="utf-8")
     page = Parser().parse(source)
     stem = file.name.removesuffix(".txt").removesuffix(".rst")
-    document = Document(f"page:{relative.parent / stem}", stem.split(".")[0], page.text)
+    text = re.sub(r"(?m)^(.+)\n--------$", r"\1", page.text)
+    topic = stem if relative.parts[0] == "whatsnew" else stem.split(".")[0]
+    document = Document(f"page:{relative.parent / stem}", topic, text)
     part = relative.parts[0]
     if stem == "glossary":
         document.asks = list(_glossary(source))
     elif part == "faq":
         document.asks = list(_faq(page.text))
-    else:
+    elif part != "whatsnew":
         document.asks = [*_module_asks(page, known), *_entry_asks(page.entries, known)]
     return document
 
@@ -112,7 +120,7 @@ def _module_asks(page: Page, known: set[str]) -> Iterator[Ask]:
     for module, synopsis in page.synopses.items():
         known.add(module)
         paragraphs = [f"The {module} module: {synopsis.rstrip('.')}."]
-        if len(page.synopses) == 1:
+        if module == next(iter(page.synopses)):
             found = [text for text in page.text.split("\n\n") if _is_prose(text)]
             paragraphs += found[:2]
         yield Ask(_questions("module", module), [_answer("", paragraphs)])
@@ -126,13 +134,19 @@ def _entry_asks(entries: list[Entry], known: set[str]) -> Iterator[Ask]:
             continue
         known.add(entry.name)
         questions = _questions(entry.kind, entry.name)
-        if entry.kind in ("function", "class", "exception") and short.count(last) == 1:
+        # Short names too, where they cannot be mistaken for another.
+        own = entry.name == last or not hasattr(builtins, last)
+        if entry.kind in ("function", "class", "exception") and own and short.count(last) == 1:
             questions += _questions(entry.kind, last)[:2]
         signature = (
             f"`{entry.signature}`\n\n" if len(entry.signature) <= 160 else f"`{entry.name}`\n\n"
         )
         yield Ask(questions, [_answer(signature, entry.paragraphs)])
-        code = [text for text in entry.paragraphs if text.startswith("    ") and ">>>" in text]
+        code = [
+            text
+            for text in _merge_code(entry.paragraphs)
+            if text.startswith("    ") and ">>>" in text
+        ]
         if code and len(code[0]) <= 400:
             example = "\n".join(line[4:] for line in code[0].splitlines())
             asked = [question.format(n=entry.name) for question in EXAMPLE]
@@ -232,18 +246,32 @@ def _questions(kind: str, name: str) -> list[str]:
 def _answer(opening: str, paragraphs: list[str]) -> str:
     """The first paragraphs, as many as fit, cut at a sentence."""
     said = opening
-    for number, paragraph in enumerate(paragraphs):
+    for number, paragraph in enumerate(_merge_code(paragraphs)):
         code = paragraph.startswith("    ")
         gap = "" if number == 0 else "\n\n"
         if number and ((code and not said.endswith(":")) or paragraph.startswith("Changed in")):
             break
         if number and len(said) + len(paragraph) > LONGEST_ANSWER:
+            if len(said) < LONGEST_ANSWER // 4 and not code:
+                said += gap + _cut(paragraph.strip())
             break
         said += gap + (f"```python\n{_undent(paragraph)}\n```" if code else _cut(paragraph.strip()))
         if number and len(said) > LONGEST_ANSWER // 2 and not said.endswith(":"):
             break
     said = said.rstrip()
-    return re.sub(r"\s*(?:For example|Example|Some examples)?\s*:$", ".", said).replace("..", ".")
+    said = re.sub(r"\s*(?:For example|Example|Some examples)?\s*:$", ".", said)
+    return re.sub(r"([.!?])\.$", r"\1", said)
+
+
+def _merge_code(paragraphs: list[str]) -> list[str]:
+    """Blank lines do not end an example: neighbouring code paragraphs become one."""
+    merged: list[str] = []
+    for paragraph in paragraphs:
+        if merged and paragraph.startswith("    ") and merged[-1].startswith("    "):
+            merged[-1] += "\n\n" + paragraph
+        else:
+            merged.append(paragraph)
+    return merged
 
 
 def _cut(text: str) -> str:
@@ -270,12 +298,10 @@ def _undent_to(text: str, indent: int) -> str:
 
 
 def _is_prose(text: str) -> bool:
-    return (
-        len(text) > 60
-        and text[0].isalnum() | (text[0] == "`")
-        and "--------" not in text
-        and (not text.startswith("Source code"))
-    )
+    """A paragraph of sentences: no heading, list, code or remark about the source."""
+    code = re.match(r"(async |def |class |import |from |Source code|Note:|Warning:)", text)
+    opening = text[0].isalnum() or text[0] == "`"
+    return opening and not code and len(text) > 60 and "--------" not in text and ". " in text + " "
 
 
 def save(documents: list[Document], file: Path) -> None:

@@ -25,14 +25,11 @@ API_KINDS = {
     "opcode": "opcode",
     "envvar": "environment variable",
 }
-# Directives whose body is text of the page; the others lose their body.
+# Directives whose body is text of the page; the others lose theirs, version notes among them: they
+# repeat so often that a small model writes little else.
 KEPT = {"note", "warning", "seealso", "impl-detail", "important", "caution", "topic", "sidebar"}
+LABELS = {"seealso": "See also", "impl-detail": "CPython implementation detail"}
 CODE = {"code-block", "sourcecode", "doctest", "testcode", "testoutput", "parsed-literal"}
-VERSIONS = {
-    "versionadded": "New in version",
-    "versionchanged": "Changed in version",
-    "deprecated": "Deprecated since version",
-}
 DIRECTIVE = re.compile(r"^(\s*)\.\.\s+(?:(?P<name>[\w:-]+)::)?\s*(?P<argument>.*)$")
 ROLE = re.compile(r":(?P<role>[\w:+-]+):`(?P<text>[^`]*)`")
 PLAIN_ROLES = {
@@ -48,6 +45,7 @@ PLAIN_ROLES = {
     "issue",
     "gh",
 }
+STAR = "\0"  # stands for an escaped asterisk while emphasis is removed
 CALLED = {"func", "meth", "py:func", "py:meth", "c:func"}
 
 
@@ -80,6 +78,8 @@ def clean_inline(text: str) -> str:
         if shown.startswith("~"):
             shown = shown.rsplit(".", 1)[-1]
         shown = shown.lstrip("!~.")
+        if name == "ref" and not titled:
+            return f'"{Parser.titles[shown]}"' if shown in Parser.titles else "the documentation"
         if name in PLAIN_ROLES:
             label = {"pep": "PEP ", "rfc": "RFC ", "issue": "issue ", "gh": "issue "}.get(name, "")
             return label + shown
@@ -87,14 +87,22 @@ def clean_inline(text: str) -> str:
             shown += "()"
         return f"`{shown}`"
 
-    text = ROLE.sub(role, text)
+    text = ROLE.sub(role, text.replace("\\*", STAR))
+    text = re.sub(r":param (\w+):", r"\1:", text)
     text = re.sub(r"``([^`]+)``", r"`\1`", text)
     text = re.sub(r"`([^`<]+?)\s*<[^>`]*>`__?", r"\1", text)
     text = re.sub(r"(?<![\w*])\*\*([^*\n]+)\*\*(?![\w*])", r"\1", text)
     text = re.sub(r"(?<![\w*])\*([^*\s][^*\n]*)\*(?![\w*])", r"\1", text)
     text = re.sub(r"\s?\[#[\w-]*\]_", "", text)
     text = re.sub(r"\|(\w+)\|", r"\1", text)
-    return re.sub(r"\\([*`|_ .,)])", r"\1", text)
+    return re.sub(r"\\([`|_ .,)])", r"\1", text).replace(STAR, "*")
+
+
+def labels(source: str) -> list[tuple[str, str]]:
+    """The labels of a page that stand before a section, with the section's title."""
+    label = r"^\.\. _([\w.-]+):\s*\n(?:\.\. .*\n|\s*\n)*(?:([=*#])\2{2,}\n)?(.+)\n[-=*~^\"#+]{3,}$"
+    found = re.finditer(label, source, re.M)
+    return [(match[1], clean_inline(match[3].strip()).replace("`", "")) for match in found]
 
 
 def flow(lines: list[str]) -> str:
@@ -112,6 +120,8 @@ def flow(lines: list[str]) -> str:
 
 class Parser:
     """One page. The current module and class turn a directive's name into a dotted one."""
+
+    titles: dict[str, str] = {}  # noqa: RUF012  of every label of the documentation
 
     def __init__(self) -> None:
         self.module = ""
@@ -172,19 +182,14 @@ class Parser:
         if name in API_KINDS:
             return self._api(name, argument, body, owner)
         inner = _dedent(body)
-        if name in VERSIONS:
-            blocks = self._blocks(inner, owner)
-            version, _, rest = argument.partition(" ")
-            said = " ".join([clean_inline(rest), *blocks]).strip()
-            return [f"{VERSIONS[name]} {version}" + (f": {said}" if said else ".")]
         if name in CODE:
             while inner and (not inner[0].strip() or inner[0].startswith(":")):
                 inner = inner[1:]
             code = "\n".join(inner).rstrip()
             return ["\n".join("    " + line for line in code.splitlines())] if code else []
         if name in KEPT:
-            blocks = self._blocks(inner, owner)
-            label = {"seealso": "See also"}.get(name, name.capitalize())
+            blocks = self._blocks([argument, *inner] if argument else inner, owner)
+            label = LABELS.get(name, name.capitalize())
             return [f"{label}: " + blocks[0].lstrip(), *blocks[1:]] if blocks else []
         if name in ("describe", "object", "glossary"):
             return ([clean_inline(argument)] if argument else []) + self._blocks(inner, owner)
@@ -202,7 +207,7 @@ class Parser:
                 signatures[-1] = signatures[-1].rstrip("\\").rstrip() + " " + line
             else:
                 signatures.append(line)
-        signatures = [re.sub(r"\\(.)", r"\1", signature) for signature in signatures if signature]
+        signatures = [signature.replace("\\*", "*") for signature in signatures if signature]
         kind = API_KINDS[directive]
         prefix = self._prefix(kind, signatures[0], owner)
         dotted = prefix + signatures[0]

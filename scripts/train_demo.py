@@ -178,7 +178,7 @@ def train(
         if progress >= 1:
             break
         warm = min(1, (step + 1) / 200)
-        rate = options.lr * warm * (0.01 + 0.99 * math.cos(progress * math.pi / 2) ** 2)
+        rate = options.lr * warm * (0.03 + 0.97 * math.cos(progress * math.pi / 2) ** 2)
         input_ids, labels = sampler.next()
         loss, balance = forward(model, input_ids, attention_bias(input_ids), labels)
         (loss + options.balance * balance).backward()
@@ -227,17 +227,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--corpus", default="default", help="default, a folder, or a .jsonl.gz")
     parser.add_argument("--out", type=Path, required=True, help="checkpoint folder to write")
-    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--steps", type=int, default=4500)
     parser.add_argument(
         "--max-seconds", type=float, default=math.inf, help="end earlier than steps"
     )
     parser.add_argument("--batch-rows", type=int, default=64, help=f"rows of {ROW} tokens a step")
-    parser.add_argument("--text-share", type=float, default=0.25, help="of the rows, in text")
-    parser.add_argument("--chat-passes", type=int, default=8, help="different chat mixes to draw")
+    parser.add_argument("--text-share", type=float, default=0.14, help="of the rows, in text")
+    parser.add_argument("--chat-passes", type=int, default=12, help="different chat mixes to draw")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--balance", type=float, default=0.01, help="weight of the balance loss")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--weight-decay", type=float, default=0.4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the forward")
     return parser.parse_args()
