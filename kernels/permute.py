@@ -70,34 +70,37 @@ def weighted_sum(
     """Sum of each row's expert outputs times their weights: [N, D] in y's dtype.
 
     y_RD in the order of `routing`; topk_weights_NK float32. A row without local experts gets zeros.
-    Accumulates in float32, in an order that depends on the routing alone.
     """
-    weights_R = topk_weights_NK.reshape(-1).index_select(0, routing.pair_R)
-    return _sum(y_RD, routing.row_R, topk_weights_NK.shape[0], weights_R)
+    weight_R = topk_weights_NK.reshape(-1).index_select(0, routing.pair_R)
+    return sum_rows(y_RD, routing.row_R, topk_weights_NK.shape[0], weight_R)
 
 
-def sum_rows(y_ND: torch.Tensor, row_N: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Sum of the y of each row: [num_rows, D] in y's dtype; zeros where there is none.
-
-    row_N int64 in 0 .. num_rows - 1. Accumulates in float32, in an order that depends on row_N alone.
-    """
-    return _sum(y_ND, row_N, num_rows, None)
-
-
-def _sum(
-    y_ND: torch.Tensor, row_N: torch.Tensor, num_rows: int, weights_N: torch.Tensor | None
+def sum_rows(
+    y_RD: torch.Tensor,
+    row_R: torch.Tensor,
+    num_rows: int,
+    weight_R: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if y_ND.is_cuda and y_ND.shape[0]:
+    """Sum of the y of each row, times their weights: [num_rows, D] in y's dtype, zeros where none.
+
+    row_R int64 in 0 .. num_rows - 1; weight_R float32, None for ones. Accumulates in float32, in an
+    order that depends on row_R alone. `out` receives the result where given.
+    """
+    if y_RD.is_cuda and y_RD.shape[0]:
         # index_add_ uses atomics there, and so no fixed order.
-        sorted_row_N, position_N = row_N.sort(stable=True)
-        starts = torch.searchsorted(sorted_row_N, torch.arange(num_rows, device=y_ND.device))
-        if weights_N is not None:
-            weights_N = weights_N.index_select(0, position_N)
-        out_ND = F.embedding_bag(
-            position_N, y_ND.float(), starts, mode="sum", per_sample_weights=weights_N
+        sorted_row_R, position_R = row_R.sort(stable=True)
+        starts = torch.searchsorted(sorted_row_R, torch.arange(num_rows, device=y_RD.device))
+        if weight_R is not None:
+            weight_R = weight_R.index_select(0, position_R)
+        sums_ND = F.embedding_bag(
+            position_R, y_RD.float(), starts, mode="sum", per_sample_weights=weight_R
         )
     else:
         # Half the time of embedding_bag for 8 rows on a CPU, the same for 64.
-        scaled_ND = y_ND.float() if weights_N is None else y_ND * weights_N.unsqueeze(1)
-        out_ND = scaled_ND.new_zeros(num_rows, y_ND.shape[1]).index_add_(0, row_N, scaled_ND)
-    return out_ND.to(y_ND.dtype)
+        scaled_RD = y_RD.float() if weight_R is None else y_RD * weight_R.unsqueeze(1)
+        if out is not None and out.dtype == torch.float32:
+            return out.zero_().index_add_(0, row_R, scaled_RD)
+        sums_ND = scaled_RD.new_zeros(num_rows, y_RD.shape[1]).index_add_(0, row_R, scaled_RD)
+    return sums_ND.to(y_RD.dtype) if out is None else out.copy_(sums_ND)

@@ -76,14 +76,11 @@ def pick_local(
     topk_weights_NK: torch.Tensor,
     bounds: torch.Tensor,
     origin: Any,
-    place_N: torch.Tensor | None = None,
 ) -> ExpertInput:
     """Of gathered rows, those of this rank's experts.
 
     topk_idx_NK int32 global ids, ids of others' experts included; `bounds` int32, see `expert_bounds`.
-    place_N int64 says where in x row n lies, when x is larger than N.
     """
     routing = route(topk_idx_NK, bounds)
-    place_R = routing.row_R if place_N is None else place_N.index_select(0, routing.row_R)
     handle = Gathered(routing, topk_weights_NK, origin)
-    return ExpertInput(x_ND.index_select(0, place_R), routing.offs_e, handle)
+    return ExpertInput(x_ND.index_select(0, routing.row_R), routing.offs_e, handle)
