@@ -34,6 +34,10 @@ def bench(
     ignore_eos: Annotated[
         bool, typer.Option(help="Ask for full-length answers, where the server knows how.")
     ] = True,
+    prompts: Annotated[
+        Literal["auto", "ids", "text"],
+        typer.Option(help="Of completions; auto = token ids where all servers take them."),
+    ] = "auto",
     vocab_size: Annotated[
         int, typer.Option(min=1, help="Random prompt token ids are below this.")
     ] = 256,
@@ -54,6 +58,7 @@ def bench(
         seed=seed,
         temperature=temperature,
         ignore_eos=ignore_eos,
+        prompts=prompts,
         vocab_size=vocab_size,
         timeout_s=timeout,
     )

@@ -37,6 +37,7 @@ class Load:
     seed: int
     temperature: float
     ignore_eos: bool
+    prompts: Literal["auto", "ids", "text"]
     vocab_size: int
     timeout_s: float
 
@@ -69,10 +70,16 @@ class Driver:
 
         All get prompts of the same form: text as soon as one of them refuses token ids.
         """
-        with_ids = self._load.endpoint == "completions"
-        targets = [await self._negotiate(*item, model, with_ids) for item in urls.items()]
-        if with_ids and any(target.text_length for target in targets):
-            targets = [await self._negotiate(*item, model, False) for item in urls.items()]
+        text = TextLength(0.0, 1.0)
+        forms: dict[str, tuple[TextLength | None, ...]] = {
+            "auto": (None, text),
+            "ids": (None,),
+            "text": (text,),
+        }
+        wanted = "text" if self._load.endpoint == "chat" else self._load.prompts
+        targets = [await self._negotiate(*item, model, forms[wanted]) for item in urls.items()]
+        if wanted == "auto" and any(target.text_length for target in targets):
+            targets = [await self._negotiate(*item, model, forms["text"]) for item in urls.items()]
         return targets
 
     async def run_round(self, target: Target, index: int, requests: int) -> RoundResult:
@@ -131,15 +138,16 @@ class Driver:
             body["ignore_eos"] = True
         return json.dumps(body).encode()
 
-    async def _negotiate(self, name: str, url: str, model: str | None, ids: bool) -> Target:
-        """Find the richest request that the server takes."""
+    async def _negotiate(
+        self, name: str, url: str, model: str | None, forms: tuple[TextLength | None, ...]
+    ) -> Target:
+        """Find the richest request that the server takes; None among `forms` is token ids."""
         connection = Connection(Endpoint.parse(url), self._headers)
         if model is None:
             model = await self._first_model(connection, name)
         source = prompt_source(self._load.seed, -1, 0)
-        text = TextLength(0.0, 1.0)
         refusal = ""
-        for text_length in (None, text) if ids else (text,):
+        for text_length in forms:
             for ignore_eos in (True, False) if self._load.ignore_eos else (False,):
                 target = Target(
                     name=name, url=url, model=model, ignore_eos=ignore_eos, text_length=text_length

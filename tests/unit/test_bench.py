@@ -31,6 +31,7 @@ def load(**changes: Any) -> Load:
         "seed": 0,
         "temperature": 0.0,
         "ignore_eos": True,
+        "prompts": "auto",
         "vocab_size": 256,
         "timeout_s": 10.0,
     }
@@ -126,6 +127,12 @@ def test_falls_back_to_what_the_server_takes() -> None:
     assert server["median"]["errors"] == {}
     assert server["median"]["prompt_tokens"] == 12 * 20
     assert isinstance(fake.bodies[-1]["prompt"], str)
+
+
+def test_wanted_form_of_prompt() -> None:
+    assert run(FakeServer(), prompts="text")["prompts"] == "text"
+    with pytest.raises(BenchError, match="HTTP 422"):
+        run(FakeServer(takes_ids=False), prompts="ids")
 
 
 def test_compared_servers_get_the_same_form_of_prompt_in_turns() -> None:
