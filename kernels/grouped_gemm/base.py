@@ -22,5 +22,17 @@ class GroupedGemm(ABC):
         R == 0 and e == 0 are allowed and give an empty result.
         """
 
+    def empty_weights(
+        self,
+        num_experts: int,
+        rows: int,
+        columns: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Uninitialised [num_experts, rows, columns], in the memory order that this product likes."""
+        return torch.empty(num_experts, rows, columns, device=device, dtype=dtype)
+
     def set_num_sms(self, num_sms: int) -> None:  # noqa: B027
         """Limit the SMs the product may use, where the backend can."""

@@ -17,6 +17,21 @@ class TorchGroupedGemm(GroupedGemm):
 
     name = "torch_grouped"
 
+    def empty_weights(
+        self,
+        num_experts: int,
+        rows: int,
+        columns: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        """Columns outermost on CPU: 13 to 25 % faster there from 8 tokens on (16 experts, top-4)."""
+        if torch.device(device).type != "cpu":
+            return super().empty_weights(num_experts, rows, columns, device=device, dtype=dtype)
+        shape = (num_experts, columns, rows)
+        return torch.empty(shape, device=device, dtype=dtype).transpose(1, 2)
+
     def __call__(
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
     ) -> torch.Tensor:

@@ -22,12 +22,19 @@ SIZES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gemm", [ReferenceGroupedGemm(), TorchGroupedGemm()], ids=lambda g: g.name)
 @pytest.mark.parametrize("label", SIZES)
-def test_equals_a_loop_over_rows(label: str, gemm: GroupedGemm, dtype: torch.dtype):
+@pytest.mark.parametrize("own_weights", [False, True])
+def test_equals_a_loop_over_rows(
+    own_weights: bool, label: str, gemm: GroupedGemm, dtype: torch.dtype
+):
     sizes, hidden, width = SIZES[label], 32, 24
     generator = torch.Generator().manual_seed(1)
     x_RD = torch.randn(sum(sizes), hidden, generator=generator).to(dtype)
     w13 = (torch.randn(len(sizes), 2 * width, hidden, generator=generator) / 6).to(dtype)
     w2 = (torch.randn(len(sizes), hidden, width, generator=generator) / 5).to(dtype)
+    if own_weights:
+        w13, w2 = (
+            gemm.empty_weights(*w.shape, device="cpu", dtype=dtype).copy_(w) for w in (w13, w2)
+        )
     offs_e = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
     y_RD = gemm(ExpertInput(x_RD, offs_e, None), w13, w2)
     assert y_RD.dtype == dtype and y_RD.shape == x_RD.shape

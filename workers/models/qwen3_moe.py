@@ -8,6 +8,7 @@ small model is bound by Python and operator overhead. Run inside `torch.inferenc
 """
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -209,8 +210,10 @@ class MoeBlock:
         dim, width, num_local = config.hidden_size, config.moe_intermediate_size, len(self.experts)
         self.norm = make.norm(dim)
         self.router_ED = make.empty(config.num_experts, dim)
-        self.w13_e2ID = make.empty(num_local, 2 * width, dim)
-        self.w2_eDI = make.empty(num_local, dim, width)
+        empty = partial(
+            self.grouped_gemm.empty_weights, num_local, device=make.device, dtype=make.dtype
+        )
+        self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
 
     def forward(self, x_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """x_TD plus the experts, in place. Every rank comes here in every step, tokens or not."""
