@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
+from kernels.attention.decode_window import DecodeWindow
 
 QUERY_CHUNK = (
     512  # query rows of one call: bounds the mask and skips most of the keys above the diagonal
@@ -25,11 +26,16 @@ CALL_COST = (
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Decodes of similar length. `rows` are their rows, or None for all of them in order."""
+    """Decodes of similar length. `rows` are their rows, or None for all of them in order.
+
+    Keys beyond the mask's columns are left out; windowed: all keys come from the DecodeWindow.
+    """
 
     rows: torch.Tensor | None
     blocks: torch.Tensor  # int64 [B * max_blocks]
     mask_B11L: torch.Tensor | None
+    num_keys: int
+    windowed: bool
 
 
 @dataclass(frozen=True)
@@ -65,15 +71,20 @@ class SdpaAttention(Attention):
         self._decodes: list[_DecodeGroup] = []
         self._extends: list[_Extend] = []
         self._causal: torch.Tensor | None = None
+        self._window: DecodeWindow | None = None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         super().bind(kv_caches)
         self._caches = [_Cache(kv_cache) for kv_cache in kv_caches]
+        on_cpu = bool(kv_caches) and kv_caches[0].device.type == "cpu"
+        self._window = DecodeWindow(len(kv_caches), self.spec.block_size) if on_cpu else None
 
     def plan(self, batch: AttentionBatch) -> None:
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
         self._slot_mapping = batch.slot_mapping[: batch.num_tokens]
         self._decodes = self._plan_decodes(batch)
+        if self._window is not None and not any(group.windowed for group in self._decodes):
+            self._window.forget()
         self._extends = []
         starts, lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
         for seq in range(batch.num_decodes, batch.num_seqs):
@@ -95,7 +106,7 @@ class SdpaAttention(Attention):
         cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
         cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
         if num_rows == self._num_decodes and len(self._decodes) == 1:
-            return self._decode(q_THd, cache, self._decodes[0])
+            return self._decode_all(q_THd, k_Thd, v_Thd, cache, layer)
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         out_THd[num_tokens:] = 0
         for group in self._decodes:
@@ -124,7 +135,7 @@ class SdpaAttention(Attention):
         num_blocks: np.ndarray,
         members: np.ndarray | None,
     ) -> _DecodeGroup:
-        cache = self.kv_caches[0]
+        cache, spec = self.kv_caches[0], self.spec
         if members is None:
             rows, table = None, batch.block_table[: batch.num_decodes]
         else:
@@ -132,19 +143,54 @@ class SdpaAttention(Attention):
             seq_lens, num_blocks = seq_lens[members], num_blocks[members]
             table = batch.block_table.index_select(0, rows)
         width = int(num_blocks.max())
-        num_keys = width * self.spec.block_size
+        num_keys = width * spec.block_size
         mask_B11L = None
         if (seq_lens < num_keys).any():
             hidden_BL = np.arange(num_keys) >= seq_lens[:, None]
             mask_BL = np.where(hidden_BL, np.float32("-inf"), np.float32(0))
             mask_B11L = torch.from_numpy(mask_BL).to(cache.device, cache.dtype)[:, None, None, :]
-        return _DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
+        windowed = False
+        if self._window is not None and rows is None and batch.num_seqs == batch.num_decodes:
+            token_bytes = 2 * spec.num_kv_heads * spec.head_dim * cache.dtype.itemsize
+            windowed = self._window.plan(table[:, :width], seq_lens, token_bytes)
+        return _DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L, num_keys, windowed)
+
+    def _decode_all(
+        self,
+        q_BHd: torch.Tensor,
+        k_Bhd: torch.Tensor,
+        v_Bhd: torch.Tensor,
+        cache: _Cache,
+        layer: int,
+    ) -> torch.Tensor:
+        """A batch of nothing but decodes of similar length."""
+        (group,) = self._decodes
+        if not group.windowed:
+            return self._decode(q_BHd, cache, group)
+        k_BLW, v_BLW = self._window.keys_and_values(
+            layer, cache.k_blocks, cache.v_blocks, k_Bhd.flatten(1), v_Bhd.flatten(1)
+        )
+        heads = (self.spec.num_kv_heads, self.spec.head_dim)
+        keys = slice(0, group.num_keys)
+        return self._attend(
+            q_BHd, k_BLW[:, keys].unflatten(2, heads), v_BLW[:, keys].unflatten(2, heads), group
+        )
 
     def _decode(self, q_BHd: torch.Tensor, cache: _Cache, group: _DecodeGroup) -> torch.Tensor:
         spec, batch_size = self.spec, q_BHd.shape[0]
         paged = (batch_size, -1, spec.num_kv_heads, spec.head_dim)
         k_BLhd = cache.k_blocks.index_select(0, group.blocks).view(paged)
         v_BLhd = cache.v_blocks.index_select(0, group.blocks).view(paged)
+        return self._attend(q_BHd, k_BLhd, v_BLhd, group)
+
+    def _attend(
+        self,
+        q_BHd: torch.Tensor,
+        k_BLhd: torch.Tensor,
+        v_BLhd: torch.Tensor,
+        group: _DecodeGroup,
+    ) -> torch.Tensor:
+        spec, batch_size = self.spec, q_BHd.shape[0]
         out_BhGd = F.scaled_dot_product_attention(
             q_BHd.reshape(batch_size, spec.num_kv_heads, -1, spec.head_dim),
             k_BLhd.transpose(1, 2),
