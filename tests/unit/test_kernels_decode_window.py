@@ -113,3 +113,30 @@ def test_a_copy_that_would_be_too_large_is_not_made(monkeypatch):
         if batch.num_tokens:
             attention.plan(batch)
             assert not any(group.windowed for group in attention._decodes)
+
+
+def test_a_new_sequence_in_the_same_blocks_is_not_mistaken_for_the_old():
+    """The old one decodes to 8 tokens; the new one prefills 8 into the same block list, then decodes the ninth."""
+    windowed, plain = make_attention(True), make_attention(False)
+
+    def run(first: int, count: int) -> None:
+        batch = Batch(
+            num_tokens=count,
+            num_seqs=1,
+            num_decodes=int(count == 1),
+            query_start_loc_cpu=np.array([0, count], dtype=np.int32),
+            seq_lens_cpu=np.array([first + count], dtype=np.int32),
+            block_table=torch.tensor([[5, 6, 7]]),
+            slot_mapping=torch.arange(5 * BLOCK + first, 5 * BLOCK + first + count),
+        )
+        for attention in (windowed, plain):
+            attention.plan(batch)
+        for layer in range(LAYERS):
+            q = torch.randn(count, HEADS, DIM)
+            k, v = torch.randn(2, count, KV_HEADS, DIM)
+            torch.testing.assert_close(windowed(q, k, v, layer), plain(q, k, v, layer))
+
+    run(0, 7)
+    run(7, 1)
+    run(0, 8)
+    run(8, 1)
