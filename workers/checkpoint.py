@@ -62,6 +62,21 @@ class _Init:
     weak_from: int | None = None
 
 
+_FIXED_FIELDS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": NUM_BYTES + SPECIAL_TOKENS.index(IM_END),
+    "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
+}
+
+
 def make_checkpoint(
     path: str | Path,
     *,
@@ -91,12 +106,9 @@ def make_checkpoint(
     A non-empty folder is refused unless `overwrite`. Impossible values raise ValueError by name.
     """
     folder = Path(path)
-    renamed = sorted(_RENAMED.keys() & config_fields.keys())
-    if renamed:
-        raise ValueError(f"{renamed[0]}: give {_RENAMED[renamed[0]]} instead")
+    _refuse_renamed(config_fields)
     config: dict[str, Any] = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+        **_FIXED_FIELDS,
         "num_hidden_layers": num_layers,
         "hidden_size": hidden_size,
         "num_experts": num_experts,
@@ -110,15 +122,6 @@ def make_checkpoint(
         "max_position_embeddings": max_position_embeddings,
         "dtype": dtype,
         "tie_word_embeddings": tie_word_embeddings,
-        "attention_bias": False,
-        "decoder_sparse_step": 1,
-        "hidden_act": "silu",
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "bos_token_id": None,
-        "eos_token_id": NUM_BYTES + SPECIAL_TOKENS.index(IM_END),
-        "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
     }
     if "rope_parameters" not in config_fields:
         config["rope_theta"] = 1_000_000.0
@@ -133,6 +136,13 @@ def make_checkpoint(
     _write_json(folder / "generation_config.json", generation_config(list(range(256, 259))))
     save_tokenizer(folder, byte_tokenizer(), max_position_embeddings)
     return folder
+
+
+def _refuse_renamed(config_fields: dict[str, Any]) -> None:
+    """config.json's name for something that has a parameter of its own would be given twice."""
+    for name, parameter in _RENAMED.items():
+        if name in config_fields:
+            raise ValueError(f"{name}: give {parameter} instead")
 
 
 def byte_tokenizer() -> Tokenizer:
