@@ -16,12 +16,10 @@ from torch.nn import functional as F
 from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
 from kernels.attention.decode_window import DecodeWindow
 
-QUERY_CHUNK = (
-    512  # query rows of one call: bounds the mask and skips most of the keys above the diagonal
-)
-CALL_COST = (
-    512  # padded keys that cost as much as one more call (60 us for 1024 keys on a CPU core)
-)
+# Query rows of one call: bounds the mask and skips most of the keys above the diagonal.
+QUERY_CHUNK = 512
+# Padded keys that cost as much as one more call: 60 us for 1024 keys on a CPU core.
+CALL_COST = 512
 
 
 @dataclass(frozen=True)
