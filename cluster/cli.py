@@ -62,13 +62,8 @@ def serve(config: ConfigPath, overrides: Overrides = None) -> None:
     settings = _load(config, overrides)
     from cluster.serve import ServerError, run_server
 
-    for warning in _checked(settings).warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    try:
+    with _user_errors(ServerError, code=1), _user_errors(ValueError):
         run_server(settings)
-    except ServerError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
 
 
 @app.command()
@@ -159,13 +154,13 @@ def _checked(config: "PhalanxConfig") -> "CheckReport":
 
 
 @contextmanager
-def _user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn a user's mistake into its message and exit code 2."""
+def _user_errors(*kinds: type[Exception], code: int = 2) -> Iterator[None]:
+    """Turn a user's mistake into its message and exit code."""
     try:
         yield
     except kinds as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+        raise typer.Exit(code) from error
 
 
 def _version() -> str:

@@ -45,7 +45,8 @@ class ClusterConfig(Section):
         description="Where ranks compute; auto = cuda when each rank can have a GPU, else cpu.",
     )
     threads_per_rank: Auto | PositiveInt = Field(
-        "auto", description="CPU threads of a rank; auto = an even share of the cores, at most 8."
+        "auto",
+        description="CPU threads of a rank; auto = its share of all cores but one, at most 8.",
     )
     exchange_timeout_s: float = Field(
         30.0, gt=0, description="Seconds a rank waits for the others in a step before it gives up."
@@ -229,11 +230,14 @@ def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Litera
 
 
 def resolve_threads(config: PhalanxConfig) -> int:
-    """cluster.threads_per_rank, with auto an even share of this machine's cores."""
+    """cluster.threads_per_rank; auto is a share of this machine's cores, less one for HTTP.
+
+    A rank whose threads wait for a core that another process holds is slower than one with fewer threads.
+    """
     if config.cluster.threads_per_rank != "auto":
         return config.cluster.threads_per_rank
     per_node = config.cluster.ranks // config.cluster.nodes
-    return min(MAX_THREADS_PER_RANK, max(1, available_cores() // per_node))
+    return min(MAX_THREADS_PER_RANK, max(1, (available_cores() - 1) // per_node))
 
 
 def available_cores() -> int:

@@ -7,19 +7,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from rich.console import Console
 
-from cluster.config import PhalanxConfig, resolve_rank_config
+from cluster.config import PhalanxConfig
 
 # HAProxy in front and uvicorn in the replica: 3 times the streamed tokens per second of Serve's own proxy.
 # Read when Serve is imported, here and in every process that Ray starts. An operator's own setting wins.
-SERVE_ENVIRONMENT = {
+RAY_ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    # Ray starts workers at niceness 15, where any other process of the machine slows the ranks down.
+    "RAY_worker_niceness": "0",
 }
+# What it says at every start is no news to those who did not turn it off.
+AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
 POLL_S = 0.1
 
@@ -31,15 +36,24 @@ class ServerError(RuntimeError):
 
 
 def run_server(config: PhalanxConfig) -> None:
-    """Serve until SIGINT or SIGTERM. Raises ServerError when the start fails or the ranks do."""
+    """Serve until SIGINT or SIGTERM.
+
+    Raises ServerError when the start fails or the ranks do, ConfigError and KernelChoiceError when the configuration
+    does not fit this machine.
+    """
     started = time.monotonic()
     _check_port(config.serve.host, config.serve.port)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     try:
-        with _stage("ray"):
+        # The check imports torch, which takes about as long as Ray's processes.
+        with _stage("ray and checks"), ThreadPoolExecutor(1) as pool:
+            checking = pool.submit(_check, config)
             _start_ray(config)
+            warnings = checking.result()
+        for warning in warnings:
+            console.print(f"  warning: {warning}", style="yellow")
         url = _start(config, stop)
         if url is not None:
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}", style="bold")
@@ -48,20 +62,26 @@ def run_server(config: PhalanxConfig) -> None:
         _shut_down(config)
 
 
+def _check(config: PhalanxConfig) -> list[str]:
+    from cluster.check import check
+
+    return check(config).warnings
+
+
 def _start_ray(config: PhalanxConfig) -> None:
-    for name, value in SERVE_ENVIRONMENT.items():
+    for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
     import ray
 
     if config.cluster.ray_address is not None:
         ray.init(config.cluster.ray_address, namespace="phalanx", logging_level=logging.WARNING)
         return
-    rank_config = resolve_rank_config(config)
     ray.init(
         "local",
         namespace="phalanx",
         # A rank takes one of these whatever the machine has; they are bookkeeping, not a limit.
-        num_cpus=max(os.cpu_count() or 1, rank_config.num_ranks + config.serve.replicas + 1),
+        num_cpus=max(os.cpu_count() or 1, config.cluster.ranks + config.serve.replicas + 1),
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         logging_level=logging.WARNING,
@@ -112,6 +132,7 @@ def _start_http(config: PhalanxConfig, failure: list[BaseException]) -> None:
 
         from cluster.ingress import Ingress
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(http_options=HTTPOptions(host=config.serve.host, port=config.serve.port))
         app = Ingress.options(num_replicas=config.serve.replicas).bind(config)
         serve.run(app, name=config.serve.app_name, route_prefix="/")

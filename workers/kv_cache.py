@@ -1,5 +1,8 @@
 """The paged KV cache: which blocks are whose, and how many fit. Knows nothing of requests."""
 
+import math
+
+import numpy as np
 import torch
 
 from workers.models.config import Qwen3MoeConfig
@@ -20,7 +23,15 @@ def allocate_kv_caches(
 ) -> list[torch.Tensor]:
     """One zeroed tensor a layer: [2, num_blocks, block_size, kv heads, head_dim]."""
     shape = (2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    return [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+    return [_zeros(shape, dtype, device) for _ in range(config.num_hidden_layers)]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros take memory when they are first written; torch's take all of it at once.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class BlockPool:
