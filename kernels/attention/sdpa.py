@@ -104,13 +104,15 @@ class SdpaAttention(Attention):
         cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
         cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
         if num_rows == self._num_decodes and len(self._decodes) == 1:
-            return self._decode_all(q_THd, k_Thd, v_Thd, cache, layer)
+            return self._decode_all(q_THd, k_Thd, v_Thd, cache, layer, self._decodes[0])
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         out_THd[num_tokens:] = 0
         for group in self._decodes:
             if group.rows is None:
-                decodes = slice(0, self._num_decodes)
-                out_THd[decodes] = self._decode(q_THd[decodes], cache, group)
+                rows = slice(0, self._num_decodes)
+                out_THd[rows] = self._decode_all(
+                    q_THd[rows], k_Thd[rows], v_Thd[rows], cache, layer, group
+                )
             else:
                 out_BHd = self._decode(q_THd.index_select(0, group.rows), cache, group)
                 out_THd.index_copy_(0, group.rows, out_BHd)
@@ -160,9 +162,9 @@ class SdpaAttention(Attention):
         v_Bhd: torch.Tensor,
         cache: _Cache,
         layer: int,
+        group: _DecodeGroup,
     ) -> torch.Tensor:
-        """A batch of nothing but decodes of similar length."""
-        (group,) = self._decodes
+        """All decodes at once, in order. A window that was planned must see every layer's tokens."""
         if not group.windowed:
             return self._decode(q_BHd, cache, group)
         k_BLW, v_BLW = self._window.keys_and_values(
