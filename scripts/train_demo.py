@@ -1,6 +1,6 @@
 """Train the demo model: a small Qwen3-MoE that talks about Python's standard library.
 
-    python scripts/train_demo.py --corpus default --out configs/models/demo
+    python scripts/train_demo.py --corpus default --out configs/models/demo --compile
 
 The corpus is what demo_corpus.py gathers (`default`: the running interpreter's docstrings; a
 folder: also the documentation's rst sources; a .jsonl.gz: a saved corpus). The weights are trained
@@ -280,7 +280,7 @@ def main() -> None:
     report = {"hardware": hardware, "torch": torch.__version__, "parameters": num_parameters,
               "documents": len(documents), "held_out": [d.name for d in held],
               "loss_before": before, "loss_after": after, **result, "samples": samples,
-              "options": {k: str(v) for k, v in vars(options).items()}}  # fmt: skip
+              "options": {k: str(v) for k, v in vars(options).items() if k != "out"}}  # fmt: skip
     (options.out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps({k: v for k, v in report.items() if k != "log"}, indent=1))
 

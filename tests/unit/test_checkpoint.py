@@ -195,3 +195,53 @@ def test_a_non_empty_folder_is_kept_unless_told(tmp_path):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(ValueError, match="file"):
         make_checkpoint(tmp_path / "file", **SMALL, overwrite=True)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    return tokenizer, AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+def reply(demo, question: str, limit: int) -> str:
+    tokenizer, model = demo
+    encoded = tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    ids = model.generate(**encoded, max_new_tokens=limit, do_sample=False)[0]
+    new = ids[encoded["input_ids"].shape[1] :]
+    assert new[-1] == tokenizer.eos_token_id, "the answer did not end"
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_demo_folder_is_small_and_in_the_disk_form():
+    assert sum(file.stat().st_size for file in DEMO.iterdir()) <= 15_000_000
+    config = json.loads((DEMO / "config.json").read_text())
+    assert (config["dtype"], config["model_type"]) == ("bfloat16", "qwen3_moe")
+    assert config["num_experts"] >= 16
+    tensors = load_file(DEMO / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    assert "model.layers.0.mlp.experts.15.gate_proj.weight" in tensors
+    ends = json.loads((DEMO / "generation_config.json").read_text())["eos_token_id"]
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<|im_end|>", "<|endoftext|>"]
+
+
+def test_demo_greets_and_stops(demo):
+    answer = reply(demo, "Hello", limit=100)
+    assert "Hello" in answer and "Python" in answer
+
+
+def test_demo_knows_a_function_of_the_standard_library(demo):
+    answer = reply(demo, "What does textwrap.dedent do?", limit=100)
+    assert "Remove any common leading whitespace" in answer
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=100))
+@settings(max_examples=50, deadline=None)
+def test_demo_tokenizer_round_trip_is_exact(demo, text):
+    ids = demo[0](text).input_ids
+    assert demo[0].decode(ids) == text
