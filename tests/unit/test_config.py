@@ -350,8 +350,10 @@ def test_device_auto_wants_a_gpu_for_every_rank(
     assert resolve_rank_config(config, num_gpus=num_gpus).device == device
 
 
-@pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 2), (2, 4, 1), (64, 2, 8)])
-def test_threads_auto_share_the_cores(
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(2, 1, 1), (2, 4, 1), (9, 2, 4), (64, 2, 8)]
+)
+def test_threads_auto_share_all_cores_but_one(
     yaml_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
 ) -> None:
     monkeypatch.setattr("cluster.config.available_cores", lambda: cores)
