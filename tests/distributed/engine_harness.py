@@ -31,8 +31,10 @@ class RankResult:
     num_preemptions: int = 0
 
 
-def rank_config(checkpoint: Path, num_ranks: int, **sections: dict[str, Any]) -> RankConfig:
-    """A resolved CPU configuration; `sections` override, e.g. scheduler={"max_num_seqs": 4}."""
+def rank_config(
+    checkpoint: Path, num_ranks: int, device: str = "cpu", **sections: dict[str, Any]
+) -> RankConfig:
+    """A resolved configuration; `sections` override, e.g. scheduler={"max_num_seqs": 4}."""
     values: dict[str, Any] = {
         "model": {"path": str(checkpoint), "dtype": "float32", "max_model_len": 1024},
         "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
@@ -41,7 +43,9 @@ def rank_config(checkpoint: Path, num_ranks: int, **sections: dict[str, Any]) ->
     }
     for name, changes in sections.items():
         values[name] = {**values[name], **changes}
-    return RankConfig(**values, num_ranks=num_ranks, device="cpu", threads=1, exchange_timeout_s=30)
+    return RankConfig(
+        **values, num_ranks=num_ranks, device=device, threads=1, exchange_timeout_s=30
+    )
 
 
 def make_request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
@@ -94,6 +98,10 @@ def _run_rank(
 ) -> RankResult:
     from workers.rank import Rank
 
+    if config.device == "cuda":
+        import torch
+
+        torch.cuda.set_device(rank_index)
     result = RankResult()
 
     def publish(ingress_id: str, outputs: list[Any]) -> None:
@@ -156,7 +164,7 @@ def _record_logits(engine: Any, result: RankResult) -> None:
     def recording_compute(hidden: Any) -> Any:
         logits = compute(hidden)
         for name, row in zip(names, logits, strict=True):
-            result.logits.setdefault(name, []).append(row.clone().numpy())
+            result.logits.setdefault(name, []).append(row.cpu().numpy().copy())
         return logits
 
     runner.execute, runner.model.compute_logits = recording_execute, recording_compute

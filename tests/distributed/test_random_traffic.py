@@ -15,7 +15,9 @@ NUM_RANKS, NUM_STEPS, MAX_LEN = 4, 2000, 192
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("traffic") / "model"
-    make_checkpoint(path, num_layers=2, hidden_size=64, num_experts=6, num_experts_per_tok=2, head_dim=32)
+    make_checkpoint(
+        path, num_layers=2, hidden_size=64, num_experts=6, num_experts_per_tok=2, head_dim=32
+    )
     return path
 
 

@@ -1,0 +1,53 @@
+"""Whole engines on GPUs over NCCL, a rank each: greedy tokens equal transformers' in float32."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.engine_harness import rank_config, run_engines
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.reference import (
+    NUM_PROMPTS,
+    Reference,
+    arrivals,
+    check,
+    generate_references,
+    write_checkpoint,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("parity") / "model")
+
+
+@pytest.fixture(scope="module")
+def references(checkpoint: Path) -> list[Reference]:
+    return generate_references(checkpoint, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "all2all"),
+    [(1, "local"), *((r, name) for r in (2, 3, 4) for name in ("allgather", "torch_dist"))],
+)
+def test_tokens_equal_transformers(checkpoint, references, ranks, all2all):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
+    config = rank_config(
+        checkpoint,
+        ranks,
+        "cuda",
+        kernels={"all2all": all2all},
+        cache={"num_blocks": "auto", "memory_fraction": 0.2},
+    )
+    pool = RankPool(ranks)
+    try:
+        results = run_engines(
+            pool, config, arrivals(references, NUM_PROMPTS, ranks), keep_logits=True
+        )
+    finally:
+        pool.close()
+    check(references, results, NUM_PROMPTS, tolerance=1e-3)
