@@ -44,14 +44,14 @@ def run_server(config: PhalanxConfig) -> None:
     started = time.monotonic()
     _check_port(config.serve.host, config.serve.port)
     stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    _stop_on_signals(stop)
     try:
         # The check imports torch, which takes about as long as Ray's processes.
         with _stage("ray and checks"), ThreadPoolExecutor(1) as pool:
             checking = pool.submit(_check, config)
             _start_ray(config)
             warnings = checking.result()
+        _stop_on_signals(stop)  # again, since Ray has put its own handlers in their place
         for warning in warnings:
             console.print(f"  warning: {warning}", style="yellow")
         url = _start(config, stop)
@@ -60,6 +60,11 @@ def run_server(config: PhalanxConfig) -> None:
             _watch(config, stop)
     finally:
         _shut_down(config)
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
 
 
 def _check(config: PhalanxConfig) -> list[str]:
@@ -157,6 +162,8 @@ def _shut_down(config: PhalanxConfig) -> None:
 
     if not ray.is_initialized():
         return
+    # Threads that still wait for an answer of Ray are told that it is gone; nobody wants to read that.
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
     with _stage("stopped"):
         _stop_ranks(config)
         if config.cluster.ray_address is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import ray
+from ray.exceptions import ActorDiedError, RayTaskError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from cluster import placement
@@ -126,7 +127,7 @@ class Supervisor:
             await self._bring_up()
         except Exception as error:
             logger.exception("start failed at stage %s", self._status.stage)
-            self._release("failed", f"start failed at stage {self._status.stage!r}: {error}")
+            self._release("failed", f"start failed at stage {self._status.stage!r}: {_why(error)}")
             return
         watchers = [
             asyncio.create_task(self._watch_ranks()),
@@ -195,7 +196,8 @@ class Supervisor:
         finished, _ = await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
         if self._status.state == "ready":
             rank = next(index for index, task in enumerate(done) if task in finished)
-            reason = finished.pop().exception() or "left its loop"
+            error = finished.pop().exception()
+            reason = _why(error) if error is not None else "left its loop"
             self._release("failed", f"rank {rank}: {reason}")
 
     async def _watch_leases(self) -> None:
@@ -227,6 +229,15 @@ async def _wait(ref: "ray.ObjectRef") -> Any:
 
 async def _gather(refs: list["ray.ObjectRef"]) -> list[Any]:
     return await asyncio.gather(*(_wait(ref) for ref in refs))
+
+
+def _why(error: BaseException) -> str:
+    """What happened, without the remote traceback that Ray puts around it; the log has that."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        error = error.cause
+    if isinstance(error, ActorDiedError):
+        return "its process died"
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 
 def _forwarded_environment() -> dict[str, str]:

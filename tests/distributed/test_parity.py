@@ -1,10 +1,12 @@
 """Greedy tokens and logits equal transformers', whatever the ranks, backends, chunks and preemptions."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.engine_harness import rank_config, run_engines
+from tests.distributed.rank_pool import RankPool
 from tests.distributed.reference import (
     NUM_PROMPTS,
     Reference,
@@ -78,3 +80,19 @@ def test_fewer_prompts_than_ranks(rank_pool, checkpoint, references, all2all, co
     config = rank_config(checkpoint, 4, kernels={"all2all": all2all})
     results = run_engines(rank_pool, config, arrivals(references, count, 4), keep_logits=True)
     check(references, results, count)
+
+
+@pytest.fixture(scope="module")
+def large_pool() -> Iterator[RankPool]:
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "all2all"), [(8, "shm"), (7, "torch_dist"), (6, "allgather"), (5, "shm")]
+)
+def test_five_to_eight_ranks(large_pool, checkpoint, references, ranks, all2all):
+    config = rank_config(checkpoint, ranks, kernels={"all2all": all2all})
+    results = run_engines(large_pool, config, arrivals(references, 6, ranks), keep_logits=True)
+    check(references, results, 6)
