@@ -4,6 +4,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in children
 
-import torch  # noqa: E402
+import torch
 
 torch.set_num_threads(1)
