@@ -81,7 +81,7 @@ def check(
 
     from cluster.check import render
 
-    render(report, Console(highlight=False, soft_wrap=True))
+    render(report, Console(highlight=False, markup=False, soft_wrap=True))
 
 
 @app.command()

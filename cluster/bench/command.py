@@ -115,7 +115,7 @@ def _show(report: dict[str, Any], output: Path | None) -> None:
 
     from cluster.bench.report import render
 
-    render(report, Console(highlight=False, soft_wrap=True))
+    render(report, Console(highlight=False, markup=False, soft_wrap=True))
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         typer.echo(f"wrote {output}")

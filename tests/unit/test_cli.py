@@ -129,8 +129,11 @@ def test_check_places_ranks_by_node_and_device(yaml_path: Path) -> None:
 
 
 def test_check_for_people(yaml_path: Path) -> None:
-    result = run("check", yaml_path, "--set", "serve.host=0.0.0.0")
+    result = run(
+        "check", yaml_path, "--set", "serve.host=0.0.0.0", "--set", "serve.model_name='[red]x'"
+    )
     assert result.exit_code == 0
+    assert "[red]x" in result.stdout, "what a user wrote is not taken for markup"
     for words in ("max_num_batched_tokens", "torch_grouped", "rank  node", "0-2", "warning: serve"):
         assert words in result.stdout
 
