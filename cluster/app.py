@@ -14,4 +14,4 @@ def build(args: dict[str, str]) -> Application:
     options = dict(args)
     path = options.pop("config", "configs/local.yaml")
     config = load_config(path, [f"{key}={value}" for key, value in options.items()])
-    return Ingress.options(num_replicas=config.serve.replicas).bind(config)
+    return Ingress.options(num_replicas=config.serve.replicas).bind(config, listen=False)

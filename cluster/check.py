@@ -19,9 +19,8 @@ from kernels import select
 from kernels.placement import ExpertPlacement
 from kernels.shm import segment_bytes
 from workers.config import RankConfig
-from workers.kv_cache import kv_block_bytes
 from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.loader import rank_weight_bytes
+from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 
 INT64 = 8
 MEGABYTE = 10**6
@@ -105,7 +104,9 @@ def _rank_rows(
     per_node = config.num_ranks // config.num_nodes
     kv_bytes = None
     if config.cache.num_blocks != "auto":
-        kv_bytes = config.cache.num_blocks * kv_block_bytes(model, config.cache.block_size, dtype)
+        kv_bytes = config.cache.num_blocks * kv_block_bytes(
+            model, config.cache.block_size, config.model.dtype
+        )
     buffer_bytes = _buffer_bytes(config, model, dtype, all2all)
     rows = []
     for rank in range(config.num_ranks):

@@ -199,12 +199,11 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
 
 
 def _cpu_blocks(config: PhalanxConfig, model_config: Qwen3MoeConfig, model: ModelConfig) -> int:
-    import torch
 
-    from workers.kv_cache import kv_block_bytes
+    from workers.models.tensors import kv_block_bytes
 
     cache = config.cache
-    block_bytes = kv_block_bytes(model_config, cache.block_size, getattr(torch, model.dtype))
+    block_bytes = kv_block_bytes(model_config, cache.block_size, model.dtype)
     num_blocks = int(cache.cpu_memory_gib * GIB) // block_bytes
     needed = -(-int(model.max_model_len) // cache.block_size)
     if num_blocks < needed:

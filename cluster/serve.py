@@ -14,15 +14,9 @@ from rich.console import Console
 
 from cluster.config import PhalanxConfig
 
-# HAProxy in front and uvicorn in the replica: 3 times the streamed tokens per second of Serve's own proxy.
-# Read when Serve is imported, here and in every process that Ray starts. An operator's own setting wins.
-RAY_ENVIRONMENT = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-    # Ray starts workers at niceness 15, where any other process of the machine slows the ranks down.
-    "RAY_worker_niceness": "0",
-}
+# Ray starts workers at niceness 15, where any other process of the machine slows the ranks down. Read when Ray
+# starts; an operator's own setting wins.
+RAY_ENVIRONMENT = {"RAY_worker_niceness": "0"}
 # What it says at every start is no news to those who did not turn it off.
 AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
@@ -133,13 +127,12 @@ def _start(config: PhalanxConfig, stop: threading.Event) -> str | None:
 def _start_http(config: PhalanxConfig, failure: list[BaseException]) -> None:
     try:
         from ray import serve
-        from ray.serve.config import HTTPOptions
 
         from cluster.ingress import Ingress
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(http_options=HTTPOptions(host=config.serve.host, port=config.serve.port))
-        app = Ingress.options(num_replicas=config.serve.replicas).bind(config)
+        serve.start(proxy_location="Disabled")
+        app = Ingress.options(num_replicas=config.serve.replicas).bind(config, listen=True)
         serve.run(app, name=config.serve.app_name, route_prefix="/")
     except BaseException as error:
         failure.append(error)
@@ -170,7 +163,7 @@ def _shut_down(config: PhalanxConfig) -> None:
             from ray import serve
 
             serve.delete(config.serve.app_name)
-        # A local Ray goes away whole, Serve with it; serve.shutdown would wait 30 s for its controller.
+        # A local Ray goes away whole, Serve with it.
         ray.shutdown()
 
 

@@ -19,8 +19,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from cluster import placement
 from cluster.config import PhalanxConfig, resolve_rank_config
 from workers.actor import RankActor
-from workers.process_group import Rendezvous
-from workers.rank import RankInfo
+from workers.rank_info import RankInfo, Rendezvous
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """The Ray actor shell of a rank: inbox, senders, life cycle. Everything else is in the Rank that it holds.
 
-The event loop answers calls; the stages of start-up and the step loop run on threads of their own.
+The event loop answers calls; the stages of start-up and the step loop run on threads of their own. torch is imported
+only in the actor itself, so that a supervisor can create it quickly.
 """
 
 import asyncio
@@ -11,10 +12,8 @@ from typing import Any
 
 import ray
 
-from workers import process_group
 from workers.config import RankConfig
-from workers.process_group import Rendezvous
-from workers.rank import Rank, RankInfo
+from workers.rank_info import RankInfo, Rendezvous
 from workers.request import EngineRequest, RequestOutput
 from workers.token_stream import StreamAddress, TokenSender
 
@@ -29,6 +28,8 @@ class RankActor:
     """One rank. The supervisor calls join_group, load and start on all ranks, each on all before the next."""
 
     def __init__(self, rank: int, config: RankConfig):
+        from workers.rank import Rank
+
         self._rank = Rank(rank, config)
         self._store: Any = None
         self._progress = (0, 0)
@@ -47,6 +48,8 @@ class RankActor:
 
     async def host_rendezvous(self) -> tuple[str, int]:
         """Open the store where the group meets; only rank 0 is asked."""
+        from workers import process_group
+
         self._store = process_group.host_store(ray.util.get_node_ip_address())
         return self._store.host, self._store.port
 

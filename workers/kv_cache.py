@@ -8,12 +8,6 @@ import torch
 from workers.models.config import Qwen3MoeConfig
 
 
-def kv_block_bytes(config: Qwen3MoeConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers, K and V."""
-    per_token = 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-    return config.num_hidden_layers * block_size * per_token
-
-
 def allocate_kv_caches(
     config: Qwen3MoeConfig,
     num_blocks: int,

@@ -1,25 +1,15 @@
 """Joins the ranks of one epoch: the rendezvous, torch.distributed, and shared memory between ranks of one host."""
 
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from kernels.shm import SharedMemoryGroup
+from workers.rank_info import Rendezvous
 
 # A lost rank is noticed by the step exchange; this only bounds collectives of a group that is dying.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the ranks of one epoch meet: rank 0's store, and a name that no other group uses."""
-
-    host: str
-    port: int
-    name: str
-    epoch: int = 0
 
 
 def host_store(host: str) -> dist.TCPStore:

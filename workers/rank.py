@@ -4,7 +4,6 @@ The stages are collective: every rank goes through them in the same order.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -16,29 +15,18 @@ from workers import process_group
 from workers.config import RankConfig
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
-from workers.kv_cache import allocate_kv_caches, kv_block_bytes
+from workers.kv_cache import allocate_kv_caches
 from workers.model_runner import ModelRunner
 from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.loader import load_weights, rank_weight_bytes
+from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
-from workers.process_group import Rendezvous
+from workers.models.tensors import kv_block_bytes, rank_weight_bytes
+from workers.rank_info import RankInfo, Rendezvous
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.step_sync import PlanConfig, StepPlan, compare_settings
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(frozen=True)
-class RankInfo:
-    """What a rank says of itself when it is ready."""
-
-    rank: int
-    backends: dict[str, str]
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    memory_bytes: dict[str, int] = field(default_factory=dict)
 
 
 class Rank:
@@ -244,7 +232,7 @@ class Rank:
         self.kernels.attention.bind(())
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
-        block_bytes = kv_block_bytes(self.model_config, block_size, self.dtype)
+        block_bytes = kv_block_bytes(self.model_config, block_size, self.config.model.dtype)
         ours = torch.cuda.max_memory_allocated(self.device) - num_blocks * block_bytes
         torch.cuda.empty_cache()
         room = int(total * self.config.cache.memory_fraction) - others - ours
@@ -261,8 +249,9 @@ class Rank:
         return fitting
 
     def _memory_bytes(self, num_blocks: int) -> dict[str, int]:
-        weights = rank_weight_bytes(
-            self.model_config, self.placement, self.rank, str(self.config.model.dtype)
-        )
-        block = kv_block_bytes(self.model_config, self.config.cache.block_size, self.dtype)
-        return {"weights": weights, "kv_cache": num_blocks * block}
+        model, dtype = self.model_config, self.config.model.dtype
+        block = kv_block_bytes(model, self.config.cache.block_size, dtype)
+        return {
+            "weights": rank_weight_bytes(model, self.placement, self.rank, dtype),
+            "kv_cache": num_blocks * block,
+        }

@@ -83,10 +83,8 @@ class ServingTokenizer:
 
 def load_tokenizer(folder: str | Path) -> ServingTokenizer:
     """Read the tokenizer and its end tokens from a checkpoint folder. Takes a second or more."""
-    from transformers import AutoTokenizer  # costs about a second
-
     folder = Path(folder)
-    hf_tokenizer = AutoTokenizer.from_pretrained(str(folder), use_fast=True)
+    hf_tokenizer = _load_hf_tokenizer(folder)
     config = _read_json(folder / "config.json")
     config = config.get("text_config") or config
     generation = _read_json(folder / "generation_config.json")
@@ -104,6 +102,17 @@ def load_tokenizer(folder: str | Path) -> ServingTokenizer:
         vocab_size=int(config.get("vocab_size") or len(hf_tokenizer)),
         eos_token_ids=frozenset(eos_ids),
     )
+
+
+def _load_hf_tokenizer(folder: Path) -> Any:
+    # Four times faster to import than AutoTokenizer, which is needed only where there is no tokenizer.json.
+    if (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(folder))
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), use_fast=True)
 
 
 def load_default_sampling(folder: str | Path) -> dict[str, Any]:

@@ -69,7 +69,8 @@ def run_engines(
     timeout_s: float = 120,
 ) -> list[RankResult]:
     """Run all events to their end on `config.num_ranks` ranks."""
-    from workers.process_group import Rendezvous, host_store
+    from workers.process_group import host_store
+    from workers.rank_info import Rendezvous
 
     store = host_store("127.0.0.1")
     rendezvous = Rendezvous("127.0.0.1", store.port, f"test-{store.port}")

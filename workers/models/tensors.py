@@ -60,6 +60,12 @@ def rank_weight_bytes(
     return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
 
 
+def kv_block_bytes(config: Qwen3MoeConfig, block_size: int, dtype: DtypeName) -> int:
+    """Bytes of one KV block over all layers, K and V."""
+    per_token = 2 * config.num_key_value_heads * config.head_dim * DTYPE_BYTES[dtype]
+    return config.num_hidden_layers * block_size * per_token
+
+
 def _layer_specs(config: Qwen3MoeConfig, layer: int) -> Iterator[tuple[str, TensorSpec]]:
     D, d = config.hidden_size, config.head_dim
     widths = {

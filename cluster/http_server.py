@@ -1,0 +1,58 @@
+"""The HTTP server inside an ingress replica. Knows nothing of what the application does.
+
+A client's connection ends here and not in a proxy of Serve's: a proxy holds the first token back (Serve's own: 50 ms)
+or listens on all interfaces (HAProxy's statistics), and each costs a process on the way of every token.
+"""
+
+import asyncio
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+SHUTDOWN_S = 3  # for requests under way when the replica is told to go
+
+
+class HttpServer:
+    """Serves an ASGI application on host:port; replicas of one node share the port."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int):
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_level="warning",
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        self._socket = _listen(host, port)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to answer, in the running event loop."""
+        # Not serve(): its signal handlers belong to the process's owner.
+        self._task = asyncio.create_task(self._server._serve([self._socket]))
+
+    def check(self) -> None:
+        """Raise RuntimeError when the server has ended."""
+        if self._task is None or self._task.done():
+            raise RuntimeError("the HTTP server of this ingress has ended")
+
+    async def stop(self) -> None:
+        """Close the port, then end what is still open."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.setblocking(False)
+    return listener
