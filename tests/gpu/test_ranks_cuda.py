@@ -16,7 +16,10 @@ from tests.distributed.reference import (
     write_checkpoint,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 
 @pytest.fixture(scope="module")
