@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 All2AllName = Literal["auto", "local", "torch_dist", "allgather", "shm"]
-GroupedGemmName = Literal["auto", "reference", "torch_grouped"]
-AttentionName = Literal["auto", "sdpa"]
+GroupedGemmName = Literal["auto", "reference", "torch_grouped", "native"]
+AttentionName = Literal["auto", "sdpa", "native"]
 
 
 class KernelsConfig(BaseModel):

@@ -20,11 +20,14 @@ from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm import ShmAllToAll, slot_bytes
 from kernels.all2all.torch_dist import TorchDistAllToAll
 from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.config import KernelsConfig
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.grouped_gemm.native import NativeGroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.grouped_gemm.torch_grouped import ROW_ALIGNMENT, TorchGroupedGemm
+from kernels.native.library import NativeUnavailableError, load
 from kernels.placement import ExpertPlacement
 from kernels.shm import SHM_FOLDER, SharedMemoryGroup, segment_bytes
 
@@ -131,6 +134,11 @@ def probe(device: torch.device | str) -> Capabilities:
         missing["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
     elif not os.access(SHM_FOLDER, os.W_OK):
         missing["shm"] = f"{SHM_FOLDER} is not writable"
+    if device.type == "cpu":
+        try:
+            load()
+        except NativeUnavailableError as error:
+            missing["native"] = str(error)
     return Capabilities(device.type, missing)
 
 
@@ -159,6 +167,7 @@ def select(
         "grouped_gemm",
         config.grouped_gemm,
         {
+            "native": "one call of compiled C for the few rows of a decode",
             "torch_grouped": "one call for all experts",
             "reference": "a loop over experts runs everywhere",
         },
@@ -167,8 +176,11 @@ def select(
     attention = _choose(
         "attention",
         config.attention,
-        {"sdpa": "gathers pages for torch's own attention, runs everywhere"},
-        lambda name: None,
+        {
+            "native": "compiled C reads the pages of decodes where they lie",
+            "sdpa": "gathers pages for torch's own attention, runs everywhere",
+        },
+        lambda name: _native_obstacle(name, capabilities, dtype),
     )
     return Selection(all2all, grouped_gemm, attention)
 
@@ -178,11 +190,13 @@ def build(selection: Selection, context: KernelContext) -> Kernels:
     gemms: dict[str, type[GroupedGemm]] = {
         "reference": ReferenceGroupedGemm,
         "torch_grouped": TorchGroupedGemm,
+        "native": NativeGroupedGemm,
     }
+    attentions: dict[str, type[Attention]] = {"sdpa": SdpaAttention, "native": NativeAttention}
     kernels = Kernels(
         _build_all2all(selection.all2all.name, context),
         gemms[selection.grouped_gemm.name](),
-        SdpaAttention(context.attention),
+        attentions[selection.attention.name](context.attention),
     )
     assert kernels.all2all.layout == kernels.grouped_gemm.layout, selection.names()
     return kernels
@@ -286,6 +300,17 @@ def _all2all_obstacle(
     return None
 
 
+def _native_obstacle(name: str, capabilities: Capabilities, dtype: torch.dtype) -> str | None:
+    """Why a family's `native` backend cannot run, or None; None for other names that are there."""
+    if name in capabilities.missing:
+        return capabilities.missing[name]
+    if name == "native" and capabilities.device != "cpu":
+        return "it runs on CPU only"
+    if name == "native" and dtype != torch.float32:
+        return f"it computes in float32, model.dtype is {str(dtype)[6:]}"
+    return None
+
+
 def _grouped_gemm_obstacle(
     name: str,
     capabilities: Capabilities,
@@ -294,10 +319,11 @@ def _grouped_gemm_obstacle(
     expert_width: int,
 ) -> str | None:
     """Why this grouped GEMM cannot run, or None."""
-    if name in capabilities.missing:
-        return capabilities.missing[name]
-    if name != "torch_grouped":
+    if name == "reference":
         return None
+    obstacle = _native_obstacle(name, capabilities, dtype)
+    if obstacle is not None:
+        return obstacle
     if capabilities.device == "cuda" and dtype != torch.bfloat16:
         return f"grouped_mm on GPUs takes bfloat16 only, model.dtype is {str(dtype)[6:]}"
     for what, width in (("hidden size", hidden_size), ("expert width", expert_width)):

@@ -14,26 +14,22 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
-from kernels.attention.decode_window import DecodeWindow
 
-# Query rows of one call: bounds the mask and skips most of the keys above the diagonal.
-QUERY_CHUNK = 512
-# Padded keys that cost as much as one more call: 60 us for 1024 keys on a CPU core.
-CALL_COST = 512
+QUERY_CHUNK = (
+    512  # query rows of one call: bounds the mask and skips most of the keys above the diagonal
+)
+CALL_COST = (
+    512  # padded keys that cost as much as one more call (60 us for 1024 keys on a CPU core)
+)
 
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Decodes of similar length. `rows` are their rows, or None for all of them in order.
-
-    Keys beyond the mask's columns are left out; windowed: all keys come from the DecodeWindow.
-    """
+    """Decodes of similar length. `rows` are their rows, or None for all of them in order."""
 
     rows: torch.Tensor | None
     blocks: torch.Tensor  # int64 [B * max_blocks]
     mask_B11L: torch.Tensor | None
-    num_keys: int
-    windowed: bool
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class _Extend:
     blocks: torch.Tensor | None
 
 
-class _Cache:
+class Cache:
     """Flat views of one layer's cache: whole blocks for reading, slots for writing."""
 
     def __init__(self, kv_cache: torch.Tensor):
@@ -63,26 +59,21 @@ class SdpaAttention(Attention):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        self._caches: list[_Cache] = []
+        self._caches: list[Cache] = []
         self._num_tokens = 0
         self._num_decodes = 0
         self._decodes: list[_DecodeGroup] = []
         self._extends: list[_Extend] = []
         self._causal: torch.Tensor | None = None
-        self._window: DecodeWindow | None = None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         super().bind(kv_caches)
-        self._caches = [_Cache(kv_cache) for kv_cache in kv_caches]
-        on_cpu = bool(kv_caches) and kv_caches[0].device.type == "cpu"
-        self._window = DecodeWindow(len(kv_caches), self.spec.block_size) if on_cpu else None
+        self._caches = [Cache(kv_cache) for kv_cache in kv_caches]
 
     def plan(self, batch: AttentionBatch) -> None:
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
         self._slot_mapping = batch.slot_mapping[: batch.num_tokens]
-        self._decodes = self._plan_decodes(batch)
-        if self._window is not None and not any(group.windowed for group in self._decodes):
-            self._window.forget()
+        self._plan_decodes(batch)
         self._extends = []
         starts, lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
         for seq in range(batch.num_decodes, batch.num_seqs):
@@ -103,30 +94,32 @@ class SdpaAttention(Attention):
             k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
         cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
         cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
-        if num_rows == self._num_decodes and len(self._decodes) == 1:
-            return self._decode_all(q_THd, k_Thd, v_Thd, cache, layer, self._decodes[0])
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-        out_THd[num_tokens:] = 0
-        for group in self._decodes:
-            if group.rows is None:
-                rows = slice(0, self._num_decodes)
-                out_THd[rows] = self._decode_all(
-                    q_THd[rows], k_Thd[rows], v_Thd[rows], cache, layer, group
-                )
-            else:
-                out_BHd = self._decode(q_THd.index_select(0, group.rows), cache, group)
-                out_THd.index_copy_(0, group.rows, out_BHd)
+        if num_rows > num_tokens:
+            out_THd[num_tokens:] = 0
+        if self._num_decodes:
+            decodes = slice(0, self._num_decodes)
+            self._decode_batch(q_THd[decodes], cache, out_THd[decodes])
         for extend in self._extends:
             self._extend(q_THd, k_Thd, v_Thd, cache, extend, out_THd)
         return out_THd
 
-    def _plan_decodes(self, batch: AttentionBatch) -> list[_DecodeGroup]:
+    def _plan_decodes(self, batch: AttentionBatch) -> None:
         seq_lens = batch.seq_lens_cpu[: batch.num_decodes]
         num_blocks = -(-seq_lens // self.spec.block_size)
-        return [
+        self._decodes = [
             self._plan_group(batch, seq_lens, num_blocks, members)
             for members in length_groups(num_blocks, self.spec.block_size)
         ]
+
+    def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
+        """Attention of the planned decodes into out_BHd."""
+        for group in self._decodes:
+            if group.rows is None:
+                out_BHd.copy_(self._decode(q_BHd, cache, group))
+            else:
+                found_BHd = self._decode(q_BHd.index_select(0, group.rows), cache, group)
+                out_BHd.index_copy_(0, group.rows, found_BHd)
 
     def _plan_group(
         self,
@@ -135,7 +128,7 @@ class SdpaAttention(Attention):
         num_blocks: np.ndarray,
         members: np.ndarray | None,
     ) -> _DecodeGroup:
-        cache, spec = self.kv_caches[0], self.spec
+        cache = self.kv_caches[0]
         if members is None:
             rows, table = None, batch.block_table[: batch.num_decodes]
         else:
@@ -143,54 +136,19 @@ class SdpaAttention(Attention):
             seq_lens, num_blocks = seq_lens[members], num_blocks[members]
             table = batch.block_table.index_select(0, rows)
         width = int(num_blocks.max())
-        num_keys = width * spec.block_size
+        num_keys = width * self.spec.block_size
         mask_B11L = None
         if (seq_lens < num_keys).any():
             hidden_BL = np.arange(num_keys) >= seq_lens[:, None]
             mask_BL = np.where(hidden_BL, np.float32("-inf"), np.float32(0))
             mask_B11L = torch.from_numpy(mask_BL).to(cache.device, cache.dtype)[:, None, None, :]
-        windowed = False
-        if self._window is not None and rows is None and batch.num_seqs == batch.num_decodes:
-            token_bytes = 2 * spec.num_kv_heads * spec.head_dim * cache.dtype.itemsize
-            windowed = self._window.plan(table[:, :width], seq_lens, token_bytes)
-        return _DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L, num_keys, windowed)
+        return _DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
 
-    def _decode_all(
-        self,
-        q_BHd: torch.Tensor,
-        k_Bhd: torch.Tensor,
-        v_Bhd: torch.Tensor,
-        cache: _Cache,
-        layer: int,
-        group: _DecodeGroup,
-    ) -> torch.Tensor:
-        """All decodes at once, in order. A window that was planned must see every layer's tokens."""
-        if not group.windowed:
-            return self._decode(q_BHd, cache, group)
-        k_BLW, v_BLW = self._window.keys_and_values(
-            layer, cache.k_blocks, cache.v_blocks, k_Bhd.flatten(1), v_Bhd.flatten(1)
-        )
-        heads = (self.spec.num_kv_heads, self.spec.head_dim)
-        keys = slice(0, group.num_keys)
-        return self._attend(
-            q_BHd, k_BLW[:, keys].unflatten(2, heads), v_BLW[:, keys].unflatten(2, heads), group
-        )
-
-    def _decode(self, q_BHd: torch.Tensor, cache: _Cache, group: _DecodeGroup) -> torch.Tensor:
+    def _decode(self, q_BHd: torch.Tensor, cache: Cache, group: _DecodeGroup) -> torch.Tensor:
         spec, batch_size = self.spec, q_BHd.shape[0]
         paged = (batch_size, -1, spec.num_kv_heads, spec.head_dim)
         k_BLhd = cache.k_blocks.index_select(0, group.blocks).view(paged)
         v_BLhd = cache.v_blocks.index_select(0, group.blocks).view(paged)
-        return self._attend(q_BHd, k_BLhd, v_BLhd, group)
-
-    def _attend(
-        self,
-        q_BHd: torch.Tensor,
-        k_BLhd: torch.Tensor,
-        v_BLhd: torch.Tensor,
-        group: _DecodeGroup,
-    ) -> torch.Tensor:
-        spec, batch_size = self.spec, q_BHd.shape[0]
         out_BhGd = F.scaled_dot_product_attention(
             q_BHd.reshape(batch_size, spec.num_kv_heads, -1, spec.head_dim),
             k_BLhd.transpose(1, 2),
@@ -205,7 +163,7 @@ class SdpaAttention(Attention):
         q_THd: torch.Tensor,
         k_Thd: torch.Tensor,
         v_Thd: torch.Tensor,
-        cache: _Cache,
+        cache: Cache,
         extend: _Extend,
         out_THd: torch.Tensor,
     ) -> None:

@@ -31,9 +31,9 @@ CASES = [
     (ranks, all2all, gemm, chunked)
     for ranks in (1, 2, 3, 4)
     for all2all in (("local",) if ranks == 1 else ("torch_dist", "allgather", "shm"))
-    for gemm in ("reference", "torch_grouped")
+    for gemm in ("reference", "torch_grouped", "auto")
     for chunked in (True, False)
-    if gemm == "torch_grouped" or chunked  # the plain product needs no second round
+    if gemm == "auto" or chunked  # the others need no second round
 ]
 
 
@@ -50,7 +50,11 @@ def test_tokens_and_logits_equal_transformers(
     config = rank_config(
         checkpoint,
         ranks,
-        kernels={"all2all": all2all, "grouped_gemm": gemm},
+        kernels={
+            "all2all": all2all,
+            "grouped_gemm": gemm,
+            "attention": "auto" if gemm == "auto" else "sdpa",
+        },
         scheduler={"chunked_prefill": chunked, "max_num_batched_tokens": 128 if chunked else 1024},
     )
     results = run_engines(

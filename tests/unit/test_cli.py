@@ -134,7 +134,7 @@ def test_check_for_people(yaml_path: Path) -> None:
     )
     assert result.exit_code == 0
     assert "[red]x" in result.stdout, "what a user wrote is not taken for markup"
-    for words in ("max_num_batched_tokens", "torch_grouped", "rank  node", "0-2", "warning: serve"):
+    for words in ("max_num_batched_tokens", "grouped_gemm", "rank  node", "0-2", "warning: serve"):
         assert words in result.stdout
 
 

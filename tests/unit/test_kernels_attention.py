@@ -10,9 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.base import AttentionSpec
+from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
+from kernels.select import probe
 
 NUM_LAYERS = 2
+NATIVE_MISSING = probe("cpu").missing.get("native")
+needs_native = pytest.mark.skipif(NATIVE_MISSING is not None, reason=str(NATIVE_MISSING))
 Seqs = list[tuple[int, int]]  # (context, new tokens) of each sequence; decodes first
 
 
@@ -90,13 +94,14 @@ def check(
     heads: tuple[int, int] = (4, 2),
     block_size: int = 4,
     attention: SdpaAttention | None = None,
+    backend: type[SdpaAttention] = SdpaAttention,
     device: str = "cpu",
 ) -> SdpaAttention:
     """Run one batch through both layers; also run by the GPU tests."""
     spec = AttentionSpec(*heads, head_dim=8, block_size=block_size, scale=0.3)
     pages = Pages(seqs, spec, dtype, padding)
     pages.move(device)
-    attention = attention or SdpaAttention(spec)
+    attention = attention or backend(spec)
     attention.bind(pages.caches)
     attention.plan(pages.batch())
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -137,6 +142,19 @@ def test_equals_dense_attention(label: str, padding: int, dtype: torch.dtype):
     check(BATCHES[label], dtype=dtype, padding=padding)
 
 
+@needs_native
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("label", BATCHES)
+def test_native_equals_dense_attention(label: str, padding: int):
+    check(BATCHES[label], padding=padding, backend=NativeAttention)
+
+
+@needs_native
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2)])
+def test_native_head_groups(heads: tuple[int, int]):
+    check(BATCHES["mixed"], heads=heads, backend=NativeAttention)
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2)])
 def test_head_groups(heads: tuple[int, int]):
     check(BATCHES["mixed"], heads=heads)
@@ -162,7 +180,10 @@ def test_plans_do_not_leak_into_the_next():
 )
 @settings(max_examples=40, deadline=None)
 def test_any_batch(contexts: list[int], extends: Seqs, block_size: int):
-    check([(context, 1) for context in contexts] + extends, block_size=block_size, padding=1)
+    seqs = [(context, 1) for context in contexts] + extends
+    check(seqs, block_size=block_size, padding=1)
+    if NATIVE_MISSING is None:
+        check(seqs, block_size=block_size, padding=1, backend=NativeAttention)
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.sampled_from([1, 16]))

@@ -46,7 +46,9 @@ def test_auto_all2all(capabilities: Capabilities, num_ranks: int, num_nodes: int
     ("capabilities", "changes", "expected"),
     [
         (CPU, {}, "torch_grouped"),
-        (CPU, {"dtype": torch.float32}, "torch_grouped"),
+        (CPU, {"dtype": torch.float32}, "native"),
+        (CPU, {"dtype": torch.float32, "expert_width": 63}, "reference"),
+        (Capabilities("cpu", {"native": "no C"}), {"dtype": torch.float32}, "torch_grouped"),
         (CUDA, {}, "torch_grouped"),
         (CUDA, {"dtype": torch.float32}, "reference"),
         (CPU, {"hidden_size": 129}, "reference"),
@@ -69,6 +71,11 @@ def test_auto_grouped_gemm(capabilities: Capabilities, changes: dict, expected: 
             {"grouped_gemm": "torch_grouped", "expert_width": 60},
             "kernels.grouped_gemm",
             "expert width 60 in bfloat16 has 120.*reference",
+        ),
+        (
+            {"attention": "native"},
+            "kernels.attention",
+            "float32, model.dtype is bfloat16.*sdpa",
         ),
         (
             {"grouped_gemm": "torch_grouped", "capabilities": CUDA, "dtype": torch.float32},

@@ -1,0 +1,53 @@
+"""The experts' MLP in one call of our own C code, for the few rows of a decode step on a CPU.
+
+R routed rows, D hidden, I expert width, e local experts.
+"""
+
+import torch
+
+from kernels.all2all.base import ExpertInput
+from kernels.grouped_gemm.base import GroupedGemm
+from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
+from kernels.native.library import load
+
+# Beyond, matrix products of a library win: measured with 16 experts of 128 x 64, 57 us against 180 at 2 rows each.
+MAX_ROWS_PER_EXPERT = 8
+
+
+class NativeGroupedGemm(GroupedGemm):
+    """float32 on CPU only. Large steps go to torch's grouped product."""
+
+    name = "native"
+
+    def __init__(self) -> None:
+        self._mlp = load().grouped_gated_mlp
+        self._large = TorchGroupedGemm()
+        self._scratch = torch.empty(0)
+
+    def __call__(
+        self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
+    ) -> torch.Tensor:
+        x_RD = expert_input.x_RD
+        num_rows, hidden_size = x_RD.shape
+        num_experts, _, width = w2_eDI.shape
+        if num_rows > MAX_ROWS_PER_EXPERT * num_experts:
+            return self._large(expert_input, w13_e2ID, w2_eDI)
+        y_RD = torch.empty_like(x_RD)
+        if not num_rows:
+            return y_RD
+        if self._scratch.numel() < 3 * num_rows * width:
+            self._scratch = torch.empty(3 * num_rows * width)
+        assert x_RD.is_contiguous() and x_RD.dtype == torch.float32, (x_RD.shape, x_RD.dtype)
+        assert w13_e2ID.is_contiguous() and w2_eDI.is_contiguous()
+        self._mlp(
+            x_RD.data_ptr(),
+            expert_input.offs_e.data_ptr(),
+            num_experts,
+            hidden_size,
+            width,
+            w13_e2ID.data_ptr(),
+            w2_eDI.data_ptr(),
+            y_RD.data_ptr(),
+            self._scratch.data_ptr(),
+        )
+        return y_RD

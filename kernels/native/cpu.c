@@ -1,0 +1,116 @@
+/* CPU kernels for small float32 steps, where an operator's overhead and copies cost more than its arithmetic.
+ *
+ * One thread, plain loops that a compiler vectorises. No allocation, no global state, no knowledge of Python.
+ * R routed rows, D hidden, I expert width; B sequences, H query heads, h KV heads, G = H / h, d head dim.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define OUTPUTS 4 /* outputs of a tile: with two rows, eight independent sums hide the latency of a multiply-add */
+
+/* exp(x) for x <= 0, relative error below 2e-7: 2^n times a polynomial of the rest. Vectorises, unlike expf. */
+static inline float exp_negative(float x)
+{
+    float t = x * 1.44269504f, n, f, p;
+    int32_t bits;
+    t = t < -126.0f ? -126.0f : t;
+    n = (float)(int32_t)(t - 0.5f);
+    f = t - n;
+    p = 1.0f + f * (0.693147182f + f * (0.240226463f + f * (0.0555041f + f * (0.00961812911f +
+        f * (0.00133335581f + f * 0.000154035304f)))));
+    bits = ((int32_t)n + 127) << 23;
+    memcpy(&n, &bits, sizeof n);
+    return p * n;
+}
+
+/* out[r][n] = x[r] . w[n] for `rows` (1 or 2) rows of `width` and OUTPUTS outputs */
+static inline void tile(const float *x, const float *w, int rows, int64_t width, float out[2][OUTPUTS])
+{
+    const float *x1 = x + (rows - 1) * width;
+    float a[OUTPUTS] = {0}, b[OUTPUTS] = {0};
+    for (int64_t k = 0; k < width; k++)
+        for (int n = 0; n < OUTPUTS; n++) {
+            a[n] += x[k] * w[n * width + k];
+            b[n] += x1[k] * w[n * width + k];
+        }
+    memcpy(out[0], a, sizeof a);
+    memcpy(out[1], b, sizeof b);
+}
+
+/* y[rows, outs] = x[rows, width] @ w[outs, width].T; outs is a multiple of OUTPUTS */
+static void product(const float *x, const float *w, float *y, int64_t rows, int64_t outs, int64_t width)
+{
+    float part[2][OUTPUTS];
+    for (int64_t n = 0; n < outs; n += OUTPUTS)
+        for (int64_t r = 0; r < rows; r += 2) {
+            int pair = rows - r > 1 ? 2 : 1;
+            tile(x + r * width, w + n * width, pair, width, part);
+            for (int i = 0; i < pair; i++)
+                memcpy(y + (r + i) * outs + n, part[i], sizeof part[i]);
+        }
+}
+
+/* y[R, D] = (silu(x @ gate.T) * (x @ up.T)) @ down.T, rows grouped by expert: expert e has rows ends[e-1] .. ends[e].
+ * w13 [experts, 2I, D] gate first, w2 [experts, D, I]; scratch holds 3 I floats for each row of the largest group. */
+void grouped_gated_mlp(const float *x, const int32_t *ends, int64_t experts, int64_t D, int64_t I, const float *w13,
+                       const float *w2, float *y, float *scratch)
+{
+    int64_t start = 0;
+    for (int64_t e = 0; e < experts; e++) {
+        int64_t rows = ends[e] - start;
+        float *both = scratch, *hidden = scratch + rows * 2 * I;
+        product(x + start * D, w13 + e * 2 * I * D, both, rows, 2 * I, D);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < I; i++) {
+                float g = both[r * 2 * I + i], up = both[r * 2 * I + I + i];
+                float m = exp_negative(g < 0 ? g : -g);
+                hidden[r * I + i] = g * up * (g < 0 ? m : 1.0f) / (1.0f + m);
+            }
+        product(hidden, w2 + e * D * I, y + start * D, rows, D, I);
+        start = ends[e];
+    }
+}
+
+/* Attention of one new token of each sequence over its pages; strides in floats.
+ * q, out [B, H, d] (q rows may be strided); k, v [blocks, block_size, h, d]; table [B, table_stride];
+ * lens [B] tokens with the new one; scratch holds G * (longest len) floats. */
+void paged_decode(const float *q, int64_t q_stride, const float *k, const float *v, const int64_t *table,
+                  int64_t table_stride, const int32_t *lens, int64_t B, int64_t h, int64_t G, int64_t d,
+                  int64_t block_size, float scale, float *out, float *scratch)
+{
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t j = 0; j < h; j++) {
+            int64_t len = lens[b];
+            const float *query = q + b * q_stride + j * G * d;
+            float *result = out + (b * h + j) * G * d;
+            for (int64_t t = 0; t < len; t++) {
+                const float *key =
+                    k + ((table[b * table_stride + t / block_size] * block_size + t % block_size) * h + j) * d;
+                for (int64_t g = 0; g < G; g++) {
+                    float sum = 0;
+                    for (int64_t i = 0; i < d; i++)
+                        sum += query[g * d + i] * key[i];
+                    scratch[g * len + t] = sum * scale;
+                }
+            }
+            for (int64_t g = 0; g < G; g++) {
+                float *p = scratch + g * len, top = p[0], total = 0;
+                for (int64_t t = 1; t < len; t++)
+                    top = p[t] > top ? p[t] : top;
+                for (int64_t t = 0; t < len; t++) {
+                    p[t] = exp_negative(p[t] - top);
+                    total += p[t];
+                }
+                for (int64_t t = 0; t < len; t++)
+                    p[t] /= total;
+                memset(result + g * d, 0, d * sizeof *result);
+            }
+            for (int64_t t = 0; t < len; t++) {
+                const float *value =
+                    v + ((table[b * table_stride + t / block_size] * block_size + t % block_size) * h + j) * d;
+                for (int64_t g = 0; g < G; g++)
+                    for (int64_t i = 0; i < d; i++)
+                        result[g * d + i] += scratch[g * len + t] * value[i];
+            }
+        }
+}

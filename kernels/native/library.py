@@ -1,0 +1,93 @@
+"""Compiles cpu.c with the machine's own C compiler, once, and calls it. Only the two CPU backends use it.
+
+The result is kept in the user's cache folder under a hash of the source, the compiler and the processor.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("cpu.c")
+# What lets sums be reordered and so vectorised; not -ffast-math, which also changes the whole process's rounding.
+FLAGS = (
+    *("-O3", "-march=native", "-fPIC", "-shared", "-fassociative-math", "-fno-signed-zeros"),
+    *("-fno-trapping-math", "-fno-math-errno", "-freciprocal-math"),
+)
+
+
+_POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_SIGNATURES = {
+    "grouped_gated_mlp": [_POINTER] * 2 + [_INT] * 3 + [_POINTER] * 4,
+    "paged_decode": [_POINTER, _INT, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 5, _FLOAT]
+    + [_POINTER] * 2,
+}
+
+
+class NativeUnavailableError(RuntimeError):
+    """The kernels cannot be compiled or loaded here; the message says why."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """The compiled kernels; the first call on a machine takes a second or two.
+
+    Raises NativeUnavailableError without a working C compiler. Calls release the interpreter lock.
+    """
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise NativeUnavailableError("no C compiler (cc) is on the PATH")
+    path = _cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
+    try:
+        if not path.is_file():
+            _compile(compiler, path)
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeUnavailableError(f"{path}: {error}") from error
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "phalanx"
+
+
+def _fingerprint(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30).stdout
+    parts = [SOURCE.read_bytes(), version, " ".join(FLAGS).encode(), _processor().encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """Which instructions there are: a cache folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine()
+    return platform.machine() + next((x for x in lines if x.startswith(("flags", "Features"))), "")
+
+
+def _compile(compiler: str, path: Path) -> None:
+    """Into a file of its own first: several ranks may do this at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        draft = Path(folder) / path.name
+        command = [compiler, *FLAGS, "-o", str(draft), str(SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        except subprocess.TimeoutExpired as error:
+            raise NativeUnavailableError(
+                f"{compiler} took more than {error.timeout:g} s"
+            ) from error
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[0]
+            raise NativeUnavailableError(f"{compiler} failed: {reason}")
+        draft.replace(path)
