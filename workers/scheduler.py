@@ -26,14 +26,10 @@ class ScheduledBatch:
 
     seqs: list[Sequence]
     num_new_tokens: np.ndarray
+    num_tokens: int
     num_decodes: int
     samples: np.ndarray
     admitted: list[Sequence]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of this step."""
-        return int(self.num_new_tokens.sum())
 
     @property
     def forward_mode(self) -> ForwardMode:
@@ -208,4 +204,5 @@ def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> Schedu
     seqs = [seq for seq, _ in ordered]
     num_new = np.array([num_new for _, num_new in ordered], dtype=np.int64)
     samples = np.array([num_new == seq.num_remaining for seq, num_new in ordered], dtype=bool)
-    return ScheduledBatch(seqs, num_new, len(decodes), samples, admitted)
+    num_tokens = sum(count for _, count in work)
+    return ScheduledBatch(seqs, num_new, num_tokens, len(decodes), samples, admitted)

@@ -56,7 +56,7 @@ class Vote:
 
     def row(self) -> np.ndarray:
         """int64 [NUM_FIELDS]."""
-        return np.array([getattr(self, name) for name in FIELD_NAMES], dtype=np.int64)
+        return np.array(tuple(self.__dict__.values()), dtype=np.int64)
 
 
 FIELD_NAMES = tuple(field.name for field in fields(Vote))
