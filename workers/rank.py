@@ -92,6 +92,9 @@ class Rank:
         num_blocks = self._num_blocks()
         runner, scheduler = self._runner(num_blocks)
         self._warm_up(runner, scheduler, min(64, self.config.scheduler.max_num_batched_tokens))
+        if self.selection.all2all.name == "shm":
+            # Sockets were needed to meet; gloo's thread would go on polling them 100 times a second.
+            process_group.leave(None)
         exchange = make_exchange(
             self.config.num_ranks, self.device, self.config.exchange_timeout_s, self.shared_memory
         )
