@@ -134,7 +134,8 @@ def test_broken_bytes_get_a_4xx(server):
 def test_a_client_that_leaves_frees_its_request(server):
     body = {"model": "tiny", "prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
-        next(answer.iter_bytes())
+        chunks = answer.iter_bytes()
+        next(chunks)
         assert _running(server) == 1
     deadline = time.monotonic() + 2
     while _running(server):
