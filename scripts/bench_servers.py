@@ -32,13 +32,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         self._model = model
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            # Ray Serve's proxy has two more listeners on fixed ports; another server may have them.
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
-        }
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         started = time.perf_counter()
         with log.open("w") as output:
             self._process = subprocess.Popen(
