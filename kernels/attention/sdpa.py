@@ -21,6 +21,9 @@ QUERY_CHUNK = (
 CALL_COST = (
     512  # padded keys that cost as much as one more call (60 us for 1024 keys on a CPU core)
 )
+# Query rows that CUDA's memory-efficient kernel takes at once (64, for some shapes 32). Of heads that share their keys
+# it reads the mask wrongly when one row is left over (torch 2.11, pytorch/pytorch#191937): 65 rows become 66.
+CUDA_QUERY_BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -180,16 +183,19 @@ class SdpaAttention(Attention):
             offset = extend.context + start - extend.start
             num_keys = offset + end - start
             heads = (spec.num_kv_heads, group, num_keys, spec.head_dim)
-            q_hGMd = q_THd[start:end].unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+            q_MHd = q_THd[start:end]
+            if offset and q_MHd.is_cuda and (end - start) % CUDA_QUERY_BLOCK == 1:
+                q_MHd = F.pad(q_MHd, (0, 0, 0, 0, 0, 1))
+            q_hGMd = q_MHd.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
             out_hGMd = F.scaled_dot_product_attention(
                 q_hGMd,
                 k_Lhd[:num_keys].transpose(0, 1).unsqueeze(1).expand(heads),
                 v_Lhd[:num_keys].transpose(0, 1).unsqueeze(1).expand(heads),
-                attn_mask=self._causal_mask(offset, end - start) if offset else None,
+                attn_mask=self._causal_mask(offset, len(q_MHd), num_keys) if offset else None,
                 is_causal=not offset,
                 scale=spec.scale,
             )
-            out_THd[start:end] = out_hGMd.permute(2, 0, 1, 3).flatten(1, 2)
+            out_THd[start:end] = out_hGMd.permute(2, 0, 1, 3).flatten(1, 2)[: end - start]
 
     def _reserve_causal(self, num_keys: int) -> None:
         """One causal mask for every offset: row i of it shows keys up to `i + W`, W = columns - chunk."""
@@ -200,11 +206,11 @@ class SdpaAttention(Attention):
             hidden = torch.full((QUERY_CHUNK, columns), float("-inf"))
             self._causal = hidden.triu_(columns - QUERY_CHUNK + 1).to(cache.device, cache.dtype)
 
-    def _causal_mask(self, offset: int, num_rows: int) -> torch.Tensor:
-        """The slice in which row i shows keys up to `offset + i`."""
+    def _causal_mask(self, offset: int, num_rows: int, num_keys: int) -> torch.Tensor:
+        """The slice [num_rows, num_keys] in which row i shows keys up to `offset + i`."""
         assert self._causal is not None
         first = self._causal.shape[1] - QUERY_CHUNK - offset
-        mask = self._causal[:num_rows, first : first + offset + num_rows]
+        mask = self._causal[:num_rows, first : first + num_keys]
         # CUDA kernels fault on a mask that does not start at an aligned address.
         return mask.clone(memory_format=torch.contiguous_format) if mask.is_cuda else mask
 

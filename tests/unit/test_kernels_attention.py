@@ -132,6 +132,7 @@ BATCHES = {
     "idle": [],
     "very_different_lengths": [(700, 1), *[(3, 1)] * 6, (40, 1), (90, 1), (9, 3)],
     "longer_than_a_query_chunk": [(0, 700), (300, 600)],
+    "one_row_past_a_block": [(0, 65), (38, 65), (5, 33), (10, 129), (3, 513)],
 }
 
 
