@@ -228,6 +228,7 @@ class Rank:
         if configured != "auto":
             return configured
         assert self.device.type == "cuda", "on CPU the configuration says how many blocks"
+        torch.cuda.reset_peak_memory_stats(self.device)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         block_size = self.config.cache.block_size
         num_blocks = -(-2 * max_tokens // block_size) + self.config.scheduler.max_num_seqs
