@@ -1,5 +1,6 @@
 """`phalanx serve`: start Ray, the ranks and the HTTP endpoint, say how far it is, serve until told to stop."""
 
+import errno
 import logging
 import os
 import signal
@@ -53,6 +54,7 @@ def run_server(config: PhalanxConfig) -> None:
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}", style="bold")
             _watch(config, stop)
     finally:
+        stop.set()  # for the thread that starts HTTP
         _shut_down(config)
 
 
@@ -96,7 +98,7 @@ def _start(config: PhalanxConfig, stop: threading.Event) -> str | None:
     actor = supervisor.get_or_create(config)
     ray_get(actor.start.remote(config))
     failure: list[BaseException] = []
-    http = threading.Thread(target=_start_http, args=(config, failure), daemon=True)
+    http = threading.Thread(target=_start_http, args=(config, stop, failure), daemon=True)
     http.start()
     reported = 0
     ranks_ready = time.monotonic()
@@ -124,15 +126,20 @@ def _start(config: PhalanxConfig, stop: threading.Event) -> str | None:
     return None
 
 
-def _start_http(config: PhalanxConfig, failure: list[BaseException]) -> None:
+def _start_http(config: PhalanxConfig, stop: threading.Event, failure: list[BaseException]) -> None:
     try:
         from ray import serve
 
         from cluster.ingress import Ingress
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        # Serve starts a Ray of its own where none runs, so nothing of it may be called once ours has been ended.
+        if stop.is_set():
+            return
         serve.start(proxy_location="Disabled")
         app = Ingress.options(num_replicas=config.serve.replicas).bind(config, listen=True)
+        if stop.is_set():
+            return
         serve.run(app, name=config.serve.app_name, route_prefix="/")
     except BaseException as error:
         failure.append(error)
@@ -194,9 +201,14 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
+            wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            remedy = (
+                "serve.host must be an address of this machine"
+                if wrong_host
+                else "choose another with --set serve.port=NUMBER"
+            )
             raise ServerError(
-                f"cannot listen on {host}:{port}: {error.strerror}; "
-                "choose another with --set serve.port=NUMBER"
+                f"cannot listen on {host}:{port}: {error.strerror}; {remedy}"
             ) from error
 
 

@@ -10,7 +10,14 @@ import time
 import httpx
 import pytest
 
-from tests.serve.server import ROOT, running, write_config
+from tests.serve.server import (
+    ROOT,
+    START_TIMEOUT_S,
+    Server,
+    free_port,
+    running,
+    write_config,
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -20,6 +27,24 @@ def test_stops_within_ten_seconds_and_leaves_nothing(tmp_path, checkpoint, numbe
         seconds, left = server.stop(number)
     assert seconds < 10 and not left, (seconds, left)
     assert server.process.returncode == 0, server.log.read_text()
+
+
+def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
+    port = free_port()
+    server = Server(write_config(tmp_path, checkpoint, port), port, tmp_path / "log")
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "ray and checks" not in server.log.read_text():
+            assert server.process.poll() is None, server.log.read_text()
+            assert time.monotonic() < deadline, server.log.read_text()
+            time.sleep(0.05)
+        seconds, left = server.stop()
+    finally:
+        server.stop()
+    output = server.log.read_text()
+    assert seconds < 10 and not left, (seconds, left)
+    assert server.process.returncode == 0, output
+    assert "ready" not in output and "WARNING" not in output, output  # Ray warns of a second start
 
 
 def test_a_killed_rank_is_told_to_everybody(tmp_path, checkpoint):
@@ -67,6 +92,13 @@ def test_a_taken_port_is_named(tmp_path, checkpoint):
         done = run_serve(str(write_config(tmp_path, checkpoint, port)))
     assert done.returncode == 1
     assert f"127.0.0.1:{port}" in done.stderr and "serve.port" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_foreign_address_is_named(tmp_path, checkpoint):
+    done = run_serve(str(write_config(tmp_path, checkpoint, 8000)), "--set", "serve.host=203.0.113.1")
+    assert done.returncode == 1
+    assert "203.0.113.1:8000" in done.stderr and "serve.host" in done.stderr
     assert "Traceback" not in done.stderr
 
 
