@@ -48,6 +48,7 @@ class EngineClient:
         self._failure: str | None = "the ranks are starting"
         self._tasks: list[asyncio.Task[None]] = []
         self._ranks: list[ray.actor.ActorHandle] = []
+        self._receiver: TokenReceiver | None = None  # until connected
 
     async def connect(self) -> None:
         """Wait until the ranks are ready and open a stream to each. Raises EngineDeadError when they fail."""
@@ -126,7 +127,8 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._receiver.close()
+        if self._receiver is not None:
+            self._receiver.close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -139,6 +141,7 @@ class EngineClient:
 
     async def _pump(self) -> None:
         """Hand what the ranks send to the requests that wait for it."""
+        assert self._receiver is not None
         while True:
             for output in await self._receiver.receive():
                 entry = self._open.get(output.request_id)
