@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 
@@ -22,6 +23,7 @@ RAY_ENVIRONMENT = {"RAY_worker_niceness": "0"}
 AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
 POLL_S = 0.1
+HTTP_STOP_S = 5.0  # how long a call of Serve that is under way may take to return
 
 console = Console(highlight=False)
 
@@ -94,12 +96,31 @@ def _start(config: PhalanxConfig, stop: threading.Event) -> str | None:
     """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
     from cluster import supervisor
 
-    ray_get = _ray_get()
     actor = supervisor.get_or_create(config)
-    ray_get(actor.start.remote(config))
+    _ray_get()(actor.start.remote(config))
     failure: list[BaseException] = []
     http = threading.Thread(target=_start_http, args=(config, stop, failure), daemon=True)
     http.start()
+    try:
+        return _follow_start(config, actor, http, failure, stop)
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        # Serve starts a Ray of its own where none runs: nothing of it may be called once ours has been ended.
+        if stop.is_set():
+            http.join(HTTP_STOP_S)
+
+
+def _follow_start(
+    config: PhalanxConfig,
+    actor: Any,
+    http: threading.Thread,
+    failure: list[BaseException],
+    stop: threading.Event,
+) -> str | None:
+    """Print each stage as it ends."""
+    ray_get = _ray_get()
     reported = 0
     ranks_ready = time.monotonic()
     with console.status("starting ranks") as line:
@@ -133,14 +154,21 @@ def _start_http(config: PhalanxConfig, stop: threading.Event, failure: list[Base
         from cluster.ingress import Ingress
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        # Serve starts a Ray of its own where none runs, so nothing of it may be called once ours has been ended.
         if stop.is_set():
             return
         serve.start(proxy_location="Disabled")
+        name = config.serve.app_name
         app = Ingress.options(num_replicas=config.serve.replicas).bind(config, listen=True)
-        if stop.is_set():
-            return
-        serve.run(app, name=config.serve.app_name, route_prefix="/")
+        target = serve.RunTarget(app, name=name, route_prefix="/")
+        if not stop.is_set():
+            serve.run_many([target], wait_for_applications_running=False)
+        while not stop.is_set():
+            application = serve.status().applications[name]
+            if application.status == "RUNNING":
+                return
+            if application.status == "DEPLOY_FAILED":
+                raise RuntimeError(application.message)
+            time.sleep(POLL_S)
     except BaseException as error:
         failure.append(error)
 
