@@ -7,11 +7,14 @@ N rows that are here, K experts per row, R routed rows (one per row and local ex
 D hidden.
 """
 
+from ctypes import CDLL
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn import functional as F
+
+from kernels.native.library import load_or_none
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,33 @@ def route_numpy(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The fields of `route` for arrays: an operator of numpy costs a third of one of torch."""
     ids_P = topk_idx_NK.reshape(-1)
+    native = load_or_none()
+    if native is not None:
+        return _route_native(native, ids_P, bounds, topk_idx_NK.shape[1])
     pair_P = ids_P.argsort(kind="stable")
     edges = ids_P[pair_P].searchsorted(bounds)
     pair_R = pair_P[edges[0] : edges[-1]]
     offs_e = (edges[1:] - edges[0]).astype(np.int32)
     return pair_R, pair_R // topk_idx_NK.shape[1], offs_e
+
+
+def _route_native(
+    native: CDLL, ids_P: np.ndarray, bounds: np.ndarray, top_k: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ids_P = np.ascontiguousarray(ids_P, dtype=np.int64)
+    pair_P, row_P = np.empty_like(ids_P), np.empty_like(ids_P)
+    offs_e = np.empty(len(bounds) - 1, dtype=np.int32)
+    count = native.route_pairs(
+        ids_P.ctypes.data,
+        len(ids_P),
+        int(bounds[0]),
+        len(offs_e),
+        top_k,
+        pair_P.ctypes.data,
+        row_P.ctypes.data,
+        offs_e.ctypes.data,
+    )
+    return pair_P[:count], row_P[:count], offs_e
 
 
 def weighted_sum(
@@ -88,6 +113,9 @@ def sum_rows(
     row_R int64 in 0 .. num_rows - 1; weight_R float32, None for ones. Accumulates in float32, in an
     order that depends on row_R alone. `out` receives the result where given.
     """
+    native = load_or_none() if y_RD.dtype == torch.float32 and not y_RD.is_cuda else None
+    if native is not None and (out is None or out.dtype == torch.float32):
+        return _sum_native(native, y_RD, row_R, num_rows, weight_R, out)
     if y_RD.is_cuda and y_RD.shape[0]:
         # index_add_ uses atomics there, and so no fixed order.
         sorted_row_R, position_R = row_R.sort(stable=True)
@@ -104,3 +132,27 @@ def sum_rows(
             return out.zero_().index_add_(0, row_R, scaled_RD)
         sums_ND = scaled_RD.new_zeros(num_rows, y_RD.shape[1]).index_add_(0, row_R, scaled_RD)
     return sums_ND.to(y_RD.dtype) if out is None else out.copy_(sums_ND)
+
+
+def _sum_native(
+    native: CDLL,
+    y_RD: torch.Tensor,
+    row_R: torch.Tensor,
+    num_rows: int,
+    weight_R: torch.Tensor | None,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    if out is None:
+        out = torch.empty(num_rows, y_RD.shape[1])
+    y_RD, row_R = y_RD.contiguous(), row_R.contiguous()
+    assert out.is_contiguous() and (weight_R is None or weight_R.is_contiguous())
+    native.sum_rows(
+        y_RD.data_ptr(),
+        row_R.data_ptr(),
+        None if weight_R is None else weight_R.data_ptr(),
+        y_RD.shape[0],
+        y_RD.shape[1],
+        num_rows,
+        out.data_ptr(),
+    )
+    return out

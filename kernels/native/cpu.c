@@ -148,3 +148,38 @@ void paged_decode(const float *q, int64_t q_stride, const float *k, const float 
             sum_pages(scratch, v + j * d, blocks, lens[b], G, d, block_size, h * d, out + (b * h + j) * G * d);
         }
 }
+
+/* Pairs of (row, expert) whose expert is in first .. first + experts, grouped by expert in their old order.
+ * ids [pairs]; pair and row have room for all; ends [experts] are where each expert's pairs end. Returns their number. */
+int64_t route_pairs(const int64_t *ids, int64_t pairs, int64_t first, int64_t experts, int64_t top_k, int64_t *pair,
+                    int64_t *row, int32_t *ends)
+{
+    int32_t start = 0;
+    memset(ends, 0, experts * sizeof *ends);
+    for (int64_t p = 0; p < pairs; p++)
+        if (ids[p] >= first && ids[p] < first + experts)
+            ends[ids[p] - first]++;
+    for (int64_t e = 0; e < experts; e++) {
+        int32_t count = ends[e];
+        ends[e] = start; /* for now where the expert's next pair goes: in the end, where they end */
+        start += count;
+    }
+    for (int64_t p = 0; p < pairs; p++)
+        if (ids[p] >= first && ids[p] < first + experts) {
+            int32_t place = ends[ids[p] - first]++;
+            pair[place] = p;
+            row[place] = p / top_k;
+        }
+    return start;
+}
+
+/* out[N, D] = sum of weight[r] * y[r] over the r whose row[r] is that row; weight may be NULL for ones */
+void sum_rows(const float *y, const int64_t *row, const float *weight, int64_t R, int64_t D, int64_t N, float *out)
+{
+    memset(out, 0, N * D * sizeof *out);
+    for (int64_t r = 0; r < R; r++) {
+        float *sum = out + row[r] * D, w = weight ? weight[r] : 1.0f;
+        for (int64_t i = 0; i < D; i++)
+            sum[i] += w * y[r * D + i];
+    }
+}

@@ -1,4 +1,4 @@
-"""Compiles cpu.c with the machine's own C compiler, once, and calls it. Only the two CPU backends use it.
+"""Compiles cpu.c with the machine's own C compiler, once, and calls it. Only CPU backends use it.
 
 The result is kept in the user's cache folder under a hash of the source, the compiler and the processor.
 """
@@ -26,7 +26,10 @@ _SIGNATURES = {
     "grouped_gated_mlp": [_POINTER] * 2 + [_INT] * 3 + [_POINTER] * 4,
     "paged_decode": [_POINTER, _INT, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 5, _FLOAT]
     + [_POINTER] * 2,
+    "route_pairs": [_POINTER, *[_INT] * 4, *[_POINTER] * 3],
+    "sum_rows": [_POINTER] * 3 + [_INT] * 3 + [_POINTER],
 }
+_RESULTS = {"route_pairs": _INT}
 
 
 class NativeUnavailableError(RuntimeError):
@@ -51,8 +54,17 @@ def load() -> ctypes.CDLL:
         raise NativeUnavailableError(f"{path}: {error}") from error
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, _RESULTS.get(name)
     return library
+
+
+@functools.cache
+def load_or_none() -> ctypes.CDLL | None:
+    """The same, or None where they are unavailable."""
+    try:
+        return load()
+    except NativeUnavailableError:
+        return None
 
 
 def _cache_folder() -> Path:

@@ -96,7 +96,9 @@ def test_a_taken_port_is_named(tmp_path, checkpoint):
 
 
 def test_a_foreign_address_is_named(tmp_path, checkpoint):
-    done = run_serve(str(write_config(tmp_path, checkpoint, 8000)), "--set", "serve.host=203.0.113.1")
+    done = run_serve(
+        str(write_config(tmp_path, checkpoint, 8000)), "--set", "serve.host=203.0.113.1"
+    )
     assert done.returncode == 1
     assert "203.0.113.1:8000" in done.stderr and "serve.host" in done.stderr
     assert "Traceback" not in done.stderr

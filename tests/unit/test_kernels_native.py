@@ -1,7 +1,9 @@
 """Compiling the native kernels: kept, shared, and a clear reason where there is no compiler."""
 
 import pytest
+import torch
 
+from kernels import permute
 from kernels.native import library
 from kernels.select import probe
 
@@ -10,8 +12,10 @@ from kernels.select import probe
 def fresh_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library.load.cache_clear()
+    library.load_or_none.cache_clear()
     yield
     library.load.cache_clear()
+    library.load_or_none.cache_clear()
 
 
 def test_compiles_once(tmp_path, monkeypatch):
@@ -19,6 +23,7 @@ def test_compiles_once(tmp_path, monkeypatch):
         pytest.skip(probe("cpu").missing["native"])
     (compiled,) = (tmp_path / "phalanx").iterdir()
     library.load.cache_clear()
+    library.load_or_none.cache_clear()
     monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
     library.load()
     assert compiled.suffix == ".so"
@@ -32,3 +37,22 @@ def test_says_why_not(monkeypatch, compiler, says):
     with pytest.raises(library.NativeUnavailableError, match=says):
         library.load()
     assert says in probe("cpu").missing["native"]
+
+
+def test_routing_and_sums_are_the_same_without_it(monkeypatch):
+    bounds = permute.expert_bounds(range(2, 7), "cpu")
+    for seed in range(20):
+        torch.manual_seed(seed)
+        ids = torch.randint(-1, 9, (seed, 3))
+        weights = torch.rand(seed, 3)
+        results = []
+        for native in (library.load_or_none(), None):
+            monkeypatch.setattr(permute, "load_or_none", lambda native=native: native)
+            routing = permute.route(ids, bounds)
+            torch.manual_seed(seed)
+            y = torch.randn(len(routing.row_R), 16)
+            results.append((routing, permute.weighted_sum(y, routing, weights)))
+        (one, sums), (other, other_sums) = results
+        for name in ("pair_R", "row_R", "offs_e"):
+            assert torch.equal(getattr(one, name), getattr(other, name)), name
+        torch.testing.assert_close(sums, other_sums)
