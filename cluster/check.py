@@ -17,7 +17,6 @@ from rich.table import Table
 from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
 from kernels import select
 from kernels.placement import ExpertPlacement
-from kernels.shm import segment_bytes
 from workers.config import RankConfig
 from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes
@@ -70,7 +69,7 @@ def check(config: PhalanxConfig) -> CheckReport:
         hidden_size=model.hidden_size,
         expert_width=model.moe_intermediate_size,
     )
-    ranks = _rank_rows(rank_config, model, dtype, selection.names()["all2all"])
+    ranks = _rank_rows(rank_config, model, dtype, selection)
     reasons = selection.reasons()
     return CheckReport(
         config=_resolved_tree(config, rank_config),
@@ -98,7 +97,7 @@ def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, 
 
 
 def _rank_rows(
-    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, all2all: str
+    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, selection: select.Selection
 ) -> list[RankRow]:
     placement = ExpertPlacement(model.num_experts, config.num_ranks)
     per_node = config.num_ranks // config.num_nodes
@@ -107,7 +106,7 @@ def _rank_rows(
         kv_bytes = config.cache.num_blocks * kv_block_bytes(
             model, config.cache.block_size, config.model.dtype
         )
-    buffer_bytes = _buffer_bytes(config, model, dtype, all2all)
+    buffer_bytes = _buffer_bytes(config, model, dtype, selection)
     rows = []
     for rank in range(config.num_ranks):
         node, index = divmod(rank, per_node)
@@ -138,33 +137,32 @@ def _gpu_kv_bytes(config: RankConfig, weight_bytes: int) -> int | None:
 
 
 def _buffer_bytes(
-    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, all2all: str
+    config: RankConfig,
+    model: Qwen3MoeConfig,
+    dtype: torch.dtype,
+    selection: select.Selection,
 ) -> int:
     """What a rank keeps or briefly needs beside weights and cache in its largest step.
 
-    Inputs of the step, the logits of a full batch in float32, the widest activations (hidden states
-    and the routed rows of the experts), and this rank's part of the shared memory of `shm`.
+    Inputs of the step, the logits of a full batch in float32, the hidden states, and what the chosen
+    kernels need for exchange and routed rows.
     """
     scheduler = config.scheduler
     tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
     inputs = INT64 * (3 * tokens + seqs + 2 * seqs * blocks)
     logits = 4 * seqs * model.vocab_size
-    routed_width = model.num_experts_per_tok * (
-        2 * model.hidden_size + 3 * model.moe_intermediate_size
+    hidden_states = tokens * dtype.itemsize * 4 * model.hidden_size
+    kernels = select.buffer_bytes(
+        selection,
+        num_ranks=config.num_ranks,
+        dtype=dtype,
+        hidden_size=model.hidden_size,
+        expert_width=model.moe_intermediate_size,
+        top_k=model.num_experts_per_tok,
+        max_num_tokens=tokens,
     )
-    activations = tokens * dtype.itemsize * (4 * model.hidden_size + routed_width)
-    shared = 0
-    if all2all == "shm":
-        slots = select.shared_memory_slots(
-            num_ranks=config.num_ranks,
-            dtype=dtype,
-            hidden_size=model.hidden_size,
-            top_k=model.num_experts_per_tok,
-            max_num_tokens=tokens,
-        )
-        shared = segment_bytes(config.num_ranks, slots) // config.num_ranks
-    return inputs + logits + activations + shared
+    return inputs + logits + hidden_states + kernels
 
 
 def _warnings(

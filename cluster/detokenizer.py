@@ -215,11 +215,6 @@ class TextStream:
         self.num_tokens = 0
         self.finish_reason: str | None = None
 
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the text."""
-        return self._matcher.matched if self._matcher else None
-
     def push(self, output: RequestOutput) -> str:
         """Take one step's tokens; return the text to show."""
         token_ids = output.token_ids

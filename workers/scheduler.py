@@ -83,10 +83,6 @@ class Scheduler:
             del self._by_id[request_id]
         return seq
 
-    def open_requests(self) -> list[EngineRequest]:
-        """Every request that has not finished."""
-        return [seq.request for seq in self._by_id.values()]
-
     def schedule(self) -> ScheduledBatch:
         """Choose this step's sequences and give them the blocks they need."""
         budget = self._config.max_num_batched_tokens

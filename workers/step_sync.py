@@ -61,7 +61,6 @@ class Vote:
 
 FIELD_NAMES = tuple(field.name for field in fields(Vote))
 NUM_FIELDS = len(FIELD_NAMES)
-COLUMN = {name: index for index, name in enumerate(FIELD_NAMES)}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The stream of new tokens from a rank to an ingress: one small message a step, sent from the step loop itself.
 
-ZeroMQ over TCP: sending eight outputs costs the step loop 32 us and never blocks. As an item of a Ray generator the same
-message took 1.2 ms of a step, since the actor's event loop holds the interpreter lock for it. Encrypted (CURVE):
+ZeroMQ over TCP: sending eight outputs costs the step loop 32 us and never blocks. As an item of a Ray generator the
+same message took 1.2 ms of a step, since the actor's event loop holds the interpreter lock for it. Encrypted (CURVE):
 only who was given the ingress's key through Ray can connect.
 """
 
