@@ -40,6 +40,7 @@ class EngineClient:
 
     def __init__(self, config: PhalanxConfig):
         self.model_name = config.serve.model_name
+        self.num_ranks = config.cluster.ranks
         self.max_model_len = 0
         self.max_request_tokens = 0
         self._config = config
@@ -75,12 +76,19 @@ class EngineClient:
         self._tasks = [asyncio.create_task(job) for job in (self._pump(), self._beat(), *watches)]
 
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come. Closing the generator early aborts it in its rank."""
         self._check_alive()
         num_tokens = len(prompt_token_ids) + params.max_tokens
-        rank = self._router.pick(num_tokens)
+        rank = self._router.pick(num_tokens, rank)
         entry = self._open[request_id] = _Open(rank, num_tokens)
         finished = False
         try:
@@ -91,6 +99,8 @@ class EngineClient:
                     ingress_id=self._ingress_id,
                     prompt_token_ids=prompt_token_ids,
                     params=params,
+                    priority=priority,
+                    cache_salt=cache_salt,
                 )
             )
             while not finished:

@@ -19,14 +19,16 @@ class Router:
         """Outstanding tokens by rank."""
         return tuple(self._outstanding)
 
-    def pick(self, num_tokens: int) -> int:
-        """Choose a rank for work of `num_tokens` (prompt plus expected output) and count it."""
+    def pick(self, num_tokens: int, pinned: int | None = None) -> int:
+        """Choose a rank for work of `num_tokens` (prompt plus expected output), or take `pinned`, and count it."""
         assert num_tokens >= 0, f"num_tokens = {num_tokens}"
         num_ranks = len(self._outstanding)
-        order = ((self._next + i) % num_ranks for i in range(num_ranks))
-        rank = min(order, key=self._outstanding.__getitem__)  # the first of equals
+        rank = pinned
+        if rank is None:
+            order = ((self._next + i) % num_ranks for i in range(num_ranks))
+            rank = min(order, key=self._outstanding.__getitem__)  # the first of equals
+            self._next = (rank + 1) % num_ranks
         self._outstanding[rank] += num_tokens
-        self._next = (rank + 1) % num_ranks
         return rank
 
     def release(self, rank: int, num_tokens: int) -> None:

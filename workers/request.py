@@ -1,7 +1,7 @@
 """What travels between an ingress and a rank: plain, picklable, small."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -12,25 +12,59 @@ class SamplingParams:
 
     temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 switch that filter off. The random number of a
     token depends on (seed, its position in the sequence) alone.
+
+    min_tokens       stop_token_ids cannot be drawn before so many tokens are there
+    presence_penalty, frequency_penalty   taken off the logits of output tokens (0 = off)
+    repetition_penalty   logits of prompt and output tokens are divided by it, or multiplied when negative (1 = off)
+    logit_bias       (token id, bias) pairs added to the logits
+    logprobs         alternatives to report for each output token; 0 = the token alone, None = nothing
+    prompt_logprobs  the same for the prompt's tokens
+    grammar          what the output must match, as llguidance's JSON grammar; None = anything
     """
 
     max_tokens: int
+    min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """One sequence to continue. `ingress_id` names the stream that its tokens leave by."""
+    """One sequence to continue. `ingress_id` names the stream that its tokens leave by.
+
+    priority    smaller ones run first, then those that came first
+    cache_salt  only requests of the same salt share cached prefixes
+    """
 
     request_id: str
     ingress_id: str
     prompt_token_ids: list[int]
     params: SamplingParams = field(repr=False)
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class TokenLogprobs(NamedTuple):
+    """A token's natural log-probability, before temperature and filters, and the most probable tokens beside it.
+
+    rank is 1 for the most probable token of the vocabulary; top_ids and top_logprobs are in falling order.
+    """
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +72,16 @@ class RequestOutput:
     """What one step gave one request. The last one of a request has a finish_reason.
 
     A token of `stop_token_ids` ends the request and is the last of `token_ids`; `error` explains finish_reason "error".
+
+    logprobs           one for each of `token_ids`, when asked for
+    prompt_logprobs    with the first output, when asked for: one for each prompt token, None for the first
+    num_cached_tokens  with the first output: prompt tokens that were found in the prefix cache
     """
 
     request_id: str
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0

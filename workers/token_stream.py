@@ -8,13 +8,12 @@ only who was given the ingress's key through Ray can connect.
 import json
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
-from workers.request import RequestOutput
-
-Wire = list[tuple[str, list[int], str | None, str | None]]
+from workers.request import RequestOutput, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class TokenSender:
 
     def send(self, outputs: list[RequestOutput]) -> None:
         """Queue one message; after `close` it is dropped, nobody listens any more."""
-        wire = [(o.request_id, o.token_ids, o.finish_reason, o.error) for o in outputs]
-        message = json.dumps(wire).encode()
+        message = json.dumps([_fields(output) for output in outputs]).encode()
         with self._lock:
             if not self._socket.closed:
                 self._socket.send(message, zmq.NOBLOCK)
@@ -71,10 +69,25 @@ class TokenReceiver:
 
     async def receive(self) -> list[RequestOutput]:
         """The outputs of one step of one rank."""
-        wire: Wire = json.loads(await self._socket.recv())
-        return [RequestOutput(*fields) for fields in wire]
+        return [_output(fields) for fields in json.loads(await self._socket.recv())]
 
     def close(self) -> None:
         """Stop listening."""
         self._socket.close()
         self._context.term()
+
+
+def _fields(output: RequestOutput) -> tuple[Any, ...]:
+    """The fields in their order; what hardly any output has is left out when it is not there."""
+    fields = (output.request_id, output.token_ids, output.finish_reason, output.error)
+    if output.logprobs is None and output.prompt_logprobs is None and not output.num_cached_tokens:
+        return fields
+    return (*fields, output.logprobs, output.prompt_logprobs, output.num_cached_tokens)
+
+
+def _output(fields: list[Any]) -> RequestOutput:
+    if len(fields) > 4:
+        fields[4:6] = [
+            values and [v and TokenLogprobs(*v) for v in values] for values in fields[4:6]
+        ]
+    return RequestOutput(*fields)

@@ -17,12 +17,22 @@ class EngineBackend(Protocol):
     max_request_tokens: int
     """KV capacity of one rank in tokens: no request can be longer."""
 
+    num_ranks: int
+
     def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """One output per step that gave new tokens; the last one carries a finish_reason.
 
-        Closing the generator early (aclose or cancellation) aborts the request in its rank.
+        rank pins the request to that rank; priority and cache_salt as in `EngineRequest`. Closing
+        the generator early (aclose or cancellation) aborts the request in its rank.
         """
         ...
 

@@ -65,7 +65,9 @@ class FakeBackend:
         self.script = repeats(script) if isinstance(script, str) else script
         self.max_model_len = limits.get("max_model_len", 1000)
         self.max_request_tokens = limits.get("max_request_tokens", 2000)
+        self.num_ranks = limits.get("num_ranks", 1)
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
+        self.options: dict[str, dict[str, Any]] = {}  # priority, cache_salt, rank
         self.aborted: list[str] = []
         self.open: set[str] = set()
         self.ready = (True, "")
@@ -76,10 +78,15 @@ class FakeBackend:
         self.hang_after: int | None = None
 
     async def generate(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         assert request_id not in self.requests, "request ids must be unique"
         self.requests[request_id] = (prompt_token_ids, params)
+        self.options[request_id] = options
         if self.fail_before:
             raise self.fail_before
         self.open.add(request_id)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import zmq
 
-from workers.request import RequestOutput
+from workers.request import RequestOutput, TokenLogprobs
 from workers.token_stream import StreamAddress, TokenReceiver, TokenSender
 
 
@@ -37,6 +37,8 @@ def test_every_field_survives():
     sent = [
         output("a", 1, 2, finish_reason="stop"),
         output("b", finish_reason="error", error="why"),
+        output("c", 7, logprobs=[TokenLogprobs(-0.5, 1, [7, 8], [-0.5, -float("inf")])]),
+        output("d", prompt_logprobs=[None, TokenLogprobs(-1.0, 3, [], [])], num_cached_tokens=16),
     ]
 
     async def run() -> list[RequestOutput]:
