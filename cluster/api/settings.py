@@ -23,10 +23,33 @@ class ApiSettings:
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    max_json_depth: int = 512
+    """Objects and lists within each other in a body."""
+    max_prompt_tokens: int | None = None
+    """Of one prompt; None = what the model's length leaves room for."""
     max_choices: int = 1024
     """Prompts times n of one request."""
     max_stop_strings: int = 16
     max_stop_chars: int = 1024
+    """Of one stop string."""
+    max_logit_bias: int = 1024
+    """Entries of logit_bias."""
+    max_logprobs: int = 20
+    """Alternatives of one token: logprobs, top_logprobs and prompt_logprobs."""
+    max_tools: int = 128
+    max_schema_bytes: int = 256 * 1024
+    """Of a JSON schema, regex, grammar or choice list; of all tools' parameters together."""
+    max_schema_depth: int = 64
+    """Objects and lists within each other in a JSON schema."""
+    request_timeout_s: float | None = None
+    """From arrival to the last token; None = as long as it takes."""
+    client_timeout_s: float = 60.0
+    """How long a client may take to send a body."""
+    max_open_choices: int | None = None
+    """Choices that run or wait in this ingress; more get a 429. None = no limit."""
+    api_key_digests: tuple[bytes, ...] = field(default=(), repr=False)
+    """SHA-256 of each accepted API key; none = no key is asked for."""
+    cors_origins: tuple[str, ...] = ()
     inline_tokenize_chars: int = 8192
     """Longer texts are tokenised in a thread, so that they do not stall running streams."""
     stats_timeout_s: float = 2.0
