@@ -137,8 +137,7 @@ class Engine:
         agreed = time.perf_counter()
         outputs: list[RequestOutput] = []
         if plan.run:
-            token_ids = self.runner.execute(batch, plan)
-            outputs = self.scheduler.commit(batch, token_ids)
+            outputs = self.scheduler.commit(batch, self.runner.execute(batch, plan))
         ran = time.perf_counter()
         self._send(refused + outputs)
         if plan.run:

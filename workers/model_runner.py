@@ -1,4 +1,4 @@
-"""One forward of one rank: tensors in, model, sampling, token ids out. Knows nothing of votes or requests' fate."""
+"""One forward of one rank: tensors in, model, sampling, a StepOutput out. Knows nothing of votes or requests' fate."""
 
 import time
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.sampler import SamplingTable, sample
 from workers.scheduler import ScheduledBatch
 from workers.sequence import SequenceTable
+from workers.step_output import StepOutput
 from workers.step_sync import StepPlan
 
 
@@ -47,8 +48,8 @@ class ModelRunner:
         self._builder = ForwardBatchBuilder(table, max_num_tokens, max_num_seqs, device)
 
     @torch.inference_mode()
-    def execute(self, scheduled: ScheduledBatch, plan: StepPlan) -> list[int]:
-        """Run this rank's part of a step: a new token for each sampling sequence, -1 where logits are not finite.
+    def execute(self, scheduled: ScheduledBatch, plan: StepPlan) -> StepOutput:
+        """Run this rank's part of a step.
 
         Called on every rank in every step that runs, with tokens or without.
         """
@@ -63,14 +64,14 @@ class ModelRunner:
         hidden_TD = self.model.forward(batch)
         if len(batch.logits_indices) == 0:
             self.times = RunTimes(prepared - started, time.perf_counter() - prepared)
-            return []
+            return StepOutput([])
         logits_LV = self.model.compute_logits(hidden_TD[batch.logits_indices])
         forwarded = time.perf_counter()
         rows, positions = self._sampling_keys(scheduled)
         token_ids = sample(logits_LV, self._sampling.batch(rows, positions)).tolist()
         done = time.perf_counter()
         self.times = RunTimes(prepared - started, forwarded - prepared, done - forwarded)
-        return token_ids
+        return StepOutput(token_ids)
 
     def _sampling_keys(self, scheduled: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the sampling sequences and the position that each one's new token will have."""

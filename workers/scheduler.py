@@ -14,6 +14,7 @@ from workers.config import SchedulerConfig
 from workers.kv_cache import BlockPool
 from workers.request import EngineRequest, RequestOutput
 from workers.sequence import Sequence, SequenceTable
+from workers.step_output import StepOutput
 from workers.step_sync import ForwardMode
 
 
@@ -104,17 +105,17 @@ class Scheduler:
         admitted = [] if preempted else self._admit(budget, work)
         return _batch(work, admitted)
 
-    def commit(self, batch: ScheduledBatch, token_ids: list[int]) -> list[RequestOutput]:
-        """Enter what the step computed; `token_ids` has one token per sampling sequence, -1 = invalid logits."""
+    def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
+        """Enter what the step computed."""
         outputs = []
-        tokens = iter(token_ids)
+        tokens = iter(step.token_ids)
         for seq, num_new, samples in zip(
             batch.seqs, batch.num_new_tokens.tolist(), batch.samples.tolist(), strict=True
         ):
             self.table.advance(seq, num_new)
             if samples:
                 outputs.append(self._append(seq, next(tokens)))
-        return outputs
+        return step.attach(outputs) if step.has_logprobs else outputs
 
     def _append(self, seq: Sequence, token_id: int) -> RequestOutput:
         request_id = seq.request.request_id

@@ -156,7 +156,7 @@ def _record_logits(engine: Any, result: RankResult) -> None:
     execute, compute = runner.execute, runner.model.compute_logits
     names: list[str] = []
 
-    def recording_execute(batch: Any, plan: Any) -> list[int]:
+    def recording_execute(batch: Any, plan: Any) -> Any:
         names[:] = [
             s.request.request_id for s, w in zip(batch.seqs, batch.samples, strict=True) if w
         ]

@@ -12,6 +12,7 @@ from workers.engine import Engine
 from workers.model_runner import RunTimes
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
+from workers.step_output import StepOutput
 from workers.step_sync import LockstepError, PlanConfig
 
 TIMEOUT_S = 20
@@ -50,15 +51,17 @@ class CountingRunner:
         self.num_forwards = 0
         self.fail = False
 
-    def execute(self, batch, plan) -> list[int]:
+    def execute(self, batch, plan) -> StepOutput:
         self.num_forwards += 1
         if self.fail:
             raise RuntimeError("the forward broke")
-        return [
-            seq.num_tokens
-            for seq, samples in zip(batch.seqs, batch.samples, strict=True)
-            if samples
-        ]
+        return StepOutput(
+            [
+                seq.num_tokens
+                for seq, samples in zip(batch.seqs, batch.samples, strict=True)
+                if samples
+            ]
+        )
 
 
 class Group:

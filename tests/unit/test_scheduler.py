@@ -8,6 +8,7 @@ from workers.config import SchedulerConfig
 from workers.kv_cache import BlockPool
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
+from workers.step_output import StepOutput
 from workers.step_sync import ForwardMode
 
 BLOCK = 4
@@ -32,7 +33,7 @@ def request(name: str, length: int, max_tokens: int = 4, stop=()) -> EngineReque
 
 def step(scheduler: Scheduler, token: int = 9):
     batch = scheduler.schedule()
-    return batch, scheduler.commit(batch, [token] * int(batch.samples.sum()))
+    return batch, scheduler.commit(batch, StepOutput([token] * int(batch.samples.sum())))
 
 
 def test_prefill_then_decode_until_max_tokens():
@@ -110,7 +111,7 @@ def test_invalid_logits_end_only_that_request():
     scheduler.add(request("a", 3))
     scheduler.add(request("b", 3))
     batch = scheduler.schedule()
-    outputs = scheduler.commit(batch, [-1, 5])
+    outputs = scheduler.commit(batch, StepOutput([-1, 5]))
     assert outputs[0].finish_reason == "error" and "NaN" in outputs[0].error
     assert outputs[1].token_ids == [5] and scheduler.has_work
 
@@ -180,7 +181,7 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
         assert bool(batch.seqs) == scheduler.has_work  # whoever has work makes progress
         new = batch.num_new_tokens.tolist()
         assert new == sorted(new, key=lambda n: n != 1) and batch.num_decodes == new.count(1)
-        for output in scheduler.commit(batch, [7] * int(batch.samples.sum())):
+        for output in scheduler.commit(batch, StepOutput([7] * int(batch.samples.sum()))):
             got[output.request_id] = got.get(output.request_id, 0) + 1
             if output.finish_reason:
                 assert got.pop(output.request_id) == wanted.pop(output.request_id)
