@@ -4,8 +4,6 @@
 engine. Knows nothing of Ray.
 """
 
-import asyncio
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +17,14 @@ from cluster.api.backend import EngineBackend
 from cluster.api.chunks import error_body, to_json
 from cluster.api.job import JobFactory
 from cluster.api.json_body import read_json_object
+from cluster.api.metrics_routes import add_metrics_routes
 from cluster.api.middleware import RequestContext
 from cluster.api.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from cluster.api.respond import JobResponse
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError, EngineDeadError, NotFoundError, ServingError
-from cluster.metrics import CONTENT_TYPE, IngressMetrics
-
-logger = logging.getLogger(__name__)
+from cluster.metrics import IngressMetrics
 
 BackendProvider = Callable[[], EngineBackend]
 
@@ -50,7 +47,8 @@ def create_app(
         app, backend_provider, JobFactory(tokenizer, settings), settings, metrics
     )
     _add_model_routes(app, backend_provider)
-    _add_utility_routes(app, backend_provider, settings, metrics)
+    _add_utility_routes(app, backend_provider)
+    add_metrics_routes(app, backend_provider, settings, metrics)
     return app
 
 
@@ -112,9 +110,7 @@ def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
         return _json(card(backend))
 
 
-def _add_utility_routes(
-    app: FastAPI, backend_provider: BackendProvider, settings: ApiSettings, metrics: IngressMetrics
-) -> None:
+def _add_utility_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 when requests can be served, else 503 with the reason."""
@@ -122,18 +118,6 @@ def _add_utility_routes(
         if not ready:
             raise EngineDeadError(reason or "the engine is not ready")
         return _json({"status": "ready"})
-
-    @app.get("/metrics")
-    async def prometheus_metrics() -> Response:
-        """Prometheus text. Answers also when the ranks do not."""
-        stats: list[dict[str, Any]] = []
-        try:
-            backend = backend_provider()
-            metrics.set_model_name(backend.model_name)
-            stats = await asyncio.wait_for(backend.rank_stats(), settings.stats_timeout_s)
-        except (ServingError, TimeoutError) as error:
-            logger.warning("no statistics from the ranks: %r", error)
-        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
