@@ -8,6 +8,8 @@ a token after 2,400 of them, against 0.4 us), so byte-level ids go through a tab
 """
 
 import codecs
+import re
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -18,6 +20,7 @@ from workers.request import RequestOutput
 REPLACEMENT = "\ufffd"
 _MAX_PENDING = 16  # tokens without text before GenericDecoder gives up on completing a character
 _CONTEXT_TOKENS = 8  # of the prompt, so that the first token keeps its leading space
+_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Decoder(Protocol):
@@ -33,23 +36,24 @@ class Decoder(Protocol):
 
 
 class DecoderFactory:
-    """Makes decoders of one tokenizer. Special tokens have no text."""
+    """Makes decoders of one tokenizer, and knows what each token looks like on its own."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
-        self._token_bytes = (
-            TokenBytes(tokenizer, self._special_ids)
-            if isinstance(tokenizer.decoder, ByteLevel)
-            else None
-        )
+        self._byte_level = isinstance(tokenizer.decoder, ByteLevel)
+        table = TokenBytes if self._byte_level else PieceBytes
+        self.token_bytes: dict[int, bytes] = table(tokenizer)
+        """The bytes of each token by itself, special tokens included; half a character is no rarity."""
+        self._plain_bytes = TokenBytes(tokenizer, hidden=self._special_ids)
 
-    def new(self, prompt_token_ids: list[int]) -> Decoder:
+    def new(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Decoder:
         """A decoder of what follows this prompt."""
-        if self._token_bytes is not None:
-            return ByteDecoder(self._token_bytes)
-        return GenericDecoder(self._tokenizer, self._special_ids, prompt_token_ids)
+        if self._byte_level:
+            return ByteDecoder(self._plain_bytes if skip_special_tokens else self.token_bytes)
+        hidden = self._special_ids if skip_special_tokens else frozenset()
+        return GenericDecoder(self._tokenizer, hidden, prompt_token_ids)
 
 
 def byte_alphabet() -> dict[str, int]:
@@ -65,10 +69,10 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id of a byte-level tokenizer, filled as ids come up."""
+    """The bytes of each token id of a byte-level tokenizer, filled as ids come up. Hidden ones have none."""
 
-    def __init__(self, tokenizer: Tokenizer, special_ids: frozenset[int]) -> None:
-        super().__init__(dict.fromkeys(special_ids, b""))
+    def __init__(self, tokenizer: Tokenizer, *, hidden: frozenset[int] = frozenset()) -> None:
+        super().__init__(dict.fromkeys(hidden, b""))
         self._tokenizer = tokenizer
         self._alphabet = byte_alphabet()
 
@@ -85,10 +89,41 @@ class TokenBytes(dict[int, bytes]):
         return value
 
 
+class PieceBytes(dict[int, bytes]):
+    """The same for all other tokenizers, whose decoders look at a token's neighbours.
+
+    A token is decoded behind an anchor, a common one, so that it keeps its leading space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        self._anchor: list[int] = []
+        for char in "ae.":
+            ids = tokenizer.encode(char, add_special_tokens=False).ids
+            if tokenizer.decode(ids).endswith(char):
+                self._anchor = ids
+                break
+        self._anchor_text = tokenizer.decode(self._anchor)
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        byte = _BYTE_PIECE.fullmatch(token or "")
+        if token is None:
+            value = b""
+        elif byte:
+            value = bytes([int(byte[1], 16)])
+        else:
+            both = self._tokenizer.decode([*self._anchor, token_id], skip_special_tokens=False)
+            value = both.removeprefix(self._anchor_text).encode()
+        self[token_id] = value
+        return value
+
+
 class ByteDecoder:
     """Bytes by table, then incremental UTF-8: exact and of constant cost per token."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: dict[int, bytes]) -> None:
         self._token_bytes = token_bytes
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
@@ -108,20 +143,21 @@ class GenericDecoder:
     """The library's DecodeStream, bounded: it never holds more than _MAX_PENDING tokens."""
 
     def __init__(
-        self, tokenizer: Tokenizer, special_ids: frozenset[int], prompt_token_ids: list[int]
+        self, tokenizer: Tokenizer, hidden: frozenset[int], prompt_token_ids: list[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = special_ids
+        self._hidden = hidden
+        self._skip_special = bool(hidden)
         self._pending: list[int] = []
         context = prompt_token_ids[-_CONTEXT_TOKENS:]
         # A context that ends inside a character would come out again with the first text.
         if tokenizer.decode(context, skip_special_tokens=True).endswith(REPLACEMENT):
             context = []
-        self._stream = DecodeStream(ids=context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=context, skip_special_tokens=self._skip_special)
 
     def push(self, token_ids: list[int]) -> str:
         """See Decoder."""
-        return "".join([self._push_one(i) for i in token_ids if i not in self._special_ids])
+        return "".join([self._push_one(i) for i in token_ids if i not in self._hidden])
 
     def _push_one(self, token_id: int) -> str:
         self._pending.append(token_id)
@@ -136,12 +172,12 @@ class GenericDecoder:
 
     def _restart(self) -> str:
         text = self.flush()
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
         return text
 
     def flush(self) -> str:
         """See Decoder."""
-        text = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        text = self._tokenizer.decode(self._pending, skip_special_tokens=self._skip_special)
         self._pending.clear()
         return text
 
@@ -152,17 +188,23 @@ class StopMatcher:
     Runs one Knuth-Morris-Pratt automaton per stop string, so where the text is cut does not depend
     on how it is split into pieces, and the cost per character is constant. Of two stop strings
     that end on the same character the longer one counts.
+
+    include: the stop string itself is shown, so nothing is held back.
     """
 
-    def __init__(self, stops: list[str]) -> None:
+    def __init__(self, stops: list[str], *, include: bool = False) -> None:
         assert all(stops), "an empty stop string would match everywhere"
         self._stops = [(stop, _failure_table(stop)) for stop in stops]
         self._states = [0] * len(stops)  # how many characters of each stop string are matched
+        self._include = include
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, text: str) -> str:
-        """The text that may be shown. After a match: the rest before it, then nothing."""
+    def push(self, text: str, *, armed: bool = True) -> str:
+        """The text that may be shown. After a match: the rest before it, then nothing.
+
+        armed: whether a stop string that completes here counts; its beginning may be older.
+        """
         if self.matched is not None:
             return ""
         states, stops = self._states, self._stops
@@ -175,14 +217,14 @@ class StopMatcher:
                 if stop[state] == char:
                     state += 1
                     if state == len(stop):
-                        if self.matched is None or len(stop) > len(self.matched):
+                        if armed and (self.matched is None or len(stop) > len(self.matched)):
                             self.matched = stop
                         state = failure[state - 1]
                 states[i] = state
             if self.matched is not None:
                 self._held = ""
-                return held[: position - len(self.matched)]
-        keep = len(held) - max(states)
+                return held[: position if self._include else position - len(self.matched)]
+        keep = len(held) - (0 if self._include else max(states))
         self._held = held[keep:]
         return held[:keep]
 
@@ -205,15 +247,36 @@ def _failure_table(stop: str) -> list[int]:
     return table
 
 
-class TextStream:
-    """The text of one choice. finish_reason is None until its last token or stop string is seen."""
+@dataclass(frozen=True, kw_only=True)
+class StopRules:
+    """What ends a text, one for all choices of a request.
 
-    def __init__(self, decoder: Decoder, stops: list[str], stop_token_ids: frozenset[int]) -> None:
+    token_ids   the rank ends the request with one of these
+    end_ids     those of them that are the model's own end, no stop the client asked for
+    include     whether a stop string, and the text of a stop token, is shown
+    min_tokens  a stop string that completes within so many tokens does not count
+    """
+
+    strings: list[str] = field(default_factory=list)
+    token_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
+    include: bool = False
+    min_tokens: int = 0
+
+
+class TextStream:
+    """The text of one choice. finish_reason is None until its last token or stop string is seen.
+
+    stop_reason is then the stop string, or the token that the client named, that ended it.
+    """
+
+    def __init__(self, decoder: Decoder, stop: StopRules) -> None:
         self._decoder = decoder
-        self._matcher = StopMatcher(stops) if stops else None
-        self._stop_token_ids = stop_token_ids
+        self._matcher = StopMatcher(stop.strings, include=stop.include) if stop.strings else None
+        self._stop = stop
         self.num_tokens = 0
         self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
 
     def push(self, output: RequestOutput) -> str:
         """Take one step's tokens; return the text to show."""
@@ -223,27 +286,38 @@ class TextStream:
             self.num_tokens += len(token_ids)
             if finish is None:
                 return self._decoder.push(token_ids)
-            self.finish_reason = finish
-            return self._decoder.push(self._shown(token_ids, finish)) + self._decoder.flush()
+            shown = self._end(token_ids, finish)
+            return self._decoder.push(shown) + self._decoder.flush()
+        return self._push_matching(self._matcher, token_ids, finish)
+
+    def _push_matching(self, matcher: StopMatcher, token_ids: list[int], finish: str | None) -> str:
         text = ""
-        shown = self._shown(token_ids, finish)
+        shown = token_ids if finish is None else self._end(token_ids, finish)
         for token_id in shown:  # one by one: tokens after a stop string are not counted
             self.num_tokens += 1
-            text += self._matcher.push(self._decoder.push([token_id]))
-            if self._matcher.matched is not None:
-                self.finish_reason = "stop"
+            armed = self.num_tokens > self._stop.min_tokens
+            text += matcher.push(self._decoder.push([token_id]), armed=armed)
+            if matcher.matched is not None:
+                self._matched(matcher.matched)
                 return text
         if finish is None:
             return text
         self.num_tokens += len(token_ids) - len(shown)
-        self.finish_reason = finish
-        text += self._matcher.push(self._decoder.flush())
-        if self._matcher.matched is not None:
-            self.finish_reason = "stop"
-        return text + self._matcher.flush()
+        armed = self.num_tokens > self._stop.min_tokens
+        text += matcher.push(self._decoder.flush(), armed=armed)
+        if matcher.matched is not None:
+            self._matched(matcher.matched)
+        return text + matcher.flush()
 
-    def _shown(self, token_ids: list[int], finish: str | None) -> list[int]:
-        """Without the stop token, which has no text."""
-        if finish == "stop" and token_ids and token_ids[-1] in self._stop_token_ids:
-            return token_ids[:-1]
-        return token_ids
+    def _matched(self, stop: str) -> None:
+        self.finish_reason = "stop"
+        self.stop_reason = stop
+
+    def _end(self, token_ids: list[int], finish: str) -> list[int]:
+        """Note how it ended; the last tokens without the stop token, which has no text."""
+        self.finish_reason = finish
+        if finish != "stop" or not token_ids or token_ids[-1] not in self._stop.token_ids:
+            return token_ids
+        if token_ids[-1] not in self._stop.end_ids:
+            self.stop_reason = token_ids[-1]
+        return token_ids if self._stop.include else token_ids[:-1]

@@ -15,7 +15,7 @@ from cluster.api.backend import EngineBackend
 from cluster.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, check_text
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
-from cluster.detokenizer import TextStream
+from cluster.detokenizer import StopRules, TextStream
 from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
 from workers.request import SamplingParams
 
@@ -152,7 +152,9 @@ class JobFactory:
                         f"{response_id}-{index}",
                         token_ids,
                         replace(params, seed=choice_seed(seed, i)),
-                        TextStream(decoder, stops, params.stop_token_ids),
+                        TextStream(
+                            decoder, StopRules(strings=stops, token_ids=params.stop_token_ids)
+                        ),
                         echo,
                     )
                 )

@@ -5,7 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cluster.detokenizer import DecoderFactory, StopMatcher, TextStream, byte_alphabet
+from cluster.detokenizer import (
+    DecoderFactory,
+    StopMatcher,
+    StopRules,
+    TextStream,
+    byte_alphabet,
+)
 from workers.checkpoint import byte_tokenizer
 from workers.request import RequestOutput
 
@@ -195,8 +201,14 @@ def test_matcher_cost_is_linear_in_the_text():
     assert matcher.flush() == "a" * 1000
 
 
-def stream_of(ids, stops=(), stop_ids=frozenset()):
-    return TextStream(DecoderFactory(byte_tokenizer()).new([]), list(stops), frozenset(stop_ids))
+BYTES = DecoderFactory(byte_tokenizer())
+
+
+def stream_of(stops=(), stop_ids=(), *, skip_special_tokens=True, **rules):
+    decoder = BYTES.new([], skip_special_tokens=skip_special_tokens)
+    return TextStream(
+        decoder, StopRules(strings=list(stops), token_ids=frozenset(stop_ids), **rules)
+    )
 
 
 def out(ids, reason=None):
@@ -212,7 +224,7 @@ def test_stream_equals_the_reference_on_the_full_text(ids, stops, size):
     ids = [b"ab\xe2\x82\xac\xc3\xa9"[i % 7] if i < 250 else i for i in ids]
     full = bytes(ids).decode("utf-8", "replace")
     expected, hit = reference_cut(full, stops)
-    stream = stream_of(ids, stops)
+    stream = stream_of(stops)
     shown = ""
     for start in range(0, len(ids), size):
         last = start + size >= len(ids)
@@ -231,37 +243,128 @@ def test_stream_equals_the_reference_on_the_full_text(ids, stops, size):
 
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
 def test_stop_token_counts_and_has_no_text(stops):
-    stream = stream_of([], stops, {0x21})
+    stream = stream_of(stops, {0x21})
     assert stream.push(out(b"hi")) == "hi"
     assert stream.push(out(b"!", "stop")) == ""
     assert (stream.num_tokens, stream.finish_reason) == (3, "stop")
 
 
 def test_stop_token_inside_the_text_that_did_not_end_it_is_shown():
-    stream = stream_of([], [], {0x21})
+    stream = stream_of([], {0x21})
     assert stream.push(out(b"hi!", "length")) == "hi!"
 
 
 def test_held_back_text_is_shown_when_the_output_ends():
-    stream = stream_of([], ["ab"])
+    stream = stream_of(["ab"])
     assert stream.push(out(b"xa")) == "x"
     assert stream.push(out(b"", "length")) == "a"
     assert stream.finish_reason == "length"
 
 
 def test_stop_string_in_the_last_step_wins_over_length():
-    stream = stream_of([], ["ab"])
+    stream = stream_of(["ab"])
     assert stream.push(out(b"xab", "length")) == "x"
     assert stream.finish_reason == "stop"
 
 
 def test_tokens_after_a_stop_string_are_not_counted():
-    stream = stream_of([], ["b"])
+    stream = stream_of(["b"])
     assert stream.push(out(b"abcdef")) == "a"
     assert (stream.num_tokens, stream.finish_reason) == (2, "stop")
 
 
 def test_stop_string_completed_by_the_flush():
-    stream = stream_of([], ["\ufffd"])
+    stream = stream_of(["\ufffd"])
     assert stream.push(out([0x61, 0xE2], "length")) == "a"
     assert stream.finish_reason == "stop"
+
+
+def test_stop_reason_names_what_ended_it():
+    stream = stream_of(["ab", "b"])
+    assert stream.push(out(b"xab")) == "x"
+    assert (stream.finish_reason, stream.stop_reason) == ("stop", "ab")
+    stream = stream_of([], {0x21, 0x3F}, end_ids=frozenset({0x21}))
+    stream.push(out(b"hi?", "stop"))
+    assert (stream.finish_reason, stream.stop_reason) == ("stop", 0x3F)
+    stream = stream_of([], {0x21, 0x3F}, end_ids=frozenset({0x21}))
+    stream.push(out(b"hi!", "stop"))
+    assert (stream.finish_reason, stream.stop_reason) == ("stop", None)
+    stream = stream_of(["zz"], {0x3F})
+    stream.push(out(b"hi?", "length"))
+    assert (stream.finish_reason, stream.stop_reason) == ("length", None)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize(
+    ("min_tokens", "expected", "counted"),
+    [(0, "a", 3), (2, "a", 3), (3, "abcda", 7), (10, "abcdabcda", 11), (11, None, 12)],
+)
+def test_stop_strings_do_not_count_within_min_tokens(size, min_tokens, expected, counted):
+    text = b"abcdabcdabcd"
+    stream = stream_of(["bc"], min_tokens=min_tokens)
+    shown = ""
+    for start in range(0, len(text), size):
+        last = start + size >= len(text)
+        shown += stream.push(out(text[start : start + size], "length" if last else None))
+        if stream.finish_reason:
+            break
+    assert shown == (text.decode() if expected is None else expected)
+    assert stream.finish_reason == ("length" if expected is None else "stop")
+    assert stream.num_tokens == counted
+
+
+def test_stop_string_that_began_within_min_tokens_counts_and_was_held_back():
+    stream = stream_of(["bcd"], min_tokens=3)
+    assert [stream.push(out([byte])) for byte in b"abcd"] == ["a", "", "", ""]
+    assert stream.stop_reason == "bcd"
+
+
+@given(ALPHABET, STOPS, st.integers(1, 7))
+def test_included_stop_string_ends_the_text_and_nothing_is_held_back(text, stops, size):
+    expected, hit = reference_cut(text, stops)
+    matcher = StopMatcher(stops, include=True)
+    shown = ""
+    for start in range(0, len(text), size):
+        shown += matcher.push(text[start : start + size])
+        assert hit or shown == text[: start + size]
+    assert shown == (expected + matcher.matched if hit else text)
+    assert matcher.flush() == ""
+
+
+def test_included_stop_token_has_the_text_it_has():
+    assert stream_of([], {0x21}, include=True).push(out(b"hi!", "stop")) == "hi!"
+    assert stream_of(["z"], {0x21}, include=True).push(out(b"hi!", "stop")) == "hi!"
+    stream = stream_of([], {258}, include=True)
+    assert stream.push(out([0x68, 258], "stop")) == "h"  # special tokens are skipped
+    stream = stream_of([], {258}, include=True, skip_special_tokens=False)
+    assert stream.push(out([0x68, 258], "stop")) == "h<|im_end|>"
+
+
+def test_special_tokens_can_be_shown():
+    for factory, special in ((MERGED_FACTORY, "<|end|>"), (DecoderFactory(FALLBACK), "</s>")):
+        tokenizer = MERGED if factory is MERGED_FACTORY else FALLBACK
+        ids = [*tokenizer.encode("ab").ids, tokenizer.token_to_id(special)]
+        for skip, expected in ((True, "ab"), (False, f"ab{special}")):
+            decoder = factory.new([], skip_special_tokens=skip)
+            assert decoder.push(ids) + decoder.flush() == expected
+
+
+def test_bytes_of_single_tokens():
+    table = MERGED_FACTORY.token_bytes
+    assert table[0xE2] == b"\xe2"
+    assert (
+        b"".join(table[i] for i in MERGED.encode("he \u20ac\u20ac").ids)
+        == "he \u20ac\u20ac".encode()
+    )
+    assert table[MERGED.token_to_id("<|end|>")] == b"<|end|>"
+    assert table[MERGED.token_to_id("\u00e9t\u00e9 \u20ac")] == "\u00e9t\u00e9 \u20ac".encode()
+    assert table[9999] == b""
+
+
+def test_bytes_of_single_tokens_of_the_fallback_family():
+    table = DecoderFactory(FALLBACK).token_bytes
+    assert table[FALLBACK.token_to_id(SPACE + "cat")] == b" cat"
+    assert table[FALLBACK.token_to_id("s")] == b"s"
+    assert table[FALLBACK.token_to_id("<0xE2>")] == b"\xe2"
+    assert table[FALLBACK.token_to_id("</s>")] == b"</s>"
+    assert table[9999] == b""
