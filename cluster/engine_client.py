@@ -17,7 +17,7 @@ from cluster import supervisor
 from cluster.config import PhalanxConfig
 from cluster.errors import EngineDeadError
 from cluster.router import Router
-from workers.request import EngineRequest, RequestOutput, SamplingParams
+from workers.request import EngineRequest, RequestOutput, SamplingParams, merge
 from workers.token_stream import TokenReceiver
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,22 @@ class _Open:
 
     rank: int
     num_tokens: int
-    outputs: asyncio.Queue[RequestOutput] = field(default_factory=asyncio.Queue)
+    outputs: list[RequestOutput] = field(default_factory=list)
+    waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        """A step's output came; wakes who waits for it."""
+        self.outputs.append(output)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def get(self) -> RequestOutput:
+        """What came since the last time, as one: an ingress that is behind writes larger pieces, not more."""
+        if not self.outputs:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        outputs, self.outputs = self.outputs, []
+        return outputs[0] if len(outputs) == 1 else merge(outputs)
 
 
 class EngineClient:
@@ -69,11 +84,12 @@ class EngineClient:
         self._ranks = await self._supervisor.ranks.remote()
         self._router = Router(len(self._ranks))
         self._receiver = TokenReceiver(ray.util.get_node_ip_address())
+        self._receiver.listen(self._deliver)
         address = self._receiver.address
         await _gather(rank.open_stream.remote(self._ingress_id, address) for rank in self._ranks)
         self._failure = None
         watches = [self._watch(rank) for rank in range(len(self._ranks))]
-        self._tasks = [asyncio.create_task(job) for job in (self._pump(), self._beat(), *watches)]
+        self._tasks = [asyncio.create_task(job) for job in (self._beat(), *watches)]
 
     async def generate(
         self,
@@ -104,7 +120,7 @@ class EngineClient:
                 )
             )
             while not finished:
-                output = await entry.outputs.get()
+                output = await entry.get()
                 if output.finish_reason == "abort":
                     raise EngineDeadError(output.error or "the request was aborted")
                 finished = output.finish_reason is not None
@@ -149,14 +165,12 @@ class EngineClient:
         if entry is not None:
             self._router.release(entry.rank, entry.num_tokens)
 
-    async def _pump(self) -> None:
-        """Hand what the ranks send to the requests that wait for it."""
-        assert self._receiver is not None
-        while True:
-            for output in await self._receiver.receive():
-                entry = self._open.get(output.request_id)
-                if entry is not None:  # otherwise it was closed a moment ago
-                    entry.outputs.put_nowait(output)
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Hand what a rank sent to the requests that wait for it."""
+        for output in outputs:
+            entry = self._open.get(output.request_id)
+            if entry is not None:  # otherwise it was closed a moment ago
+                entry.put(output)
 
     async def _watch(self, rank: int) -> None:
         """Returns when a rank has ended; Ray tells within milliseconds."""
@@ -190,7 +204,7 @@ class EngineClient:
         logger.error("the group failed: %s", reason)
         self._failure = reason
         for request_id, entry in self._open.items():
-            entry.outputs.put_nowait(RequestOutput(request_id, [], "abort", reason))
+            entry.put(RequestOutput(request_id, [], "abort", reason))
 
 
 async def _gather(refs: Iterable["ray.ObjectRef"]) -> list[Any]:

@@ -85,3 +85,18 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+
+
+def merge(outputs: list[RequestOutput]) -> RequestOutput:
+    """Successive outputs of one request as one."""
+    first, last = outputs[0], outputs[-1]
+    logprobs = [item for output in outputs for item in output.logprobs or ()]
+    return RequestOutput(
+        first.request_id,
+        [token for output in outputs for token in output.token_ids],
+        last.finish_reason,
+        last.error,
+        logprobs if first.logprobs is not None else None,
+        first.prompt_logprobs,
+        first.num_cached_tokens,
+    )

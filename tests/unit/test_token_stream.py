@@ -1,12 +1,24 @@
 """The token stream: order, several ranks, a closed end, and strangers that are not let in."""
 
 import asyncio
+import time
 
 import pytest
 import zmq
 
-from workers.request import RequestOutput, TokenLogprobs
-from workers.token_stream import StreamAddress, TokenReceiver, TokenSender
+from workers.request import RequestOutput, TokenLogprobs, merge
+from workers.token_stream import MAX_MESSAGES_AT_ONCE, StreamAddress, TokenReceiver, TokenSender
+
+
+class Inbox:
+    """A receiver's messages, one at a time."""
+
+    def __init__(self, receiver: TokenReceiver):
+        self._queue: asyncio.Queue[list[RequestOutput]] = asyncio.Queue()
+        receiver.listen(self._queue.put_nowait)
+
+    async def receive(self, timeout_s: float = 10) -> list[RequestOutput]:
+        return await asyncio.wait_for(self._queue.get(), timeout_s)
 
 
 def output(name: str, *tokens: int, **rest) -> RequestOutput:
@@ -16,13 +28,14 @@ def output(name: str, *tokens: int, **rest) -> RequestOutput:
 def test_messages_arrive_whole_and_in_order_from_every_rank():
     async def run() -> dict[str, list[int]]:
         receiver = TokenReceiver("127.0.0.1")
+        inbox = Inbox(receiver)
         senders = [TokenSender(receiver.address) for _ in range(3)]
         for step in range(50):
             for rank, sender in enumerate(senders):
                 sender.send([output(f"r{rank}", step), output(f"other{rank}", step)])
         tokens: dict[str, list[int]] = {}
         for _ in range(150):
-            for item in await asyncio.wait_for(receiver.receive(), 10):
+            for item in await inbox.receive():
                 tokens.setdefault(item.request_id, []).extend(item.token_ids)
         for sender in senders:
             sender.close()
@@ -43,9 +56,10 @@ def test_every_field_survives():
 
     async def run() -> list[RequestOutput]:
         receiver = TokenReceiver("127.0.0.1")
+        inbox = Inbox(receiver)
         sender = TokenSender(receiver.address)
         sender.send(sent)
-        received = await asyncio.wait_for(receiver.receive(), 10)
+        received = await inbox.receive()
         sender.close()
         sender.send(sent)  # dropped without an error
         receiver.close()
@@ -57,6 +71,7 @@ def test_every_field_survives():
 def test_who_was_not_given_the_key_is_not_heard():
     async def run() -> None:
         receiver = TokenReceiver("127.0.0.1")
+        inbox = Inbox(receiver)
         wrong_key = StreamAddress(receiver.address.endpoint, zmq.curve_keypair()[0])
         stranger = TokenSender(wrong_key)
         stranger.send([output("x", 1)])
@@ -65,9 +80,48 @@ def test_who_was_not_given_the_key_is_not_heard():
         plain.connect(receiver.address.endpoint)
         plain.send(b"[]")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(receiver.receive(), 0.5)
+            await inbox.receive(0.5)
         stranger.close()
         plain.close()
         receiver.close()
 
     asyncio.run(run())
+
+
+def test_a_burst_that_came_before_the_loop_looked_is_delivered_whole():
+    """More messages than are taken at once, and one change of the descriptor for all of them."""
+    number = 5 * MAX_MESSAGES_AT_ONCE + 3
+
+    async def run() -> list[int]:
+        receiver = TokenReceiver("127.0.0.1")
+        sender = TokenSender(receiver.address)
+        for step in range(number):
+            sender.send([output("r", step)])
+        time.sleep(0.3)  # the loop stands still
+        inbox = Inbox(receiver)
+        steps = [(await inbox.receive())[0].token_ids[0] for _ in range(number)]
+        sender.close()
+        receiver.close()
+        return steps
+
+    assert asyncio.run(run()) == list(range(number))
+
+
+def test_successive_outputs_merge_into_one():
+    one, two = TokenLogprobs(-1.0, 1, [], []), TokenLogprobs(-2.0, 2, [], [])
+    merged = merge(
+        [
+            output("r", 1, logprobs=[one], prompt_logprobs=[None], num_cached_tokens=8),
+            output("r", 2, 3, logprobs=[two, one]),
+            output("r", 4, finish_reason="stop", logprobs=[two]),
+        ]
+    )
+    assert merged == output(
+        "r",
+        *(1, 2, 3, 4),
+        finish_reason="stop",
+        logprobs=[one, two, one, two],
+        prompt_logprobs=[None],
+        num_cached_tokens=8,
+    )
+    assert merge([output("r", 1), output("r", 2)]) == output("r", 1, 2)
