@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from cluster.config_errors import ConfigError, Problem, from_pydantic
 from cluster.config_file import ConfigSource, read_config
+from cluster.serve_config import ServeConfig
 from kernels.config import KernelsConfig
 from workers.config import (
     Auto,
@@ -59,30 +60,6 @@ class ClusterConfig(Section):
     )
 
 
-class ServeConfig(Section):
-    """The HTTP endpoint."""
-
-    host: str = Field(
-        "127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 = all interfaces."
-    )
-    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
-    replicas: int = Field(1, ge=1, description="Processes that parse, tokenise and stream.")
-    model_name: str | None = Field(
-        None,
-        min_length=1,
-        description="The model's name in the API; null = the checkpoint folder's name.",
-    )
-    app_name: str = Field(
-        "phalanx", min_length=1, description="Name of the Ray Serve application; one per cluster."
-    )
-    max_body_bytes: int = Field(
-        4 * 1024 * 1024, ge=1024, description="Largest request body; larger ones get a 413."
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="How much the server writes to its log."
-    )
-
-
 class PhalanxConfig(Section):
     """A Phalanx server: model, ranks, kernels, HTTP."""
 
@@ -106,9 +83,9 @@ def json_schema() -> dict[str, Any]:
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
     """Read a YAML and lay `key.path=value` overrides (values in YAML) over it.
 
-    A relative model.path counts from the YAML's folder, or from the current folder when an override
-    sets it; it comes out absolute, and serve.model_name filled. Raises ConfigError with all problems
-    at once.
+    Relative paths count from the YAML's folder, or from the current folder when an override sets
+    them; they come out absolute, and serve.model_name filled. Raises ConfigError with all problems at
+    once.
     """
     from cluster.config_checks import check_together
 
@@ -134,15 +111,22 @@ def _touches(problem: Problem, wrong: set[str]) -> bool:
 
 
 def _fill_derived(source: ConfigSource, path: Path) -> None:
-    model = source.data.get("model")
-    if not isinstance(model, dict) or not isinstance(model.get("path"), str) or not model["path"]:
-        return
-    by_override = source.places.get("model.path") == "--set"
-    base = Path.cwd() if by_override else path.absolute().parent
-    model["path"] = os.path.normpath(base / Path(model["path"]).expanduser())
+    model_path = _make_absolute(source, path, "model", "path")
     serve = source.data.setdefault("serve", {})
-    if isinstance(serve, dict) and serve.get("model_name") is None:
-        serve["model_name"] = Path(model["path"]).name
+    if model_path and isinstance(serve, dict) and serve.get("model_name") is None:
+        serve["model_name"] = Path(model_path).name
+    _make_absolute(source, path, "serve", "api_keys_file")
+
+
+def _make_absolute(source: ConfigSource, path: Path, section: str, key: str) -> str | None:
+    """Count a path from the YAML's folder, or from the current one when an override sets it."""
+    values = source.data.get(section)
+    if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
+        return None
+    by_override = source.places.get(f"{section}.{key}") == "--set"
+    base = Path.cwd() if by_override else path.absolute().parent
+    values[key] = os.path.normpath(base / Path(values[key]).expanduser())
+    return values[key]
 
 
 def _validate(data: dict[str, Any]) -> tuple[PhalanxConfig, list[Problem]]:

@@ -1,10 +1,11 @@
 """Combinations of settings that cannot work, though each setting alone is fine.
 
-Pure but for reading the checkpoint's config.json. Each check yields problems; none raises.
+Pure but for reading the checkpoint's config.json and the file of API keys. Each check yields problems; none raises.
 """
 
 from collections.abc import Iterator
 
+from cluster.api_keys import ApiKeyError, read_keys_file
 from cluster.config import PhalanxConfig
 from cluster.config_errors import Problem
 from workers.models.config import ModelConfigError, Qwen3MoeConfig, load_model_config
@@ -22,6 +23,7 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += _check_scheduler(config)
     problems += _check_lengths(config, model)
     problems += _check_kernels(config)
+    problems += _check_serve(config)
     return problems
 
 
@@ -123,3 +125,12 @@ def _check_kernels(config: PhalanxConfig) -> Iterator[Problem]:
             "shm exchanges CPU tensors only, cluster.device is cuda; expected auto or another",
             ("cluster.device",),
         )
+
+
+def _check_serve(config: PhalanxConfig) -> Iterator[Problem]:
+    file = config.serve.api_keys_file
+    if file is not None:
+        try:
+            read_keys_file(file)
+        except ApiKeyError as error:
+            yield Problem("serve.api_keys_file", str(error))

@@ -151,6 +151,10 @@ def allowed(schema: JsonSchema) -> str:
         return _allowed_number(schema)
     if kind == "string" and schema.get("minLength"):
         return "a text that is not empty"
+    if kind == "array":
+        return f"a list, each {allowed(schema.get('items', {}))}"
+    if kind == "string" and schema.get("pattern"):
+        return f"a text like {schema['pattern']}"
     names = {"string": "a text", "boolean": "true or false", "null": "null"}
     if kind in names:
         return names[kind]

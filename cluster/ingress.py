@@ -32,7 +32,7 @@ class Ingress:
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         settings = ApiSettings(
-            max_body_bytes=config.serve.max_body_bytes,
+            max_body_bytes=config.serve.limits.max_body_bytes,
             default_sampling=load_default_sampling(config.model.path),
         )
         self._app = create_app(lambda: self._client, tokenizer, settings)
