@@ -67,6 +67,14 @@ class TokenLogprobs(NamedTuple):
     top_logprobs: list[float]
 
 
+class RequestTimes(NamedTuple):
+    """Seconds of one request in its rank: until it first ran, from there to its first token, from there to its end."""
+
+    queue: float
+    prefill: float
+    decode: float
+
+
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
     """What one step gave one request. The last one of a request has a finish_reason.
@@ -76,6 +84,7 @@ class RequestOutput:
     logprobs           one for each of `token_ids`, when asked for
     prompt_logprobs    with the first output, when asked for: one for each prompt token, None for the first
     num_cached_tokens  with the first output: prompt tokens that were found in the prefix cache
+    times              with the last output of a request that gave tokens
     """
 
     request_id: str
@@ -85,6 +94,7 @@ class RequestOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    times: RequestTimes | None = None
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:
@@ -99,4 +109,5 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         logprobs if first.logprobs is not None else None,
         first.prompt_logprobs,
         first.num_cached_tokens,
+        last.times,
     )

@@ -14,9 +14,10 @@ from typing import Any
 
 import zmq
 
-from workers.request import RequestOutput, TokenLogprobs
+from workers.request import RequestOutput, RequestTimes, TokenLogprobs
 
 MAX_MESSAGES_AT_ONCE = 64
+_NOTHING = (None, None, 0, None)  # what hardly any output has
 POLLIN = int(zmq.POLLIN)  # its enum takes 10 us for an `&`
 
 
@@ -102,9 +103,8 @@ class TokenReceiver:
 def _fields(output: RequestOutput) -> tuple[Any, ...]:
     """The fields in their order; what hardly any output has is left out when it is not there."""
     fields = (output.request_id, output.token_ids, output.finish_reason, output.error)
-    if output.logprobs is None and output.prompt_logprobs is None and not output.num_cached_tokens:
-        return fields
-    return (*fields, output.logprobs, output.prompt_logprobs, output.num_cached_tokens)
+    rest = (output.logprobs, output.prompt_logprobs, output.num_cached_tokens, output.times)
+    return fields if rest == _NOTHING else fields + rest
 
 
 def _output(fields: list[Any]) -> RequestOutput:
@@ -112,4 +112,5 @@ def _output(fields: list[Any]) -> RequestOutput:
         fields[4:6] = [
             values and [v and TokenLogprobs(*v) for v in values] for values in fields[4:6]
         ]
+        fields[7] = fields[7] and RequestTimes(*fields[7])
     return RequestOutput(*fields)

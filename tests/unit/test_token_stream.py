@@ -6,7 +6,7 @@ import time
 import pytest
 import zmq
 
-from workers.request import RequestOutput, TokenLogprobs, merge
+from workers.request import RequestOutput, RequestTimes, TokenLogprobs, merge
 from workers.token_stream import MAX_MESSAGES_AT_ONCE, StreamAddress, TokenReceiver, TokenSender
 
 
@@ -52,6 +52,7 @@ def test_every_field_survives():
         output("b", finish_reason="error", error="why"),
         output("c", 7, logprobs=[TokenLogprobs(-0.5, 1, [7, 8], [-0.5, -float("inf")])]),
         output("d", prompt_logprobs=[None, TokenLogprobs(-1.0, 3, [], [])], num_cached_tokens=16),
+        output("e", 5, finish_reason="length", times=RequestTimes(0.5, 0.25, 2.0)),
     ]
 
     async def run() -> list[RequestOutput]:
