@@ -19,6 +19,7 @@ from cluster.api.job import JobFactory
 from cluster.api.json_body import read_json_object
 from cluster.api.metrics_routes import add_metrics_routes
 from cluster.api.middleware import RequestContext
+from cluster.api.page import add_page_routes
 from cluster.api.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from cluster.api.respond import JobResponse
 from cluster.api.settings import ApiSettings
@@ -49,6 +50,7 @@ def create_app(
     _add_model_routes(app, backend_provider)
     _add_utility_routes(app, backend_provider)
     add_metrics_routes(app, backend_provider, settings, metrics)
+    add_page_routes(app)
     return app
 
 
