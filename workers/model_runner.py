@@ -7,13 +7,14 @@ import numpy as np
 import torch
 
 from kernels.select import Kernels
-from workers.forward_batch import ForwardBatchBuilder
+from workers.forward_batch import ForwardBatch, ForwardBatchBuilder
+from workers.logprobs import CompletePrompts, PromptLogprobs
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
-from workers.sampler import SamplingTable, sample
 from workers.scheduler import ScheduledBatch
 from workers.sequence import SequenceTable
 from workers.step_output import StepOutput
 from workers.step_sync import StepPlan
+from workers.token_picker import TokenPicker
 
 
 @dataclass
@@ -44,7 +45,8 @@ class ModelRunner:
         self._attention = kernels.attention
         self._rank = rank
         self._table = table
-        self._sampling = SamplingTable(max_num_seqs)
+        self._picker = TokenPicker(max_num_seqs, model.config.vocab_size, device)
+        self._prompt_logprobs = PromptLogprobs()
         self._builder = ForwardBatchBuilder(table, max_num_tokens, max_num_seqs, device)
 
     @torch.inference_mode()
@@ -55,7 +57,8 @@ class ModelRunner:
         """
         started = time.perf_counter()
         for seq in scheduled.admitted:
-            self._sampling.set(seq.row, seq.request.params)
+            self._picker.admit(seq)
+            self._prompt_logprobs.admit(seq)
         batch = self._builder.build(
             scheduled, plan.tokens_to_run(self._rank), plan.num_tokens_across_dp
         )
@@ -63,15 +66,25 @@ class ModelRunner:
         prepared = time.perf_counter()
         hidden_TD = self.model.forward(batch)
         if len(batch.logits_indices) == 0:
+            self._collect_prompts(scheduled, batch, hidden_TD)
             self.times = RunTimes(prepared - started, time.perf_counter() - prepared)
             return StepOutput([])
         logits_LV = self.model.compute_logits(hidden_TD[batch.logits_indices])
         forwarded = time.perf_counter()
         rows, positions = self._sampling_keys(scheduled)
-        token_ids = sample(logits_LV, self._sampling.batch(rows, positions)).tolist()
+        token_ids, logprobs = self._picker.pick(logits_LV, rows, positions)
+        prompts = self._collect_prompts(scheduled, batch, hidden_TD)
         done = time.perf_counter()
         self.times = RunTimes(prepared - started, forwarded - prepared, done - forwarded)
-        return StepOutput(token_ids)
+        return StepOutput(token_ids, logprobs, prompts)
+
+    def _collect_prompts(
+        self, scheduled: ScheduledBatch, batch: ForwardBatch, hidden_TD: torch.Tensor
+    ) -> CompletePrompts | None:
+        """What this step completed. A step that completes a prompt also samples its first token."""
+        return self._prompt_logprobs.collect(
+            scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
+        )
 
     def _sampling_keys(self, scheduled: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
         """Rows of the sampling sequences and the position that each one's new token will have."""

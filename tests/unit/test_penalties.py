@@ -1,0 +1,263 @@
+"""Mask, min_tokens, logit_bias and penalties: equal to a plain reference in any batch, slot and after preemption."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from workers.logit_edits import LogitEdits, TokenMask
+from workers.request import EngineRequest, SamplingParams
+from workers.sequence import Sequence
+from workers.token_picker import TokenPicker
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+V = 41  # no multiple of 32: the mask's last word is not full
+
+
+def make(**fields) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 100, "temperature": 0.0, **fields})
+
+
+def reference(
+    logits: list[float], params: SamplingParams, prompt: list[int], output: list[int], allowed=None
+) -> list[float]:
+    """The same, token by token."""
+    result = list(logits)
+    for token in range(V):
+        value = np.float32(result[token])
+        if allowed is not None and token not in allowed:
+            value = np.float32(-np.inf)
+        if len(output) < params.min_tokens and token in params.stop_token_ids:
+            value = np.float32(-np.inf)
+        value += np.float32(dict(params.logit_bias).get(token, 0))
+        if token in prompt or token in output:
+            penalty = np.float32(params.repetition_penalty)
+            value = value / penalty if value > 0 else value * penalty
+        value -= np.float32(params.frequency_penalty) * output.count(token)
+        value -= np.float32(params.presence_penalty) * (token in output)
+        result[token] = float(value)
+    return result
+
+
+def pack(allowed: list[set[int]]) -> torch.Tensor:
+    words = np.zeros((len(allowed), -(-V // 32)), dtype=np.uint32)
+    for row, tokens in enumerate(allowed):
+        for token in tokens:
+            words[row, token // 32] |= np.uint32(1 << token % 32)
+    return torch.from_numpy(words.view(np.int32))
+
+
+sparse = st.integers(0, V + 20)  # some beyond the vocabulary
+edits = st.builds(
+    make,
+    presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, 0.25, -2.0]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.3, 0.7]),
+    logit_bias=st.dictionaries(sparse, st.floats(-100, 100, width=32), max_size=3).map(
+        lambda bias: tuple(bias.items())
+    ),
+    min_tokens=st.integers(0, 3),
+    stop_token_ids=st.frozensets(sparse, max_size=3),
+)
+tokens = st.lists(st.integers(0, V - 1), max_size=6)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.one_of(st.just(make()), edits),
+            tokens.filter(bool),
+            tokens,
+            st.one_of(st.none(), st.sets(st.integers(0, V - 1), min_size=7)),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 2**32 - 1),
+)
+def test_edits_equal_the_reference(rows, seed):
+    logits = torch.randn(len(rows), V, generator=torch.Generator().manual_seed(seed)) * 4
+    expected = torch.tensor(
+        [
+            reference(logits[i].tolist(), params, prompt, output, allowed)
+            for i, (params, prompt, output, allowed) in enumerate(rows)
+        ]
+    )
+    table = LogitEdits(8, V, CPU)
+    slots = random.Random(seed).sample(range(8), len(rows))
+    for slot, (params, prompt, output, _) in zip(slots, rows, strict=True):
+        table.set(slot, params, prompt, output)
+    masked = [row for row, (*_, allowed) in enumerate(rows) if allowed is not None]
+    if masked:
+        TokenMask(torch.tensor(masked), pack([rows[row][3] for row in masked])).apply(logits)
+    found = table.of(np.array(slots))
+    if found is not None:
+        positions = np.array([len(prompt) + len(output) for _, prompt, output, _ in rows])
+        table.apply(logits, found, positions)
+    assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6)
+
+
+@dataclass
+class Request:
+    """One in the random traffic below, and what a plain reference says of its next token."""
+
+    seq: Sequence
+    logits: torch.Generator = field(repr=False)
+
+    @classmethod
+    def make(cls, number: int, params: SamplingParams, prompt: list[int]) -> "Request":
+        request = EngineRequest(
+            request_id=str(number), ingress_id="i", prompt_token_ids=prompt, params=params
+        )
+        return cls(Sequence.from_request(request), torch.Generator().manual_seed(number))
+
+    def next(self) -> tuple[torch.Tensor, int]:
+        """Its logits at this position, and the token they must give."""
+        # Few distinct values and a strong favourite: penalties and stops change most tokens.
+        logits_V = torch.randn(V, generator=self.logits) + 3 * (torch.arange(V) % 9 == 2)
+        request = self.seq.request
+        output = self.seq.token_ids[len(request.prompt_token_ids) :]
+        edited = reference(logits_V.tolist(), request.params, request.prompt_token_ids, output)
+        return logits_V, int(np.argmax(edited))
+
+
+arrivals = st.lists(
+    st.tuples(st.one_of(st.just(make()), edits), tokens.filter(bool)), min_size=1, max_size=8
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(arrivals, st.randoms(use_true_random=False))
+def test_tokens_with_preemption_and_reused_slots(arrivals, chance):
+    """Requests come, are preempted, come back to other slots and end; each gets its own tokens throughout."""
+    picker = TokenPicker(3, V, CPU)
+    waiting = [Request.make(i, *arrival) for i, arrival in enumerate(arrivals)]
+    running: list[Request] = []
+    free = [0, 1, 2]
+    for _ in range(40):
+        while waiting and free:
+            request = waiting.pop(0)
+            request.seq.row = free.pop(chance.randrange(len(free)))
+            picker.admit(request.seq)
+            running.append(request)
+        chance.shuffle(running)
+        # Who is not in the batch is in the middle of a chunked prefill.
+        batch = running[: chance.randint(1, len(running))] if running else []
+        if not batch:
+            break
+        logits, expected = zip(*(request.next() for request in batch), strict=True)
+        slots = np.array([request.seq.row for request in batch])
+        positions = np.array([request.seq.num_tokens for request in batch])
+        found, logprobs = picker.pick(torch.stack(logits), slots, positions)
+        assert found == list(expected) and logprobs is None
+        for request, token in zip(batch, found, strict=True):
+            request.seq.token_ids.append(token)
+            fate = chance.random()
+            if fate < 0.3:  # preempted, or finished
+                running.remove(request)
+                free.append(request.seq.row)
+                request.seq.row = -1
+                if fate < 0.2:
+                    waiting.append(request)
+
+
+@given(st.lists(st.tuples(edits, tokens.filter(bool), tokens), min_size=1, max_size=5))
+@settings(deadline=None)
+def test_a_row_does_not_depend_on_the_others(rows):
+    logits = torch.randn(len(rows) + 1, V, generator=torch.Generator().manual_seed(1))
+    requests = [Request.make(0, make(temperature=1.0, seed=7), [1])]
+    requests += [Request.make(i, params, prompt) for i, (params, prompt, _) in enumerate(rows)]
+    for request, (*_, output) in zip(requests[1:], rows, strict=True):
+        request.seq.token_ids += output
+
+    def pick(indices: list[int]) -> list[int]:
+        picker = TokenPicker(len(requests), V, CPU)
+        for row, index in enumerate(indices):
+            requests[index].seq.row = row
+            picker.admit(requests[index].seq)
+        positions = np.array([requests[index].seq.num_tokens for index in indices])
+        return picker.pick(logits[indices], np.arange(len(indices)), positions)[0]
+
+    order = list(range(len(requests)))
+    assert pick(order) == [pick([index])[0] for index in order] == pick(order[::-1])[::-1]
+
+
+@pytest.mark.parametrize("penalty", [1.7, 0.9])
+def test_repetition_and_min_tokens_equal_transformers(penalty):
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(V, (1, 9), generator=generator)
+    processors = LogitsProcessorList(
+        [
+            MinNewTokensLengthLogitsProcessor(9, 4, [2, 11, 20]),
+            RepetitionPenaltyLogitsProcessor(penalty),
+        ]
+    )
+    params = make(
+        repetition_penalty=penalty, min_tokens=4, stop_token_ids=frozenset({2, 11, 20, V + 5})
+    )
+    request = Request.make(0, params, prompt[0].tolist())
+    request.seq.row = 0
+    picker = TokenPicker(1, V, CPU)
+    picker.admit(request.seq)
+    ids = prompt
+    for _ in range(12):
+        logits = torch.randn(1, V, generator=generator) + 4 * (torch.arange(V) % 9 == 2)
+        expected = processors(ids, logits.clone()).argmax(-1)
+        position = np.array([ids.shape[1]])
+        assert picker.pick(logits.clone(), np.array([0]), position)[0] == expected.tolist()
+        ids = torch.cat((ids, expected[None]), dim=1)
+    assert len(set(ids[0, 9:].tolist()) & {2, 11, 20}) > 0, "no stop token came: a useless test"
+
+
+def test_min_tokens_gives_way_when_only_the_end_is_left():
+    """A grammar at its end allows the end alone; a vocabulary of stop tokens allows nothing else either."""
+    picker = TokenPicker(2, V, CPU)
+    for row, stops in enumerate([{5}, set(range(V))]):
+        request = Request.make(row, make(min_tokens=9, stop_token_ids=frozenset(stops)), [1])
+        request.seq.row = row
+        picker.admit(request.seq)
+    logits = torch.linspace(0, 1, V).repeat(2, 1)
+    mask = TokenMask(torch.tensor([0]), pack([{5}]))
+    assert picker.pick(logits, np.arange(2), np.array([1, 1]), mask)[0] == [5, V - 1]
+
+
+def test_a_mask_without_a_token_ends_its_row_only():
+    picker = TokenPicker(2, V, CPU)
+    logits = torch.linspace(0, 1, V).repeat(2, 1)
+    mask = TokenMask(torch.tensor([1]), pack([set()]))
+    assert picker.pick(logits, np.arange(2), np.array([1, 1]), mask)[0] == [V - 1, -1]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_bad_logits_end_their_row_only(bad):
+    picker = TokenPicker(3, V, CPU)
+    for row in range(3):
+        params = make(repetition_penalty=1.5, frequency_penalty=0.5, logit_bias=((3, 9.0),))
+        request = Request.make(row, params, [1, 2])
+        request.seq.row = row
+        picker.admit(request.seq)
+    logits = torch.linspace(0, 1, V).repeat(3, 1)
+    logits[1, 7] = bad
+    for _ in range(2):  # the second time after an invalid token was counted
+        found, _ = picker.pick(logits.clone(), np.arange(3), np.array([2, 2, 2]))
+        assert found == [3, -1, 3]
+
+
+def test_batches_without_edits_do_not_touch_the_state():
+    table = LogitEdits(4, V, CPU)
+    assert table.of(np.arange(4)) is None
+    table.set(2, make(presence_penalty=1.0), [1], [])
+    assert table.of(np.array([0, 1, 3])) is None and table.of(np.array([0, 2])) is not None
+    table.set(2, make(), [1], [])
+    assert table.of(np.array([0, 2])) is None

@@ -1,0 +1,169 @@
+"""What changes logits before a token is drawn: a mask, min_tokens, logit_bias, penalties, in this order.
+
+The order is vLLM's. Edits happen in place on float32 logits, before temperature, and hold for greedy rows too.
+Knows nothing of the model or of who made the mask.
+
+B rows, G masked rows, W = ceil(V / 32) words, V vocabulary, N single logits.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workers.penalties import PenalisedRows, Penalties, has_penalties
+from workers.request import SamplingParams
+
+FORBIDDEN = float("-inf")
+
+
+@dataclass(frozen=True)
+class TokenMask:
+    """Tokens that some rows of a batch may draw.
+
+    rows_G      int64, where the rows are in the batch
+    allowed_GW  int32, bit v % 32 of word v // 32 is 1 when token v is allowed; on any device
+    """
+
+    rows_G: torch.Tensor
+    allowed_GW: torch.Tensor
+
+    def apply(self, logits_BV: torch.Tensor) -> None:
+        """-inf where a token is not allowed."""
+        device = logits_BV.device
+        bytes_GX1 = self.allowed_GW.to(device).contiguous().view(torch.uint8).unsqueeze(2)
+        bits_8 = 1 << torch.arange(8, dtype=torch.uint8, device=device)
+        forbidden_GV = (bytes_GX1 & bits_8).eq_(0).bool().flatten(1)[:, : logits_BV.shape[1]]
+        rows_G = self.rows_G.to(device)
+        masked_GV = logits_BV[rows_G].masked_fill_(forbidden_GV, FORBIDDEN)
+        logits_BV.index_copy_(0, rows_G, masked_GV)
+
+
+# By slot: int64 token ids, and a number for each.
+_BySlot = dict[int, tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Single logits of a batch: token ids_N[n] of row rows_N[n], and a number for it. On the host."""
+
+    rows_N: np.ndarray
+    ids_N: np.ndarray
+    values_N: np.ndarray
+
+    @classmethod
+    def of(cls, slots: list[int], by_slot: _BySlot) -> "_Entries | None":
+        found = [(row, *by_slot[slot]) for row, slot in enumerate(slots) if slot in by_slot]
+        if not found:
+            return None
+        rows, ids, values = zip(*found, strict=True)
+        return cls(
+            np.repeat(rows, [len(of_row) for of_row in ids]),
+            np.concatenate(ids),
+            np.concatenate(values),
+        )
+
+    def where(self, chosen_N: np.ndarray) -> "_Entries":
+        """Only those with True."""
+        return _Entries(self.rows_N[chosen_N], self.ids_N[chosen_N], self.values_N[chosen_N])
+
+    def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """To index logits [B, V] with."""
+        return torch.from_numpy(self.rows_N).to(device), torch.from_numpy(self.ids_N).to(device)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """What the rows of a batch ask for. Changes only with the rows.
+
+    stops  tokens that end a row; the number is the position from which on they may
+    bias   the number is added
+    """
+
+    stops: _Entries | None
+    bias: _Entries | None
+    penalties: PenalisedRows | None
+
+
+class LogitEdits:
+    """The edits of running sequences by slot, so that a step only looks them up."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
+        self._vocab_size = vocab_size
+        self._penalties = Penalties(max_num_seqs, vocab_size, device)
+        self._bias: _BySlot = {}
+        self._stops: _BySlot = {}
+        # Slots with any edit, until another sequence moves in.
+        self._edited: set[int] = set()
+        self._last_key: bytes | None = None
+        self._last: Edits | None = None
+
+    def set(
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        """A sequence moves into `slot`, with what it has generated so far."""
+        edited = bool(params.min_tokens or params.logit_bias) or has_penalties(params)
+        if not edited and slot not in self._edited:
+            return
+        self._last_key = None
+        (self._edited.add if edited else self._edited.discard)(slot)
+        self._penalties.set(slot, params, prompt, output)
+        self._put(self._bias, slot, dict(params.logit_bias))
+        may_stop_at = len(prompt) + params.min_tokens
+        stops = params.stop_token_ids if params.min_tokens else ()
+        self._put(self._stops, slot, dict.fromkeys(stops, may_stop_at))
+
+    def of(self, slots_B: np.ndarray) -> Edits | None:
+        """The edits of a batch whose rows are in these slots; None when there are none."""
+        if not self._edited:
+            return None
+        key = slots_B.tobytes()
+        if key != self._last_key:  # the same rows decode step after step
+            self._last_key, self._last = key, self._gather(slots_B.tolist())
+        return self._last
+
+    def apply(self, logits_BV: torch.Tensor, edits: Edits, positions_B: np.ndarray) -> None:
+        """positions_B: the position that each row's new token will have."""
+        if edits.stops is not None:
+            too_early_N = positions_B[edits.stops.rows_N] < edits.stops.values_N
+            if too_early_N.any():
+                _forbid(logits_BV, edits.stops.where(too_early_N))
+        if edits.bias is not None:
+            bias_N = torch.from_numpy(edits.bias.values_N).to(logits_BV.device)
+            logits_BV[edits.bias.index(logits_BV.device)] += bias_N
+        if edits.penalties is not None:
+            self._penalties.apply(logits_BV, edits.penalties)
+
+    def drawn(self, token_B: torch.Tensor, edits: Edits) -> None:
+        """The batch got these tokens."""
+        if edits.penalties is not None:
+            self._penalties.count(token_B, edits.penalties)
+
+    def _gather(self, slots: list[int]) -> Edits | None:
+        if self._edited.isdisjoint(slots):
+            return None
+        return Edits(
+            _Entries.of(slots, self._stops),
+            _Entries.of(slots, self._bias),
+            self._penalties.rows(slots),
+        )
+
+    def _put(self, by_slot: _BySlot, slot: int, numbers: dict[int, float]) -> None:
+        """Ids beyond the vocabulary are harmless: the model cannot draw them."""
+        known = {token: n for token, n in numbers.items() if 0 <= token < self._vocab_size}
+        by_slot.pop(slot, None)
+        if known:
+            by_slot[slot] = (
+                np.fromiter(known, dtype=np.int64),
+                np.fromiter(known.values(), dtype=np.float32),
+            )
+
+
+def _forbid(logits_BV: torch.Tensor, entries: _Entries) -> None:
+    """-inf, but for rows that would have no token left: a grammar that is at its end allows only the end."""
+    rows_N, ids_N = entries.index(logits_BV.device)
+    before_N = logits_BV[rows_N, ids_N]
+    logits_BV[rows_N, ids_N] = FORBIDDEN
+    empty_B = logits_BV.amax(dim=-1) == FORBIDDEN
+    logits_BV[rows_N, ids_N] = torch.where(empty_B[rows_N], before_N, FORBIDDEN)
