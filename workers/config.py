@@ -40,6 +40,9 @@ class CacheConfig(Section):
     """The paged KV cache of one rank."""
 
     block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block.")
+    prefix_caching: bool = Field(
+        True, description="Keep full blocks and share them with later requests of equal prefix."
+    )
     num_blocks: Auto | PositiveInt = Field(
         "auto", description="KV blocks a rank; auto = from memory_fraction or cpu_memory_gib."
     )

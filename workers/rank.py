@@ -191,6 +191,7 @@ class Rank:
             num_blocks=num_blocks,
             block_size=block_size,
             max_model_len=self.max_model_len,
+            prefix_caching=config.cache.prefix_caching,
         )
         runner = ModelRunner(
             self.model,
@@ -221,6 +222,7 @@ class Rank:
             padded = num_rows if self._plan_config().equal_tokens else 0
             plan = StepPlan(True, (num_rows,) * self.config.num_ranks, padded)
             scheduler.commit(batch, runner.execute(batch, plan))
+        scheduler.forget_prefixes()
 
     def _num_blocks(self) -> int:
         """KV blocks of every rank: as configured, or what a profiling forward leaves of the GPU."""

@@ -3,6 +3,9 @@
 Decodes and prefills are one thing here: a sequence has known tokens and computed tokens, and a step computes
 some of the difference. Running sequences come first, oldest first; the youngest give their blocks back when the
 cache is full and start again later (preemption by recompute), so nothing is ever dropped.
+
+Whoever starts shares the blocks of the longest prefix that is in the cache already, its own from before a preemption
+included. A block can be found from when the step that filled it was committed.
 """
 
 from collections import deque
@@ -11,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from workers.config import SchedulerConfig
-from workers.kv_cache import BlockPool
+from workers.kv_cache import BlockPool, chain_keys, root_key
 from workers.request import EngineRequest, RequestOutput
 from workers.sequence import Sequence, SequenceTable
 from workers.step_output import StepOutput
@@ -46,17 +49,26 @@ class Scheduler:
     """Waiting and running sequences of one rank, and the blocks they hold."""
 
     def __init__(
-        self, config: SchedulerConfig, *, num_blocks: int, block_size: int, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        prefix_caching: bool = True,
     ):
         self._config = config
         self._max_model_len = max_model_len
         self._block_size = block_size
+        self._prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
         self.table = SequenceTable(config.max_num_seqs, max_model_len, block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self.num_preemptions = 0
+        self.prefix_cache_queries = 0  # tokens looked up when their request first ran
+        self.prefix_cache_hits = 0  # those found
 
     @property
     def has_work(self) -> bool:
@@ -83,6 +95,11 @@ class Scheduler:
             self.waiting.remove(seq)
             del self._by_id[request_id]
         return seq
+
+    def forget_prefixes(self) -> None:
+        """Nobody finds what was computed so far, and it counts for nothing."""
+        self.pool.forget_all()
+        self.prefix_cache_queries = self.prefix_cache_hits = 0
 
     def schedule(self) -> ScheduledBatch:
         """Choose this step's sequences and give them the blocks they need."""
@@ -113,6 +130,8 @@ class Scheduler:
             batch.seqs, batch.num_new_tokens.tolist(), batch.samples.tolist(), strict=True
         ):
             self.table.advance(seq, num_new)
+            if seq.num_computed >= seq.next_full:
+                self._register_blocks(seq)
             if samples:
                 outputs.append(self._append(seq, next(tokens)))
         return step.attach(outputs) if step.has_logprobs else outputs
@@ -120,6 +139,7 @@ class Scheduler:
     def _append(self, seq: Sequence, token_id: int) -> RequestOutput:
         request_id = seq.request.request_id
         if token_id < 0:
+            self.pool.forget(seq.block_ids)  # their K and V may be broken too
             self._finish(seq)
             error = f"the model gave NaN or infinite logits at position {seq.num_tokens}"
             return RequestOutput(request_id, [], "error", error)
@@ -127,7 +147,8 @@ class Scheduler:
         reason = seq.finish_reason(self._max_model_len)
         if reason is not None:
             self._finish(seq)
-        return RequestOutput(request_id, [token_id], reason)
+        num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # told once
+        return RequestOutput(request_id, [token_id], reason, num_cached_tokens=num_cached)
 
     def _refusal(self, request: EngineRequest) -> str | None:
         length = len(request.prompt_token_ids)
@@ -146,21 +167,60 @@ class Scheduler:
         admitted = []
         while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
             seq = self.waiting[0]
-            num_new = min(seq.num_tokens, budget)
-            if num_new < seq.num_tokens and not self._config.chunked_prefill:
+            cached = self._find_prefix(seq)
+            num_remaining = seq.num_tokens - len(cached) * self._block_size
+            num_new = min(num_remaining, budget)
+            if num_new < num_remaining and not self._config.chunked_prefill:
                 break
             # All known tokens get their blocks at once: a prompt that starts can finish.
-            need = self._blocks_for(seq.num_tokens)
-            if need > self.pool.num_free:
+            need = self._blocks_for(seq.num_tokens) - len(cached)
+            if need > self.pool.num_free_besides(cached):
                 break
             self.waiting.popleft()
-            seq.block_ids = self.pool.allocate(need)
-            self.table.add(seq)
-            self.running.append(seq)
+            self._start(seq, cached, need)
             admitted.append(seq)
             work.append((seq, num_new))
             budget -= num_new
         return admitted
+
+    def _find_prefix(self, seq: Sequence) -> list[int]:
+        """The cached blocks that `seq` can start with. Its last token is always computed: its logits are needed."""
+        if not self._prefix_caching or seq.request.params.prompt_logprobs is not None:
+            return []
+        num_blocks = (seq.num_tokens - 1) // self._block_size
+        self._extend_keys(seq, num_blocks)
+        return self.pool.find(seq.block_keys[:num_blocks])
+
+    def _start(self, seq: Sequence, cached: list[int], need: int) -> None:
+        """Run `seq` from behind its `cached` blocks, with `need` new ones."""
+        self.pool.share(cached)
+        seq.block_ids = cached + self.pool.allocate(need)
+        seq.num_computed = len(cached) * self._block_size
+        if self._prefix_caching:
+            seq.next_full = seq.num_computed + self._block_size
+            if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
+                seq.num_cached_tokens = seq.num_computed
+                self.prefix_cache_queries += seq.num_tokens
+                self.prefix_cache_hits += seq.num_computed
+        self.table.add(seq)
+        self.running.append(seq)
+
+    def _register_blocks(self, seq: Sequence) -> None:
+        """The blocks of `seq` that the last step filled can be found from now on."""
+        first = seq.next_full // self._block_size - 1
+        num_full = seq.num_computed // self._block_size
+        self._extend_keys(seq, num_full)
+        for index in range(first, num_full):
+            self.pool.register(seq.block_ids[index], seq.block_keys[index])
+        seq.next_full = (num_full + 1) * self._block_size
+
+    def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
+        done = len(seq.block_keys)
+        if done < num_blocks:
+            size = self._block_size
+            parent = seq.block_keys[-1] if done else root_key(seq.request.cache_salt)
+            token_ids = seq.token_ids[done * size : num_blocks * size]
+            seq.block_keys += chain_keys(parent, token_ids, size)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Hold blocks for `num_tokens` of seq; False when the pool is empty."""

@@ -1,5 +1,6 @@
 """One request on a rank, and the arrays that hold all running ones row by row. No scheduling, no model."""
 
+import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,12 @@ from workers.request import EngineRequest, FinishReason
 class Sequence:
     """A request and how far it is. Tokens `[0, num_computed)` have their K and V in the cache.
 
-    row is its place in the SequenceTable while it runs, -1 while it waits.
+    row is its place in the SequenceTable while it runs, -1 while it waits. order says who comes first: smaller
+    (priority, arrival).
+
+    block_keys         of the first full blocks, as many as were needed so far
+    next_full          when so many tokens are computed, another block is full and gets its key
+    num_cached_tokens  tokens found in the prefix cache when it first ran
     """
 
     request: EngineRequest
@@ -20,6 +26,10 @@ class Sequence:
     row: int = -1
     block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
+    order: tuple[int, int] = (0, 0)
+    block_keys: list[bytes] = field(default_factory=list)
+    next_full: int = sys.maxsize
+    num_cached_tokens: int = 0
 
     @classmethod
     def from_request(cls, request: EngineRequest) -> "Sequence":

@@ -1,0 +1,45 @@
+"""A model that reads and writes a paged cache: one wrong, early or overwritten block, and its tokens differ."""
+
+import random
+
+import numpy as np
+
+from workers.scheduler import ScheduledBatch, Scheduler
+
+VOCAB = 7  # few tokens, so that equal prefixes come about by themselves too
+
+
+class PagedModel:
+    """A position's cache content is a hash of the token there and of the content before it; the next token follows."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._table = scheduler.table
+        num_slots = scheduler.pool.num_blocks * self._table.block_size
+        chance = random.Random(0)
+        self._content = [chance.getrandbits(60) for _ in range(num_slots)]
+        self.num_tokens = 0
+
+    def execute(self, batch: ScheduledBatch) -> list[int]:
+        """The new token of each sampling sequence."""
+        rows = [seq.row for seq in batch.seqs]
+        starts = self._table.num_computed[rows] if rows else np.zeros(0, dtype=np.int64)
+        # As on a device: nobody sees what another sequence writes in the same step, so last ones write first.
+        last = {}
+        for index in reversed(range(len(rows))):
+            last[index] = self._run(
+                rows[index], int(starts[index]), int(batch.num_new_tokens[index])
+            )
+        return [last[i] % VOCAB for i, samples in enumerate(batch.samples) if samples]
+
+    def _run(self, row: int, start: int, count: int) -> int:
+        self.num_tokens += count
+        before = self._content[self._slot(row, start - 1)] if start else 0
+        for position in range(start, start + count):
+            token = int(self._table.token_ids[row, position])
+            before = hash((before, token, position)) % 2**61
+            self._content[self._slot(row, position)] = before
+        return before
+
+    def _slot(self, row: int, position: int) -> int:
+        block, offset = divmod(position, self._table.block_size)
+        return int(self._table.block_table[row, block]) * self._table.block_size + offset

@@ -1,0 +1,234 @@
+"""Prefix caching in the scheduler: what is found, what is not, and that nobody's tokens change by it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.paged_model import VOCAB, PagedModel
+from workers.config import SchedulerConfig
+from workers.request import EngineRequest, RequestOutput, SamplingParams
+from workers.scheduler import Scheduler
+from workers.step_output import StepOutput
+
+BLOCK = 4
+PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 0]
+
+
+class Server:
+    """A scheduler, its model, and what came out."""
+
+    def __init__(self, num_blocks: int = 32, caching: bool = True, **limits):
+        values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **limits}
+        self.scheduler = Scheduler(
+            SchedulerConfig(**values),
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_model_len=64,
+            prefix_caching=caching,
+        )
+        self.model = PagedModel(self.scheduler)
+        self.outputs: dict[str, list[RequestOutput]] = {}
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 1, salt: str = "", **params):
+        error = self.scheduler.add(
+            EngineRequest(
+                request_id=name,
+                ingress_id="i",
+                prompt_token_ids=prompt,
+                params=SamplingParams(max_tokens=max_tokens, **params),
+                cache_salt=salt,
+            )
+        )
+        assert error is None
+
+    def step(self) -> None:
+        batch = self.scheduler.schedule()
+        for output in self.scheduler.commit(batch, StepOutput(self.model.execute(batch))):
+            self.outputs.setdefault(output.request_id, []).append(output)
+
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
+    def run(self, name: str, prompt: list[int], *args, **kwargs) -> int:
+        """Run one request to its end; the tokens it found in the cache."""
+        self.add(name, prompt, *args, **kwargs)
+        self.finish()
+        return self.outputs[name][0].num_cached_tokens
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs[name] for token in output.token_ids]
+
+
+def test_a_second_request_computes_only_what_differs():
+    server = Server()
+    assert server.run("a", PROMPT) == 0
+    before = server.model.num_tokens
+    assert server.run("b", [*PROMPT[:9], 0, 0, 0, 0]) == 8
+    assert server.model.num_tokens - before == 5
+    assert server.scheduler.prefix_cache_queries == 26 and server.scheduler.prefix_cache_hits == 8
+    assert server.scheduler.pool.num_free == 32
+
+
+def test_the_last_token_of_a_prompt_is_always_computed():
+    server = Server()
+    server.run("a", PROMPT[:8])
+    assert server.run("again", PROMPT[:8]) == 4
+    assert server.run("longer", PROMPT[:9]) == 8
+    assert server.tokens("again") == server.tokens("a")
+
+
+def test_the_next_turn_of_a_chat_finds_the_answer_too():
+    server = Server()
+    server.run("a", PROMPT, max_tokens=12)
+    history = PROMPT + server.tokens("a")  # 25 tokens; the last one's K and V were never computed
+    assert server.run("b", [*history, 1, 2, 3]) == 24
+
+
+def test_only_the_first_output_tells_what_was_cached():
+    server = Server()
+    server.run("a", PROMPT)
+    server.run("b", PROMPT, max_tokens=3)
+    assert [output.num_cached_tokens for output in server.outputs["b"]] == [12, 0, 0]
+
+
+def test_running_and_finished_requests_share_but_not_those_of_the_same_step():
+    server = Server()
+    server.add("a", PROMPT, max_tokens=20)
+    server.add("same step", PROMPT, max_tokens=20)
+    server.step()
+    server.add("later", PROMPT)
+    server.step()
+    seqs = {seq.request.request_id: seq for seq in server.scheduler.running}
+    assert not set(seqs["a"].block_ids) & set(seqs["same step"].block_ids)
+    assert server.outputs["same step"][0].num_cached_tokens == 0
+    assert server.outputs["later"][0].num_cached_tokens == 12
+    held = {block for seq in seqs.values() for block in seq.block_ids}
+    assert server.scheduler.pool.num_free == 32 - len(held)
+    server.finish()
+    assert server.tokens("later") == server.tokens("a")[:1] and server.scheduler.pool.num_free == 32
+
+
+def test_a_chunk_is_found_when_the_rest_is_still_to_come():
+    server = Server(max_num_batched_tokens=8)
+    server.add("a", PROMPT)
+    server.step()
+    server.add("b", PROMPT)
+    server.step()
+    assert server.scheduler.prefix_cache_hits == 8
+    server.finish()
+    assert server.tokens("a") == server.tokens("b")
+
+
+def test_other_salts_share_nothing():
+    server = Server()
+    assert server.run("a", PROMPT, salt="x") == 0
+    assert server.run("b", PROMPT, salt="y") == 0
+    assert server.run("c", PROMPT) == 0
+    assert server.run("d", PROMPT, salt="x") == 12
+
+
+def test_prompt_logprobs_compute_every_position_and_leave_it_for_others():
+    server = Server()
+    server.run("a", PROMPT)
+    assert server.run("b", PROMPT, prompt_logprobs=0) == 0
+    assert server.scheduler.prefix_cache_queries == 13
+    fresh = Server()
+    fresh.run("a", PROMPT, prompt_logprobs=0)
+    assert fresh.run("b", PROMPT) == 12
+
+
+def test_a_request_with_invalid_logits_leaves_nothing_behind():
+    server = Server()
+    server.add("broken", PROMPT)
+    batch = server.scheduler.schedule()
+    server.model.execute(batch)
+    assert server.scheduler.commit(batch, StepOutput([-1]))[0].finish_reason == "error"
+    assert server.run("b", PROMPT) == 0
+
+
+def test_switched_off_and_forgotten():
+    server = Server(caching=False)
+    server.run("a", PROMPT)
+    assert server.run("b", PROMPT) == 0 and server.scheduler.prefix_cache_queries == 0
+    server = Server()
+    server.run("a", PROMPT)
+    server.scheduler.forget_prefixes()
+    assert server.scheduler.prefix_cache_queries == 0 and server.run("b", PROMPT) == 0
+
+
+def test_a_preempted_request_finds_its_own_blocks():
+    server = Server(num_blocks=6)
+    server.add("old", [1, 2, 3, 4, 5], max_tokens=12)
+    server.add("young", [6, 5, 4, 3, 2, 1, 0], max_tokens=12)
+    while not server.scheduler.num_preemptions:
+        server.step()
+    (young,) = server.scheduler.waiting
+    known, before = young.num_tokens, server.model.num_tokens
+    server.finish()
+    alone = Server()
+    alone.run("young", [6, 5, 4, 3, 2, 1, 0], max_tokens=12)
+    assert server.tokens("young") == alone.tokens("young")
+    assert server.model.num_tokens - before < known + 12, "it started from its first token again"
+    assert server.scheduler.prefix_cache_queries == 12, "only a first start counts"
+
+
+def test_a_prompt_that_fits_only_by_sharing_is_admitted():
+    server = Server(num_blocks=8)
+    server.add("a", PROMPT * 2, max_tokens=3)  # 7 blocks of 8
+    server.step()
+    server.add("b", [*PROMPT * 2, 3], max_tokens=1)
+    server.step()
+    assert len(server.scheduler.running) + ("b" in server.outputs) == 2
+    server.finish()
+
+
+prompts = st.tuples(
+    st.sampled_from([PROMPT * 2, [2] * 20, list(range(VOCAB)) * 3, []]),
+    st.integers(0, 20),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+).map(lambda parts: parts[0][: parts[1]] + parts[2])
+arrivals = st.tuples(prompts, st.integers(1, 14), st.sampled_from(["", "salt"]), st.integers(-1, 1))
+events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 25)), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events, st.integers(11, 24), st.sampled_from([3, 16, 64]))
+def test_tokens_are_the_same_with_and_without(events, num_blocks, budget):
+    servers = [Server(num_blocks, caching, max_num_batched_tokens=budget) for caching in (1, 0)]
+    aborted = set()
+    for server in servers:
+        for number, event in enumerate(events):
+            if event == "step":
+                server.step()
+            elif isinstance(event, int):
+                if server.scheduler.abort(str(event)):
+                    aborted.add(str(event))
+            else:
+                prompt, max_tokens, salt, _ = event
+                server.add(str(number), prompt, max_tokens, salt)
+        server.finish()
+        assert server.scheduler.pool.num_free == num_blocks
+    cached, plain = servers
+    for name in {*cached.outputs, *plain.outputs} - aborted:
+        assert cached.tokens(name) == plain.tokens(name)
+
+
+@pytest.mark.parametrize("num_blocks", [24, 64])
+def test_many_turns_of_many_chats_in_a_small_cache(num_blocks):
+    """Hits, evictions and preemptions by the hundred, and the tokens of a server without cache."""
+    servers = [Server(num_blocks, caching, max_num_seqs=3) for caching in (True, False)]
+    for server in servers:
+        chats = [[chat % VOCAB] * 5 for chat in range(12)]
+        for turn in range(4):
+            for index, chat in enumerate(chats):
+                server.add(f"{turn} {index}", list(chat), max_tokens=8)
+            server.finish()
+            for index, chat in enumerate(chats):
+                chat += [*server.tokens(f"{turn} {index}"), index % VOCAB]
+    cached, plain = servers
+    assert {name: cached.tokens(name) for name in cached.outputs} == {
+        name: plain.tokens(name) for name in plain.outputs
+    }
+    assert cached.model.num_tokens < plain.model.num_tokens
+    assert cached.scheduler.prefix_cache_hits > 0
