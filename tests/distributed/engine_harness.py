@@ -27,6 +27,8 @@ class RankResult:
     reasons: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     logits: dict[str, list[Any]] = field(default_factory=dict)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
 
@@ -108,6 +110,11 @@ def _run_rank(
     def publish(ingress_id: str, outputs: list[Any]) -> None:
         for output in outputs:
             result.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.logprobs is not None:
+                result.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in result.prompt_logprobs, "told of its prompt twice"
+                result.prompt_logprobs[output.request_id] = output.prompt_logprobs
             if output.finish_reason:
                 assert output.request_id not in result.reasons, "finished twice"
                 result.reasons[output.request_id] = output.finish_reason
