@@ -1,15 +1,18 @@
 """Continuous batching on one rank: who runs in this step, with how many tokens. Pure bookkeeping.
 
 Decodes and prefills are one thing here: a sequence has known tokens and computed tokens, and a step computes
-some of the difference. Running sequences come first, oldest first; the youngest give their blocks back when the
-cache is full and start again later (preemption by recompute), so nothing is ever dropped.
+some of the difference. Order is by priority, then arrival. Running sequences come before waiting ones; when the cache
+is full the last in order give their blocks back and start again later (preemption by recompute), so nothing is ever
+dropped. Who waits takes nothing from who runs, whatever its priority.
 
 Whoever starts shares the blocks of the longest prefix that is in the cache already, its own from before a preemption
 included. A block can be found from when the step that filled it was committed.
 """
 
-from collections import deque
+import itertools
+from bisect import insort
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -19,6 +22,8 @@ from workers.request import EngineRequest, RequestOutput
 from workers.sequence import Sequence, SequenceTable
 from workers.step_output import StepOutput
 from workers.step_sync import ForwardMode
+
+_by_order = attrgetter("order")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Waiting and running sequences of one rank, and the blocks they hold."""
+    """Waiting and running sequences of one rank, both in order, and the blocks they hold."""
 
     def __init__(
         self,
@@ -63,9 +68,10 @@ class Scheduler:
         self._prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
         self.table = SequenceTable(config.max_num_seqs, max_model_len, block_size)
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
+        self._arrivals = itertools.count()
         self.num_preemptions = 0
         self.prefix_cache_queries = 0  # tokens looked up when their request first ran
         self.prefix_cache_hits = 0  # those found
@@ -80,8 +86,9 @@ class Scheduler:
         error = self._refusal(request)
         if error is None:
             seq = Sequence.from_request(request)
+            seq.order = (request.priority, next(self._arrivals))
             self._by_id[request.request_id] = seq
-            self.waiting.append(seq)
+            insort(self.waiting, seq, key=_by_order)
         return error
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -112,7 +119,7 @@ class Scheduler:
             num_new = min(seq.num_remaining, budget)
             while not self._grow(seq, seq.num_computed + num_new):
                 preempted = True
-                if self._preempt_youngest() is seq:
+                if self._preempt_last() is seq:
                     break
             else:
                 work.append((seq, num_new))
@@ -176,7 +183,7 @@ class Scheduler:
             need = self._blocks_for(seq.num_tokens) - len(cached)
             if need > self.pool.num_free_besides(cached):
                 break
-            self.waiting.popleft()
+            del self.waiting[0]
             self._start(seq, cached, need)
             admitted.append(seq)
             work.append((seq, num_new))
@@ -203,7 +210,7 @@ class Scheduler:
                 self.prefix_cache_queries += seq.num_tokens
                 self.prefix_cache_hits += seq.num_computed
         self.table.add(seq)
-        self.running.append(seq)
+        insort(self.running, seq, key=_by_order)
 
     def _register_blocks(self, seq: Sequence) -> None:
         """The blocks of `seq` that the last step filled can be found from now on."""
@@ -230,13 +237,13 @@ class Scheduler:
             self.table.append_block(seq, self.pool.allocate(1)[0])
         return True
 
-    def _preempt_youngest(self) -> Sequence:
+    def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
         self._release(seq)
         seq.num_computed = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=_by_order)
         return seq
 
     def _finish(self, seq: Sequence) -> None:

@@ -29,7 +29,15 @@ class Server:
         self.model = PagedModel(self.scheduler)
         self.outputs: dict[str, list[RequestOutput]] = {}
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 1, salt: str = "", **params):
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 1,
+        salt: str = "",
+        priority: int = 0,
+        **params,
+    ):
         error = self.scheduler.add(
             EngineRequest(
                 request_id=name,
@@ -37,6 +45,7 @@ class Server:
                 prompt_token_ids=prompt,
                 params=SamplingParams(max_tokens=max_tokens, **params),
                 cache_salt=salt,
+                priority=priority,
             )
         )
         assert error is None
@@ -205,8 +214,8 @@ def test_tokens_are_the_same_with_and_without(events, num_blocks, budget):
                 if server.scheduler.abort(str(event)):
                     aborted.add(str(event))
             else:
-                prompt, max_tokens, salt, _ = event
-                server.add(str(number), prompt, max_tokens, salt)
+                prompt, max_tokens, salt, priority = event
+                server.add(str(number), prompt, max_tokens, salt, priority)
         server.finish()
         assert server.scheduler.pool.num_free == num_blocks
     cached, plain = servers

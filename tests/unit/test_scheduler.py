@@ -24,7 +24,9 @@ def make(num_blocks=64, max_model_len=64, **limits) -> Scheduler:
     )
 
 
-def request(name: str, length: int, max_tokens: int = 4, stop=(), first=None) -> EngineRequest:
+def request(
+    name: str, length: int, max_tokens: int = 4, stop=(), first=None, priority: int = 0
+) -> EngineRequest:
     """Prompts of different names share nothing, unless they are told to begin with the same token."""
     first = zlib.crc32(name.encode()) % 100_000 if first is None else first
     params = SamplingParams(max_tokens=max_tokens, stop_token_ids=frozenset(stop))
@@ -33,6 +35,7 @@ def request(name: str, length: int, max_tokens: int = 4, stop=(), first=None) ->
         ingress_id="i",
         prompt_token_ids=list(range(first, first + length)),
         params=params,
+        priority=priority,
     )
 
 
@@ -131,9 +134,67 @@ def test_abort_anywhere_frees_everything():
     assert not scheduler.has_work and scheduler.pool.num_free == 64
 
 
+def names(seqs) -> list[str]:
+    return [seq.request.request_id for seq in seqs]
+
+
+def test_smaller_priorities_start_first_then_who_came_first():
+    scheduler = make(max_num_seqs=2)
+    for name, priority in [("a", 5), ("b", 0), ("c", -1), ("d", 0), ("e", 5), ("f", -1)]:
+        scheduler.add(request(name, 3, max_tokens=1, priority=priority))
+    order = []
+    while scheduler.has_work:
+        order += names(step(scheduler)[0].seqs)
+    assert order == ["c", "f", "b", "d", "a", "e"]
+
+
+def test_who_waits_takes_nothing_from_who_runs():
+    scheduler = make(max_num_seqs=1)
+    scheduler.add(request("late", 3, max_tokens=2, priority=9))
+    step(scheduler)
+    scheduler.add(request("urgent", 3, priority=-9))
+    assert names(step(scheduler)[0].seqs) == ["late"]
+    assert names(step(scheduler)[0].seqs) == ["urgent"]
+
+
+def test_the_last_in_order_is_preempted_and_returns_to_its_place():
+    scheduler = make(num_blocks=6)
+    scheduler.add(request("least", 7, max_tokens=12, priority=2))
+    step(scheduler)
+    scheduler.add(request("first", 7, max_tokens=12, priority=1))
+    scheduler.add(request("second", 7, max_tokens=12, priority=1))
+    step(scheduler)
+    assert names(scheduler.running) == ["first", "second", "least"]
+    scheduler.add(request("later", 7, max_tokens=12, priority=2))
+    scheduler.add(request("urgent", 7, max_tokens=12, priority=0))
+    while not scheduler.num_preemptions:
+        step(scheduler)
+    assert names(scheduler.running) == ["first", "second"]
+    assert names(scheduler.waiting) == ["urgent", "least", "later"]
+    while scheduler.num_preemptions < 2:
+        step(scheduler)
+    assert names(scheduler.running) == ["first"]
+    assert names(scheduler.waiting) == ["urgent", "second", "least", "later"]
+    for _ in range(100):
+        step(scheduler)
+    assert not scheduler.has_work
+
+
+def test_an_urgent_prompt_gets_the_budget_before_others_go_on():
+    scheduler = make(max_num_batched_tokens=8)
+    scheduler.add(request("slow", 12, priority=1))
+    step(scheduler)
+    scheduler.add(request("urgent", 16, priority=0))
+    assert step(scheduler)[0].num_new_tokens.tolist() == [4, 4]
+    assert names(step(scheduler)[0].seqs) == ["urgent"]
+
+
 def check_invariants(scheduler: Scheduler) -> None:
     held = [block for seq in scheduler.running for block in seq.block_ids]
     assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(set(held))
+    for seqs in (scheduler.running, scheduler.waiting):
+        orders = [seq.order for seq in seqs]
+        assert orders == sorted(set(orders))
     rows = [seq.row for seq in scheduler.running]
     assert len(rows) == len(set(rows)) and min(rows, default=0) >= 0
     assert all(seq.row == -1 and not seq.block_ids for seq in scheduler.waiting)
@@ -145,6 +206,7 @@ def check_invariants(scheduler: Scheduler) -> None:
         assert len(seq.block_ids) * BLOCK >= seq.num_computed
 
 
+# Every third prompt begins like the others of its kind, and some are more urgent.
 arrivals = st.tuples(st.integers(1, 30), st.integers(1, 12))
 events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 20)), max_size=60)
 
@@ -184,7 +246,8 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
             got.pop(str(event), None)
         else:
             length, max_tokens = event
-            if scheduler.add(request(str(number), length, max_tokens, first=number % 3)) is None:
+            new = request(str(number), length, max_tokens, first=number % 3, priority=number % 4)
+            if scheduler.add(new) is None:
                 wanted[str(number)] = max_tokens
         check_invariants(scheduler)
     for _ in range(2000):
