@@ -7,7 +7,7 @@ Knows nothing of YAML files, Ray or requests.
 import os
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.config import KernelsConfig
+from kernels.expert_load import ExpertLoad
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.native import NativeGroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
@@ -111,6 +112,7 @@ class Kernels:
     all2all: AllToAll
     grouped_gemm: GroupedGemm
     attention: Attention
+    expert_load: ExpertLoad = field(default_factory=ExpertLoad)
 
 
 def probe(device: torch.device | str) -> Capabilities:

@@ -60,10 +60,11 @@ class Engine:
         epoch: int,
         publish: Publish,
         wake_peers: Callable[[int], None],
+        stats: EngineStats | None = None,
     ):
         self.scheduler = scheduler
         self.runner = runner
-        self.stats = EngineStats()
+        self.stats = stats or EngineStats()
         self._exchange = exchange
         self._plan_config = plan_config
         self._epoch = epoch
@@ -81,6 +82,7 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; its tokens, or its refusal, leave through `publish`."""
+        self.stats.requests.arrived(request.request_id)
         self._tell(request)
 
     def abort(self, request_id: str) -> None:
@@ -137,7 +139,9 @@ class Engine:
         agreed = time.perf_counter()
         outputs: list[RequestOutput] = []
         if plan.run:
+            self.stats.before_step(batch)
             outputs = self.scheduler.commit(batch, self.runner.execute(batch, plan))
+            outputs = self.stats.requests.committed(outputs)
         ran = time.perf_counter()
         self._send(refused + outputs)
         if plan.run:
@@ -173,11 +177,13 @@ class Engine:
             self._ingress_of[message.request_id] = message.ingress_id
             error = self.scheduler.add(message)
             if error is not None:
+                self.stats.requests.forget(message.request_id)
                 refused.append(RequestOutput(message.request_id, [], "error", error))
         return refused
 
     def _forget(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
+        self.stats.requests.forget(request_id)
         self._ingress_of.pop(request_id, None)
 
     def _schedule(self) -> tuple[ScheduledBatch | None, Exception | None]:

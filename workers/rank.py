@@ -24,6 +24,7 @@ from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 from workers.rank_info import RankInfo, Rendezvous
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
+from workers.stats import EngineStats
 from workers.step_sync import PlanConfig, StepPlan, compare_settings
 
 Progress = Callable[[int, int], None]
@@ -106,6 +107,7 @@ class Rank:
             epoch=self.rendezvous.epoch,
             publish=publish,
             wake_peers=wake_peers,
+            stats=EngineStats(self.kernels.expert_load),
         )
         return RankInfo(
             rank=self.rank,

@@ -206,6 +206,7 @@ class MoeBlock:
         config = self.config = make.config
         self.all2all = kernels.all2all
         self.grouped_gemm = kernels.grouped_gemm
+        self.expert_load = kernels.expert_load
         self.experts = placement.local_experts(rank)
         dim, width, num_local = config.hidden_size, config.moe_intermediate_size, len(self.experts)
         self.norm = make.norm(dim)
@@ -226,6 +227,8 @@ class MoeBlock:
             num_tokens=num_tokens,
         )
         expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
+        if self.expert_load.watching:
+            self.expert_load.add(expert_input.offs_e)
         y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
         return x_TD.add_(self.all2all.combine(y_RD, expert_input.handle).wait())
 

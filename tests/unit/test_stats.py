@@ -1,0 +1,178 @@
+"""What a rank counts: request times, tokens and kinds of steps, the load of its experts."""
+
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.expert_load import ExpertLoad
+from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from workers.config import SchedulerConfig
+from workers.histogram import Histogram
+from workers.model_runner import RunTimes
+from workers.process_info import process_info
+from workers.request import EngineRequest, RequestOutput, SamplingParams
+from workers.request_times import RequestTimer
+from workers.scheduler import ScheduledBatch, Scheduler
+from workers.sequence import Sequence
+from workers.stats import EXPERT_LOAD_EVERY, EngineStats
+from workers.step_sync import GraphMode, StepPlan
+
+
+def sequence(name: str, num_tokens: int = 3) -> Sequence:
+    params = SamplingParams(max_tokens=4)
+    prompt = list(range(num_tokens))
+    return Sequence.from_request(
+        EngineRequest(request_id=name, ingress_id="i", prompt_token_ids=prompt, params=params)
+    )
+
+
+class Clock:
+    """Stands in for time.perf_counter."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 100.0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_histogram_counts_up_to_each_bound_inclusive():
+    histogram = Histogram((1.0, 10.0))
+    for value in (0.5, 1.0, 1.5, 10.0, 11.0):
+        histogram.observe(value)
+    assert histogram.values() == [2, 2, 1, 24.0]
+
+
+def test_times_of_one_request(clock):
+    timer = RequestTimer()
+    timer.arrived("a")
+    clock.now += 2
+    timer.admitted([sequence("a")])
+    clock.now += 3
+    first = RequestOutput("a", [1])
+    assert timer.committed([first]) == [first]
+    clock.now += 1
+    timer.admitted([sequence("a")])  # again, after a preemption: it has waited before
+    clock.now += 4
+    (last,) = timer.committed([RequestOutput("a", [2], "stop")])
+    assert last.times == (2, 3, 5)
+    assert [h.sum for h in (timer.queue, timer.prefill, timer.decode, timer.inference)] == [
+        *(2, 3, 5, 8)
+    ]
+    assert timer.forget("a") is None
+
+
+def test_request_of_one_token_and_requests_that_never_ran(clock):
+    timer = RequestTimer()
+    for name in ("one", "aborted", "refused"):
+        timer.arrived(name)
+    timer.admitted([sequence("one"), sequence("aborted")])
+    clock.now += 1
+    timer.forget("aborted")
+    timer.forget("refused")
+    timer.forget("never seen")
+    (output,) = timer.committed([RequestOutput("one", [1], "length")])
+    assert output.times == (0, 1, 0)
+    assert sum(timer.queue.counts) == 2 and sum(timer.inference.counts) == 1
+    assert not timer._open and not timer._without_token
+
+
+def step(
+    stats: EngineStats,
+    *seqs: Sequence,
+    plan: StepPlan | None = None,
+    layers: Callable[[], None] = lambda: None,
+) -> None:
+    """One step that samples a token for each of `seqs`; `layers` stands in for the model."""
+    scheduler = Scheduler(SchedulerConfig(), num_blocks=8, block_size=4, max_model_len=16)
+    num_new = np.array([seq.num_tokens for seq in seqs], dtype=np.int64)
+    batch = ScheduledBatch(
+        list(seqs), num_new, int(num_new.sum()), 0, np.ones(len(seqs), dtype=bool), list(seqs)
+    )
+    plan = plan or StepPlan(True, (batch.num_tokens,))
+    stats.before_step(batch)
+    layers()
+    stats.record_step(
+        scheduler, batch, plan, schedule=1, exchange=2, times=RunTimes(3, 4, 5), output=6
+    )
+
+
+def test_steps_are_counted_by_kind_and_size():
+    stats = EngineStats()
+    step(stats, sequence("a", 3), sequence("b", 5))
+    step(stats)
+    plan = StepPlan(True, (5,), padded_tokens=8, graph_mode=GraphMode.FULL, microbatch=True)
+    step(stats, sequence("c", 5), plan=plan)
+    found = pickle.loads(pickle.dumps(stats.snapshot()))
+    assert found["kinds"] == {
+        ("EXTEND", "NONE", "False"): 1,
+        ("IDLE", "NONE", "False"): 1,
+        ("EXTEND", "FULL", "True"): 1,
+    }
+    assert (found["steps"], found["idle_steps"], found["padding_tokens"]) == (3, 1, 3)
+    assert (found["prompt_tokens"], found["generation_tokens"]) == (13, 3)
+    parts = {"schedule": 3, "exchange": 6, "prepare": 9, "forward": 12, "sample": 15, "output": 18}
+    assert found["step_seconds"] == parts
+    bounds, values = found["histograms"]["step_tokens"]
+    assert sum(values[:-1]) == 3 and values[-1] == 13
+    assert values[bounds.index(8.0)] == 2 and values[0] == 1
+    assert found["process"]["resident_bytes"] > 1e6
+
+
+def test_expert_load_is_looked_at_now_and_then():
+    load = ExpertLoad()
+    stats = EngineStats(load)
+    looked = 0
+
+    def layers() -> None:
+        nonlocal looked
+        if load.watching:
+            looked += 1
+            load.add(torch.tensor([4, 8, 8, 12], dtype=torch.int32))  # 4, 4, 0 and 4 rows
+            load.add(torch.tensor([0, 0, 0, 0], dtype=torch.int32))
+            load.add(torch.tensor([2, 4, 6, 8], dtype=torch.int32))
+
+    for _ in range(2 * EXPERT_LOAD_EVERY):
+        step(stats, layers=layers)
+    found = stats.snapshot()
+    assert looked == 2 and found["expert_rows_sampled"] == 40
+    assert found["expert_balancedness"] == pytest.approx((0.75 + 1) / 2)
+
+
+def test_expert_load_without_rows_or_layers():
+    load = ExpertLoad()
+    load.watch()
+    assert load.finish() is None
+    load.watch()
+    load.add(torch.zeros(4, dtype=torch.int32))
+    assert load.finish() is None
+    load.watch()
+    load.add(torch.zeros(0, dtype=torch.int32))  # a rank without experts
+    assert load.finish() is None and not load.watching
+
+
+def test_the_model_reports_while_it_is_watched(tmp_path):
+    rank = OneRank(small_checkpoint(tmp_path / "model"))
+    load = rank.model.layers[0][1].expert_load
+    batch = make_batch([[1, 2, 3, 4, 5]], [0])
+    rank.logits(batch)
+    assert load.finish() is None
+    load.watch()
+    rank.logits(batch)
+    sample = load.finish()
+    # Every expert is here: each token reaches 3 of them in each of 3 layers.
+    assert sample.rows == 5 * 3 * 3
+    assert 3 / 8 <= sample.balancedness < 1
+
+
+def test_process_info():
+    before = process_info()
+    sum(range(3_000_000))
+    after = process_info()
+    assert after["cpu_seconds"] > before["cpu_seconds"] and after["resident_bytes"] > 10**7
