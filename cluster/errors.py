@@ -61,6 +61,20 @@ class ContentTypeError(BadRequestError):
     default_code = "unsupported_content_type"
 
 
+class AuthenticationError(BadRequestError):
+    """The request carries no API key, or a wrong one."""
+
+    status = 401
+    default_code = "invalid_api_key"
+
+
+class ClientTimeoutError(BadRequestError):
+    """The client took too long to send its request."""
+
+    status = 408
+    default_code = "request_timeout"
+
+
 class OverloadedError(ServingError):
     """No room now; the same request may succeed later."""
 
@@ -77,3 +91,11 @@ class EngineDeadError(ServingError):
     error_type = "service_unavailable_error"
     default_code = "engine_unavailable"
     retry_after_s = 1
+
+
+class RequestTimeoutError(ServingError):
+    """The answer took longer than this server allows."""
+
+    status = 504
+    error_type = "timeout_error"
+    default_code = "timeout"

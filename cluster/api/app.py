@@ -10,21 +10,31 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from cluster.api.auth import ApiKeyAuth
 from cluster.api.backend import EngineBackend
 from cluster.api.chunks import error_body, to_json
+from cluster.api.gate import AdmittedResponse, Gate
 from cluster.api.job import JobFactory
 from cluster.api.json_body import read_json_object
 from cluster.api.metrics_routes import add_metrics_routes
 from cluster.api.middleware import RequestContext
 from cluster.api.page import add_page_routes
-from cluster.api.protocol import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from cluster.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_chat,
+    parse_completion,
+)
 from cluster.api.respond import JobResponse
-from cluster.api.settings import ApiSettings
+from cluster.api.settings import ApiSettings, package_version
 from cluster.api.tokenizer import ServingTokenizer
-from cluster.errors import BadRequestError, EngineDeadError, NotFoundError, ServingError
+from cluster.api.utility import add_utility_routes
+from cluster.errors import BadRequestError, NotFoundError, ServingError
 from cluster.metrics import IngressMetrics
 
 BackendProvider = Callable[[], EngineBackend]
@@ -34,24 +44,48 @@ def create_app(
     backend_provider: BackendProvider,
     tokenizer: ServingTokenizer,
     settings: ApiSettings | None = None,
+    gate: Gate | None = None,
 ) -> FastAPI:
     """An application that serves the provider's engine.
 
     The provider is called for every request; it may raise EngineDeadError while nothing is ready.
+    Who holds the gate can close it and wait for the requests that are under way.
     """
     settings = settings or ApiSettings()
+    gate = gate or Gate(settings.max_open_choices)
     metrics = IngressMetrics()
-    app = FastAPI(title="Phalanx", redirect_slashes=False)
-    app.add_middleware(RequestContext, metrics=metrics)
-    _add_error_handlers(app)
-    _add_generation_routes(
-        app, backend_provider, JobFactory(tokenizer, settings), settings, metrics
+    # The pages that FastAPI would add load their scripts from other servers.
+    app = FastAPI(
+        title="Phalanx",
+        version=package_version(),
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
     )
+    _add_middleware(app, settings, metrics)
+    _add_error_handlers(app)
+    jobs = JobFactory(tokenizer, settings)
+    _add_generation_routes(app, backend_provider, jobs, settings, metrics, gate)
     _add_model_routes(app, backend_provider)
-    _add_utility_routes(app, backend_provider)
+    add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
     add_page_routes(app)
     return app
+
+
+def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics) -> None:
+    """The last one is the outermost."""
+    if settings.api_key_digests:
+        app.add_middleware(ApiKeyAuth, digests=settings.api_key_digests)
+    app.add_middleware(RequestContext, metrics=metrics)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
 
 
 def _add_generation_routes(
@@ -60,24 +94,39 @@ def _add_generation_routes(
     jobs: JobFactory,
     settings: ApiSettings,
     metrics: IngressMetrics,
+    gate: Gate,
 ) -> None:
+    async def answer(request: Request, parse: Callable, make_job: Callable) -> Response:
+        gate.check()  # first of all: a refusal must be cheap
+        body = await read_json_object(request, settings)
+        backend = backend_provider()
+        metrics.set_model_name(backend.model_name)
+        parsed = parse(body)
+        ticket = gate.admit(_num_choices(parsed))
+        try:
+            job = await make_job(parsed, backend)
+        except BaseException:
+            ticket.release()
+            raise
+        response = JobResponse(job, backend, metrics)
+        return AdmittedResponse(response, gate, ticket, settings.request_timeout_s)
+
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        body = await read_json_object(request, settings.max_body_bytes)
-        backend = backend_provider()
-        metrics.set_model_name(backend.model_name)
-        job = await jobs.completion(parse_completion(body), backend)
-        return JobResponse(job, backend, metrics)
+        return await answer(request, parse_completion, jobs.completion)
 
     @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        body = await read_json_object(request, settings.max_body_bytes)
-        backend = backend_provider()
-        metrics.set_model_name(backend.model_name)
-        job = await jobs.chat(parse_chat(body), backend)
-        return JobResponse(job, backend, metrics)
+        return await answer(request, parse_chat, jobs.chat)
+
+
+def _num_choices(request: GenerationRequest) -> int:
+    """Sequences that the request will run; what is wrong with its prompt is found later."""
+    prompt = getattr(request, "prompt", None)
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return (len(prompt) if several else 1) * (request.n or 1)
 
 
 def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
@@ -110,16 +159,6 @@ def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
                 code="model_not_found",
             )
         return _json(card(backend))
-
-
-def _add_utility_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        """200 when requests can be served, else 503 with the reason."""
-        ready, reason = backend_provider().health()
-        if not ready:
-            raise EngineDeadError(reason or "the engine is not ready")
-        return _json({"status": "ready"})
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -1,14 +1,21 @@
 """Read a request's body as one JSON object, within limits. Knows nothing of its meaning."""
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
 from starlette.requests import Request
 
-from cluster.errors import BadRequestError, BodyTooLargeError, ContentTypeError
+from cluster.api.settings import ApiSettings
+from cluster.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    ClientTimeoutError,
+    ContentTypeError,
+)
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
+async def read_json_object(request: Request, settings: ApiSettings) -> dict[str, Any]:
     """The body as a dict; a BadRequestError of the right status for anything else.
 
     The content type must say JSON: a web page cannot send that to another origin unasked, so a
@@ -21,7 +28,14 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
         raise ContentTypeError(
             f"the body must be sent as Content-Type: application/json, got {media_type!r}"
         )
-    return parse_json_object(await _read_body(request, max_bytes))
+    try:
+        async with asyncio.timeout(settings.client_timeout_s):
+            body = await _read_body(request, settings.max_body_bytes)
+    except TimeoutError:
+        raise ClientTimeoutError(
+            f"the body did not arrive within {settings.client_timeout_s:g} s"
+        ) from None
+    return parse_json_object(body, settings.max_json_depth)
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
@@ -38,12 +52,13 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_json_object(body: bytes) -> dict[str, Any]:
-    """Strict JSON: UTF-8, no NaN or Infinity, bounded depth, an object outside."""
+def parse_json_object(body: bytes, max_depth: int) -> dict[str, Any]:
+    """Strict JSON: UTF-8, no NaN or Infinity, an object outside, so many levels at most."""
+    too_deep = f"it is nested more than {max_depth} levels deep"
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
     except RecursionError:
-        raise _invalid("it is nested too deeply") from None
+        raise _invalid(too_deep) from None
     except UnicodeDecodeError as error:
         raise _invalid(f"it is not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
@@ -52,7 +67,23 @@ def parse_json_object(body: bytes) -> dict[str, Any]:
         raise _invalid(str(error)) from None
     if not isinstance(value, dict):
         raise _invalid(f"it is a JSON {type(value).__name__}, an object is needed")
+    # Fewer brackets than levels cannot be too deep, and hardly any body has so many.
+    if body.count(b"[") + body.count(b"{") > max_depth and is_deeper(value, max_depth):
+        raise _invalid(too_deep)
     return value
+
+
+def is_deeper(value: Any, max_depth: int) -> bool:
+    """Whether JSON objects and lists stand within each other more than `max_depth` times."""
+    level = [value]
+    for _ in range(max_depth + 1):
+        level = [item for item in level if isinstance(item, dict | list)]
+        if not level:
+            return False
+        level = [
+            child for item in level for child in (item.values() if isinstance(item, dict) else item)
+        ]
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:

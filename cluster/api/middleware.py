@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.gate import STARTED
 from cluster.metrics import IngressMetrics
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
@@ -30,6 +31,7 @@ class RequestContext:
             # No coroutine of its own: this runs for every streamed token.
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                scope[STARTED] = True
                 self._metrics.observe_http(_handler(scope), message["status"])
             return send(message)
 

@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 
-def _fingerprint() -> str:
+def package_version() -> str:
+    """Of the installed distribution."""
     try:
-        return f"phalanx-{version('phalanx')}"
+        return version("phalanx")
     except PackageNotFoundError:  # run from a source tree that was never installed
-        return "phalanx"
+        return "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,5 +55,9 @@ class ApiSettings:
     """Longer texts are tokenised in a thread, so that they do not stall running streams."""
     stats_timeout_s: float = 2.0
     """How long /metrics waits for the ranks before it answers without them."""
+    probe_timeout_s: float = 5.0
+    """How long a rank may take for the one token that /ready asks it for."""
+    probe_fresh_s: float = 10.0
+    """So long after such a token /ready asks for no other."""
     default_sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    system_fingerprint: str = field(default_factory=_fingerprint)
+    system_fingerprint: str = field(default_factory=lambda: f"phalanx-{package_version()}")

@@ -1,0 +1,161 @@
+"""Who may come in: counts the choices that run or wait in this ingress, refuses more than its limit.
+
+Also how requests end when they take too long, or when the server stops. Knows nothing of what they do.
+"""
+
+import asyncio
+import math
+import time
+from collections import deque
+from contextlib import suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.chunks import DONE, error_event
+from cluster.errors import (
+    BadRequestError,
+    EngineDeadError,
+    OverloadedError,
+    RequestTimeoutError,
+    ServingError,
+)
+
+STARTED = "phalanx.started"
+"""Key of the scope of a request whose headers have left; set by the middleware."""
+_MAX_RETRY_AFTER_S = 30
+
+
+class Ticket:
+    """A request that was let in; `release` it when it has ended, however it ended."""
+
+    def __init__(self, gate: "Gate", num_choices: int) -> None:
+        self._gate = gate
+        self.num_choices = num_choices
+        self.arrived = time.monotonic()
+        self.timeout: asyncio.Timeout | None = None
+
+    def release(self) -> None:
+        """Make room for others."""
+        self._gate._release(self)
+
+
+class Gate:
+    """One for each ingress. Lives in its event loop."""
+
+    def __init__(self, max_open_choices: int | None = None) -> None:
+        self._limit = max_open_choices
+        self._tickets: set[Ticket] = set()
+        self._closed = ""
+        self.ended = False
+        self._empty = asyncio.Event()
+        self._empty.set()
+        # When the last choices ended: how fast places become free.
+        self._ends: deque[float] = deque(maxlen=64)
+        self.num_choices = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return len(self._tickets)
+
+    @property
+    def closed(self) -> str:
+        """Why nobody is let in; empty while the gate is open."""
+        return self._closed
+
+    def check(self, num_choices: int = 1) -> None:
+        """Raise when there is no room: asked before the work of reading a request, too."""
+        if self._closed:
+            raise EngineDeadError(self._closed)
+        if self._limit is None or self.num_choices + num_choices <= self._limit:
+            return
+        if num_choices > self._limit:
+            raise BadRequestError(
+                f"{num_choices} choices are more than the {self._limit} this server can queue",
+                param="n",
+            )
+        error = OverloadedError(
+            f"{self.num_choices} choices run or wait, the limit is {self._limit}; try again later"
+        )
+        error.retry_after_s = self._wait_for(self.num_choices + num_choices - self._limit)
+        raise error
+
+    def admit(self, num_choices: int) -> Ticket:
+        """Let a request of so many choices in, or raise."""
+        self.check(num_choices)
+        ticket = Ticket(self, num_choices)
+        self._tickets.add(ticket)
+        self.num_choices += num_choices
+        self._empty.clear()
+        return ticket
+
+    def close(self, reason: str) -> None:
+        """Let nobody in any more."""
+        self._closed = reason
+
+    async def wait_empty(self) -> None:
+        """Return when all that were let in have ended."""
+        await self._empty.wait()
+
+    def end_all(self) -> None:
+        """End what still runs; closed gates only. Clients are told why."""
+        assert self._closed, "close the gate first"
+        self.ended = True
+        now = asyncio.get_running_loop().time()
+        for ticket in self._tickets:
+            if ticket.timeout is not None and not ticket.timeout.expired():
+                ticket.timeout.reschedule(now)
+
+    def _release(self, ticket: Ticket) -> None:
+        if ticket not in self._tickets:
+            return
+        self._tickets.remove(ticket)
+        self.num_choices -= ticket.num_choices
+        self._ends.extend([time.monotonic()] * min(ticket.num_choices, 64))
+        if not self._tickets:
+            self._empty.set()
+
+    def _wait_for(self, num_choices: int) -> int:
+        """Seconds until so many places are free, at the rate of the last ones."""
+        if len(self._ends) < 2:
+            return 1
+        seconds = max(time.monotonic() - self._ends[0], 0.001)
+        return min(max(math.ceil(num_choices * seconds / len(self._ends)), 1), _MAX_RETRY_AFTER_S)
+
+
+class AdmittedResponse(Response):
+    """An answer with a ticket, within the time that it may take."""
+
+    def __init__(
+        self, answer: Response, gate: Gate, ticket: Ticket, timeout_s: float | None
+    ) -> None:
+        super().__init__()
+        self._answer = answer
+        self._gate = gate
+        self._ticket = ticket
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the answer. An error before its first byte is raised, a later one ends the stream."""
+        left = 0.0 if self._gate.ended else None
+        if left is None and self._timeout_s is not None:
+            left = self._timeout_s - (time.monotonic() - self._ticket.arrived)
+        try:
+            async with asyncio.timeout(left) as self._ticket.timeout:
+                await self._answer(scope, receive, send)
+        except TimeoutError:
+            if not self._ticket.timeout.expired():
+                raise
+            if STARTED not in scope:
+                raise self._error() from None
+            last = error_event(self._error()) + DONE
+            with suppress(RuntimeError):  # it was complete: the server takes no more of it
+                await send({"type": "http.response.body", "body": last})
+        finally:
+            self._ticket.release()
+
+    def _error(self) -> ServingError:
+        if self._gate.closed:
+            return EngineDeadError(self._gate.closed)
+        return RequestTimeoutError(f"the answer took longer than {self._timeout_s:g} s, the limit")
