@@ -72,8 +72,7 @@ def samples(response):
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
             labels = dict(sample.labels)
-            if not family.name.startswith("phalanx:http_"):
-                assert labels.pop("model_name") == MODEL
+            assert labels.pop("model_name", MODEL) == MODEL
             result.setdefault(sample.name, {})[tuple(sorted(labels.items()))] = sample.value
     return result
 

@@ -1,8 +1,176 @@
-"""What /metrics and /ranks say of given counters."""
+"""What /metrics and /ranks say of given counters, and how the counts of several ingresses add up."""
 
 import asyncio
+import timeit
 
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.metrics import FAMILIES, GAUGES, IngressMetrics
+from cluster.metrics_ranks import COUNTERS, HISTOGRAMS
+from cluster.metrics_ranks import GAUGES as RANK_GAUGES
+from cluster.metrics_snapshot import SnapshotTotals, add
 from tests.unit.api_fakes import Api, assert_error
+from workers.stats import EngineStats
+
+RANK_STATS = {
+    "running": 3,
+    "waiting": 2,
+    "kv_cache_usage": 0.25,
+    "preemptions": 1,
+    "prefix_cache_queries": 50,
+    "prefix_cache_hits": 40,
+    "prompt_tokens": 60,
+    "generation_tokens": 70,
+    "padding_tokens": 5,
+    "steps": 9,
+    "idle_steps": 4,
+    "expert_rows_sampled": 33,
+    "expert_balancedness": 0.5,
+    "step_seconds": {"forward": 1.5, "exchange": 0.5},
+    "kinds": {("DECODE", "FULL", "False"): 7, ("IDLE", "NONE", "True"): 2},
+    "histograms": {
+        name: ((0.5, 1.0), [2, 3, 1, 6.5]) for name in EngineStats().snapshot()["histograms"]
+    },
+    "process": {"cpu_seconds": 12.5, "resident_bytes": 1000},
+    "info": {"block_size": 16, "num_blocks": 256, "all2all": "shm"},
+}
+
+
+def filled_metrics() -> IngressMetrics:
+    """An ingress that has counted something of everything."""
+    metrics = IngressMetrics()
+    metrics.set_model_name("m")
+    metrics.observe_first_token(0.2)
+    metrics.observe_inter_token(0.01)
+    metrics.observe_end("stop")
+    metrics.observe_finished(
+        num_prompt_tokens=5, num_output_tokens=3, first_token_s=0.2, total_s=0.5
+    )
+    metrics.observe_http("/v1/completions", 200)
+    metrics.observe_http_end("/v1/completions", 0.5)
+    return metrics
+
+
+def parse(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """Sample name -> sorted labels -> value; every family comes once."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    names = []
+    for family in text_string_to_metric_families(text.decode()):
+        names.append(family.name)
+        for sample in family.samples:
+            labels = tuple(sorted(sample.labels.items()))
+            children = found.setdefault(sample.name, {})
+            assert labels not in children, f"{sample.name}{labels} comes twice"
+            children[labels] = sample.value
+    assert len(names) == len(set(names)), names
+    return found
+
+
+def two_ranks() -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    stats = [{**RANK_STATS, "rank": rank, "running": rank} for rank in range(2)]
+    return parse(filled_metrics().render(stats))
+
+
+def label(**labels: str) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted({"model_name": "m", **labels}.items()))
+
+
+def test_every_rank_statistic_appears_by_rank():
+    found = two_ranks()
+    for table, suffix in ((RANK_GAUGES, ""), (COUNTERS, "_total")):
+        for key, (name, _) in table.items():
+            children = found[f"phalanx:{name}{suffix}"]
+            expected = 1 if key == "running" else RANK_STATS[key]
+            assert children[label(rank="1")] == expected, name
+            assert len(children) == 2
+    for name, _ in HISTOGRAMS.values():
+        buckets = found[f"phalanx:{name}_bucket"]
+        edges = ("0.5", "1.0", "+Inf")
+        assert [buckets[label(rank="0", le=edge)] for edge in edges] == [2, 5, 6]
+        assert found[f"phalanx:{name}_sum"][label(rank="0")] == 6.5
+        assert found[f"phalanx:{name}_count"][label(rank="0")] == 6
+    parts = found["phalanx:step_time_seconds_total"]
+    assert parts[label(rank="0", part="forward")] == 1.5 and len(parts) == 4
+    kinds = found["phalanx:steps_by_kind_total"]
+    decode = label(rank="0", forward_mode="decode", graph_mode="full", microbatch="false")
+    assert kinds[decode] == 7 and len(kinds) == 4
+    (info, _) = found["phalanx:cache_config_info"]
+    assert dict(info)["block_size"] == "16" and dict(info)["all2all"] == "shm"
+    assert found["phalanx:rank_cpu_seconds_total"][label(rank="1")] == 12.5
+
+
+def test_the_snapshot_of_a_real_rank_is_rendered_whole():
+    snapshot = {"rank": 0, **EngineStats().snapshot()}
+    assert snapshot["expert_balancedness"] is None  # nothing looked at yet: no sample
+    found = parse(IngressMetrics().render([snapshot]))
+    known = {"rank", "time", "step_seconds", "kinds", "histograms", "process"}
+    assert snapshot.keys() - known <= RANK_GAUGES.keys() | COUNTERS.keys()
+    assert "phalanx:expert_load_balancedness" not in found
+    assert found["phalanx:iteration_tokens_total_count"]
+    assert len(found["phalanx:step_time_seconds_total"]) == 6
+
+
+def test_requests_of_one_ingress():
+    found = two_ranks()
+    assert found["phalanx:request_success_total"] == {label(finished_reason="stop"): 1}
+    for name in ("time_to_first_token_seconds", "inter_token_latency_seconds"):
+        assert found[f"phalanx:{name}_count"] == {label(): 1}
+    assert found["phalanx:inter_token_latency_seconds_bucket"][label(le="0.01")] == 1
+    assert found["phalanx:inter_token_latency_seconds_bucket"][label(le="0.0075")] == 0
+    assert found["phalanx:request_time_per_output_token_seconds_sum"][label()] == pytest.approx(
+        0.15
+    )
+    handler = (("handler", "/v1/completions"),)
+    assert found["phalanx:http_request_duration_seconds_sum"] == {handler: 0.5}
+    assert found["phalanx:ingress_cpu_seconds_total"].popitem()[1] > 0
+    assert all(f"phalanx:{name}" in " ".join(found) for name in FAMILIES)
+    assert next(iter(found["phalanx:build_info"].values())) == 1
+
+
+def test_counts_of_several_ingresses_add_up():
+    one, two = filled_metrics(), filled_metrics()
+    two.observe_end("stop")
+    two.observe_end("length")
+    two.observe_inter_token(0.01)
+    found = parse(one.render([], add([one.snapshot(), two.snapshot()])))
+    ended = found["phalanx:request_success_total"]
+    assert ended == {label(finished_reason="stop"): 3, label(finished_reason="length"): 1}
+    assert found["phalanx:inter_token_latency_seconds_count"] == {label(): 3}
+    assert found["phalanx:inter_token_latency_seconds_sum"] == {label(): pytest.approx(0.03)}
+    assert len(found["phalanx:ingress_cpu_seconds_total"]) == 2
+
+
+def test_what_a_dead_ingress_counted_stays():
+    totals = SnapshotTotals()
+    one, two = filled_metrics(), filled_metrics()
+    totals.put("one", one.snapshot())
+    totals.put("two", two.snapshot())
+    one.observe_end("stop")
+    totals.put("one", one.snapshot())  # replaces, does not add
+    assert totals.total()["request_success"] == {("stop",): [3]}
+    totals.retire("one", GAUGES)
+    totals.retire("unknown", GAUGES)
+    assert totals.total()["request_success"] == {("stop",): [3]}
+    assert len(totals.total()["ingress_resident_memory_bytes"]) == 1
+    totals.put("one", one.snapshot())  # it was only late
+    assert totals.total()["request_success"] == {("stop",): [3]}
+    assert len(totals.total()["ingress_resident_memory_bytes"]) == 2
+
+
+def test_rendering_does_not_change_the_snapshots():
+    metrics = filled_metrics()
+    snapshot = metrics.snapshot()
+    add([snapshot, snapshot])
+    metrics.render([], snapshot)
+    assert snapshot["request_success"] == {("stop",): [1]}
+
+
+def test_an_observation_per_token_is_cheap():
+    observe = IngressMetrics().observe_inter_token
+    count = 20_000
+    best = min(timeit.repeat(lambda: observe(0.02), number=count, repeat=5))
+    assert best / count < 5e-6  # 0.2 us on a quiet machine
 
 
 def test_ranks_as_json():
