@@ -321,3 +321,18 @@ class TextStream:
         if token_ids[-1] not in self._stop.end_ids:
             self.stop_reason = token_ids[-1]
         return token_ids if self._stop.include else token_ids[:-1]
+
+
+class NoText:
+    """In a TextStream's place for a client that wants nothing but its prompt back."""
+
+    num_tokens = 0
+    stop_reason: str | int | None = None
+
+    def __init__(self) -> None:
+        self.finish_reason: str | None = None
+
+    def push(self, _output: RequestOutput) -> str:
+        """Drops the token that a request cannot but generate."""
+        self.finish_reason = "length"
+        return ""

@@ -39,43 +39,54 @@ def error_event(error: ServingError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
-def usage_of(job: Job) -> dict[str, int]:
+def usage_of(job: Job) -> dict[str, Any]:
     """Token counts so far."""
-    completion_tokens = job.num_completion_tokens
+    return usage(job.num_prompt_tokens, job.num_completion_tokens, job.num_cached_tokens)
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Token counts as the API shows them."""
     return {
-        "prompt_tokens": job.num_prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": job.num_prompt_tokens + completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
 def full_body(job: Job, texts: list[str]) -> bytes:
     """The answer of a request that does not stream; texts by choice index."""
-    return to_json(
-        _head(job, "chat.completion" if job.is_chat else "text_completion")
-        | {
-            "choices": [
-                _full_choice(job, choice, text)
-                for choice, text in zip(job.choices, texts, strict=True)
-            ],
-            "usage": usage_of(job),
-        }
-    )
+    body = head_of(job, "chat.completion" if job.is_chat else "text_completion") | {
+        "choices": [
+            _full_choice(job, choice, text) for choice, text in zip(job.choices, texts, strict=True)
+        ],
+        "usage": usage_of(job),
+    }
+    if job.is_chat and job.choices[0].report is not None:
+        body |= job.choices[0].report.prompt()  # one prompt: its fields stand beside the choices
+    return to_json(body)
 
 
 def _full_choice(job: Job, choice: Choice, text: str) -> dict[str, Any]:
     content: dict[str, Any] = {"text": text}
     if job.is_chat:
         content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+    details: dict[str, Any] = {"logprobs": None}
+    if choice.report is not None:
+        details = choice.report.take()
+        if not job.is_chat:
+            details |= choice.report.prompt()
     return {
         "index": choice.index,
         **content,
-        "logprobs": None,
-        "finish_reason": choice.text.finish_reason,
+        **details,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.text.stop_reason,
     }
 
 
-def _head(job: Job, kind: str) -> dict[str, Any]:
+def head_of(job: Job, kind: str) -> dict[str, Any]:
+    """The fields that begin an answer and each of its stream items."""
     return {
         "id": job.response_id,
         "object": kind,
@@ -91,7 +102,7 @@ class EventWriter:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._kind = "chat.completion.chunk" if job.is_chat else "text_completion"
-        head = to_json(_head(job, self._kind)).decode("ascii")
+        head = to_json(head_of(job, self._kind)).decode("ascii")
         opening = f'data: {head[:-1]},"choices":[{{"index":'
         tail = '"usage":null}' if job.include_usage else ""
         closing = f"}}],{tail}\n\n" if tail else "}]}\n\n"
@@ -118,9 +129,10 @@ class EventWriter:
         if finish is None:
             return f"{prefix}{json_string(text)}{self._suffix}".encode("ascii")
         before, after = self._last_parts
-        return f"{prefix}{json_string(text)}{before}{json_string(finish)}{after}".encode("ascii")
+        ending = f'{json_string(finish)},"stop_reason":{json.dumps(choice.text.stop_reason)}'
+        return f"{prefix}{json_string(text)}{before}{ending}{after}".encode("ascii")
 
     def usage(self) -> bytes:
         """The item after all choices, when the client asked for it."""
-        content = _head(self._job, self._kind) | {"choices": [], "usage": usage_of(self._job)}
+        content = head_of(self._job, self._kind) | {"choices": [], "usage": usage_of(self._job)}
         return b"data: " + to_json(content) + b"\n\n"

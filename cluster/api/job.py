@@ -3,44 +3,61 @@
 Knows nothing of HTTP responses or of how the engine runs the choices.
 """
 
-import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any
 
 from cluster.api.backend import EngineBackend
+from cluster.api.logprobs import Shown, TokenReport
+from cluster.api.prompt import Prompt, PromptEncoder
 from cluster.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, check_text
+from cluster.api.sampling import SamplingBuilder
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
-from cluster.detokenizer import StopRules, TextStream
+from cluster.detokenizer import NoText, TextStream
 from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
 from workers.request import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # the public API's own default
+RANK_HEADER = "x-data-parallel-rank"
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _SEED_MASK = 2**63 - 1
-_GREEDY_BELOW = 1e-5  # dividing float32 logits by less overflows; the limit is greedy anyway
-_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
 class Choice:
-    """One sequence to generate and its text so far."""
+    """One sequence to generate and its text so far.
+
+    echo    shown before the first token
+    report  what is shown of its tokens beside the text; None = nothing
+    """
 
     index: int
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
-    text: TextStream
+    text: TextStream | NoText
     echo: str = ""
-    """Shown before the first token."""
+    report: TokenReport | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None while it runs."""
+        return self.text.finish_reason
 
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """One request of a client, ready to run."""
+    """One request of a client, ready to run.
+
+    continuous_usage  every item of the stream says how many tokens there are
+    routing           what `EngineBackend.generate` is told beside the prompt and its parameters
+    """
 
     response_id: str
     is_chat: bool
@@ -48,15 +65,29 @@ class Job:
     system_fingerprint: str
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     choices: list[Choice]
+    num_choices_per_prompt: int
     num_prompt_tokens: int
+    routing: dict[str, Any]
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def has_details(self) -> bool:
+        """Whether stream items carry more than text and how it ended."""
+        return self.continuous_usage or self.choices[0].report is not None
 
     @property
     def num_completion_tokens(self) -> int:
         """Of all choices so far."""
         return sum(choice.text.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the prefix cache; each prompt counts once."""
+        firsts = self.choices[:: self.num_choices_per_prompt]
+        return sum(choice.num_cached_tokens for choice in firsts)
 
 
 class JobFactory:
@@ -65,139 +96,123 @@ class JobFactory:
     def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
+        self._prompts = PromptEncoder(tokenizer, settings)
+        self._sampling = SamplingBuilder(tokenizer, settings)
 
-    async def completion(self, request: CompletionRequest, backend: EngineBackend) -> Job:
+    async def completion(
+        self,
+        request: CompletionRequest,
+        backend: EngineBackend,
+        headers: Mapping[str, str] = _NO_HEADERS,
+    ) -> Job:
         """A job of /v1/completions. Choices of prompt p are numbered from p * n."""
         _check_model(request.model, backend)
-        prompts = request.prompts()
-        self._check_choices(len(prompts), request.n or 1)
-        token_ids = await self._prompt_token_ids(prompts, request.add_special_tokens is not False)
-        echoes = [""] * len(prompts)
-        if request.echo:
-            echoes = [
-                prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
-                for prompt in prompts
-            ]
-        requested, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
-        return self._job(request, backend, token_ids, echoes, requested, default, is_chat=False)
+        self._check_choices(len(request.prompts()), request.n or 1)
+        keep = self._num_kept(request, backend)
+        prompts = await self._prompts.completion(request, keep)
+        return self._job(request, backend, headers, prompts)
 
-    async def chat(self, request: ChatRequest, backend: EngineBackend) -> Job:
+    async def chat(
+        self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str] = _NO_HEADERS
+    ) -> Job:
         """A job of /v1/chat/completions."""
         _check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
-        messages = request.parsed_messages()
-        template_kwargs = request.chat_template_kwargs or {}
-
-        def encode() -> list[int]:
-            text = self._tokenizer.render_chat(messages, template_kwargs)
-            check_text(text, "messages")
-            # The template writes the special tokens itself.
-            return self._tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
-
-        num_chars = sum(len(message["content"]) for message in messages)
-        token_ids = await self._maybe_in_thread(encode, num_chars)
-        limit = request.output_limit
-        return self._job(request, backend, [token_ids], [""], limit, None, is_chat=True)
-
-    async def _prompt_token_ids(
-        self, prompts: list[str | list[int]], add_special_tokens: bool
-    ) -> list[list[int]]:
-        for prompt in prompts:
-            if isinstance(prompt, str):
-                check_text(prompt, "prompt")
-            else:
-                self._check_token_ids(prompt, "prompt")
-
-        def encode() -> list[list[int]]:
-            return [
-                self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-                if isinstance(prompt, str)
-                else prompt
-                for prompt in prompts
-            ]
-
-        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await self._maybe_in_thread(encode, num_chars)
-
-    async def _maybe_in_thread(self, call: Callable[[], _Result], num_chars: int) -> _Result:
-        if num_chars <= self._settings.inline_tokenize_chars:
-            return call()  # a thread would cost more than the work
-        return await asyncio.to_thread(call)
+        prompt = await self._prompts.chat(request, self._num_kept(request, backend))
+        return self._job(request, backend, headers, [prompt])
 
     def _job(
         self,
-        request: GenerationRequest,
+        request: CompletionRequest | ChatRequest,
         backend: EngineBackend,
-        prompts: list[list[int]],
-        echoes: list[str],
-        requested: int | None,
-        default: int | None,
-        *,
-        is_chat: bool,
+        headers: Mapping[str, str],
+        prompts: list[Prompt],
     ) -> Job:
-        settings = self._settings
-        stops = request.stop_strings(settings.max_stop_strings, settings.max_stop_chars)
-        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        seed = request.seed if request.seed is not None else random.getrandbits(63)
-        choices: list[Choice] = []
-        for token_ids, echo in zip(prompts, echoes, strict=True):
-            max_tokens = fit_output(len(token_ids), requested, default, backend)
-            params = self._sampling_params(request, max_tokens)
-            for i in range(request.n or 1):
-                index = len(choices)
-                decoder = self._tokenizer.decoders.new(token_ids)
-                choices.append(
-                    Choice(
-                        index,
-                        f"{response_id}-{index}",
-                        token_ids,
-                        replace(params, seed=choice_seed(seed, i)),
-                        TextStream(
-                            decoder, StopRules(strings=stops, token_ids=params.stop_token_ids)
-                        ),
-                        echo,
-                    )
-                )
+        is_chat = isinstance(request, ChatRequest)
+        unique = uuid.uuid4().hex
+        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request.request_id or unique}"
+        # The ranks rely on it that no two requests have the same id.
+        run_id = f"{response_id}-{unique}" if request.request_id else response_id
         return Job(
             response_id=response_id,
             is_chat=is_chat,
             model=backend.model_name,
-            system_fingerprint=settings.system_fingerprint,
+            system_fingerprint=self._settings.system_fingerprint,
             stream=bool(request.stream),
             include_usage=request.include_usage,
-            choices=choices,
-            num_prompt_tokens=sum(map(len, prompts)),
+            continuous_usage=request.continuous_usage,
+            choices=self._choices(request, backend, prompts, run_id),
+            num_choices_per_prompt=request.n or 1,
+            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
+            routing=_routing(request, backend, headers),
         )
 
-    def _sampling_params(self, request: GenerationRequest, max_tokens: int) -> SamplingParams:
-        stop_ids = frozenset(request.stop_token_ids or ())
-        self._check_token_ids(stop_ids, "stop_token_ids")
-        if not request.ignore_eos:
-            stop_ids |= self._tokenizer.eos_token_ids
-        defaults = self._settings.default_sampling
+    def _choices(
+        self,
+        request: CompletionRequest | ChatRequest,
+        backend: EngineBackend,
+        prompts: list[Prompt],
+        run_id: str,
+    ) -> list[Choice]:
+        params = self._sampling.params(request)
+        stop = self._sampling.stop_rules(request, params)
+        shown = _shown(request)
+        seed = request.seed if request.seed is not None else random.getrandbits(63)
+        decoders = self._tokenizer.decoders
+        skip = request.skip_special_tokens is not False
+        choices: list[Choice] = []
+        for prompt in prompts:
+            ids = prompt.token_ids
+            max_tokens = self._max_tokens(request, len(ids), backend)
+            for i in range(request.n or 1):
+                index = len(choices)
+                decoder = decoders.new(ids, skip_special_tokens=skip)
+                choices.append(
+                    Choice(
+                        index,
+                        f"{run_id}-{index}",
+                        ids,
+                        replace(params, max_tokens=max_tokens, seed=choice_seed(seed, i)),
+                        NoText() if request.only_echo else TextStream(decoder, stop),
+                        prompt.echo,
+                        TokenReport(shown, decoders, ids, prompt.echo) if shown else None,
+                    )
+                )
+        return choices
 
-        def value(name: str, neutral: float) -> float:
-            given = getattr(request, name)
-            return given if given is not None else defaults.get(name, neutral)
-
-        temperature = value("temperature", 1.0)
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0 if temperature < _GREEDY_BELOW else float(temperature),
-            top_p=float(value("top_p", 1.0)),
-            top_k=max(int(value("top_k", 0)), 0),
-            min_p=float(value("min_p", 0.0)),
-            stop_token_ids=stop_ids,
-        )
-
-    def _check_token_ids(self, token_ids: list[int] | frozenset[int], param: str) -> None:
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self._tokenizer.vocab_size):
-            size = self._tokenizer.vocab_size
-            wrong = next(i for i in token_ids if not 0 <= i < size)
-            shown = wrong if abs(wrong) < 10**20 else "a huge number"
-            raise BadRequestError(
-                f"{param}: token id {shown} is not in the vocabulary of {size} ids", param=param
+    def _max_tokens(
+        self,
+        request: CompletionRequest | ChatRequest,
+        num_prompt_tokens: int,
+        backend: EngineBackend,
+    ) -> int:
+        limit = self._settings.max_prompt_tokens
+        if limit is not None and num_prompt_tokens > limit:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt_tokens} tokens, this server takes at most {limit}",
+                param="messages" if isinstance(request, ChatRequest) else "prompt",
             )
+        if request.only_echo:  # a request cannot but generate; its token is dropped
+            return fit_output(num_prompt_tokens, None, 1, backend)
+        default = None if isinstance(request, ChatRequest) else DEFAULT_COMPLETION_TOKENS
+        max_tokens = fit_output(num_prompt_tokens, request.output_limit, default, backend)
+        min_tokens = request.min_tokens or 0
+        if min_tokens > max_tokens:
+            raise BadRequestError(
+                f"min_tokens = {min_tokens} is more than max_tokens = {max_tokens}",
+                param="min_tokens",
+            )
+        return max_tokens
+
+    def _num_kept(
+        self, request: CompletionRequest | ChatRequest, backend: EngineBackend
+    ) -> int | None:
+        """How many tokens of a prompt stay; None = all."""
+        keep = request.truncate_prompt_tokens
+        if keep != -1:
+            return keep
+        room = _context_length(backend) - (request.output_limit or 1)
+        return max(min(room, self._settings.max_prompt_tokens or room), 1)
 
     def _check_choices(self, num_prompts: int, n: int) -> None:
         limit = self._settings.max_choices
@@ -208,6 +223,39 @@ class JobFactory:
             )
 
 
+def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:
+    shown = Shown(
+        is_chat=isinstance(request, ChatRequest),
+        logprobs=request.num_logprobs,
+        prompt_logprobs=request.prompt_logprobs,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+    )
+    return shown if shown.anything else None
+
+
+def _routing(
+    request: GenerationRequest, backend: EngineBackend, headers: Mapping[str, str]
+) -> dict[str, Any]:
+    """Only what the request says: the defaults are the backend's."""
+    routing: dict[str, Any] = {}
+    if request.priority:
+        routing["priority"] = request.priority
+    if request.cache_salt:
+        check_text(request.cache_salt, "cache_salt")
+        routing["cache_salt"] = request.cache_salt
+    rank = headers.get(RANK_HEADER)
+    if rank is not None:
+        is_number = rank.isascii() and rank.isdecimal() and len(rank) < 10
+        if not is_number or int(rank) >= backend.num_ranks:
+            raise BadRequestError(
+                f"{RANK_HEADER} must be a rank from 0 to {backend.num_ranks - 1}, got {rank[:40]!r}",
+                param=RANK_HEADER,
+            )
+        routing["rank"] = int(rank)
+    return routing
+
+
 def fit_output(
     num_prompt_tokens: int, requested: int | None, default: int | None, backend: EngineBackend
 ) -> int:
@@ -215,7 +263,7 @@ def fit_output(
 
     What the client asks for must fit as it is. A default (None = as long as possible) is cut.
     """
-    limit = min(backend.max_model_len, backend.max_request_tokens)
+    limit = _context_length(backend)
     if num_prompt_tokens == 0:
         raise BadRequestError("the prompt is empty: it has no tokens", param="prompt")
     room = limit - num_prompt_tokens
@@ -230,6 +278,11 @@ def fit_output(
     else:
         asked += "; shorten it"
     raise ContextLengthError(f"{what}, but {asked}", param="max_tokens" if room > 0 else "prompt")
+
+
+def _context_length(backend: EngineBackend) -> int:
+    """Prompt and output together."""
+    return min(backend.max_model_len, backend.max_request_tokens)
 
 
 def choice_seed(seed: int, i: int) -> int:

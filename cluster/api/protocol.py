@@ -4,17 +4,32 @@ Knows nothing of tokenizers or engines. Values arrive from `json_body`, so they 
 Unknown fields are ignored, as other servers do; `unsupported` refuses known ones with an effect.
 """
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
 
 from cluster.api.messages import parse_messages
-from cluster.api.unsupported import CHAT, COMPLETION, STREAM_OPTIONS, refuse_unsupported
-from cluster.errors import BadRequestError
+from cluster.api.unsupported import CHAT, COMPLETION, refuse_unsupported
+from cluster.errors import BadRequestError, UnsupportedParameterError
 
 _INT32_MAX = 2**31 - 1
 _Number = Annotated[float, Field(allow_inf_nan=False)]
+# false is how some clients say "none".
+_Count = Annotated[
+    Annotated[int, Field(ge=0)] | None,
+    BeforeValidator(lambda value: None if value is False else value),
+]
 _Request = TypeVar("_Request", bound="GenerationRequest")
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = Field(None, description="End with a usage item.")
+    continuous_usage_stats: bool | None = Field(None, description="Usage in every item.")
 
 
 class GenerationRequest(BaseModel):
@@ -24,52 +39,86 @@ class GenerationRequest(BaseModel):
 
     model: str | None = Field(None, description="The served model; null = the one there is.")
     n: int | None = Field(None, ge=1, le=_INT32_MAX, description="Choices for each prompt.")
-    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    best_of: int | None = Field(None, description="Accepted when it equals n.")
+    min_tokens: int | None = Field(
+        None, ge=0, le=_INT32_MAX, description="Nothing ends the output before; <= max_tokens."
+    )
     temperature: _Number | None = Field(None, ge=0, le=2, description="0 = greedy.")
     top_p: _Number | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=_INT32_MAX, description="0 or -1 = off.")
     min_p: _Number | None = Field(None, ge=0, le=1)
+    presence_penalty: _Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: _Number | None = Field(None, ge=-2, le=2)
+    repetition_penalty: _Number | None = Field(None, gt=0, description="1 = off.")
+    logit_bias: dict[str, Any] | None = Field(None, description="Token id -> -100 to 100.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Any = Field(None, description="One stop string or a list of them.")
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], FailFast()] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="false = show them in the text.")
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=_INT32_MAX, description="Keep the last so many; -1 = as many as fit."
+    )
+    prompt_logprobs: _Count = Field(None, description="Alternatives; not with stream.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Tokens of logprobs as token_id:N."
+    )
+    return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(
+        None, ge=-_INT32_MAX, le=_INT32_MAX, description="Smaller ones run first."
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Prefixes are shared among equal ones only."
+    )
+    request_id: str | None = Field(
+        None, pattern=r"^[\x21-\x7e]{1,200}$", description="Becomes part of the answer's id."
+    )
+    user: Any = Field(None, description="Accepted and ignored.")
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage item."""
-        return bool(self.stream_options and self.stream_options.get("include_usage"))
+        options = self.stream_options
+        if options is None:
+            return False
+        if options.include_usage is None:
+            return bool(options.continuous_usage_stats)
+        return options.include_usage
 
-    def stop_strings(self, max_number: int, max_chars: int) -> list[str]:
-        """`stop` as a list."""
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if stops is None:
-            return []
-        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-            raise BadRequestError("stop must be a string or a list of strings", param="stop")
-        if len(stops) > max_number:
-            raise BadRequestError(
-                f"stop has {len(stops)} strings, at most {max_number} are allowed", param="stop"
-            )
-        for stop in stops:
-            if not stop:
-                raise BadRequestError("stop must not hold an empty string", param="stop")
-            if len(stop) > max_chars:
-                raise BadRequestError(
-                    f"stop has a string of {len(stop)} characters, at most {max_chars} are allowed",
-                    param="stop",
-                )
-            check_text(stop, "stop")
-        return list(dict.fromkeys(stops))
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every item of a stream says how many tokens there are so far."""
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Any = Field(None, description="string | [string] | [token id] | [[token id]]")
-    echo: bool | None = None
+    max_tokens: int | None = Field(
+        None, ge=0, le=_INT32_MAX, description="0 only with echo: nothing but the prompt."
+    )
+    echo: bool | None = Field(None, description="Begin with the prompt.")
+    logprobs: _Count = Field(None, description="Alternatives for each token.")
+
+    @property
+    def output_limit(self) -> int | None:
+        """max_tokens; None when it is not given or nothing is to be generated."""
+        return self.max_tokens or None
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the client wants its prompt back and no new token."""
+        return self.max_tokens == 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives for each output token; None = no logprobs."""
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """`prompt` as a list of texts and lists of token ids."""
@@ -98,15 +147,35 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Any = Field(None, description="[{role, content}]")
+    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, description="Alternatives; needs logprobs.")
+    echo: bool | None = Field(None, description="Begin with the last message if the assistant's.")
+    documents: Annotated[list[dict[str, Any]], FailFast()] | None = Field(
+        None, description="For the chat template: [{title, text}]"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, e.g. enable_thinking."
     )
+    add_generation_prompt: bool | None = Field(
+        None, description="Open the assistant's turn; by default unless the final one goes on."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message instead of answering it."
+    )
+
+    only_echo: ClassVar[bool] = False
 
     @property
     def output_limit(self) -> int | None:
         """max_completion_tokens, or its older name."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives for each output token; None = no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def parsed_messages(self) -> list[dict[str, Any]]:
         """`messages`, checked, each content one string."""
@@ -141,19 +210,37 @@ def _parse(model: type[_Request], body: dict[str, Any]) -> _Request:
         request = model.model_validate(body)
     except ValidationError as error:
         raise _as_bad_request(error) from None
-    options = request.stream_options
-    if options is not None:
-        if not request.stream:
-            raise BadRequestError(
-                "stream_options is only allowed with stream = true", param="stream_options"
-            )
-        if not isinstance(options.get("include_usage"), bool | None):
-            raise BadRequestError(
-                "stream_options.include_usage must be true or false",
-                param="stream_options.include_usage",
-            )
-        refuse_unsupported(options, STREAM_OPTIONS, "stream_options.")
+    for problem in _conflicts(request):
+        raise problem
     return request
+
+
+def _conflicts(request: GenerationRequest) -> Iterator[BadRequestError]:
+    """Fields that are right by themselves but not together, each under the one to change."""
+    if request.stream_options is not None and not request.stream:
+        yield _bad("stream_options", "stream_options is only allowed with stream = true")
+    if request.prompt_logprobs is not None and request.stream:
+        yield _bad("prompt_logprobs", "prompt_logprobs is not available with stream = true")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        yield UnsupportedParameterError(
+            f"best_of = {request.best_of} is not supported; only best_of = n is", param="best_of"
+        )
+    if request.truncate_prompt_tokens == 0:
+        yield _bad("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1")
+    if isinstance(request, CompletionRequest) and request.only_echo and not request.echo:
+        yield _bad("max_tokens", "max_tokens must be at least 1; 0 is only allowed with echo")
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            yield _bad("top_logprobs", "top_logprobs needs logprobs = true")
+        if request.continue_final_message and request.add_generation_prompt:
+            yield _bad(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt cannot both be true",
+            )
+
+
+def _bad(param: str, message: str) -> BadRequestError:
+    return BadRequestError(message, param=param)
 
 
 def _as_bad_request(error: ValidationError) -> BadRequestError:

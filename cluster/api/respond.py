@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.api.backend import EngineBackend
 from cluster.api.chunks import DONE, EventWriter, error_event, full_body
+from cluster.api.detailed_events import DetailedEventWriter
 from cluster.api.job import Choice, Job
 from cluster.errors import EngineDeadError, ServingError
 from cluster.metrics import IngressMetrics
@@ -69,12 +70,13 @@ class JobResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         job = self._job
-        writer = EventWriter(job)
+        writer = DetailedEventWriter(job) if job.has_details else EventWriter(job)
         opened: set[int] = set()
 
         async def emit(choice: Choice, text: str) -> None:
-            body = writer.text(choice, text)
-            if choice.index not in opened:
+            if choice.index in opened:
+                body = writer.text(choice, text)
+            else:
                 if not opened:
                     await send(
                         {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
@@ -112,15 +114,25 @@ class JobResponse(Response):
     async def _run(self, choice: Choice, emit: Emit) -> None:
         """One choice from its first token to its last. Its text goes out through `emit`."""
         metrics, started = self._metrics, self._job.started
-        text = choice.text
-        outputs = self._backend.generate(choice.request_id, choice.prompt_token_ids, choice.params)
+        text, report = choice.text, choice.report
+        outputs = self._backend.generate(
+            choice.request_id, choice.prompt_token_ids, choice.params, **self._job.routing
+        )
         first_token_s: float | None = None
         reason = "abort"  # unless it comes to an end or an error: the client went away
         try:
             async for output in outputs:
                 if output.finish_reason in ("error", "abort"):
                     raise EngineDeadError(output.error or "the engine ended this request")
-                await emit(choice, text.push(output))
+                if first_token_s is None:
+                    choice.num_cached_tokens = output.num_cached_tokens
+                if report is None:
+                    piece = text.push(output)
+                else:
+                    num_before = text.num_tokens
+                    piece = text.push(output)
+                    report.add(output, text.num_tokens - num_before)
+                await emit(choice, piece)
                 if first_token_s is None:
                     first_token_s = time.perf_counter() - started
                     metrics.observe_first_token(first_token_s)

@@ -5,6 +5,7 @@ Knows nothing of HTTP. transformers is imported on load only, because that costs
 
 import inspect
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tokenizers import Tokenizer
 from cluster.detokenizer import DecoderFactory
 from cluster.errors import BadRequestError
 
-_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ServingTokenizer:
@@ -50,8 +51,31 @@ class ServingTokenizer:
         """The text of ids, special tokens included."""
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
-    def render_chat(self, messages: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> str:
-        """The prompt text of a conversation, ready for the assistant's turn."""
+    def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
+        """Refuse ids that no embedding row has."""
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.vocab_size):
+            wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
+            shown = wrong if abs(wrong) < 10**20 else "a huge number"
+            raise BadRequestError(
+                f"{param}: token id {shown} is not in the vocabulary of {self.vocab_size} ids",
+                param=param,
+            )
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        template_kwargs: dict[str, Any],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt text of a conversation.
+
+        add_generation_prompt opens the assistant's turn; continue_final_message leaves the last
+        message's turn open instead.
+        """
         template = self._hf.chat_template
         if not template:
             raise BadRequestError(
@@ -70,7 +94,13 @@ class ServingTokenizer:
             ]
         try:
             return self._hf.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **template_kwargs
+                messages,
+                tools=tools,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **template_kwargs,
             )
         except Exception as error:  # templates raise whatever they like about what they are given
             reason = str(error) or type(error).__name__

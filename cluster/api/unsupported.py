@@ -11,22 +11,11 @@ from cluster.errors import UnsupportedParameterError
 
 # Field -> the values that change nothing. null always does so.
 _COMMON: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "bad_words": ([],),
     "allowed_token_ids": (),
     "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "return_token_ids": (False,),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
     "guided_json": (),
@@ -37,14 +26,10 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "lora_request": (),
 }
 COMPLETION: dict[str, tuple[Any, ...]] = _COMMON | {
-    "logprobs": (False,),
-    "best_of": (1,),
     "suffix": ("",),
     "prompt_embeds": ([],),
 }
 CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -54,25 +39,19 @@ CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
     "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "documents": ([],),
 }
-STREAM_OPTIONS: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
+_HINTS = {"chat_template": ": the server renders with the checkpoint's own template"}
 
 
-def refuse_unsupported(
-    fields: dict[str, Any], table: dict[str, tuple[Any, ...]], prefix: str = ""
-) -> None:
+def refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:
     """Raise for the first field whose value would have to change the output."""
     for name in table.keys() & fields.keys():
         value = fields[name]
         if value is None or any(_same(value, neutral) for neutral in table[name]):
             continue
         raise UnsupportedParameterError(
-            f"{prefix}{name} is not supported yet; leave it out", param=f"{prefix}{name}"
+            f"{name} is not supported{_HINTS.get(name, '')}; leave it out", param=name
         )
 
 

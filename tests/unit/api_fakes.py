@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import cache
 from itertools import cycle
@@ -14,8 +15,9 @@ import httpx
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
+from cluster.metrics_snapshot import Snapshot
 from workers.checkpoint import make_checkpoint
-from workers.request import RequestOutput, SamplingParams
+from workers.request import RequestOutput, SamplingParams, TokenLogprobs
 
 MODEL = "tiny/model"
 IM_END = 258
@@ -56,6 +58,21 @@ def says(text: str | bytes, *, size: int = 1, end: list[int] | None = None) -> S
     return lambda _prompt, _params: [tokens[i : i + size] for i in range(0, len(tokens), size)]
 
 
+def token_logprobs(token_id: int, number: int) -> TokenLogprobs:
+    """Of a model that finds each token second, behind its neighbour and before others, the last impossible."""
+    top = [token_id ^ 1, token_id, *range(290, 290 + max(number - 3, 0)), 7][:number]
+    logprobs = [-0.5, -1.0, *(-2.0 - i for i in range(number))][:number]
+    if number > 2:
+        logprobs[-1] = -math.inf
+    return TokenLogprobs(-1.0, 2, top, logprobs)
+
+
+def prompt_logprobs(token_ids: list[int], number: int | None) -> list[TokenLogprobs | None] | None:
+    if number is None:
+        return None
+    return [None, *(token_logprobs(token_id, number) for token_id in token_ids[1:])]
+
+
 class FakeBackend:
     """Plays a script per request, ending at max_tokens and stop tokens as a rank does."""
 
@@ -66,6 +83,7 @@ class FakeBackend:
         self.max_model_len = limits.get("max_model_len", 1000)
         self.max_request_tokens = limits.get("max_request_tokens", 2000)
         self.num_ranks = limits.get("num_ranks", 1)
+        self.num_cached_tokens = limits.get("num_cached_tokens", 0)
         self.requests: dict[str, tuple[list[int], SamplingParams]] = {}
         self.options: dict[str, dict[str, Any]] = {}  # priority, cache_salt, rank
         self.aborted: list[str] = []
@@ -108,7 +126,18 @@ class FakeBackend:
                 sent += len(tokens)
                 reason = "stop" if stops else "length" if sent == params.max_tokens else None
                 finished = reason is not None
-                yield RequestOutput(request_id, tokens, reason)
+                yield RequestOutput(
+                    request_id,
+                    tokens,
+                    reason,
+                    logprobs=[token_logprobs(i, params.logprobs) for i in tokens]
+                    if params.logprobs is not None
+                    else None,
+                    prompt_logprobs=prompt_logprobs(prompt_token_ids, params.prompt_logprobs)
+                    if not step
+                    else None,
+                    num_cached_tokens=self.num_cached_tokens if not step else 0,
+                )
                 if finished:
                     return
         finally:
@@ -124,6 +153,9 @@ class FakeBackend:
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats
+
+    async def ingress_metrics(self, own: Snapshot) -> Snapshot:
+        return own
 
 
 class Api:
@@ -171,6 +203,16 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert parts[-2:] == [b"data: [DONE]", b""]
     assert all(part.startswith(b"data: ") for part in parts[:-1])
     return [json.loads(part[len(b"data: ") :]) for part in parts[:-2]]
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """The usage object of an answer."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
 
 
 def assert_error(response: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:

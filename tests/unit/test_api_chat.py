@@ -11,6 +11,7 @@ from tests.unit.api_fakes import (
     events,
     says,
     tiny_tokenizer,
+    usage,
 )
 
 
@@ -34,13 +35,10 @@ def test_answer_has_the_documented_shape():
                 "message": {"role": "assistant", "content": "hello", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": 6,
-            "total_tokens": prompt_tokens + 6,
-        },
+        "usage": usage(prompt_tokens, 6),
     }
     assert prompt_text(api) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 

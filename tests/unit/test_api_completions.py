@@ -3,7 +3,7 @@
 import pytest
 
 from cluster.api.job import choice_seed
-from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, events, says
+from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, events, says, usage
 
 
 def sent(backend):
@@ -23,8 +23,16 @@ def test_answer_has_the_documented_shape():
     assert body == {
         "object": "text_completion",
         "model": MODEL,
-        "choices": [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "length"}],
-        "usage": {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7},
+        "choices": [
+            {
+                "index": 0,
+                "text": "hello",
+                "logprobs": None,
+                "finish_reason": "length",
+                "stop_reason": None,
+            }
+        ],
+        "usage": usage(2, 5),
     }
     assert api.backend.aborted == []
 
@@ -111,7 +119,7 @@ def test_several_prompts_times_n():
     texts = [choice["text"] for choice in body["choices"]]
     assert texts[0] == "ab\x07" and texts[1][:2] == "ab" and texts[1] != "ab\x07"
     assert texts[2:] == ["cde", "cde"]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17}
+    assert body["usage"] == usage(5, 12)
 
 
 def test_echo():
@@ -180,7 +188,7 @@ def test_stream_usage():
     *items, last = events(response)
     assert [item["usage"] for item in items] == [None] * 3
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert last["usage"] == usage(2, 3)
     assert last["id"] == items[0]["id"]
 
 

@@ -104,7 +104,7 @@ def test_models():
         ({"model": "other"}, openai.NotFoundError, "model_not_found"),
         ({"temperature": 5}, openai.BadRequestError, "invalid_value"),
         ({"max_tokens": 5000}, openai.BadRequestError, "context_length_exceeded"),
-        ({"logprobs": True}, openai.BadRequestError, "unsupported_parameter"),
+        ({"top_logprobs": 3}, openai.BadRequestError, "invalid_value"),
     ],
 )
 def test_bad_requests_are_typed(fields, error, code):

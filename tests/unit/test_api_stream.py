@@ -123,7 +123,7 @@ def test_tokens_leave_one_by_one_and_the_first_at_once():
         gate = asyncio.Semaphore(0)
 
         class Gated(FakeBackend):
-            async def generate(self, request_id, prompt_token_ids, params):
+            async def generate(self, request_id, prompt_token_ids, params, **options):
                 async for output in super().generate(request_id, prompt_token_ids, params):
                     await gate.acquire()
                     yield output
@@ -164,7 +164,7 @@ def test_stop_string_aborts_before_the_engine_goes_on():
 def test_failure_of_one_choice_ends_the_others():
     async def test():
         class OneFails(FakeBackend):
-            async def generate(self, request_id, prompt_token_ids, params):
+            async def generate(self, request_id, prompt_token_ids, params, **options):
                 stream = super().generate(request_id, prompt_token_ids, params)
                 async for output in stream:
                     if request_id.endswith("-1"):
