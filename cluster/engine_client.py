@@ -6,7 +6,7 @@ Implements `cluster.api.backend.EngineBackend`. Knows nothing of HTTP.
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from cluster import supervisor
 from cluster.config import PhalanxConfig
 from cluster.errors import EngineDeadError
+from cluster.metrics_snapshot import Snapshot
 from cluster.router import Router
 from workers.request import EngineRequest, RequestOutput, SamplingParams, merge
 from workers.token_stream import TokenReceiver
@@ -65,13 +66,15 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._ranks: list[ray.actor.ActorHandle] = []
         self._receiver: TokenReceiver | None = None  # until connected
+        self.metrics_source: Callable[[], Snapshot] = dict
+        """Gives what this ingress has counted; the owner sets it."""
 
     async def connect(self) -> None:
         """Wait until the ranks are ready and open a stream to each. Raises EngineDeadError when they fail."""
         self._supervisor = supervisor.get_or_create(self._config)
         await self._supervisor.start.remote(self._config)
         while True:
-            state, error = await self._supervisor.heartbeat.remote(self._ingress_id)
+            state, error = await self._heartbeat()
             if state == "ready":
                 break
             if state != "starting":
@@ -148,6 +151,21 @@ class EngineClient:
         except RayError as error:
             raise EngineDeadError(f"a rank does not answer: {error}") from error
 
+    async def ingress_metrics(self, own: Snapshot) -> Snapshot:
+        """What all ingresses have counted together; `own` is what this one has."""
+        try:
+            return await self._supervisor.ingress_metrics.remote(self._ingress_id, own)
+        except RayError as error:
+            raise EngineDeadError(f"the supervisor does not answer: {error}") from error
+
+    async def drain_asked(self) -> float:
+        """Returns when the server is to stop: the seconds that requests get to finish."""
+        return await self._supervisor.drain_asked.remote()
+
+    async def report_drained(self) -> None:
+        """Tell that this ingress answers nobody any more."""
+        await self._supervisor.drained.remote(self._ingress_id)
+
     async def close(self) -> None:
         """Stop listening."""
         for task in self._tasks:
@@ -189,9 +207,12 @@ class EngineClient:
             await asyncio.sleep(HEARTBEAT_S)
             await self._ask_supervisor()
 
+    async def _heartbeat(self) -> tuple[supervisor.State, str]:
+        return await self._supervisor.heartbeat.remote(self._ingress_id, self.metrics_source())
+
     async def _ask_supervisor(self) -> None:
         try:
-            state, error = await self._supervisor.heartbeat.remote(self._ingress_id)
+            state, error = await self._heartbeat()
         except RayError as gone:
             state, error = "failed", f"the supervisor is gone: {type(gone).__name__}"
         if state != "ready":

@@ -18,6 +18,8 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from cluster import placement
 from cluster.config import PhalanxConfig, resolve_rank_config
+from cluster.metrics import GAUGES
+from cluster.metrics_snapshot import Snapshot, SnapshotTotals
 from workers.actor import RankActor
 from workers.rank_info import RankInfo, Rendezvous
 
@@ -79,6 +81,7 @@ class Supervisor:
         self._placement_group: PlacementGroup | None = None
         self._ranks: list[ray.actor.ActorHandle] = []
         self._leases: dict[str, float] = {}
+        self._metrics = SnapshotTotals()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, config: PhalanxConfig) -> None:
@@ -105,10 +108,33 @@ class Supervisor:
         """Handles of the ranks, in rank order."""
         return self._ranks
 
-    async def heartbeat(self, ingress_id: str) -> tuple[State, str]:
-        """An ingress is alive; it learns the group's state and what went wrong, if anything did."""
+    async def heartbeat(self, ingress_id: str, metrics: Snapshot) -> tuple[State, str]:
+        """An ingress is alive and has counted `metrics`; it learns the group's state, and what went wrong if it did."""
         self._leases[ingress_id] = time.monotonic()
+        self._metrics.put(ingress_id, metrics)
         return self._status.state, self._status.error
+
+    async def ingress_metrics(self, ingress_id: str, metrics: Snapshot) -> Snapshot:
+        """What all ingresses have counted; `metrics` is the latest of the one that asks."""
+        self._metrics.put(ingress_id, metrics)
+        return self._metrics.total()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Tell every ingress to finish what it has within so many seconds, and to take nothing new."""
+        if not self._drain_s.done():
+            self._drain_s.set_result(timeout_s)
+
+    async def drain_asked(self) -> float:
+        """Returns, with drain's argument, when that has been called; an ingress waits here."""
+        return await asyncio.shield(self._drain_s)
+
+    async def drained(self, ingress_id: str) -> None:
+        """An ingress has finished."""
+        self._drained.add(ingress_id)
+
+    async def is_drained(self) -> bool:
+        """Whether every ingress has finished."""
+        return self._drained >= self._leases.keys()
 
     async def stop(self) -> None:
         """Stop the ranks and give back everything they hold."""
@@ -207,6 +233,7 @@ class Supervisor:
             now = time.monotonic()
             for ingress_id in [k for k, seen in self._leases.items() if now - seen > LEASE_S]:
                 del self._leases[ingress_id]
+                self._metrics.retire(ingress_id, GAUGES)
                 for rank in self._ranks:
                     rank.close_ingress.remote(ingress_id)
             if not self._leases and now - started > self._config.cluster.start_timeout_s:

@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
+from cluster.metrics_snapshot import Snapshot
 from workers.request import RequestOutput, SamplingParams
 
 
@@ -46,4 +47,8 @@ class EngineBackend(Protocol):
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         """Per rank, in rank order: `workers.stats.EngineStats.snapshot()`."""
+        ...
+
+    async def ingress_metrics(self, own: Snapshot) -> Snapshot:
+        """What all ingresses have counted together; `own` is what the one that asks has."""
         ...

@@ -30,13 +30,16 @@ def add_metrics_routes(
     async def prometheus_metrics() -> Response:
         """Prometheus text. Answers also when the ranks do not."""
         stats: list[dict[str, Any]] = []
+        total = metrics.snapshot()
         try:
             backend = backend_provider()
             metrics.set_model_name(backend.model_name)
-            stats = await asyncio.wait_for(backend.rank_stats(), settings.stats_timeout_s)
+            async with asyncio.timeout(settings.stats_timeout_s):
+                total = await backend.ingress_metrics(total)
+                stats = await backend.rank_stats()
         except (ServingError, TimeoutError) as error:
-            logger.warning("no statistics from the ranks: %r", error)
-        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+            logger.warning("metrics without the ranks: %r", error)
+        return Response(metrics.render(stats, total), media_type=CONTENT_TYPE)
 
     @app.get("/ranks")
     async def ranks() -> Response:
