@@ -7,7 +7,7 @@ Unknown fields are ignored, as other servers do; `unsupported` refuses known one
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from cluster.api.messages import parse_messages
 from cluster.api.unsupported import CHAT, COMPLETION, refuse_unsupported
@@ -53,7 +53,7 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[str, Any] | None = Field(None, description="Token id -> -100 to 100.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Any = Field(None, description="One stop string or a list of them.")
-    stop_token_ids: Annotated[list[int], FailFast()] | None = None
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="false = show them in the text.")
@@ -152,8 +152,8 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, description="Alternatives; needs logprobs.")
     echo: bool | None = Field(None, description="Begin with the last message if the assistant's.")
-    documents: Annotated[list[dict[str, Any]], FailFast()] | None = Field(
-        None, description="For the chat template: [{title, text}]"
+    documents: list[dict[str, Any]] | None = Field(
+        None, fail_fast=True, description="For the chat template: [{title, text}]"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, e.g. enable_thinking."
