@@ -104,7 +104,7 @@ def _add_generation_routes(
         parsed = parse(body)
         ticket = gate.admit(_num_choices(parsed))
         try:
-            job = await make_job(parsed, backend)
+            job = await make_job(parsed, backend, request.headers)
         except BaseException:
             ticket.release()
             raise

@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 from cluster.api.backend import EngineBackend
@@ -24,7 +23,6 @@ from workers.request import SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # the public API's own default
 RANK_HEADER = "x-data-parallel-rank"
-_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 _SEED_MASK = 2**63 - 1
 
 
@@ -103,7 +101,7 @@ class JobFactory:
         self,
         request: CompletionRequest,
         backend: EngineBackend,
-        headers: Mapping[str, str] = _NO_HEADERS,
+        headers: Mapping[str, str],
     ) -> Job:
         """A job of /v1/completions. Choices of prompt p are numbered from p * n."""
         _check_model(request.model, backend)
@@ -113,7 +111,7 @@ class JobFactory:
         return self._job(request, backend, headers, prompts)
 
     async def chat(
-        self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str] = _NO_HEADERS
+        self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str]
     ) -> Job:
         """A job of /v1/chat/completions."""
         _check_model(request.model, backend)
