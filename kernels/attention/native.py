@@ -17,7 +17,7 @@ class NativeAttention(SdpaAttention):
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
-        self._paged_decode = load().paged_decode
+        self._paged_decode, self._store_kv = load().paged_decode, load().store_kv
         self._scratch = torch.empty(0)
 
     def plan(self, batch: AttentionBatch) -> None:
@@ -31,6 +31,22 @@ class NativeAttention(SdpaAttention):
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
         """Nothing to gather."""
+
+    def _store(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache) -> None:
+        spec = self.spec
+        for x_Thd in (k_Thd, v_Thd):
+            assert x_Thd.dtype == torch.float32 and x_Thd.stride()[1:] == (spec.head_dim, 1)
+        self._store_kv(
+            k_Thd.data_ptr(),
+            k_Thd.stride(0),
+            v_Thd.data_ptr(),
+            v_Thd.stride(0),
+            self._slot_mapping.data_ptr(),
+            k_Thd.shape[0],
+            spec.num_kv_heads * spec.head_dim,
+            cache.k_slots.data_ptr(),
+            cache.v_slots.data_ptr(),
+        )
 
     def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
         spec = self.spec

@@ -95,8 +95,7 @@ class SdpaAttention(Attention):
         cache = self._caches[layer]
         if num_rows > num_tokens:
             k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
-        cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
-        cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
+        self._store(k_Thd, v_Thd, cache)
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if num_rows > num_tokens:
             out_THd[num_tokens:] = 0
@@ -106,6 +105,11 @@ class SdpaAttention(Attention):
         for extend in self._extends:
             self._extend(q_THd, k_Thd, v_Thd, cache, extend, out_THd)
         return out_THd
+
+    def _store(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache) -> None:
+        """Write new keys and values to their slots."""
+        cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
+        cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
         seq_lens = batch.seq_lens_cpu[: batch.num_decodes]

@@ -3,6 +3,7 @@
  * One thread, plain loops that a compiler vectorises. No allocation, no global state, no knowledge of Python.
  * R routed rows, D hidden, I expert width; B sequences, H query heads, h KV heads, G = H / h, d head dim.
  */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -57,6 +58,108 @@ static void product(const float *x, const float *w, float *y, int64_t rows, int6
             for (int i = 0; i < pair; i++)
                 memcpy(y + (r + i) * outs + n, part[i], sizeof part[i]);
         }
+    }
+}
+
+/* `rows` rows of x times `outs` rows of w: constants once inlined, so that all sums stay in registers */
+static inline __attribute__((always_inline)) void block(const float *x, const float *w, const int rows, const int outs,
+                                                        int64_t width, float *y, int64_t y_stride)
+{
+    float sums[4][4] = {{0}};
+    for (int64_t k = 0; k < width; k++)
+        for (int r = 0; r < rows; r++)
+            for (int n = 0; n < outs; n++)
+                sums[r][n] += x[r * width + k] * w[n * width + k];
+    for (int r = 0; r < rows; r++)
+        for (int n = 0; n < outs; n++)
+            y[r * y_stride + n] += sums[r][n];
+}
+
+/* y[R, N] = start + x[R, K] @ w[N, K].T, where start is NULL for zeros, [R, N], or with `repeat` one row for all */
+void linear(const float *x, const float *w, const float *start, int64_t repeat, int64_t R, int64_t K, int64_t N,
+            float *y)
+{
+    int64_t n = 0;
+    for (int64_t r = 0; r < R; r++)
+        if (start)
+            memcpy(y + r * N, repeat ? start : start + r * N, N * sizeof *y);
+        else
+            memset(y + r * N, 0, N * sizeof *y);
+    for (; n + OUTPUTS <= N; n += OUTPUTS) {
+        int64_t r = 0;
+        prefetch(w + (n + TILES_AHEAD * OUTPUTS) * K, OUTPUTS * K);
+        for (; r + 4 <= R; r += 4)
+            block(x + r * K, w + n * K, 4, OUTPUTS, K, y + r * N + n, N);
+        for (; r < R; r++)
+            block(x + r * K, w + n * K, 1, OUTPUTS, K, y + r * N + n, N);
+    }
+    for (; n < N; n++)
+        for (int64_t r = 0; r < R; r++)
+            block(x + r * K, w + n * K, 1, 1, K, y + r * N + n, N);
+}
+
+/* out[d] = x[d] * weight[d] / sqrt(sum of squares + floor); out may be x */
+static inline void normalise(const float *x, const float *weight, float floor, int64_t D, float *out)
+{
+    float sum = floor;
+    for (int64_t d = 0; d < D; d++)
+        sum += x[d] * x[d];
+    sum = 1.0f / sqrtf(sum);
+    for (int64_t d = 0; d < D; d++)
+        out[d] = x[d] * sum * weight[d];
+}
+
+/* Each row of x [R, D] normalised, into out */
+void rms_norm(const float *x, const float *weight, float floor, int64_t R, int64_t D, float *out)
+{
+    for (int64_t r = 0; r < R; r++)
+        normalise(x + r * D, weight, floor, D, out + r * D);
+}
+
+/* Each of the first N heads of a row normalised with its own weight [N, d], then its interleaved pairs rotated by
+ * rotation [R, d/2] (cosine, sine); in place. Rows of x are x_stride floats apart. */
+void norm_and_rotate(float *x, int64_t x_stride, const float *weight, float floor, const float *rotation, int64_t R,
+                     int64_t N, int64_t d)
+{
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t n = 0; n < N; n++) {
+            float *head = x + r * x_stride + n * d;
+            const float *turn = rotation + r * d;
+            normalise(head, weight + n * d, floor, d, head);
+            for (int64_t i = 0; i < d; i += 2) {
+                float a = head[i], b = head[i + 1];
+                head[i] = a * turn[i] - b * turn[i + 1];
+                head[i + 1] = a * turn[i + 1] + b * turn[i];
+            }
+        }
+}
+
+/* The K best of E logits of each row, best first, and the softmax of the logits: over those K with `renormalise`, else
+ * over all E. Of equal ones the first is better. */
+void route_top_k(const float *logits, int64_t R, int64_t E, int64_t K, int64_t renormalise, int64_t *ids, float *weights)
+{
+    for (int64_t r = 0; r < R; r++, logits += E, ids += K, weights += K) {
+        float total = 0;
+        for (int64_t k = 0; k < K; k++) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < E; e++) {
+                int taken = 0;
+                for (int64_t j = 0; j < k; j++)
+                    taken |= ids[j] == e;
+                if (!taken && (best < 0 || logits[e] > logits[best]))
+                    best = e;
+            }
+            ids[k] = best;
+            weights[k] = exp_negative(logits[best] - logits[ids[0]]);
+            total += weights[k];
+        }
+        if (!renormalise) {
+            total = 0;
+            for (int64_t e = 0; e < E; e++)
+                total += exp_negative(logits[e] - logits[ids[0]]);
+        }
+        for (int64_t k = 0; k < K; k++)
+            weights[k] /= total;
     }
 }
 
@@ -129,6 +232,16 @@ static void softmax(float *p, int64_t len)
     }
     for (int64_t t = 0; t < len; t++)
         p[t] /= total;
+}
+
+/* New keys and values, rows of `row` floats k_stride and v_stride apart, into their slots of the pages */
+void store_kv(const float *k, int64_t k_stride, const float *v, int64_t v_stride, const int64_t *slots, int64_t T,
+              int64_t row, float *k_pages, float *v_pages)
+{
+    for (int64_t t = 0; t < T; t++) {
+        memcpy(k_pages + slots[t] * row, k + t * k_stride, row * sizeof *k);
+        memcpy(v_pages + slots[t] * row, v + t * v_stride, row * sizeof *v);
+    }
 }
 
 /* Attention of one new token of each sequence over its pages; strides in floats.

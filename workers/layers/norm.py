@@ -8,6 +8,8 @@ import math
 import torch
 from torch.nn import functional as F
 
+from kernels.native.dense import dense_kernels
+
 
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32.
@@ -15,13 +17,14 @@ class RMSNorm:
     `weight` has any shape that broadcasts against x and ends in D; fill it through `load_scale`:
     copy checkpoint values, then multiply by it. The result has x's dtype, or `out_dtype`.
 
-    Two forms, equal to rounding. On CPU an operator costs 1 to 3 us however few rows there are,
-    and `F.rms_norm` runs half a dozen of them inside: for 8 rows of 128 it took 11 us where the
-    four below took 5.5 us together. They use sqrt(mean(x^2) + eps) == hypot(|x|, sqrt(D eps)) /
-    sqrt(D), with the factor sqrt(D) kept in the weight. Elsewhere `F.rms_norm` is one kernel.
+    Three forms, equal to rounding. In float32 on CPU it is one call of our C code, where that is there.
+    Without, an operator costs 1 to 3 us however few rows there are, and `F.rms_norm` runs half a dozen
+    of them inside: for 8 rows of 128 it took 11 us where the four below took 5.5 us together. Both use
+    sqrt(mean(x^2) + eps) == hypot(|x|, sqrt(D eps)) / sqrt(D), with the factor sqrt(D) kept in the
+    weight. Elsewhere `F.rms_norm` is one kernel.
     """
 
-    __slots__ = ("_dim", "_eps", "_floor", "_fused", "load_scale", "weight")
+    __slots__ = ("_dim", "_eps", "_floor", "_fused", "floor", "load_scale", "native", "weight")
 
     def __init__(
         self,
@@ -35,7 +38,9 @@ class RMSNorm:
         self._fused = device.type != "cpu" if fused is None else fused
         self._dim = shape[-1]
         self._eps = eps
-        self._floor = torch.tensor(math.sqrt(self._dim * eps), device=device)
+        self.floor = self._dim * eps
+        self._floor = torch.tensor(math.sqrt(self.floor), device=device)
+        self.native = None if self._fused else dense_kernels(device.type, dtype)
         self.load_scale = 1.0 if self._fused else math.sqrt(self._dim)
         weight_dtype = dtype if self._fused else torch.float32
         self.weight = torch.empty(shape, dtype=weight_dtype, device=device)
@@ -44,6 +49,8 @@ class RMSNorm:
         """x [..., D] in any floating dtype and strides; the result is a new contiguous tensor."""
         if self._fused:
             return self._call_fused(x).to(out_dtype or x.dtype)
+        if self.native is not None and x.dtype == torch.float32 and self.weight.dim() == 1:
+            return self.native.rms_norm(x, self.weight, self.floor).to(out_dtype or x.dtype)
         x_f32 = x.float()
         length = torch.linalg.vector_norm(x_f32, dim=-1, keepdim=True).hypot_(self._floor)
         return torch.div(x_f32, length).mul_(self.weight).to(out_dtype or x.dtype)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
+from workers.layers.norm import RMSNorm
 from workers.models.config import Qwen3MoeConfig
 
 
@@ -31,6 +32,14 @@ def apply_rope(x_TNd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
     """
     x_TNd.view(torch.complex64).mul_(rotation_T1d)
     return x_TNd
+
+
+def norm_and_rotate(norm: RMSNorm, x_TNd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
+    """`apply_rope(norm(x))` in x's dtype; x may be overwritten. norm's weight is [N, d]."""
+    if norm.native is not None:
+        norm.native.norm_and_rotate(x_TNd, norm.weight, norm.floor, rotation_T1d)
+        return x_TNd
+    return apply_rope(norm(x_TNd, torch.float32), rotation_T1d).to(x_TNd.dtype)
 
 
 def _inverse_frequencies(config: Qwen3MoeConfig) -> tuple[torch.Tensor, float]:

@@ -4,7 +4,9 @@ T tokens, D hidden, E experts, K experts per token.
 """
 
 import torch
-from torch.nn import functional as F
+
+from kernels.native.dense import dense_kernels
+from workers.layers.linear import linear
 
 
 def route_tokens(
@@ -20,8 +22,11 @@ def route_tokens(
     Returns topk_idx int64 [T, K], best first, and topk_weights float32 [T, K], which sum to 1 per
     token when `renormalise`. Rows from `num_tokens` on are padding: their topk_idx is -1.
     """
-    logits_TE = F.linear(x_TD, router_ED).float()
-    if renormalise:
+    logits_TE = linear(x_TD, router_ED).float()
+    native = dense_kernels(x_TD.device.type, x_TD.dtype)
+    if native is not None:
+        topk_idx_TK, topk_weights_TK = native.route_top_k(logits_TE, top_k, renormalise)
+    elif renormalise:
         # softmax, top-k, divide by the sum == softmax of the k best logits, two operators less
         best_TK, topk_idx_TK = torch.topk(logits_TE, top_k)
         topk_weights_TK = torch.softmax(best_TK, dim=-1)

@@ -16,8 +16,9 @@ from torch.nn import functional as F
 
 from kernels.placement import ExpertPlacement
 from kernels.select import Kernels
+from workers.layers.linear import linear
 from workers.layers.norm import RMSNorm
-from workers.layers.rope import apply_rope, build_rope_table
+from workers.layers.rope import build_rope_table, norm_and_rotate
 from workers.layers.router import route_tokens
 from workers.models.config import Qwen3MoeConfig
 from workers.models.slots import WeightSlot
@@ -86,7 +87,7 @@ class Qwen3MoeForCausalLM:
 
     def compute_logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """float32 [L, V] from rows of forward's result; the final norm runs on these rows only."""
-        return F.linear(self.norm(hidden_LD), self.lm_head_VD).float()
+        return linear(self.norm(hidden_LD), self.lm_head_VD).float()
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Disk name -> where its values go, for every tensor that this rank holds."""
@@ -137,22 +138,20 @@ class AttentionBlock:
         # q and k heads are normalised and rotated together: half as many operators
         self.qk_norm = make.norm(self.num_qk_heads, config.head_dim)
         self.o_DQ = make.empty(config.hidden_size, config.q_size)
-        self.o_QD = self.o_DQ.t()
         self.o_bias_D = make.empty(config.hidden_size) if config.attention_bias else None
 
     def forward(self, x_TD: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
         """x_TD plus attention, a new tensor."""
-        qkv_TQ = F.linear(self.input_norm(x_TD), self.qkv_QD, self.qkv_bias_Q)
+        qkv_TQ = linear(self.input_norm(x_TD), self.qkv_QD, self.qkv_bias_Q)
         qkv_TNd = qkv_TQ.view(self.qkv_view)
-        qk_TNd = self.qk_norm(qkv_TNd[:, : self.num_qk_heads], torch.float32)
-        qk_TNd = apply_rope(qk_TNd, rotation_T1d).to(x_TD.dtype)
+        qk_TNd = norm_and_rotate(self.qk_norm, qkv_TNd[:, : self.num_qk_heads], rotation_T1d)
         o_THd = self.attention(
             qk_TNd[:, : self.num_heads],
             qk_TNd[:, self.num_heads :],
             qkv_TNd[:, self.num_qk_heads :],
             self.layer,
         )
-        out_TD = torch.addmm(x_TD, o_THd.flatten(1), self.o_QD)
+        out_TD = linear(o_THd.flatten(1), self.o_DQ, x_TD)
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D)
 
     def weight_slots(self) -> Slots:
@@ -183,12 +182,11 @@ class MlpBlock:
         self.norm = make.norm(dim)
         self.w13_2ID = make.empty(2 * width, dim)
         self.w2_DI = make.empty(dim, width)
-        self.w2_ID = self.w2_DI.t()
 
     def forward(self, x_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """x_TD plus the MLP, a new tensor. Padding rows are computed and ignored."""
-        gate_TI, up_TI = F.linear(self.norm(x_TD), self.w13_2ID).chunk(2, dim=-1)
-        return torch.addmm(x_TD, F.silu(gate_TI).mul_(up_TI), self.w2_ID)
+        gate_TI, up_TI = linear(self.norm(x_TD), self.w13_2ID).chunk(2, dim=-1)
+        return linear(F.silu(gate_TI).mul_(up_TI), self.w2_DI, x_TD)
 
     def weight_slots(self) -> Slots:
         """Slots by disk name below the layer's prefix."""
