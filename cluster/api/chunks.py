@@ -70,7 +70,11 @@ def full_body(job: Job, texts: list[str]) -> bytes:
 def _full_choice(job: Job, choice: Choice, text: str) -> dict[str, Any]:
     content: dict[str, Any] = {"text": text}
     if job.is_chat:
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        if choice.parser is not None:
+            choice.parser.push(text, last=True)
+            message |= choice.parser.message()
+        content = {"message": message}
     details: dict[str, Any] = {"logprobs": None}
     if choice.report is not None:
         details = choice.report.take()

@@ -1,4 +1,4 @@
-"""Stream items that carry more than text: logprobs, token ids, usage so far.
+"""Stream items that carry more than text: logprobs, token ids, usage so far, parsed messages.
 
 In `chunks.EventWriter`'s place for the requests that ask for such; slower, since each item is built
 as a whole. Knows nothing of sockets or engines.
@@ -26,21 +26,38 @@ class DetailedEventWriter:
         return self._event(choice, fields, about_prompt)
 
     def text(self, choice: Choice, text: str) -> bytes:
-        """One step's text, possibly empty; with the finish reason when that is known."""
-        fields: dict[str, Any] = (
-            {"delta": {"content": text}} if self._job.is_chat else {"text": text}
-        )
-        if choice.report is None:
-            fields["logprobs"] = None
+        """One step's text, possibly empty; with the finish reason when that is known.
+
+        Nothing while a parser holds the text back, but what is shown of tokens goes out at once.
+        """
+        last = choice.text.finish_reason is not None
+        if not self._job.is_chat:
+            contents: list[dict[str, Any]] = [{"text": text}]
+        elif choice.parser is None:
+            contents = [{"delta": {"content": text}}]
         else:
-            if not self._job.is_chat and choice.index not in self._opened:
-                self._opened.add(choice.index)
-                fields |= choice.report.prompt()
-            fields |= choice.report.take()
-        fields["finish_reason"] = choice.finish_reason
-        if choice.finish_reason is not None:
+            deltas = choice.parser.push(text, last=last)
+            contents = [{"delta": delta} for delta in deltas]
+            if not contents and (last or choice.report is not None or self._job.continuous_usage):
+                contents = [{"delta": {}}]
+        if not contents:
+            return b""
+        plain = {"logprobs": None, "finish_reason": None}
+        items = [self._event(choice, content | plain, {}) for content in contents[:-1]]
+        fields = contents[-1] | self._details(choice) | {"finish_reason": choice.finish_reason}
+        if last:
             fields["stop_reason"] = choice.text.stop_reason
-        return self._event(choice, fields, {})
+        return b"".join([*items, self._event(choice, fields, {})])
+
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        """What is shown of the tokens since the last item; with the first one of the prompt's too."""
+        if choice.report is None:
+            return {"logprobs": None}
+        fields = choice.report.take()
+        if not self._job.is_chat and choice.index not in self._opened:
+            self._opened.add(choice.index)
+            fields |= choice.report.prompt()
+        return fields
 
     def usage(self) -> bytes:
         """The item after all choices, when the client asked for it."""

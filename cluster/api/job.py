@@ -12,6 +12,7 @@ from typing import Any
 
 from cluster.api.backend import EngineBackend
 from cluster.api.logprobs import Shown, TokenReport
+from cluster.api.message_parser import MessageParser
 from cluster.api.prompt import Prompt, PromptEncoder
 from cluster.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, check_text
 from cluster.api.sampling import SamplingBuilder
@@ -32,6 +33,7 @@ class Choice:
 
     echo    shown before the first token
     report  what is shown of its tokens beside the text; None = nothing
+    parser  makes a chat message of the text; None = the text is its content
     """
 
     index: int
@@ -41,12 +43,16 @@ class Choice:
     text: TextStream | NoText
     echo: str = ""
     report: TokenReport | None = None
+    parser: MessageParser | None = None
     num_cached_tokens: int = 0
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None while it runs."""
-        return self.text.finish_reason
+        """Why it ended, as the client is told; None while it runs."""
+        reason = self.text.finish_reason
+        if reason is None or self.parser is None:
+            return reason
+        return self.parser.finish_reason(reason)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +80,8 @@ class Job:
     @property
     def has_details(self) -> bool:
         """Whether stream items carry more than text and how it ended."""
-        return self.continuous_usage or self.choices[0].report is not None
+        choice = self.choices[0]
+        return self.continuous_usage or choice.report is not None or choice.parser is not None
 
     @property
     def num_completion_tokens(self) -> int:
