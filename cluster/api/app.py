@@ -30,6 +30,7 @@ from cluster.api.protocol import (
     parse_chat,
     parse_completion,
 )
+from cluster.api.record import Recorder
 from cluster.api.respond import JobResponse
 from cluster.api.settings import ApiSettings, package_version
 from cluster.api.tokenizer import ServingTokenizer
@@ -45,6 +46,7 @@ def create_app(
     tokenizer: ServingTokenizer,
     settings: ApiSettings | None = None,
     gate: Gate | None = None,
+    recorder: Recorder | None = None,
 ) -> FastAPI:
     """An application that serves the provider's engine.
 
@@ -53,7 +55,8 @@ def create_app(
     """
     settings = settings or ApiSettings()
     gate = gate or Gate(settings.max_open_choices)
-    metrics = IngressMetrics()
+    recorder = recorder or Recorder(IngressMetrics())
+    metrics = recorder.metrics
     # The pages that FastAPI would add load their scripts from other servers.
     app = FastAPI(
         title="Phalanx",
@@ -65,7 +68,7 @@ def create_app(
     _add_middleware(app, settings, metrics)
     _add_error_handlers(app)
     jobs = JobFactory(tokenizer, settings)
-    _add_generation_routes(app, backend_provider, jobs, settings, metrics, gate)
+    _add_generation_routes(app, backend_provider, jobs, settings, recorder, gate)
     _add_model_routes(app, backend_provider)
     add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
@@ -93,14 +96,14 @@ def _add_generation_routes(
     backend_provider: BackendProvider,
     jobs: JobFactory,
     settings: ApiSettings,
-    metrics: IngressMetrics,
+    recorder: Recorder,
     gate: Gate,
 ) -> None:
     async def answer(request: Request, parse: Callable, make_job: Callable) -> Response:
         gate.check()  # first of all: a refusal must be cheap
         body = await read_json_object(request, settings)
         backend = backend_provider()
-        metrics.set_model_name(backend.model_name)
+        recorder.metrics.set_model_name(backend.model_name)
         parsed = parse(body)
         ticket = gate.admit(_num_choices(parsed))
         try:
@@ -108,7 +111,7 @@ def _add_generation_routes(
         except BaseException:
             ticket.release()
             raise
-        response = JobResponse(job, backend, metrics)
+        response = JobResponse(job, backend, recorder)
         return AdmittedResponse(response, gate, ticket, settings.request_timeout_s)
 
     @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))

@@ -1,6 +1,7 @@
 """Pure ASGI middleware: request ids and counts of answers. One plain call per sent message."""
 
 import re
+import time
 import uuid
 from collections.abc import Awaitable
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.gate import STARTED
+from cluster.api.record import REQUEST_ID
 from cluster.metrics import IngressMetrics
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
@@ -26,6 +28,8 @@ class RequestContext:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
+        scope[REQUEST_ID] = request_id.decode("ascii")
+        arrived = time.perf_counter()
 
         def tagged_send(message: Message) -> Awaitable[None]:
             # No coroutine of its own: this runs for every streamed token.
@@ -35,7 +39,10 @@ class RequestContext:
                 self._metrics.observe_http(_handler(scope), message["status"])
             return send(message)
 
-        await self._app(scope, receive, tagged_send)
+        try:
+            await self._app(scope, receive, tagged_send)
+        finally:
+            self._metrics.observe_http_end(_handler(scope), time.perf_counter() - arrived)
 
 
 def _request_id(scope: Scope) -> bytes:

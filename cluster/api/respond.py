@@ -8,7 +8,6 @@ parsing.
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 from starlette.responses import Response
@@ -18,8 +17,8 @@ from cluster.api.backend import EngineBackend
 from cluster.api.chunks import DONE, EventWriter, error_event, full_body
 from cluster.api.detailed_events import DetailedEventWriter
 from cluster.api.job import Choice, Job
+from cluster.api.record import JobRecord, Recorder
 from cluster.errors import EngineDeadError, ServingError
-from cluster.metrics import IngressMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +33,16 @@ _STREAM_HEADERS = [
 class JobResponse(Response):
     """The answer to one generation request. Errors before the first byte are raised, not sent."""
 
-    def __init__(self, job: Job, backend: EngineBackend, metrics: IngressMetrics) -> None:
+    def __init__(self, job: Job, backend: EngineBackend, recorder: Recorder) -> None:
         super().__init__()
         self._job = job
         self._backend = backend
-        self._metrics = metrics
+        self._recorder = recorder
+        self._record: JobRecord | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the answer until it is complete or the client is gone."""
+        record = self._record = self._recorder.begin(self._job, scope)
         answer = self._stream(send) if self._job.stream else self._collect(send)
         work = asyncio.create_task(answer)
         gone = asyncio.create_task(_wait_for_disconnect(receive))
@@ -50,6 +51,7 @@ class JobResponse(Response):
         finally:
             running = [task for task in (work, gone) if task.cancel()]
             await asyncio.gather(*running, return_exceptions=True)
+            record.end(None if work.cancelled() else work.exception())
         if not work.cancelled():
             work.result()  # raises what the job raised
 
@@ -85,7 +87,8 @@ class JobResponse(Response):
                 body = writer.text(choice, choice.echo + text)
                 if job.is_chat:
                     body = writer.role(choice) + body
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             await self._run_all(emit)
@@ -113,18 +116,17 @@ class JobResponse(Response):
 
     async def _run(self, choice: Choice, emit: Emit) -> None:
         """One choice from its first token to its last. Its text goes out through `emit`."""
-        metrics, started = self._metrics, self._job.started
+        assert self._record is not None
+        record = self._record.choice(choice)
         text, report = choice.text, choice.report
         outputs = self._backend.generate(
             choice.request_id, choice.prompt_token_ids, choice.params, **self._job.routing
         )
-        first_token_s: float | None = None
-        reason = "abort"  # unless it comes to an end or an error: the client went away
         try:
             async for output in outputs:
                 if output.finish_reason in ("error", "abort"):
                     raise EngineDeadError(output.error or "the engine ended this request")
-                if first_token_s is None:
+                if not record.first_token_s:
                     choice.num_cached_tokens = output.num_cached_tokens
                 if report is None:
                     piece = text.push(output)
@@ -133,26 +135,18 @@ class JobResponse(Response):
                     piece = text.push(output)
                     report.add(output, text.num_tokens - num_before)
                 await emit(choice, piece)
-                if first_token_s is None:
-                    first_token_s = time.perf_counter() - started
-                    metrics.observe_first_token(first_token_s)
+                record.piece(output)
                 if text.finish_reason is not None:
                     break
             else:
                 raise EngineDeadError("the engine ended this request without an answer")
-            reason = text.finish_reason
-        except Exception:
-            reason = "error"
+            record.reason = text.finish_reason
+        except Exception as error:
+            record.failed(error)
             raise
         finally:
             await outputs.aclose()  # aborts the request unless it is complete
-            metrics.observe_end(reason)
-        metrics.observe_finished(
-            num_prompt_tokens=len(choice.prompt_token_ids),
-            num_output_tokens=text.num_tokens,
-            first_token_s=first_token_s or 0.0,
-            total_s=time.perf_counter() - started,
-        )
+            record.end()
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

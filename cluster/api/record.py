@@ -1,0 +1,133 @@
+"""What becomes of each request: counts for /metrics, a line in the log, a trace where somebody collects them.
+
+A choice's record is touched once a token; everything else happens once a request. Knows nothing of answers.
+"""
+
+import logging
+import time
+from typing import Protocol
+
+from starlette.types import Scope
+
+from cluster.api.job import Choice, Job
+from cluster.metrics import IngressMetrics
+from workers.request import RequestOutput, RequestTimes
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "phalanx.request_id"
+"""Key of the scope: the x-request-id of a request, or the one that was made up for it."""
+
+
+class Tracer(Protocol):
+    """Told of each request at its end."""
+
+    def record(self, record: "JobRecord", reason: str) -> None:
+        """Make a span of it."""
+        ...
+
+
+class Recorder:
+    """One for each ingress. access_log: a line at level info for each request, not only for those that fail."""
+
+    def __init__(
+        self, metrics: IngressMetrics, tracer: Tracer | None = None, *, access_log: bool = False
+    ) -> None:
+        self.metrics = metrics
+        self.tracer = tracer
+        self.level = logging.INFO if access_log else logging.DEBUG
+
+    def begin(self, job: Job, scope: Scope) -> "JobRecord":
+        """A request is about to run."""
+        return JobRecord(self, job, scope)
+
+
+class JobRecord:
+    """One request of a client, with all its choices."""
+
+    def __init__(self, recorder: Recorder, job: Job, scope: Scope) -> None:
+        self.job = job
+        self.scope = scope
+        self.choices: list[ChoiceRecord] = []
+        self._recorder = recorder
+
+    @property
+    def request_id(self) -> str:
+        """What the answer's x-request-id says."""
+        return self.scope.get(REQUEST_ID, "")
+
+    def choice(self, choice: Choice) -> "ChoiceRecord":
+        """One of its choices begins."""
+        record = ChoiceRecord(self._recorder.metrics, self.job.started, choice)
+        self.choices.append(record)
+        return record
+
+    def end(self, error: BaseException | None) -> None:
+        """It was answered, or ended by `error`, or its client went away."""
+        recorder = self._recorder
+        error = error or next((c.error for c in self.choices if c.error is not None), None)
+        reasons = {choice.reason for choice in self.choices} or {"abort"}
+        reason = "error" if error else "abort" if "abort" in reasons else ",".join(sorted(reasons))
+        level = logging.WARNING if reason == "error" else recorder.level
+        if logger.isEnabledFor(level):
+            extra = {"request_id": self.request_id}
+            logger.log(level, "%s", self._line(reason, error), extra=extra)
+        if recorder.tracer is not None:
+            recorder.tracer.record(self, reason)
+
+    def _line(self, reason: str, error: BaseException | None) -> str:
+        job = self.job
+        first = min((c.first_token_s for c in self.choices if c.first_token_s), default=0.0)
+        line = (
+            f"{job.response_id} {reason}: {job.num_prompt_tokens} + {job.num_completion_tokens} tokens, "
+            f"first after {first:.3f} s, {time.perf_counter() - job.started:.3f} s"
+        )
+        return line if error is None else f"{line}: {error}"
+
+
+class ChoiceRecord:
+    """One sequence from its first piece to its end. times: what its rank said, if it came to its end there."""
+
+    __slots__ = (
+        *("_last", "_metrics", "_started"),
+        *("choice", "error", "first_token_s", "reason", "times"),
+    )
+
+    def __init__(self, metrics: IngressMetrics, started: float, choice: Choice) -> None:
+        self.choice = choice
+        self.reason = "abort"  # unless it comes to an end or an error: the client went away
+        self.error: Exception | None = None
+        self.first_token_s = 0.0
+        self.times: RequestTimes | None = None
+        self._metrics = metrics
+        self._started = started
+        self._last = 0.0
+
+    def piece(self, output: RequestOutput) -> None:
+        """Some of its tokens left."""
+        now = time.perf_counter()
+        if self._last:
+            self._metrics.observe_inter_token(now - self._last)
+        else:
+            self.first_token_s = now - self._started
+            self._metrics.observe_first_token(self.first_token_s)
+        self._last = now
+        if output.times is not None:
+            self.times = output.times
+
+    def failed(self, error: Exception) -> None:
+        """It ended with an error."""
+        self.reason = "error"
+        self.error = error
+
+    def end(self) -> None:
+        """Nothing more comes; `reason` says why."""
+        self._metrics.observe_end(self.reason)
+        if self.reason in ("abort", "error"):
+            return
+        self._metrics.observe_finished(
+            num_prompt_tokens=len(self.choice.prompt_token_ids),
+            num_output_tokens=self.choice.text.num_tokens,
+            first_token_s=self.first_token_s,
+            total_s=time.perf_counter() - self._started,
+        )
