@@ -29,7 +29,7 @@ export class ServerError extends Error {
 }
 
 // fetch() that sends the key and throws a ServerError for everything that is not a good answer,
-// except an abort, which stays what it is. Paths are relative: a proxy may put a prefix before us.
+// except what the signal in `options` ends. Paths are relative: a proxy may put a prefix before us.
 export async function call(path, options = {}) {
   const headers = { ...options.headers };
   if (key) headers.authorization = `Bearer ${key}`;
@@ -37,7 +37,7 @@ export async function call(path, options = {}) {
   try {
     response = await fetch(path, { ...options, headers, cache: "no-store" });
   } catch (error) {
-    if (error.name === "AbortError") throw error;
+    if (options.signal?.aborted) throw error;
     throw new ServerError("The server does not answer.");
   }
   if (!response.ok) throw await failure(response);
@@ -58,11 +58,11 @@ async function failure(response) {
 }
 
 // The JSON items of an event stream. An error item and a stream without its end throw.
-export async function* items(response) {
+export async function* items(response, signal) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await read(reader);
+    const { value, done } = await read(reader, signal);
     if (done) throw new ServerError("The connection ended before the answer was complete.");
     const lines = (rest + value).split("\n");
     rest = lines.pop();
@@ -77,11 +77,11 @@ export async function* items(response) {
   }
 }
 
-async function read(reader) {
+async function read(reader, signal) {
   try {
     return await reader.read();
   } catch (error) {
-    if (error.name === "AbortError") throw error;
+    if (signal.aborted) throw error;
     throw new ServerError("The connection broke before the answer was complete.");
   }
 }

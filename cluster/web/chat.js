@@ -106,7 +106,7 @@ export class Chat {
       body: JSON.stringify(body),
       signal,
     });
-    for await (const item of items(response)) {
+    for await (const item of items(response, signal)) {
       usage = item.usage ?? usage;
       const choice = item.choices[0];
       if (!choice) continue;
@@ -199,7 +199,9 @@ class View {
 
   finish() {
     delete this.element.dataset.running;
-    this.element.querySelector(".note").textContent = this.notes.join(" \u00b7 ");
+    const note = this.element.querySelector(".note");
+    note.textContent = this.notes.join(" \u00b7 ");
+    note.hidden = !this.notes.length;
     if (!this.content) this.element.querySelector(".copy").hidden = true;
     this.element.querySelector("footer").hidden = false;
     this.flush();
@@ -209,5 +211,6 @@ class View {
 function fitInput() {
   const input = byId("input");
   input.style.height = "auto";
-  input.style.height = `${input.scrollHeight}px`;
+  const border = input.offsetHeight - input.clientHeight;
+  input.style.height = `${input.scrollHeight + border}px`;
 }

@@ -79,4 +79,4 @@ if (matchMedia("(max-width: 820px)").matches) {
 }
 new Chat({ settings, modelName: () => model, onError: askForKey });
 const ranks = new Ranks(showState);
-ranks.schedule(0);
+loadModel().then(() => ranks.schedule(0));

@@ -82,13 +82,15 @@ export class Ranks {
     }
     this.rows = new Map(found.map((it) => [it.rank, this.rows.get(it.rank) ?? newRow(it.rank)]));
     for (const it of found) this.fill(this.rows.get(it.rank), it, most);
+    const [running, waiting] = ["running", "waiting"].map((name) => found.reduce((sum, it) => sum + it[name], 0));
+    byId("load").textContent = requests(running, waiting);
     if (known.length) this.showTotal(known.reduce((sum, rank) => sum + rank.tokens, 0));
   }
 
   fill(row, it, most) {
     const text = (name, value) => (row.querySelector(name).textContent = value);
     text(".tokens", it.tokens === null ? "" : `${whole(it.tokens)} tok/s`);
-    text(".requests", it.waiting ? `${it.running} + ${it.waiting} queued` : `${it.running} running`);
+    text(".requests", requests(it.running, it.waiting));
     text(".cache", percent(it.cache));
     text(".exchange", it.exchange === null ? "\u2013" : percent(it.exchange));
     bar(row, "tokens", (it.tokens ?? 0) / this.busiest);
@@ -119,6 +121,8 @@ function bar(row, kind, ...shares) {
   const parts = row.querySelector(`[data-kind=${kind}]`).children;
   shares.forEach((share, i) => (parts[i].style.width = `${Math.min(1, share) * 100}%`));
 }
+
+const requests = (running, waiting) => (waiting ? `${running} + ${waiting} queued` : `${running} running`);
 
 const whole = (value) => Math.round(value).toLocaleString("en");
 
