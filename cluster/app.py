@@ -2,16 +2,18 @@
 
 from ray.serve import Application
 
+from cluster.api_keys import load_digests
 from cluster.config import load_config
-from cluster.ingress import Ingress
+from cluster.ingress import deploy
 
 
 def build(args: dict[str, str]) -> Application:
     """The Serve application of a YAML. `args` holds `config` and any `key.path=value` overrides.
 
-    Raises ConfigError when the configuration is wrong.
+    API keys come from this process's environment and from serve.api_keys_file. Raises ConfigError when the
+    configuration is wrong, ApiKeyError when the keys are.
     """
     options = dict(args)
     path = options.pop("config", "configs/local.yaml")
     config = load_config(path, [f"{key}={value}" for key, value in options.items()])
-    return Ingress.options(num_replicas=config.serve.replicas).bind(config, listen=False)
+    return deploy(config, listen=False, api_key_digests=load_digests(config.serve.api_keys_file))

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cluster.api_keys import VARIABLE, load_digests
 from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
 from kernels import select
 from kernels.placement import ExpertPlacement
@@ -55,8 +56,13 @@ class CheckReport:
         return asdict(self)
 
 
-def check(config: PhalanxConfig) -> CheckReport:
-    """Resolve a valid configuration. Raises KernelChoiceError when a named backend cannot run."""
+def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport:
+    """Resolve a valid configuration; None = look for API keys where the server would.
+
+    Raises KernelChoiceError when a named backend cannot run, ApiKeyError when the keys cannot be used.
+    """
+    if num_api_keys is None:
+        num_api_keys = len(load_digests(config.serve.api_keys_file))
     rank_config = resolve_rank_config(config)
     model = load_model_config(config.model.path)
     dtype = getattr(torch, str(rank_config.model.dtype))
@@ -78,7 +84,7 @@ def check(config: PhalanxConfig) -> CheckReport:
             family: {"name": name, "reason": reasons[family]}
             for family, name in selection.names().items()
         },
-        warnings=list(_warnings(config, rank_config, model, ranks)),
+        warnings=list(_warnings(config, rank_config, model, ranks, num_api_keys)),
     )
 
 
@@ -166,7 +172,11 @@ def _buffer_bytes(
 
 
 def _warnings(
-    config: PhalanxConfig, rank_config: RankConfig, model: Qwen3MoeConfig, ranks: list[RankRow]
+    config: PhalanxConfig,
+    rank_config: RankConfig,
+    model: Qwen3MoeConfig,
+    ranks: list[RankRow],
+    num_api_keys: int,
 ) -> Iterator[str]:
     per_node = rank_config.num_ranks // rank_config.num_nodes
     if rank_config.device == "cuda":
@@ -183,8 +193,11 @@ def _warnings(
             f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "
             f"{rank_config.num_ranks - model.num_experts} rank(s) hold none"
         )
-    if not _is_loopback(config.serve.host):
-        yield f"serve.host is {config.serve.host}: whoever can reach this machine can use the model"
+    if not num_api_keys and not _is_loopback(config.serve.host):
+        yield (
+            f"serve.host is {config.serve.host}: whoever can reach this machine can use the model; "
+            f"set {VARIABLE} or serve.api_keys_file to ask for a key"
+        )
     version = foreign_kernels_version()
     if version is not None:
         yield (
@@ -237,16 +250,22 @@ def _is_loopback(host: str) -> bool:
 def render(report: CheckReport, console: Console) -> None:
     """Print a report for people."""
     console.print("configuration", style="bold")
-    for section, values in report.config.items():
-        console.print(f"  {section}")
-        for key, value in values.items():
-            console.print(f"    {key:<24}{'null' if value is None else value}")
+    _render_tree(report.config, "  ", console)
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():
         console.print(f"  {family:<14}{choice['name']:<15}{choice['reason']}")
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow")
+
+
+def _render_tree(tree: dict[str, Any], indent: str, console: Console) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            console.print(f"{indent}{key}")
+            _render_tree(value, f"{indent}  ", console)
+        else:
+            console.print(f"{indent}{key:<24}{'null' if value is None else value}")
 
 
 def _rank_table(ranks: list[RankRow]) -> Table:

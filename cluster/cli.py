@@ -145,11 +145,12 @@ def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
 
 
 def _checked(config: "PhalanxConfig") -> "CheckReport":
+    from cluster.api_keys import ApiKeyError
     from cluster.check import check as resolve
     from cluster.config import ConfigError
     from kernels.select import KernelChoiceError
 
-    with _user_errors(ConfigError, KernelChoiceError):
+    with _user_errors(ApiKeyError, ConfigError, KernelChoiceError):
         return resolve(config)
 
 

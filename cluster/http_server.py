@@ -10,25 +10,29 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
-SHUTDOWN_S = 3  # for requests under way when the replica is told to go
+from cluster.http_protocol import limited_protocol
+from cluster.serve_config import ServeConfig
+
+SHUTDOWN_S = 3  # for what is still open when the server is told to stop; whoever stops it may wait longer before
 
 
 class HttpServer:
-    """Serves an ASGI application on host:port; replicas of one node share the port."""
+    """Serves an ASGI application on serve.host:serve.port; replicas of one node share the port."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int):
+    def __init__(self, app: ASGIApp, config: ServeConfig):
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=limited_protocol(config.limits.client_timeout_s),
                 ws="none",
                 lifespan="off",
                 access_log=False,
                 log_level="warning",
+                timeout_keep_alive=config.limits.keep_alive_s,
                 timeout_graceful_shutdown=SHUTDOWN_S,
             )
         )
-        self._socket = _listen(host, port)
+        self._socket = _listen(config.host, config.port)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -42,7 +46,7 @@ class HttpServer:
             raise RuntimeError("the HTTP server of this ingress has ended")
 
     async def stop(self) -> None:
-        """Close the port, then end what is still open."""
+        """Close the port, then end what is still open. Again or before the start it does nothing."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

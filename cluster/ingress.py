@@ -1,46 +1,63 @@
-"""The Ray Serve deployment: an HTTP server process in front of the ranks. All of HTTP is in cluster/api."""
+"""The Ray Serve deployment: an HTTP server process in front of the ranks. All of HTTP is in cluster/api.
+
+Its end: no request is let in any more, those under way get their time, the port closes, the supervisor hears of it.
+"""
 
 import asyncio
+import logging
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayError
 
 from cluster.api.app import create_app
+from cluster.api.gate import Gate
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import load_default_sampling, load_tokenizer
 from cluster.config import PhalanxConfig
 from cluster.engine_client import EngineClient
 from cluster.http_server import HttpServer
+from cluster.serve_config import open_choices_limit
+
+logger = logging.getLogger(__name__)
+
+STOPPING = "the server is stopping"
+LAST_WORDS_S = 1.0  # for telling the clients of requests that took too long to finish
+# What Serve waits beyond the drain before it kills a replica: closing connections takes a few seconds at worst.
+KILL_AFTER_S = 10.0
 
 
 @serve.deployment(
     # Admission is ours: Serve must neither queue nor refuse before we have looked.
     max_ongoing_requests=100_000,
     ray_actor_options={"num_cpus": 0},
-    graceful_shutdown_timeout_s=5,
 )
 @serve.ingress()
 class Ingress:
     """One ingress replica; ready when the ranks are.
 
     listen: answer on serve.host:serve.port itself; otherwise requests come through Serve's proxies.
+    api_key_digests: of the keys that clients may bring; none = no key is asked for.
     """
 
-    async def __init__(self, config: PhalanxConfig, *, listen: bool):
+    async def __init__(
+        self, config: PhalanxConfig, *, listen: bool, api_key_digests: tuple[bytes, ...]
+    ):
         self._client = EngineClient(config)
         # The tokenizer's import takes seconds; the ranks come up meanwhile.
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
-        settings = ApiSettings(
-            max_body_bytes=config.serve.limits.max_body_bytes,
-            default_sampling=load_default_sampling(config.model.path),
-        )
-        self._app = create_app(lambda: self._client, tokenizer, settings)
+        settings = _settings(config, api_key_digests)
+        self._gate = Gate(settings.max_open_choices)
+        self._app = create_app(lambda: self._client, tokenizer, settings, self._gate)
         await connected
+        self._drain_timeout_s = config.serve.drain_timeout_s
+        self._drained: asyncio.Task[None] | None = None
         self._server: HttpServer | None = None
         if listen:
-            self._server = HttpServer(self._app, config.serve.host, config.serve.port)
+            self._server = HttpServer(self._app, config.serve)
             self._server.start()
+        self._follower = asyncio.create_task(self._drain_when_told())
 
     def __serve_build_asgi_app__(self) -> Any:
         """The application for Serve's proxies."""
@@ -48,10 +65,61 @@ class Ingress:
 
     def check_health(self) -> None:
         """Asked by Serve from time to time; a replica that raises is replaced."""
-        if self._server is not None:
+        if self._server is not None and not self._gate.closed:
             self._server.check()
 
     async def __del__(self) -> None:
-        if getattr(self, "_server", None) is not None:
-            await self._server.stop()
+        if hasattr(self, "_follower"):
+            self._follower.cancel()
+            await self._drain(self._drain_timeout_s)
         await self._client.close()
+
+    async def _drain_when_told(self) -> None:
+        try:
+            await self._drain(await self._client.drain_asked())
+            await self._client.report_drained()
+        except (
+            RayError
+        ) as error:  # the ranks are gone with the supervisor; every request is told so
+            logger.warning("the supervisor is gone: %s", type(error).__name__)
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Once, however often it is asked for."""
+        if self._drained is None:
+            self._drained = asyncio.create_task(self._drain_once(timeout_s))
+        await asyncio.shield(self._drained)
+
+    async def _drain_once(self, timeout_s: float) -> None:
+        gate = self._gate
+        gate.close(STOPPING)
+        try:
+            await asyncio.wait_for(gate.wait_empty(), timeout_s)
+        except TimeoutError:
+            logger.warning("%d requests did not finish in %g s", gate.num_requests, timeout_s)
+            gate.end_all()
+            await asyncio.wait((asyncio.ensure_future(gate.wait_empty()),), timeout=LAST_WORDS_S)
+        if self._server is not None:
+            await self._server.stop()
+
+
+def deploy(
+    config: PhalanxConfig, *, listen: bool, api_key_digests: tuple[bytes, ...]
+) -> serve.Application:
+    """The Serve application of a configuration."""
+    options = Ingress.options(
+        num_replicas=config.serve.replicas,
+        graceful_shutdown_timeout_s=config.serve.drain_timeout_s + KILL_AFTER_S,
+    )
+    return options.bind(config, listen=listen, api_key_digests=api_key_digests)
+
+
+def _settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...]) -> ApiSettings:
+    serve_config = config.serve
+    num_running = config.cluster.ranks * config.scheduler.max_num_seqs
+    return ApiSettings(
+        **serve_config.limits.model_dump(exclude={"keep_alive_s"}),
+        max_open_choices=open_choices_limit(serve_config, num_running),
+        api_key_digests=api_key_digests,
+        cors_origins=tuple(serve_config.cors_origins),
+        default_sampling=load_default_sampling(config.model.path),
+    )

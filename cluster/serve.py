@@ -1,20 +1,24 @@
-"""`phalanx serve`: start Ray, the ranks and the HTTP endpoint, say how far it is, serve until told to stop."""
+"""`phalanx serve`: start Ray, the ranks and the HTTP endpoint, say how far it is, serve until told to stop.
+
+SIGTERM lets the requests under way finish, for serve.drain_timeout_s at most; SIGINT, or a second signal, ends them.
+"""
 
 import errno
 import logging
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
 
+from cluster.api_keys import VARIABLE, load_digests
 from cluster.config import PhalanxConfig
+from cluster.stop_signals import StopSignals
 
 # Ray starts workers at niceness 15, where any other process of the machine slows the ranks down. Read when Ray
 # starts; an operator's own setting wins. Serve's controller looks at its replicas ten times a second, which takes 5 %
@@ -25,6 +29,7 @@ AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
 POLL_S = 0.1
 HTTP_STOP_S = 5.0  # how long a call of Serve that is under way may take to return
+DRAIN_EXTRA_S = 3.0  # for an ingress to close its connections and tell
 
 console = Console(highlight=False)
 
@@ -36,40 +41,38 @@ class ServerError(RuntimeError):
 def run_server(config: PhalanxConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises ServerError when the start fails or the ranks do, ConfigError and KernelChoiceError when the configuration
-    does not fit this machine.
+    Raises ServerError when the start fails or the ranks do; ConfigError, ApiKeyError and KernelChoiceError when the
+    configuration does not fit this machine.
     """
     started = time.monotonic()
+    stop = StopSignals()
+    stop.install()
+    digests = load_digests(config.serve.api_keys_file)
+    os.environ.pop(VARIABLE, None)  # no process of Ray needs to know the keys themselves
     _check_port(config.serve.host, config.serve.port)
-    stop = threading.Event()
-    _stop_on_signals(stop)
     try:
         # The check imports torch, which takes about as long as Ray's processes.
         with _stage("ray and checks"), ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(_check, config)
+            checking = pool.submit(_check, config, len(digests))
             _start_ray(config)
             warnings = checking.result()
-        _stop_on_signals(stop)  # again, since Ray has put its own handlers in their place
+        stop.install()  # again, since Ray has put its own handlers in their place
         for warning in warnings:
             console.print(f"  warning: {warning}", style="yellow")
-        url = _start(config, stop)
+        url = _start(config, digests, stop)
         if url is not None:
-            console.print(f"ready in {time.monotonic() - started:.1f} s: {url}", style="bold")
+            asks = f", {len(digests)} API key(s)" if digests else ""
+            console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{asks}", style="bold")
             _watch(config, stop)
+            _drain(config, stop)
     finally:
-        stop.set()  # for the thread that starts HTTP
         _shut_down(config)
 
 
-def _stop_on_signals(stop: threading.Event) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-
-
-def _check(config: PhalanxConfig) -> list[str]:
+def _check(config: PhalanxConfig, num_api_keys: int) -> list[str]:
     from cluster.check import check
 
-    return check(config).warnings
+    return check(config, num_api_keys).warnings
 
 
 def _start_ray(config: PhalanxConfig) -> None:
@@ -93,14 +96,14 @@ def _start_ray(config: PhalanxConfig) -> None:
     )
 
 
-def _start(config: PhalanxConfig, stop: threading.Event) -> str | None:
+def _start(config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals) -> str | None:
     """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
     from cluster import supervisor
 
     actor = supervisor.get_or_create(config)
     _ray_get()(actor.start.remote(config))
     failure: list[BaseException] = []
-    http = threading.Thread(target=_start_http, args=(config, stop, failure), daemon=True)
+    http = threading.Thread(target=_start_http, args=(config, digests, stop, failure), daemon=True)
     http.start()
     try:
         return _follow_start(config, actor, http, failure, stop)
@@ -118,7 +121,7 @@ def _follow_start(
     actor: Any,
     http: threading.Thread,
     failure: list[BaseException],
-    stop: threading.Event,
+    stop: StopSignals,
 ) -> str | None:
     """Print each stage as it ends."""
     ray_get = _ray_get()
@@ -148,18 +151,23 @@ def _follow_start(
     return None
 
 
-def _start_http(config: PhalanxConfig, stop: threading.Event, failure: list[BaseException]) -> None:
+def _start_http(
+    config: PhalanxConfig,
+    digests: tuple[bytes, ...],
+    stop: StopSignals,
+    failure: list[BaseException],
+) -> None:
     try:
         from ray import serve
 
-        from cluster.ingress import Ingress
+        from cluster.ingress import deploy
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         if stop.is_set():
             return
         serve.start(proxy_location="Disabled")
         name = config.serve.app_name
-        app = Ingress.options(num_replicas=config.serve.replicas).bind(config, listen=True)
+        app = deploy(config, listen=True, api_key_digests=digests)
         target = serve.RunTarget(app, name=name, route_prefix="/")
         if not stop.is_set():
             serve.run_many([target], wait_for_applications_running=False)
@@ -174,7 +182,7 @@ def _start_http(config: PhalanxConfig, stop: threading.Event, failure: list[Base
         failure.append(error)
 
 
-def _watch(config: PhalanxConfig, stop: threading.Event) -> None:
+def _watch(config: PhalanxConfig, stop: StopSignals) -> None:
     """Return when told to stop; raise ServerError when the ranks have failed."""
     from cluster import supervisor
 
@@ -184,6 +192,24 @@ def _watch(config: PhalanxConfig, stop: threading.Event) -> None:
         status = ray_get(actor.status.remote())
         if status.state != "ready":
             raise ServerError(status.error)
+
+
+def _drain(config: PhalanxConfig, stop: StopSignals) -> None:
+    """Let no request in any more; return when the last one has ended, its time is over, or somebody is in a hurry."""
+    from ray.exceptions import RayError
+
+    from cluster import supervisor
+
+    timeout_s = config.serve.drain_timeout_s if stop.patient else 0.0
+    with _stage("drained"), console.status("finishing requests"), suppress(RayError):
+        ray_get = _ray_get()
+        actor = supervisor.get_or_create(config)
+        ray_get(actor.drain.remote(timeout_s))
+        deadline = time.monotonic() + timeout_s + DRAIN_EXTRA_S
+        while time.monotonic() < deadline and not ray_get(actor.is_drained.remote()):
+            if timeout_s and not stop.patient:
+                return
+            time.sleep(POLL_S)
 
 
 def _shut_down(config: PhalanxConfig) -> None:

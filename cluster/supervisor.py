@@ -82,6 +82,9 @@ class Supervisor:
         self._ranks: list[ray.actor.ActorHandle] = []
         self._leases: dict[str, float] = {}
         self._metrics = SnapshotTotals()
+        self._drain_timeout_s = 0.0
+        self._draining = asyncio.Event()
+        self._drained: set[str] = set()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, config: PhalanxConfig) -> None:
@@ -121,12 +124,13 @@ class Supervisor:
 
     async def drain(self, timeout_s: float) -> None:
         """Tell every ingress to finish what it has within so many seconds, and to take nothing new."""
-        if not self._drain_s.done():
-            self._drain_s.set_result(timeout_s)
+        self._drain_timeout_s = timeout_s
+        self._draining.set()
 
     async def drain_asked(self) -> float:
         """Returns, with drain's argument, when that has been called; an ingress waits here."""
-        return await asyncio.shield(self._drain_s)
+        await self._draining.wait()
+        return self._drain_timeout_s
 
     async def drained(self, ingress_id: str) -> None:
         """An ingress has finished."""

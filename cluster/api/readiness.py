@@ -5,6 +5,7 @@ process still answers. Knows nothing of HTTP.
 """
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from cluster.api.backend import EngineBackend
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
 from workers.request import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 PROBE_PRIORITY = -(
     2**31
@@ -54,8 +57,12 @@ class Readiness:
         silent = {rank for rank, probe in enumerate(probes) if probe.cancel()}
         await asyncio.gather(*probes, return_exceptions=True)
         for rank, probe in enumerate(probes):
-            if rank not in silent and probe.exception() is not None:
-                return f"rank {rank}: {probe.exception()}"
+            error = None if rank in silent else probe.exception()
+            if isinstance(error, ServingError):
+                return f"rank {rank}: {error}"
+            if error is not None:
+                logger.error("the probe of rank %d failed", rank, exc_info=error)
+                return f"rank {rank}: internal error; the server's log has the details"
         if silent:
             # A rank whose places are all taken is busy, not dead: its steps go on.
             after = await self._busy_steps(backend)
