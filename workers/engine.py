@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from workers.grammar import Compiled, GrammarCompiler
 from workers.model_runner import ModelRunner
 from workers.request import EngineRequest, RequestOutput
 from workers.scheduler import ScheduledBatch, Scheduler
@@ -39,8 +40,16 @@ class IngressGone:
     id: str
 
 
+@dataclass(frozen=True)
+class Ready:
+    """In the inbox: a request whose grammar was compiled, or why it was not."""
+
+    request: EngineRequest
+    grammar: Compiled | None
+
+
 # A request to run, the id of one to forget, or an ingress whose requests to forget.
-Message = EngineRequest | str | IngressGone
+Message = EngineRequest | Ready | str | IngressGone
 
 
 class Engine:
@@ -61,6 +70,7 @@ class Engine:
         publish: Publish,
         wake_peers: Callable[[int], None],
         stats: EngineStats | None = None,
+        grammars: GrammarCompiler | None = None,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -70,6 +80,7 @@ class Engine:
         self._epoch = epoch
         self._publish = publish
         self._wake_peers = wake_peers
+        self._grammars = grammars
         self._step = 0
         self._ingress_of: dict[str, str] = {}
         self._changed = threading.Condition()
@@ -173,13 +184,36 @@ class Engine:
                 for request_id in [k for k, v in self._ingress_of.items() if v == message.id]:
                     self._forget(request_id)
                 continue
-            assert message.request_id not in self._ingress_of, f"{message.request_id} is in use"
-            self._ingress_of[message.request_id] = message.ingress_id
-            error = self.scheduler.add(message)
+            if isinstance(message, EngineRequest):
+                assert message.request_id not in self._ingress_of, f"{message.request_id} is in use"
+                self._ingress_of[message.request_id] = message.ingress_id
+                message = self._with_grammar(message)
+            error = None if message is None else self._add(message)
             if error is not None:
-                self.stats.requests.forget(message.request_id)
-                refused.append(RequestOutput(message.request_id, [], "error", error))
+                self.stats.requests.forget(message.request.request_id)
+                refused.append(RequestOutput(message.request.request_id, [], "error", error))
         return refused
+
+    def _with_grammar(self, request: EngineRequest) -> Ready | None:
+        """`request` and its grammar; None while that is being compiled, then it comes by the inbox."""
+        if request.params.grammar is None:
+            return Ready(request, None)
+        assert self._grammars is not None, "an engine without grammars got a request with one"
+        grammar = self._grammars.ready(request.params.grammar)
+        if grammar is not None:
+            return Ready(request, grammar)
+        self._grammars.compile(
+            request.params.grammar, lambda compiled: self._tell(Ready(request, compiled))
+        )
+        return None
+
+    def _add(self, ready: Ready) -> str | None:
+        """Queue a request; why that is impossible, or None."""
+        if ready.request.request_id not in self._ingress_of:
+            return None  # it was aborted while its grammar was compiled
+        if isinstance(ready.grammar, str):
+            return ready.grammar
+        return self.scheduler.add(ready.request, ready.grammar)
 
     def _forget(self, request_id: str) -> None:
         self.scheduler.abort(request_id)

@@ -8,6 +8,7 @@ import torch
 
 from kernels.select import Kernels
 from workers.forward_batch import ForwardBatch, ForwardBatchBuilder
+from workers.grammar_mask import GrammarMasks, PendingMask
 from workers.logprobs import CompletePrompts, PromptLogprobs
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
@@ -38,6 +39,7 @@ class ModelRunner:
         rank: int,
         max_num_tokens: int,
         max_num_seqs: int,
+        num_threads: int,
         device: torch.device,
     ):
         self.model = model
@@ -47,6 +49,8 @@ class ModelRunner:
         self._table = table
         self._picker = TokenPicker(max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
+        self._masks = GrammarMasks(model.config.vocab_size, num_threads)
+        self._met_grammar = False
         self._builder = ForwardBatchBuilder(table, max_num_tokens, max_num_seqs, device)
 
     @torch.inference_mode()
@@ -59,10 +63,12 @@ class ModelRunner:
         for seq in scheduled.admitted:
             self._picker.admit(seq)
             self._prompt_logprobs.admit(seq)
+            self._met_grammar |= seq.grammar is not None
         batch = self._builder.build(
             scheduled, plan.tokens_to_run(self._rank), plan.num_tokens_across_dp
         )
         self._attention.plan(batch)
+        mask = self._start_mask(scheduled) if self._met_grammar else None
         prepared = time.perf_counter()
         hidden_TD = self.model.forward(batch)
         if len(batch.logits_indices) == 0:
@@ -72,11 +78,17 @@ class ModelRunner:
         logits_LV = self.model.compute_logits(hidden_TD[batch.logits_indices])
         forwarded = time.perf_counter()
         rows, positions = self._sampling_keys(scheduled)
-        token_ids, logprobs = self._picker.pick(logits_LV, rows, positions)
+        allowed = None if mask is None else mask.wait()
+        token_ids, logprobs = self._picker.pick(logits_LV, rows, positions, allowed)
         prompts = self._collect_prompts(scheduled, batch, hidden_TD)
         done = time.perf_counter()
         self.times = RunTimes(prepared - started, forwarded - prepared, done - forwarded)
         return StepOutput(token_ids, logprobs, prompts)
+
+    def _start_mask(self, scheduled: ScheduledBatch) -> PendingMask | None:
+        """Begin to compute what the sampling sequences with a grammar may say."""
+        pairs = zip(scheduled.seqs, scheduled.samples.tolist(), strict=True)
+        return self._masks.start(seq.grammar for seq, samples in pairs if samples)
 
     def _collect_prompts(
         self, scheduled: ScheduledBatch, batch: ForwardBatch, hidden_TD: torch.Tensor

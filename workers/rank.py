@@ -15,6 +15,7 @@ from workers import process_group
 from workers.config import RankConfig
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
+from workers.grammar import GrammarCompiler
 from workers.kv_cache import allocate_kv_caches
 from workers.model_runner import ModelRunner
 from workers.models.config import Qwen3MoeConfig, load_model_config
@@ -43,6 +44,7 @@ class Rank:
         self.dtype: torch.dtype = getattr(torch, str(config.model.dtype))
         self.max_model_len = int(config.model.max_model_len)
         self.engine: Engine | None = None
+        self.grammars: GrammarCompiler | None = None
         self.shared_memory: SharedMemoryGroup | None = None
         torch.set_num_threads(config.threads)
 
@@ -70,6 +72,7 @@ class Rank:
 
     def load(self, progress: Progress | None = None) -> None:
         """Build the model and read this rank's weights."""
+        self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
         self.model = Qwen3MoeForCausalLM(
             self.model_config,
             self.kernels,
@@ -108,6 +111,7 @@ class Rank:
             publish=publish,
             wake_peers=wake_peers,
             stats=EngineStats(self.kernels.expert_load),
+            grammars=self.grammars,
         )
         return RankInfo(
             rank=self.rank,
@@ -120,6 +124,8 @@ class Rank:
 
     def close(self) -> None:
         """Leave the group and free what is shared with other ranks."""
+        if self.grammars is not None:
+            self.grammars.close()
         self.kernels.all2all.close()
         process_group.leave(self.shared_memory)
 
@@ -202,6 +208,7 @@ class Rank:
             rank=self.rank,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             max_num_seqs=config.scheduler.max_num_seqs,
+            num_threads=config.threads,
             device=self.device,
         )
         return runner, scheduler

@@ -17,6 +17,7 @@ from operator import attrgetter
 import numpy as np
 
 from workers.config import SchedulerConfig
+from workers.grammar import Grammar
 from workers.kv_cache import BlockPool, chain_keys, root_key
 from workers.request import EngineRequest, RequestOutput
 from workers.sequence import Sequence, SequenceTable
@@ -81,11 +82,12 @@ class Scheduler:
         """Somebody waits or runs."""
         return bool(self._by_id)
 
-    def add(self, request: EngineRequest) -> str | None:
+    def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
         """Queue `request`; returns why it can never run here, or None."""
         error = self._refusal(request)
         if error is None:
             seq = Sequence.from_request(request)
+            seq.grammar = grammar
             seq.order = (request.priority, next(self._arrivals))
             self._by_id[request.request_id] = seq
             insort(self.waiting, seq, key=_by_order)
@@ -150,6 +152,11 @@ class Scheduler:
             self._finish(seq)
             error = f"the model gave NaN or infinite logits at position {seq.num_tokens}"
             return RequestOutput(request_id, [], "error", error)
+        if seq.grammar is not None:
+            error = seq.grammar.advance(token_id)
+            if error is not None:
+                self._finish(seq)
+                return RequestOutput(request_id, [], "error", error)
         self.table.append_token(seq, token_id)
         reason = seq.finish_reason(self._max_model_len)
         if reason is not None:

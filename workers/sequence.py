@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from workers.grammar import Grammar
 from workers.request import EngineRequest, FinishReason
 
 
@@ -18,6 +19,7 @@ class Sequence:
     block_keys         of the first full blocks, as many as were needed so far
     next_full          when so many tokens are computed, another block is full and gets its key
     num_cached_tokens  tokens found in the prefix cache when it first ran
+    grammar            what its output must match, and how far it is; None = anything
     """
 
     request: EngineRequest
@@ -30,6 +32,7 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     next_full: int = sys.maxsize
     num_cached_tokens: int = 0
+    grammar: Grammar | None = None
 
     @classmethod
     def from_request(cls, request: EngineRequest) -> "Sequence":
@@ -55,6 +58,8 @@ class Sequence:
         """Why the token just appended is the last one, or None."""
         params = self.request.params
         if self.token_ids[-1] in params.stop_token_ids:
+            return "stop"
+        if self.grammar is not None and self.grammar.complete:
             return "stop"
         if self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
             return "length"

@@ -1,0 +1,140 @@
+"""Compiles grammars with llguidance and follows outputs through them. Knows nothing of JSON, logits or tensors.
+
+A matcher that fails allows only the end tokens and says why at the next `advance`, so a failure ends its own request
+and nothing else.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+logger = logging.getLogger(__name__)
+
+_MAX_COMPILED = 64  # grammars kept to be copied: 0.01 ms instead of 1 to 100
+# llguidance follows the references of a schema or grammar by recursion: 20,000 levels ended the process at 8 MiB.
+# The stack is only reserved; what is not used takes no memory.
+_STACK_BYTES = 256 * 2**20
+
+
+def compile_thread(name: str) -> ThreadPoolExecutor:
+    """One thread with a stack that no grammar within the limits of the API can exhaust."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        pool.submit(int).result()  # starts it
+    finally:
+        threading.stack_size(before)
+    return pool
+
+
+def limits() -> LLParserLimits:
+    """llguidance's own limits; its errors do not repeat the grammar."""
+    return LLParserLimits(verbose_errors=False)
+
+
+class Grammar:
+    """How far one request's output is in its grammar. It goes on through preemptions: only output counts.
+
+    complete: the output may end here and nothing can follow.
+    """
+
+    def __init__(self, matcher: LLMatcher):
+        self.matcher = matcher
+        self.complete = False
+
+    def advance(self, token_id: int) -> str | None:
+        """The output got this token; why the grammar cannot go on, or None."""
+        if self.matcher.consume_token(token_id):
+            self.complete = self.matcher.is_stopped()
+            if not (self.complete and self.matcher.is_error()):
+                return None
+        return f"the grammar cannot go on: {plain(self.matcher.get_error())}"
+
+
+# What `GrammarCompiler.compile` gives: a fresh grammar, or why there is none.
+Compiled = Grammar | str
+
+
+class GrammarCompiler:
+    """Makes grammars over the tokenizer of one checkpoint."""
+
+    def __init__(self, folder: str | Path, vocab_size: int):
+        self._compiled: dict[str, LLMatcher] = {}
+        self._thread = compile_thread("grammar-compile")
+        # At once and not with the first grammar: it holds the interpreter lock for 0.5 s, and the step loop with it.
+        self._tokenizer = self._thread.submit(_load_tokenizer, Path(folder), vocab_size)
+
+    def ready(self, grammar: str) -> Grammar | None:
+        """A fresh copy of a grammar that was compiled before. For the thread that owns the requests."""
+        matcher = self._compiled.get(grammar)
+        return None if matcher is None else Grammar(matcher.deep_copy())
+
+    def compile(self, grammar: str, done: Callable[[Compiled], None]) -> None:
+        """Compile llguidance's `grammar` on a thread and call `done` there."""
+        self._thread.submit(self._compile, grammar, done)
+
+    def close(self) -> None:
+        """Drop what waits."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _compile(self, grammar: str, done: Callable[[Compiled], None]) -> None:
+        try:
+            done(self._fresh(grammar))
+        except BaseException as error:  # panics included: nothing else ends this request's wait
+            logger.exception("a grammar was not compiled")
+            done(f"the grammar could not be compiled: {error}")
+
+    def _fresh(self, grammar: str) -> Compiled:
+        found = self.ready(grammar)
+        if found is not None:
+            return found
+        matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
+        if matcher.is_error():
+            return f"the grammar could not be compiled: {plain(matcher.get_error())}"
+        self._compiled[grammar] = matcher
+        if len(self._compiled) > _MAX_COMPILED:
+            del self._compiled[next(iter(self._compiled))]
+        return Grammar(matcher.deep_copy())
+
+
+def _load_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
+    """The checkpoint's tokenizer. Ids beyond it, up to vocab_size, are never allowed."""
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        text = file.read_text(encoding="utf-8")
+    else:
+        from transformers import AutoTokenizer  # takes seconds; old checkpoints only
+
+        text = AutoTokenizer.from_pretrained(str(folder)).backend_tokenizer.to_str()
+    ends = end_token_ids(folder, text)
+    return LLTokenizer(text, n_vocab=vocab_size, eos_token=ends or None)
+
+
+def end_token_ids(folder: Path, tokenizer_json: str) -> list[int]:
+    """The tokens that end an output: those of generation_config, config and tokenizer_config, the first one first."""
+    config = _read_json(folder / "config.json")
+    config = config.get("text_config") or config
+    found: list[int] = []
+    for source in (_read_json(folder / "generation_config.json"), config):
+        ids = source.get("eos_token_id")
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    added = json.loads(tokenizer_json).get("added_tokens") or []
+    found += [entry["id"] for entry in added if entry["content"] == token]
+    return list(dict.fromkeys(found))
+
+
+def _read_json(file: Path) -> dict:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def plain(error: str) -> str:
+    """An error of llguidance without its place holder for what `limits` leaves out."""
+    return error.replace("<non-verbose/>", "").strip()
