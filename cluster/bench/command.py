@@ -1,84 +1,129 @@
-"""The `phalanx bench` command: options in, table and JSON out."""
+"""The `phalanx bench` command: options in, table, JSON and picture out."""
 
-import asyncio
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from cluster.bench import options
+
 if TYPE_CHECKING:
-    from cluster.bench.load import Load
+    from cluster.bench.session import Session
+    from cluster.bench.settings import Load
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
+DEFAULT_URL = "http://127.0.0.1:8000"
+INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
 
 def bench(
-    url: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]URL", help="Server to load; repeat to compare several, first = base."
-        ),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Default: each server's first.")] = None,
-    endpoint: Annotated[Literal["chat", "completions"], typer.Option()] = "completions",
-    requests: Annotated[int, typer.Option(min=1, help="Requests of one round.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 8,
-    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 64,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before the first round.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, the servers taking turns.")] = 1,
-    seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
-    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
-    ignore_eos: Annotated[
-        bool, typer.Option(help="Ask for full-length answers, where the server knows how.")
-    ] = True,
-    prompts: Annotated[
-        Literal["auto", "ids", "text"],
-        typer.Option(help="Of completions; auto = token ids where all servers take them."),
-    ] = "auto",
-    vocab_size: Annotated[
-        int, typer.Option(min=1, help="Random prompt token ids are below this.")
-    ] = 256,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.")] = 300.0,
-    output: Annotated[Path | None, typer.Option(help="Also write the figures as JSON.")] = None,
+    url: options.Url = None,
+    model: options.Model = None,
+    api_key_env: options.KeyVariable = API_KEY_VARIABLE,
+    endpoint: options.EndpointKind = None,
+    requests: options.Requests = None,
+    concurrency: options.Concurrency = None,
+    request_rate: options.RequestRate = None,
+    burstiness: options.Burstiness = 1.0,
+    warmup: options.Warmup = 8,
+    repeats: options.Repeats = 1,
+    timeout: options.Timeout = 300.0,
+    goodput: options.Goodput = None,
+    input_len: options.InputLen = "64",
+    output_len: options.OutputLen = "64",
+    prefix_groups: options.PrefixGroups = 0,
+    prefix_tokens: options.PrefixTokens = 0,
+    prompts: options.Prompts = None,
+    prompt_form: options.PromptForm = "auto",
+    vocab_size: options.VocabSize = 256,
+    seed: options.Seed = 0,
+    temperature: options.Temperature = 0.0,
+    sampling_seed: options.SamplingSeed = None,
+    ignore_eos: options.IgnoreEos = None,
+    extra_body: options.ExtraBody = None,
+    output: options.Output = None,
+    save_requests: options.SaveRequests = False,
+    plot: options.Plot = None,
+    progress: options.ShowProgress = True,
 ) -> None:
-    """Measure any OpenAI server with streamed requests in a closed loop."""
-    from cluster.bench.load import BenchError, Load
+    """Measure any OpenAI server with streamed requests, in a closed or an open loop."""
+    given = dict(locals())
+    from cluster.bench.settings import BenchError
 
-    load = Load(
-        endpoint=endpoint,
-        requests=requests,
-        concurrency=concurrency,
-        input_len=input_len,
-        output_len=output_len,
-        warmup=warmup,
-        rounds=rounds,
-        seed=seed,
-        temperature=temperature,
-        ignore_eos=ignore_eos,
-        prompts=prompts,
-        vocab_size=vocab_size,
-        timeout_s=timeout,
-    )
     try:
-        urls = parse_urls(url or ["http://127.0.0.1:8000"])
-        if output is not None and not output.absolute().parent.is_dir():
-            raise BenchError(f"--output: folder {output.absolute().parent} does not exist")
-        report = asyncio.run(measure(load, urls, model))
-    except ValueError as error:
-        if not isinstance(error, BenchError) and "--url" not in str(error):
-            raise
+        load = make_load(given)
+        urls = parse_urls(url or [DEFAULT_URL])
+        wanted = Wanted(output, plot, save_requests)
+        wanted.check()
+        session = _run(load, urls, model, os.environ.get(api_key_env), progress)
+    except BenchError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error
-    _show(report, output)
+    _show(load, session, wanted)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to write beside the table."""
+
+    output: Path | None
+    plot: Path | None
+    save_requests: bool
+
+    def check(self) -> None:
+        """Find mistakes before the load runs, and not after it."""
+        from cluster.bench.plot import check_matplotlib
+        from cluster.bench.settings import BenchError
+
+        for option, path in (("--output", self.output), ("--plot", self.plot)):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise BenchError(f"{option}: folder {path.absolute().parent} does not exist")
+        if self.save_requests and self.output is None:
+            raise BenchError("--save-requests adds to the JSON; give --output FILE too")
+        if self.plot is not None:
+            if self.plot.suffix.lower() != ".png":
+                raise BenchError(f"--plot {self.plot}: only .png is written")
+            check_matplotlib()
+
+
+def make_load(given: dict[str, Any]) -> "Load":
+    """The load of the command's options (by name); what was not given follows from the rest."""
+    from cluster.bench.goodput import parse_limits
+    from cluster.bench.prompts_file import read_prompts
+    from cluster.bench.settings import DEFAULT_CONCURRENCY, DEFAULT_REQUESTS, Load
+
+    path = given["prompts"]
+    records = [] if path is None else read_prompts(str(path))
+    endpoint = "chat" if any(record.messages for record in records) else "completions"
+    concurrency = given["concurrency"]
+    if concurrency is None and given["request_rate"] is None:
+        concurrency = DEFAULT_CONCURRENCY
+    same = (
+        "request_rate burstiness input_len output_len prefix_groups prefix_tokens vocab_size seed"
+    )
+    same += " temperature sampling_seed warmup"
+    return Load(
+        **{name: given[name] for name in same.split()},
+        endpoint=given["endpoint"] or endpoint,
+        requests=given["requests"] or len(records) or DEFAULT_REQUESTS,
+        concurrency=concurrency,
+        rounds=given["repeats"],
+        timeout_s=given["timeout"],
+        prompts=given["prompt_form"],
+        prompts_file=None if path is None else str(path),
+        ignore_eos=path is None if given["ignore_eos"] is None else given["ignore_eos"],
+        extra_body=_extra_body(given["extra_body"]),
+        goodput=parse_limits(given["goodput"] or []),
+    )
 
 
 def parse_urls(texts: list[str]) -> dict[str, str]:
     """Name to URL of `[NAME=]URL` options; the URL is the name where there is none."""
     from cluster.bench.http import Endpoint
-    from cluster.bench.load import BenchError
+    from cluster.bench.settings import BenchError
 
     urls: dict[str, str] = {}
     for text in texts:
@@ -87,38 +132,58 @@ def parse_urls(texts: list[str]) -> dict[str, str]:
             name, url = text, text
         if name in urls:
             raise BenchError(f"--url: two servers are called {name!r}; write NAME=URL")
-        Endpoint.parse(url)
+        try:
+            Endpoint.parse(url)
+        except ValueError as error:
+            raise BenchError(str(error)) from error
         urls[name] = url
     return urls
 
 
-async def measure(load: "Load", urls: dict[str, str], model: str | None) -> dict[str, Any]:
-    """Run all rounds; the servers take turns, so that a slow spell of the machine meets all of them."""
-    from cluster.bench.load import Driver
-    from cluster.bench.report import build_report
+def _extra_body(text: str | None) -> dict[str, Any]:
+    from cluster.bench.settings import BenchError
 
-    api_key = os.environ.get(API_KEY_VARIABLE)
-    driver = Driver(load, {"Authorization": f"Bearer {api_key}"} if api_key else {})
-    targets = await driver.prepare(urls, model)
-    for target in targets:
-        if load.warmup:
-            await driver.run_round(target, -1, load.warmup)
-    rounds: dict[str, list[Any]] = {target.name: [] for target in targets}
-    for index in range(load.rounds):
-        for target in targets:
-            rounds[target.name].append(await driver.run_round(target, index, load.requests))
-    return build_report(load, targets, rounds)
+    try:
+        body = json.loads(text or "{}")
+    except ValueError as error:
+        raise BenchError(f"--extra-body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BenchError("--extra-body must be a JSON object")
+    return body
 
 
-def _show(report: dict[str, Any], output: Path | None) -> None:
+def _run(
+    load: "Load", urls: dict[str, str], model: str | None, api_key: str | None, progress: bool
+) -> "Session":
+    from cluster.bench.loop import run
+    from cluster.bench.progress import Progress
+    from cluster.bench.session import run_session
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return run(run_session(load, urls, model, headers, Progress.for_terminal(progress)))
+
+
+def _show(load: "Load", session: "Session", wanted: Wanted) -> None:
+    """Print, write, and end with the exit code that fits."""
     from rich.console import Console
 
-    from cluster.bench.report import render
+    from cluster.bench.plot import draw
+    from cluster.bench.report import build_report, describe_load, render
 
+    if not session.servers:
+        typer.echo("interrupted before the first answer", err=True)
+        raise typer.Exit(INTERRUPTED)
+    report = build_report(load, session, wanted.save_requests)
     render(report, Console(highlight=False, markup=False, soft_wrap=True))
-    if output is not None:
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        typer.echo(f"wrote {output}")
+    if wanted.output is not None:
+        text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+        wanted.output.write_text(text, encoding="utf-8")
+        typer.echo(f"wrote {wanted.output}")
+    if wanted.plot is not None:
+        draw(session, describe_load(report["load"]), wanted.plot)
+        typer.echo(f"wrote {wanted.plot}")
+    if session.interrupted:
+        raise typer.Exit(INTERRUPTED)
     if not all(server["median"]["completed"] for server in report["servers"]):
         typer.echo("error: a server completed no request", err=True)
         raise typer.Exit(1)

@@ -1,211 +1,161 @@
-"""Closed-loop load: so many requests always in flight, each a streamed answer of a fixed length.
+"""Sends the requests of a round, in a closed or an open loop, and times the answers.
 
-Knows OpenAI's request bodies, and finds out what a server takes (token ids, ignore_eos) before it
-measures. Knows nothing of tables or files.
+Closed loop: each of `concurrency` workers sends the next request when its last one is answered.
+Open loop: requests arrive on a schedule whatever the server does, and latency counts from the
+scheduled arrival: a server that falls behind is not spared the wait of those that queue up.
+Knows nothing of tables, files and several servers.
 """
 
 import asyncio
-import json
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
-from cluster.bench.http import Connection, Endpoint, HttpError, Response
+from cluster.bench.arrivals import arrival_offsets
+from cluster.bench.bodies import Target, request_body
+from cluster.bench.http import Connection, Endpoint, HttpError
 from cluster.bench.metrics import RoundResult, summarise
-from cluster.bench.prompts import Prompt, TextLength, prompt_source, random_ids, random_text
+from cluster.bench.negotiate import negotiate
+from cluster.bench.prompts import prompt_source
+from cluster.bench.prompts_file import check_endpoint, read_prompts
+from cluster.bench.settings import Load
 from cluster.bench.stream import Answer, EventReader
+from cluster.bench.workload import make_asks
 
-PROBE_LETTERS = (60, 240)
-
-
-class BenchError(ValueError):
-    """The load cannot be run as asked; the message says what the server answered."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What every server gets. Lengths in tokens."""
-
-    endpoint: Literal["chat", "completions"]
-    requests: int
-    concurrency: int
-    input_len: int
-    output_len: int
-    warmup: int
-    rounds: int
-    seed: int
-    temperature: float
-    ignore_eos: bool
-    prompts: Literal["auto", "ids", "text"]
-    vocab_size: int
-    timeout_s: float
-
-    @property
-    def path(self) -> str:
-        """Of the endpoint."""
-        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+# Timers tick in milliseconds: waking half a tick early makes a request early as often as late.
+HALF_TICK_S = 0.0005
+ARRIVALS = -1  # the number under which the random numbers of arrivals run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One server, and what it takes. `text_length` is None where prompts are token ids."""
+@dataclass
+class Round:
+    """What one round brought. Filled while it runs, so that an interrupted one can be read too."""
 
-    name: str
-    url: str
-    model: str
-    ignore_eos: bool
-    text_length: TextLength | None = None
+    answers: list[Answer] = field(default_factory=list)
+    client_cpu_s: float = 0.0
 
 
 class Driver:
     """Sends one load to any number of servers. `headers` go with every request."""
 
-    def __init__(self, load: Load, headers: dict[str, str]):
+    def __init__(
+        self,
+        load: Load,
+        headers: dict[str, str],
+        on_answer: Callable[[], None] = lambda: None,
+    ):
         self._load = load
         self._headers = headers
+        self._on_answer = on_answer
+        self._records = []
+        if load.prompts_file is not None:
+            self._records = read_prompts(load.prompts_file)
+            check_endpoint(load.prompts_file, self._records, load.endpoint)
 
     async def prepare(self, urls: dict[str, str], model: str | None) -> list[Target]:
-        """Ask each server (name to URL) for its model and for what it takes.
-
-        All get prompts of the same form: text as soon as one of them refuses token ids.
-        """
-        text = TextLength(0.0, 1.0)
-        forms: dict[str, tuple[TextLength | None, ...]] = {
-            "auto": (None, text),
-            "ids": (None,),
-            "text": (text,),
-        }
-        wanted = "text" if self._load.endpoint == "chat" else self._load.prompts
-        targets = [await self._negotiate(*item, model, forms[wanted]) for item in urls.items()]
-        if wanted == "auto" and any(target.text_length for target in targets):
-            targets = [await self._negotiate(*item, model, forms["text"]) for item in urls.items()]
-        return targets
+        """Ask each server (name to URL) for its model and for what it takes."""
+        return await negotiate(self._load, self._headers, urls, model)
 
     async def run_round(self, target: Target, index: int, requests: int) -> RoundResult:
-        """One round of `requests` requests; the bodies are made before the clock starts."""
-        bodies = [self._body(target, self._prompt(target, index, i)) for i in range(requests)]
-        queue = iter(bodies)
-        answers: list[Answer] = []
+        """The figures of one round of `requests` requests."""
+        finished = Round()
+        await self.play(target, index, requests, finished)
+        return summarise(finished.answers, finished.client_cpu_s, self._load.goodput)
+
+    async def play(self, target: Target, index: int, requests: int, into: Round) -> None:
+        """One round; the bodies are made before the clock starts."""
+        load = self._load
+        asks = make_asks(load, self._records, target.text_length, index, requests)
+        bodies = [request_body(load, target, ask) for ask in asks]
+        sender = _Sender(load, target, self._headers, into.answers, self._on_answer)
         cpu = time.process_time()
-        num_workers = min(self._load.concurrency, requests)
-        await asyncio.gather(*(self._work(target, queue, answers) for _ in range(num_workers)))
-        return summarise(answers, time.process_time() - cpu)
-
-    async def _work(self, target: Target, bodies: Iterator[bytes], answers: list[Answer]) -> None:
-        connection = Connection(Endpoint.parse(target.url), self._headers)
-        for body in bodies:
-            answer = Answer(time.perf_counter())
-            answers.append(answer)
-            try:
-                response = await self._stream(connection, body, answer)
-                if response.status != 200:
-                    answer.error = f"HTTP {response.status}"
-            except HttpError as error:
-                answer.error = str(error)
-            except TimeoutError:
-                answer.error = "timeout"
-            answer.ended = time.perf_counter()
-            if answer.error is None and not answer.chunk_times:
-                answer.error = "no output"
-        connection.close()
-
-    async def _stream(self, connection: Connection, body: bytes, answer: Answer) -> Response:
-        sink = EventReader(answer).feed
-        return await connection.request(
-            "POST", self._load.path, body, timeout_s=self._load.timeout_s, sink=sink
-        )
-
-    def _prompt(self, target: Target, round_index: int, index: int) -> Prompt:
-        source = prompt_source(self._load.seed, round_index, index)
-        if target.text_length is None:
-            return random_ids(self._load.input_len, self._load.vocab_size, source)
-        return random_text(target.text_length.letters_for(self._load.input_len), source)
-
-    def _body(self, target: Target, prompt: Prompt, max_tokens: int | None = None) -> bytes:
-        body: dict[str, Any] = {
-            "model": target.model,
-            "max_tokens": max_tokens or self._load.output_len,
-            "temperature": self._load.temperature,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self._load.endpoint == "chat":
-            body["messages"] = [{"role": "user", "content": prompt}]
-        else:
-            body["prompt"] = prompt
-        if target.ignore_eos:
-            body["ignore_eos"] = True
-        return json.dumps(body).encode()
-
-    async def _negotiate(
-        self, name: str, url: str, model: str | None, forms: tuple[TextLength | None, ...]
-    ) -> Target:
-        """Find the richest request that the server takes; None among `forms` is token ids."""
-        connection = Connection(Endpoint.parse(url), self._headers)
-        if model is None:
-            model = await self._first_model(connection, name)
-        source = prompt_source(self._load.seed, -1, 0)
-        refusal = ""
-        for text_length in forms:
-            for ignore_eos in (True, False) if self._load.ignore_eos else (False,):
-                target = Target(
-                    name=name, url=url, model=model, ignore_eos=ignore_eos, text_length=text_length
-                )
-                prompt: Prompt = random_text(PROBE_LETTERS[0], source)
-                if text_length is None:
-                    prompt = random_ids(8, self._load.vocab_size, source)
-                answer, refusal = await self._probe(connection, target, prompt)
-                if answer is not None:
-                    if text_length is not None:
-                        target = await self._fit_text(connection, target)
-                    connection.close()
-                    return target
-        raise BenchError(f"{name} ({url}) refuses {self._load.path}: {refusal}")
-
-    async def _first_model(self, connection: Connection, name: str) -> str:
-        response = await self._ask(connection, name, "GET", "/v1/models", b"")
         try:
-            return json.loads(response.body)["data"][0]["id"]
-        except (ValueError, LookupError, TypeError):
-            raise BenchError(
-                f"{name}: /v1/models answered HTTP {response.status} without a model; give --model"
-            ) from None
+            if load.request_rate is None:
+                await sender.closed(bodies)
+            else:
+                source = prompt_source(load.seed, index, ARRIVALS)
+                offsets = arrival_offsets(requests, load.request_rate, load.burstiness, source)
+                await sender.open(bodies, offsets)
+        finally:
+            sender.close()
+            into.client_cpu_s = time.process_time() - cpu
 
-    async def _ask(
-        self, connection: Connection, name: str, method: str, path: str, body: bytes
-    ) -> Response:
+
+class _Sender:
+    """One round's connections and answers."""
+
+    def __init__(
+        self,
+        load: Load,
+        target: Target,
+        headers: dict[str, str],
+        answers: list[Answer],
+        on_answer: Callable[[], None],
+    ):
+        self._load = load
+        self._endpoint = Endpoint.parse(target.url)
+        self._headers = headers
+        self._answers = answers
+        self._on_answer = on_answer
+        self._idle: list[Connection] = []
+
+    def close(self) -> None:
+        """Drop the connections."""
+        for connection in self._idle:
+            connection.close()
+
+    async def closed(self, bodies: list[bytes]) -> None:
+        """As many in flight as the load says, until all are answered."""
+        queue = iter(bodies)
+
+        async def work() -> None:
+            for body in queue:
+                await self._send(body, time.perf_counter())
+
+        assert self._load.concurrency is not None
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(self._load.concurrency, len(bodies))):
+                group.create_task(work())
+
+    async def open(self, bodies: list[bytes], offsets: Iterable[float]) -> None:
+        """Each request at its time; with a cap on those in flight, the wait for a place counts."""
+        limit = self._load.concurrency
+        places = nullcontext() if limit is None else asyncio.Semaphore(limit)
+        start = time.perf_counter()
+
+        async def send(body: bytes, due: float) -> None:
+            async with places:
+                await self._send(body, due)
+
+        async with asyncio.TaskGroup() as group:
+            for body, offset in zip(bodies, offsets, strict=True):
+                due = start + offset
+                while (wait := due - HALF_TICK_S - time.perf_counter()) > 0:
+                    await asyncio.sleep(wait)
+                group.create_task(send(body, due))
+
+    async def _send(self, body: bytes, due: float) -> None:
+        connection = self._idle.pop() if self._idle else Connection(self._endpoint, self._headers)
+        sent = time.perf_counter()
+        answer = Answer(min(due, sent), sent=sent)
+        self._answers.append(answer)
         try:
-            return await connection.request(method, path, body, timeout_s=self._load.timeout_s)
-        except TimeoutError:
-            raise BenchError(f"{name}: no answer within {self._load.timeout_s:g} s") from None
+            response = await connection.request(
+                "POST",
+                self._load.path,
+                body,
+                timeout_s=self._load.timeout_s,
+                sink=EventReader(answer).feed,
+            )
+            if response.status != 200:
+                answer.error = f"HTTP {response.status}"
         except HttpError as error:
-            raise BenchError(f"{name}: {error}") from error
-
-    async def _probe(
-        self, connection: Connection, target: Target, prompt: Prompt
-    ) -> tuple[Answer | None, str]:
-        """Two tokens of an answer, or why the server refuses this form of request."""
-        body = self._body(target, prompt, max_tokens=2)
-        response = await self._ask(connection, target.name, "POST", self._load.path, body)
-        answer = Answer(0.0)
-        EventReader(answer).feed(response.body, 0.0)
-        if response.status == 200 and answer.error is None:
-            return answer, ""
-        reason = answer.error or response.body.decode(errors="replace").strip()[:300]
-        if response.status not in (200, 400, 422):
-            raise BenchError(f"{target.name}: HTTP {response.status}: {reason}")
-        return None, f"HTTP {response.status}: {reason}"
-
-    async def _fit_text(self, connection: Connection, target: Target) -> Target:
-        """Measure how many tokens the server makes of a text, by its usage."""
-        samples = []
-        for letters in PROBE_LETTERS:
-            prompt = random_text(letters, prompt_source(self._load.seed, -2, letters))
-            answer, refusal = await self._probe(connection, target, prompt)
-            if answer is None:
-                raise BenchError(f"{target.name}: {refusal}")
-            if answer.prompt_tokens is None:
-                return replace(target, text_length=TextLength(0.0, 0.25))
-            samples.append((letters, answer.prompt_tokens))
-        return replace(target, text_length=TextLength.fit(samples))
+            answer.error = str(error)
+        except TimeoutError:
+            answer.error = "timeout"
+        answer.ended = time.perf_counter()
+        if answer.error is None and not answer.chunk_times and not answer.completion_tokens:
+            answer.error = "no output"
+        self._idle.append(connection)
+        self._on_answer()

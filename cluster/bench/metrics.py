@@ -1,16 +1,17 @@
 """Figures of one round of answers: rates, latencies, errors. Pure arithmetic."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import numpy as np
 
+from cluster.bench.goodput import MILLISECONDS, Goodput, measure_goodput
 from cluster.bench.stream import Answer
 
-MILLISECONDS = 1000.0
+Figures = Sequence[float | None]
 
 
 @dataclass(frozen=True)
@@ -19,70 +20,88 @@ class Latency:
 
     mean: float | None
     p50: float | None
+    p90: float | None
     p99: float | None
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Latency":
-        """Over all samples; the percentiles are interpolated."""
-        if not len(seconds):
-            return cls(None, None, None)
-        values = np.asarray(seconds) * MILLISECONDS
-        p50, p99 = np.percentile(values, [50, 99])
-        return cls(*(round(float(value), 3) for value in (values.mean(), p50, p99)))
+    def of(cls, seconds: Figures) -> "Latency":
+        """Over all samples that there are; the percentiles are interpolated."""
+        known = [value for value in seconds if value is not None]
+        if not known:
+            return cls(None, None, None, None)
+        values = np.asarray(known) * MILLISECONDS
+        figures = (values.mean(), *np.percentile(values, [50, 90, 99]))
+        return cls(*(round(float(value), 3) for value in figures))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundResult:
-    """One round against one server.
+    """One round against one server; all latencies count from the moment a request was due.
 
     ttft: time to the first output. tpot: time per output token after the first,
     (e2e - ttft) / (tokens - 1). itl: time between two chunks with output. e2e: to the last byte.
+    send_lag: from when a request was due to when it was sent. Tokens are None where the server
+    told none (no usage). unfinished: cut off by the end of an interrupted round, counted nowhere.
     """
 
     duration_s: float
     completed: int
+    unfinished: int
     errors: dict[str, int]
-    prompt_tokens: int
-    output_tokens: int
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
     chunks: int
+    max_in_flight: int
     requests_per_s: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
+    output_tokens_per_s: float | None
+    total_tokens_per_s: float | None
     ttft_ms: Latency
     tpot_ms: Latency
     itl_ms: Latency
     e2e_ms: Latency
+    send_lag_ms: Latency
+    goodput: Goodput | None
     client_cpu_s: float
     client_us_per_chunk: float | None
 
 
-def summarise(answers: Sequence[Answer], client_cpu_s: float) -> RoundResult:
-    """Figures of all answers of a round; failed ones count as errors and nowhere else."""
-    good = [answer for answer in answers if answer.error is None]
-    duration = max((a.ended for a in answers), default=0.0) - min(
-        (a.started for a in answers), default=0.0
-    )
-    prompt_tokens = sum(answer.prompt_tokens or 0 for answer in good)
-    output_tokens = sum(answer.num_tokens for answer in good)
+def summarise(
+    answers: Sequence[Answer], client_cpu_s: float, limits: Mapping[str, float] | None = None
+) -> RoundResult:
+    """Figures of all answers of a round; failed ones count as errors, and against goodput.
+
+    The round lasts from the first request that was due to the last answer that ended.
+    """
+    ended = [answer for answer in answers if answer.ended]
+    good = [answer for answer in ended if answer.error is None]
+    first = min((answer.started for answer in ended), default=0.0)
+    duration = max((answer.ended for answer in ended), default=0.0) - first
+    prompt_tokens = _total([answer.prompt_tokens for answer in good])
+    output_tokens = _total([answer.completion_tokens for answer in good])
+    both = None if prompt_tokens is None or output_tokens is None else prompt_tokens + output_tokens
+    cached = [a.cached_tokens for a in good if a.cached_tokens is not None]
     chunks = sum(len(answer.chunk_times) for answer in good)
-    per_second = 1 / duration if duration > 0 else 0.0
     gaps = [np.diff(answer.chunk_times) for answer in good if len(answer.chunk_times) > 1]
     return RoundResult(
         duration_s=round(duration, 4),
         completed=len(good),
-        errors=dict(Counter(answer.error for answer in answers if answer.error is not None)),
+        unfinished=len(answers) - len(ended),
+        errors=dict(Counter(answer.error for answer in ended if answer.error is not None)),
         prompt_tokens=prompt_tokens,
+        cached_tokens=sum(cached) if cached else None,
         output_tokens=output_tokens,
         chunks=chunks,
-        requests_per_s=round(len(good) * per_second, 3),
-        output_tokens_per_s=round(output_tokens * per_second, 1),
-        total_tokens_per_s=round((prompt_tokens + output_tokens) * per_second, 1),
-        ttft_ms=Latency.of([answer.first - answer.started for answer in good]),
-        tpot_ms=Latency.of(
-            [(a.ended - a.first) / (a.num_tokens - 1) for a in good if a.num_tokens > 1]
-        ),
-        itl_ms=Latency.of(np.concatenate(gaps) if gaps else []),
-        e2e_ms=Latency.of([answer.ended - answer.started for answer in good]),
+        max_in_flight=_max_in_flight(ended),
+        requests_per_s=_rate(len(good), duration, 3) or 0.0,
+        output_tokens_per_s=_rate(output_tokens, duration, 1),
+        total_tokens_per_s=_rate(both, duration, 1),
+        ttft_ms=Latency.of([answer.ttft for answer in good]),
+        tpot_ms=Latency.of([answer.tpot for answer in good]),
+        itl_ms=Latency.of(np.concatenate(gaps).tolist() if gaps else []),
+        e2e_ms=Latency.of([answer.e2e for answer in good]),
+        send_lag_ms=Latency.of([answer.sent - answer.started for answer in ended]),
+        goodput=measure_goodput(ended, limits or {}, duration),
         client_cpu_s=round(client_cpu_s, 4),
         client_us_per_chunk=round(client_cpu_s / chunks * 1e6, 1) if chunks else None,
     )
@@ -105,3 +124,24 @@ def _middle(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
             known = [value for value in values if value is not None]
             merged[key] = median(known) if known else None
     return merged
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """None as soon as one is not known: a sum of some would pass for the sum of all."""
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _rate(count: int | None, duration_s: float, digits: int) -> float | None:
+    if count is None:
+        return None
+    return round(count / duration_s, digits) if duration_s > 0 else 0.0
+
+
+def _max_in_flight(answers: Sequence[Answer]) -> int:
+    """The most requests that were due or running at one time."""
+    if not answers:
+        return 0
+    edges = [(a.started, 1) for a in answers] + [(a.ended, -1) for a in answers]
+    steps = [step for _, step in sorted(edges)]  # at one moment, ends come first
+    return int(np.cumsum(steps).max())

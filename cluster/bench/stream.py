@@ -1,37 +1,52 @@
 """Reads one streamed OpenAI answer with as little work a chunk as possible, and times it.
 
 Only the chunks up to the first output, the ones with usage and the ones with an error are parsed as
-JSON; the others are counted. Tokens are counted by the server's usage, since a chunk may hold none
-or many. Knows nothing of sockets.
+JSON; the others only leave their time. Tokens are counted by the server's usage alone, since a chunk
+may hold none or many. Knows nothing of sockets.
 """
 
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
+EVENT_END = b"\n\n"
+EVENT_START = b"data: {"
+
 
 @dataclass
 class Answer:
-    """What one request brought. Times are perf_counter seconds; chunk_times hold chunks with output."""
+    """What one request brought. Times are perf_counter seconds; chunk_times hold chunks with output.
+
+    started: when the request was due, from where latency counts. sent: when it was sent; later
+    than `started` where the client fell behind its schedule or waited for a free place.
+    ended: 0 while it runs.
+    """
 
     started: float
     ended: float = 0.0
     chunk_times: list[float] = field(default_factory=list)
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
+    cached_tokens: int | None = None
     error: str | None = None
+    sent: float = 0.0
 
     @property
-    def first(self) -> float:
-        """When the first output arrived."""
-        return self.chunk_times[0]
+    def ttft(self) -> float | None:
+        """Seconds to the first output; None where there was none."""
+        return self.chunk_times[0] - self.started if self.chunk_times else None
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens by usage; by chunks where the server sends none."""
-        if self.completion_tokens is None:
-            return len(self.chunk_times)
-        return self.completion_tokens
+    def tpot(self) -> float | None:
+        """Seconds for each token after the first; None without usage, or with one token."""
+        if self.completion_tokens is None or self.completion_tokens < 2 or not self.chunk_times:
+            return None
+        return (self.ended - self.chunk_times[0]) / (self.completion_tokens - 1)
+
+    @property
+    def e2e(self) -> float:
+        """Seconds to the last byte."""
+        return self.ended - self.started
 
 
 class EventReader:
@@ -43,14 +58,24 @@ class EventReader:
 
     def feed(self, data: bytes, now: float) -> None:
         """Take what one read brought at time `now`."""
+        times = self._answer.chunk_times
+        # Nearly every read is one whole event with output, which needs no split and no JSON.
+        if (
+            times
+            and not self._tail
+            and data.find(EVENT_END) == len(data) - 2
+            and data.startswith(EVENT_START)
+            and not _is_special(data)
+        ):
+            times.append(now)
+            return
         if self._tail:
             data = self._tail + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
-        *events, self._tail = data.split(b"\n\n")
-        times = self._answer.chunk_times
+        *events, self._tail = data.split(EVENT_END)
         for event in events:
-            if times and event.startswith(b"data: {") and not _is_special(event):
+            if times and event.startswith(EVENT_START) and not _is_special(event):
                 times.append(now)
             else:
                 self._parse(event, now)
@@ -74,6 +99,8 @@ class EventReader:
         if usage:
             self._answer.prompt_tokens = usage.get("prompt_tokens")
             self._answer.completion_tokens = usage.get("completion_tokens")
+            details = usage.get("prompt_tokens_details") or {}
+            self._answer.cached_tokens = details.get("cached_tokens")
         if any(_has_output(choice) for choice in chunk.get("choices") or ()):
             self._answer.chunk_times.append(now)
 
