@@ -6,7 +6,6 @@ JSON and prints a markdown table. Run it as scripts/bench_local.
 """
 
 import argparse
-import asyncio
 import json
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from bench_servers import (
     transformers_command,
 )
 
-from cluster.bench import machine
+from cluster.bench import loop, machine
 from cluster.bench.load import Driver, Load
 from cluster.bench.metrics import RoundResult, middle
 from workers.checkpoint import make_checkpoint
@@ -146,7 +145,7 @@ def measure(
         for name, load in loads.items():
             if name != SHORT and contestant.settings is None:
                 continue  # its cache is sized for the short load
-            results = asyncio.run(send(load, server.url, contestant, cycle))
+            results = loop.run(send(load, server.url, contestant, cycle))
             contestant.rounds.setdefault(name, []).extend(results)
             rates = ", ".join(f"{result.output_tokens_per_s:,.0f}" for result in results)
             print(f"  {name}: {rates} output tok/s", file=sys.stderr)
