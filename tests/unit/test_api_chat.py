@@ -182,6 +182,67 @@ def test_template_variables(monkeypatch):
     assert error["param"] == "chat_template_kwargs"
 
 
+def test_documents_reach_the_template(monkeypatch):
+    template = "{% for d in documents %}{{ d.title }}={{ d.text }};{% endfor %}{{ tools }}"
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
+    api = Api()
+    documents = [{"title": "a", "text": "1"}, {"title": "b", "text": "2"}]
+    assert api.chat(documents=documents).status_code == 200
+    assert prompt_text(api) == "a=1;b=2;None"
+    assert assert_error(api.chat(documents=["a"]), 400)["param"] == "documents.0"
+    long = [{"title": "t", "text": "x" * 900}]
+    api = Api(inline_tokenize_chars=50)  # rendered in a thread
+    assert api.chat(documents=long).status_code == 200
+    assert prompt_text(api).startswith("t=xxx")
+
+
+PARTIAL = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, "}]
+OPEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell,"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, f"{OPEN} <|im_end|>\n<|im_start|>assistant\n"),
+        ({"add_generation_prompt": False}, f"{OPEN} <|im_end|>\n"),
+        ({"continue_final_message": True}, f"{OPEN} "),
+        ({"continue_final_message": True, "add_generation_prompt": False}, f"{OPEN} "),
+        ({"continue_final_message": False}, f"{OPEN} <|im_end|>\n<|im_start|>assistant\n"),
+    ],
+)
+def test_how_the_prompt_ends(fields, expected):
+    api = Api()
+    assert post(api, PARTIAL, **fields).status_code == 200
+    assert prompt_text(api) == expected
+
+
+def test_continued_message_and_a_new_turn_exclude_each_other():
+    fields = {"continue_final_message": True, "add_generation_prompt": True}
+    assert assert_error(post(Api(), PARTIAL, **fields), 400)["param"] == "continue_final_message"
+
+
+def test_continued_message_that_the_template_drops(monkeypatch):
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", "{{ messages[0].content }}")
+    error = assert_error(post(Api(), PARTIAL, continue_final_message=True), 400)
+    assert error["code"] == "chat_template_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_the_message_that_goes_on(stream):
+    api = Api(FakeBackend(says("hello", end=[IM_END])))
+    response = post(api, PARTIAL, continue_final_message=True, echo=True, stream=stream)
+    if stream:
+        text = "".join(item["choices"][0]["delta"]["content"] for item in events(response))
+    else:
+        text = response.json()["choices"][0]["message"]["content"]
+    assert text == "Well, hello"
+
+
+def test_echo_without_a_message_of_the_assistant():
+    body = Api(FakeBackend(says("x", end=[IM_END]))).chat("hi", echo=True).json()
+    assert body["choices"][0]["message"]["content"] == "x"
+
+
 def test_developer_role_reaches_a_template_that_knows_it(monkeypatch):
     monkeypatch.setattr(
         tiny_tokenizer()._hf, "chat_template", "{{ messages[0].role }}{# developer #}"

@@ -88,6 +88,62 @@ def test_completion_stream():
     assert choices[-1].finish_reason == "stop"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat_logprobs(stream):
+    async def call(client):
+        fields = {"model": MODEL, "messages": USER, "logprobs": True, "top_logprobs": 2}
+        answer = await client.chat.completions.create(**fields, stream=stream)
+        return [chunk async for chunk in answer] if stream else [answer]
+
+    answers = with_client(speaking_api(), call)
+    shown = [answer.choices[0].logprobs for answer in answers if answer.choices[0].logprobs]
+    contents = [entry for logprobs in shown for entry in logprobs.content]
+    assert bytes(byte for entry in contents[:-1] for byte in entry.bytes).decode() == TEXT
+    assert contents[0].token == "T" and contents[0].logprob == -1.0
+    assert [(top.token, top.logprob) for top in contents[0].top_logprobs] == [
+        ("U", -0.5),
+        ("T", -1.0),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_with_echo(stream):
+    async def call(client):
+        answer = await client.completions.create(
+            model=MODEL, prompt="ab", echo=True, logprobs=1, max_tokens=2, stream=stream
+        )
+        return [chunk async for chunk in answer] if stream else [answer]
+
+    choices = [answer.choices[0] for answer in with_client(Api(), call)]
+    assert "".join(choice.text for choice in choices) == "abhe"
+    assert [t for choice in choices for t in choice.logprobs.tokens] == list("abhe")
+    assert choices[0].logprobs.token_logprobs[:2] == [None, -1.0]
+    assert choices[0].logprobs.top_logprobs[1] == {"c": -0.5, "b": -1.0}
+    assert [o for choice in choices for o in choice.logprobs.text_offset] == [0, 1, 2, 3]
+
+
+def test_fields_of_other_servers_pass_through_the_client():
+    async def call(client):
+        return await client.chat.completions.create(
+            model=MODEL,
+            messages=USER,
+            logit_bias={"5": -100},
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            stop=["zz"],
+            user="me",
+            extra_body={"top_k": 5, "min_tokens": 2, "priority": 1, "prompt_logprobs": 0},
+        )
+
+    api = Api(FakeBackend(says("abczz"), num_cached_tokens=4))
+    answer = with_client(api, call)
+    assert answer.choices[0].stop_reason == "zz"
+    assert len(answer.prompt_logprobs) == answer.usage.prompt_tokens
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    ((_, params),) = api.backend.requests.values()
+    assert (params.top_k, params.min_tokens, params.logit_bias) == (5, 2, ((5, -100.0),))
+
+
 def test_models():
     async def call(client):
         listed = await client.models.list()

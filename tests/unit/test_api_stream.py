@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.api_fakes import Api, FakeBackend, says
+from cluster.api.job import JobFactory
+from tests.unit.api_fakes import IM_END, Api, FakeBackend, events, says
 
 
 class Connection:
@@ -202,3 +203,81 @@ def test_slow_client_holds_back_its_own_stream_only():
         assert not api.backend.open
 
     run(test)
+
+
+class Bracketed:
+    """A message parser that takes "[x]" for a call of x and holds a bracket back until it closes."""
+
+    def __init__(self) -> None:
+        self.content, self.calls, self._held = "", [], ""
+
+    def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
+        deltas = []
+        for char in text:
+            self._held += char
+            if char == "]":
+                self.calls.append(self._held.strip("[]"))
+                deltas.append({"call": self.calls[-1]})
+            elif self._held[0] == "[":
+                continue
+            else:
+                self.content += self._held
+                deltas.append({"content": self._held})
+            self._held = ""
+        if last and self._held:
+            self.content += self._held
+            deltas.append({"content": self._held})
+        return deltas
+
+    def message(self) -> dict[str, Any]:
+        return {"content": self.content, "calls": self.calls}
+
+    def finish_reason(self, reason: str) -> str:
+        return "tool_calls" if self.calls and reason == "stop" else reason
+
+
+@pytest.fixture
+def parsed(monkeypatch):
+    """Every chat choice gets a parser."""
+    chat = JobFactory.chat
+
+    async def with_parser(self, request, backend, headers):
+        job = await chat(self, request, backend, headers)
+        for choice in job.choices:
+            choice.parser = Bracketed()
+        return job
+
+    monkeypatch.setattr(JobFactory, "chat", with_parser)
+
+
+@pytest.mark.parametrize("size", [1, 2, 50])
+def test_parsed_stream(parsed, size):
+    api = Api(FakeBackend(says("ok[foo][b", size=size, end=[IM_END])))
+    role, *items = [item["choices"][0] for item in events(api.chat(stream=True))]
+    assert role["delta"] == {"role": "assistant", "content": ""}
+    deltas = [item["delta"] for item in items]
+    assert deltas == [{"content": "o"}, {"content": "k"}, {"call": "foo"}, {"content": "[b"}]
+    assert [item["finish_reason"] for item in items] == [None] * 3 + ["tool_calls"]
+
+
+def test_parsed_stream_tells_of_tokens_whose_text_is_held_back(parsed):
+    api = Api(FakeBackend(says("[foo]", end=[IM_END])))
+    _, *items = [item["choices"][0] for item in events(api.chat(stream=True, logprobs=True))]
+    tokens = [[entry["token"] for entry in item["logprobs"]["content"]] for item in items]
+    assert tokens == [["["], ["f"], ["o"], ["o"], ["]"], ["<|im_end|>"]]
+    deltas = [item["delta"] for item in items]
+    assert deltas == [{}] * 4 + [{"call": "foo"}, {}]
+
+
+def test_parsed_answer(parsed):
+    api = Api(FakeBackend(says("ok[foo]", end=[IM_END])))
+    for choice in api.chat(n=2).json()["choices"]:
+        assert choice["message"] == {
+            "role": "assistant",
+            "content": "ok",
+            "refusal": None,
+            "calls": ["foo"],
+        }
+        assert choice["finish_reason"] == "tool_calls"
+    body = api.chat(max_tokens=7).json()
+    assert body["choices"][0]["finish_reason"] == "length"
