@@ -16,6 +16,7 @@ from rich.table import Table
 
 from cluster.api_keys import VARIABLE, load_digests
 from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
+from cluster.tracing import check_tracing
 from kernels import select
 from kernels.placement import ExpertPlacement
 from workers.config import RankConfig
@@ -59,8 +60,10 @@ class CheckReport:
 def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport:
     """Resolve a valid configuration; None = look for API keys where the server would.
 
-    Raises KernelChoiceError when a named backend cannot run, ApiKeyError when the keys cannot be used.
+    Raises KernelChoiceError when a named backend cannot run, ApiKeyError when the keys cannot be used, ConfigError when
+    traces are wanted and their library is missing.
     """
+    check_tracing(config.serve.tracing)
     if num_api_keys is None:
         num_api_keys = len(load_digests(config.serve.api_keys_file))
     rank_config = resolve_rank_config(config)

@@ -179,6 +179,8 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         device=device,
         threads=resolve_threads(config),
         exchange_timeout_s=config.cluster.exchange_timeout_s,
+        log_level=config.serve.log_level,
+        log_format=config.serve.log_format,
     )
 
 

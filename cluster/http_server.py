@@ -27,7 +27,7 @@ class HttpServer:
                 ws="none",
                 lifespan="off",
                 access_log=False,
-                log_level="warning",
+                log_config=None,  # its warnings leave the way of all others
                 timeout_keep_alive=config.limits.keep_alive_s,
                 timeout_graceful_shutdown=SHUTDOWN_S,
             )

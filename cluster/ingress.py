@@ -5,6 +5,7 @@ Its end: no request is let in any more, those under way get their time, the port
 
 import asyncio
 import logging
+import os
 from typing import Any
 
 from ray import serve
@@ -12,12 +13,16 @@ from ray.exceptions import RayError
 
 from cluster.api.app import create_app
 from cluster.api.gate import Gate
+from cluster.api.record import Recorder
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import load_default_sampling, load_tokenizer
 from cluster.config import PhalanxConfig
 from cluster.engine_client import EngineClient
 from cluster.http_server import HttpServer
+from cluster.metrics import IngressMetrics
 from cluster.serve_config import open_choices_limit
+from cluster.tracing import make_tracer
+from workers.log import set_up_logging
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +35,6 @@ KILL_AFTER_S = 10.0
 @serve.deployment(
     # Admission is ours: Serve must neither queue nor refuse before we have looked.
     max_ongoing_requests=100_000,
-    ray_actor_options={"num_cpus": 0},
 )
 @serve.ingress()
 class Ingress:
@@ -43,13 +47,19 @@ class Ingress:
     async def __init__(
         self, config: PhalanxConfig, *, listen: bool, api_key_digests: tuple[bytes, ...]
     ):
+        name = f"ingress {os.getpid()}"
+        set_up_logging(name, config.serve.log_level, config.serve.log_format)
+        self._tracer = make_tracer(config.serve.tracing)
+        metrics = IngressMetrics()
+        recorder = Recorder(metrics, self._tracer, access_log=config.serve.access_log)
         self._client = EngineClient(config)
+        self._client.metrics_source = metrics.snapshot
         # The tokenizer's import takes seconds; the ranks come up meanwhile.
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         settings = _settings(config, api_key_digests)
         self._gate = Gate(settings.max_open_choices)
-        self._app = create_app(lambda: self._client, tokenizer, settings, self._gate)
+        self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         await connected
         self._drain_timeout_s = config.serve.drain_timeout_s
         self._drained: asyncio.Task[None] | None = None
@@ -72,6 +82,8 @@ class Ingress:
         if hasattr(self, "_follower"):
             self._follower.cancel()
             await self._drain(self._drain_timeout_s)
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
         await self._client.close()
 
     async def _drain_when_told(self) -> None:
@@ -106,7 +118,13 @@ def deploy(
     config: PhalanxConfig, *, listen: bool, api_key_digests: tuple[bytes, ...]
 ) -> serve.Application:
     """The Serve application of a configuration."""
+    actor_options: dict[str, Any] = {"num_cpus": 0}
+    if config.cluster.ray_address is not None:
+        # A local Ray inherits our environment; on a cluster it has to be carried along.
+        settings = {k: v for k, v in os.environ.items() if k.startswith("OTEL_")}
+        actor_options["runtime_env"] = {"env_vars": settings}
     options = Ingress.options(
+        ray_actor_options=actor_options,
         num_replicas=config.serve.replicas,
         graceful_shutdown_timeout_s=config.serve.drain_timeout_s + KILL_AFTER_S,
     )

@@ -18,7 +18,9 @@ from rich.console import Console
 
 from cluster.api_keys import VARIABLE, load_digests
 from cluster.config import PhalanxConfig
+from cluster.console_logs import show_logs
 from cluster.stop_signals import StopSignals
+from workers.log import set_up_logging
 
 # Ray starts workers at niceness 15, where any other process of the machine slows the ranks down. Read when Ray
 # starts; an operator's own setting wins. Serve's controller looks at its replicas ten times a second, which takes 5 %
@@ -45,6 +47,7 @@ def run_server(config: PhalanxConfig) -> None:
     configuration does not fit this machine.
     """
     started = time.monotonic()
+    set_up_logging("server", config.serve.log_level, config.serve.log_format)
     stop = StopSignals()
     stop.install()
     digests = load_digests(config.serve.api_keys_file)
@@ -82,7 +85,13 @@ def _start_ray(config: PhalanxConfig) -> None:
     import ray
 
     if config.cluster.ray_address is not None:
-        ray.init(config.cluster.ray_address, namespace="phalanx", logging_level=logging.WARNING)
+        ray.init(
+            config.cluster.ray_address,
+            namespace="phalanx",
+            logging_level=logging.WARNING,
+            log_to_driver=True,
+        )
+        show_logs(config.serve.log_format)
         return
     ray.init(
         "local",
@@ -92,8 +101,9 @@ def _start_ray(config: PhalanxConfig) -> None:
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
         logging_level=logging.WARNING,
-        log_to_driver=False,
+        log_to_driver=True,
     )
+    show_logs(config.serve.log_format)
 
 
 def _start(config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals) -> str | None:

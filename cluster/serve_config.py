@@ -3,11 +3,12 @@
 Knows nothing of how any of it is enforced.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from workers.config import Auto, Section
+from workers.log import LogFormat, LogLevel
 
 _Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 QUEUE_DEPTH = 8
@@ -61,6 +62,17 @@ class LimitsConfig(Section):
     )
 
 
+class TracingConfig(Section):
+    """OpenTelemetry traces, one span a request; needs the `tracing` extra."""
+
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s]",
+        description="Collector to send traces to, such as http://localhost:4318; null = what "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, none = no traces.",
+    )
+
+
 class ServeConfig(Section):
     """The HTTP endpoint."""
 
@@ -98,9 +110,17 @@ class ServeConfig(Section):
         ge=0,
         description="Seconds that running requests get to finish after SIGTERM; SIGINT gives none.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="How much the server writes to its log."
+    log_level: LogLevel = Field(
+        "info", description="How much the server writes to its log, on standard error."
     )
+    log_format: LogFormat = Field(
+        "text", description="Form of log lines; json = one object a line, for collectors."
+    )
+    access_log: bool = Field(
+        False,
+        description="An info line for each request that ended; otherwise at debug, failures as warnings.",
+    )
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
 

@@ -21,6 +21,7 @@ from cluster.config import PhalanxConfig, resolve_rank_config
 from cluster.metrics import GAUGES
 from cluster.metrics_snapshot import Snapshot, SnapshotTotals
 from workers.actor import RankActor
+from workers.log import set_up_logging
 from workers.rank_info import RankInfo, Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ class Supervisor:
     """Brings the ranks up when constructed; everything is asynchronous, ask `status`."""
 
     def __init__(self, config: PhalanxConfig):
+        set_up_logging("supervisor", config.serve.log_level, config.serve.log_format)
         self._config = config
         # This actor holds no GPU and so sees none: Ray knows what the cluster has.
         num_gpus = int(ray.cluster_resources().get("GPU", 0))

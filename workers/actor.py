@@ -13,8 +13,10 @@ from typing import Any
 import ray
 
 from workers.config import RankConfig
+from workers.log import set_up_logging
 from workers.rank_info import RankInfo, Rendezvous
 from workers.request import EngineRequest, RequestOutput
+from workers.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.token_stream import StreamAddress, TokenSender
 
 logger = logging.getLogger(__name__)
@@ -30,12 +32,15 @@ class RankActor:
     def __init__(self, rank: int, config: RankConfig):
         from workers.rank import Rank
 
+        set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
         self._rank = Rank(rank, config)
         self._store: Any = None
         self._progress = (0, 0)
         self._peers: list[ray.actor.ActorHandle] = []
         self._senders: dict[str, TokenSender] = {}
         self._done: asyncio.Future[None] | None = None
+        self._info: dict[str, Any] = {}
+        self._logging: asyncio.Task[None] | None = None
 
     async def describe(self) -> dict[str, Any]:
         """Where this rank is: node id, address, process, GPUs."""
@@ -71,6 +76,13 @@ class RankActor:
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         info = await asyncio.to_thread(self._rank.start_engine, self._publish, self._wake_peers)
+        self._info = {
+            "block_size": info.block_size,
+            "num_blocks": info.num_blocks,
+            "max_model_len": info.max_model_len,
+            **info.backends,
+        }
+        self._logging = asyncio.create_task(self._log_stats())
         threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
         return info
 
@@ -103,8 +115,8 @@ class RankActor:
             sender.close()
 
     async def stats(self) -> dict[str, Any]:
-        """Counters and gauges, see workers.stats."""
-        return {"rank": self._rank.rank, **self._engine.stats.snapshot()}
+        """Counters and gauges, see workers.stats; `info` is what does not change."""
+        return {"rank": self._rank.rank, "info": self._info, **self._engine.stats.snapshot()}
 
     async def stop(self) -> None:
         """Ask the whole group to leave its loops; `done` returns when this rank has."""
@@ -115,6 +127,17 @@ class RankActor:
         if self._rank.engine is None:
             raise RankFailedError(f"rank {self._rank.rank} is not started")
         return self._rank.engine
+
+    async def _log_stats(self) -> None:
+        """A line now and then, of what happened since the last one; none when nothing did."""
+        before = self._engine.stats.snapshot()
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            now = self._engine.stats.snapshot()
+            fields = stats_fields(before, now)
+            if fields is not None:
+                logger.info("%s", stats_line(fields), extra=fields)
+            before = now
 
     def _set_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -134,7 +157,7 @@ class RankActor:
         try:
             self._engine.run()
         except BaseException as error:
-            logger.exception("rank %d: the step loop failed", self._rank.rank)
+            logger.exception("the step loop failed")
             failure = RankFailedError(f"rank {self._rank.rank}: {type(error).__name__}: {error}")
             loop.call_soon_threadsafe(self._done.set_exception, failure)
         else:

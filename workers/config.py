@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from kernels.config import KernelsConfig
+from workers.log import LogFormat, LogLevel
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -69,3 +70,5 @@ class RankConfig(Section):
     device: Literal["cpu", "cuda"]
     threads: int = Field(ge=1, description="CPU threads of a rank's torch operators.")
     exchange_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"

@@ -1,0 +1,51 @@
+"""The line that a busy rank writes to its log every few seconds. Pure arithmetic on two snapshots of its counters."""
+
+from typing import Any
+
+INTERVAL_S = 10.0
+
+
+def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] | None:
+    """What a rank did between two `EngineStats.snapshot`s; None when it had nothing to do.
+
+    Rates are per second, times in milliseconds of a step, shares between 0 and 1.
+    """
+
+    def grown(key: str) -> float:
+        return now[key] - before[key]
+
+    seconds, steps = grown("time"), grown("steps")
+    if seconds <= 0 or steps <= 0:
+        return None
+    parts = {part: end - before["step_seconds"][part] for part, end in now["step_seconds"].items()}
+    step_s = sum(parts.values())
+    queries = grown("prefix_cache_queries")
+    return {
+        "prompt_tokens_per_s": round(grown("prompt_tokens") / seconds, 1),
+        "generation_tokens_per_s": round(grown("generation_tokens") / seconds, 1),
+        "running": now["running"],
+        "waiting": now["waiting"],
+        "kv_cache_usage": round(now["kv_cache_usage"], 4),
+        "prefix_hit_rate": round(grown("prefix_cache_hits") / queries, 4) if queries else None,
+        "preemptions": grown("preemptions"),
+        "steps": steps,
+        "step_ms": {part: round(1e3 * value / steps, 3) for part, value in parts.items()},
+        "exchange_share": round(parts["exchange"] / step_s, 4) if step_s else 0.0,
+    }
+
+
+def stats_line(fields: dict[str, Any]) -> str:
+    """The fields as a person reads them."""
+    split = ", ".join(f"{part} {value:.2f}" for part, value in fields["step_ms"].items())
+    hits = fields["prefix_hit_rate"]
+    line = (
+        f"{fields['prompt_tokens_per_s']:,.0f} prompt + {fields['generation_tokens_per_s']:,.0f} output tok/s, "
+        f"{fields['running']} running, {fields['waiting']} waiting, KV {fields['kv_cache_usage']:.1%}, "
+        f"{fields['steps']} steps of {sum(fields['step_ms'].values()):.2f} ms ({split}), "
+        f"waited for others {fields['exchange_share']:.0%}"
+    )
+    if hits is not None:
+        line += f", prefix hits {hits:.0%}"
+    if fields["preemptions"]:
+        line += f", {fields['preemptions']} preemptions"
+    return line
