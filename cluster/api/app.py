@@ -22,6 +22,7 @@ from cluster.api.job import JobFactory
 from cluster.api.json_body import read_json_object
 from cluster.api.metrics_routes import add_metrics_routes
 from cluster.api.middleware import RequestContext
+from cluster.api.openapi import body_schema, complete_openapi
 from cluster.api.page import add_page_routes
 from cluster.api.protocol import (
     ChatRequest,
@@ -33,6 +34,7 @@ from cluster.api.protocol import (
 from cluster.api.record import Recorder
 from cluster.api.respond import JobResponse
 from cluster.api.settings import ApiSettings, package_version
+from cluster.api.tokenization import add_tokenization_routes
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.utility import add_utility_routes
 from cluster.errors import BadRequestError, NotFoundError, ServingError
@@ -70,9 +72,11 @@ def create_app(
     jobs = JobFactory(tokenizer, settings)
     _add_generation_routes(app, backend_provider, jobs, settings, recorder, gate)
     _add_model_routes(app, backend_provider)
+    add_tokenization_routes(app, backend_provider, tokenizer, settings)
     add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
     add_page_routes(app)
+    complete_openapi(app, with_keys=bool(settings.api_key_digests))
     return app
 
 
@@ -114,12 +118,12 @@ def _add_generation_routes(
         response = JobResponse(job, backend, recorder)
         return AdmittedResponse(response, gate, ticket, settings.request_timeout_s)
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
         return await answer(request, parse_completion, jobs.completion)
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         return await answer(request, parse_chat, jobs.chat)
@@ -207,9 +211,3 @@ def _error_response(error: ServingError, status: int | None = None) -> Response:
 
 def _json(content: dict[str, Any]) -> Response:
     return Response(to_json(content), media_type="application/json")
-
-
-def _body_schema(model: type[CompletionRequest] | type[ChatRequest]) -> dict[str, Any]:
-    """The body's schema for /docs. FastAPI does not read the body itself: it would answer 422."""
-    schema = model.model_json_schema()
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}

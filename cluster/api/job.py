@@ -111,7 +111,7 @@ class JobFactory:
         headers: Mapping[str, str],
     ) -> Job:
         """A job of /v1/completions. Choices of prompt p are numbered from p * n."""
-        _check_model(request.model, backend)
+        check_model(request.model, backend)
         self._check_choices(len(request.prompts()), request.n or 1)
         keep = self._num_kept(request, backend)
         prompts = await self._prompts.completion(request, keep)
@@ -121,7 +121,7 @@ class JobFactory:
         self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str]
     ) -> Job:
         """A job of /v1/chat/completions."""
-        _check_model(request.model, backend)
+        check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
         prompt = await self._prompts.chat(request, self._num_kept(request, backend))
         return self._job(request, backend, headers, [prompt])
@@ -301,7 +301,7 @@ def choice_seed(seed: int, i: int) -> int:
     return (mixed ^ (mixed >> 31)) & _SEED_MASK
 
 
-def _check_model(name: str | None, backend: EngineBackend) -> None:
+def check_model(name: str | None, backend: EngineBackend) -> None:
     if name is not None and name != backend.model_name:
         raise NotFoundError(
             f"the model {name[:200]!r} does not exist; this server has {backend.model_name!r}",

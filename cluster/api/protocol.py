@@ -209,7 +209,7 @@ def _parse(model: type[_Request], body: dict[str, Any]) -> _Request:
     try:
         request = model.model_validate(body)
     except ValidationError as error:
-        raise _as_bad_request(error) from None
+        raise as_bad_request(error) from None
     for problem in _conflicts(request):
         raise problem
     return request
@@ -243,7 +243,7 @@ def _bad(param: str, message: str) -> BadRequestError:
     return BadRequestError(message, param=param)
 
 
-def _as_bad_request(error: ValidationError) -> BadRequestError:
+def as_bad_request(error: ValidationError) -> BadRequestError:
     """All findings in one message, the first one as param."""
     findings = error.errors(include_url=False, include_context=False)
     paths = [".".join(str(part) for part in item["loc"]) for item in findings]

@@ -48,8 +48,12 @@ class ServingTokenizer:
         return batch[0].ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of ids, special tokens included."""
-        return self._backend.decode(token_ids, skip_special_tokens=False)
+        """The text of ids, special tokens included. A batch of one, for the same reason."""
+        return self._backend.decode_batch([token_ids], skip_special_tokens=False)[0]
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """How the vocabulary writes each token; empty for ids that only the embedding has."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
         """Refuse ids that no embedding row has."""
