@@ -39,59 +39,81 @@ MESSAGES = st.lists(
 PROMPTS = st.one_of(
     TEXTS, st.lists(TEXTS, max_size=3), st.lists(st.integers(-1, 310), max_size=6), JSON
 )
-# Mostly sensible values, so that many bodies get past the checks and into the engine.
+# Sensible values, so that many bodies get past the checks and into the engine.
 FIELDS = {
-    "model": st.one_of(st.just(MODEL), JSON),
-    "n": st.one_of(st.integers(1, 3), JSON),
-    "max_tokens": st.one_of(st.integers(0, 30), JSON),
-    "max_completion_tokens": st.one_of(st.integers(1, 30), JSON),
-    "temperature": st.one_of(st.floats(0, 2), JSON),
-    "top_p": st.one_of(st.floats(0.1, 1), JSON),
-    "top_k": st.one_of(st.integers(-1, 50), JSON),
-    "min_p": st.one_of(st.floats(0, 1), JSON),
-    "seed": st.one_of(st.integers(-(2**63), 2**63 - 1), JSON),
-    "stop": st.one_of(st.text("elo ", min_size=1, max_size=3), st.lists(TEXTS, max_size=3), JSON),
-    "stop_token_ids": st.one_of(st.lists(st.integers(0, 299), max_size=3), JSON),
-    "ignore_eos": st.one_of(st.booleans(), JSON),
-    "add_special_tokens": st.one_of(st.booleans(), JSON),
-    "stream": st.one_of(st.booleans(), JSON),
-    "stream_options": st.one_of(
-        st.fixed_dictionaries(
-            {},
-            optional={"include_usage": st.booleans(), "continuous_usage_stats": st.booleans()},
-        ),
-        JSON,
+    "prompt": st.one_of(
+        st.sampled_from(["hi", "hello", ["a", "b"]]),
+        st.lists(st.integers(0, 299), min_size=1, max_size=6),
     ),
-    "echo": st.one_of(st.booleans(), JSON),
+    "messages": st.sampled_from(
+        [
+            [{"role": "user", "content": "hi"}],
+            [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "well"}],
+        ]
+    ),
+    "model": st.just(MODEL),
+    "n": st.integers(1, 3),
+    "best_of": st.none(),
+    "max_tokens": st.integers(6, 30),
+    "max_completion_tokens": st.integers(6, 30),
+    "min_tokens": st.integers(0, 5),
+    "temperature": st.floats(0, 2),
+    "top_p": st.floats(0.1, 1),
+    "top_k": st.integers(-1, 50),
+    "min_p": st.floats(0, 1),
+    "presence_penalty": st.floats(-2, 2),
+    "frequency_penalty": st.floats(-2, 2),
+    "repetition_penalty": st.floats(0.01, 3),
+    "logit_bias": st.dictionaries(st.integers(0, 299).map(str), st.floats(-100, 100), max_size=3),
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "stop": st.one_of(
+        st.text("elo ", min_size=1, max_size=3),
+        st.lists(st.text("elo wrd", min_size=1, max_size=3), max_size=3),
+    ),
+    "stop_token_ids": st.lists(st.integers(0, 299), max_size=3),
+    "ignore_eos": st.booleans(),
+    "include_stop_str_in_output": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "add_special_tokens": st.booleans(),
+    "truncate_prompt_tokens": st.one_of(st.just(-1), st.integers(1, 5)),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries(
+        {}, optional={"include_usage": st.booleans(), "continuous_usage_stats": st.booleans()}
+    ),
+    "echo": st.booleans(),
     "user": JSON,
-    "logprobs": st.one_of(st.none(), st.booleans(), st.integers(0, 5), JSON),
-    "top_logprobs": st.one_of(st.integers(0, 5), JSON),
-    "prompt_logprobs": st.one_of(st.none(), st.integers(0, 5), JSON),
-    "logit_bias": st.one_of(
-        st.dictionaries(st.integers(-1, 310).map(str), st.floats(-100, 100), max_size=3), JSON
-    ),
-    "presence_penalty": st.one_of(st.floats(-2, 2), JSON),
-    "frequency_penalty": st.one_of(st.floats(-2, 2), JSON),
-    "repetition_penalty": st.one_of(st.floats(0.01, 3), JSON),
-    "min_tokens": st.one_of(st.integers(0, 5), JSON),
-    "include_stop_str_in_output": st.one_of(st.booleans(), JSON),
-    "skip_special_tokens": st.one_of(st.booleans(), JSON),
-    "truncate_prompt_tokens": st.one_of(st.integers(-1, 5), JSON),
-    "return_token_ids": st.one_of(st.booleans(), JSON),
-    "return_tokens_as_token_ids": st.one_of(st.booleans(), JSON),
-    "priority": st.one_of(st.integers(-3, 3), JSON),
-    "cache_salt": st.one_of(TEXTS, JSON),
-    "request_id": st.one_of(TEXTS, JSON),
-    "best_of": st.one_of(st.integers(1, 3), JSON),
-    "documents": st.one_of(st.lists(st.dictionaries(TEXTS, TEXTS, max_size=2), max_size=2), JSON),
-    "add_generation_prompt": st.one_of(st.booleans(), JSON),
-    "continue_final_message": st.one_of(st.booleans(), JSON),
-    "response_format": st.one_of(st.just({"type": "text"}), JSON),
-    "tools": st.one_of(st.just([]), JSON),
-    "chat_template_kwargs": st.one_of(st.just({}), JSON),
+    "logprobs": st.one_of(st.booleans(), st.integers(0, 5)),
+    "top_logprobs": st.integers(0, 5),
+    "prompt_logprobs": st.integers(0, 5),
+    "return_token_ids": st.booleans(),
+    "return_tokens_as_token_ids": st.booleans(),
+    "priority": st.integers(-3, 3),
+    "cache_salt": st.text("ab", min_size=1, max_size=2),
+    "request_id": st.text("ab", min_size=1, max_size=2),
+    "documents": st.lists(st.dictionaries(st.text("ab"), st.text("ab")), max_size=2),
+    "add_generation_prompt": st.booleans(),
+    "continue_final_message": st.booleans(),
+    "response_format": st.just({"type": "text"}),
+    "tools": st.just([]),
+    "chat_template_kwargs": st.just({}),
     "unknown": JSON,
 }
-BODIES = st.fixed_dictionaries({"prompt": PROMPTS, "messages": MESSAGES}, optional=FIELDS)
+
+
+SPOILED = {"prompt": PROMPTS, "messages": MESSAGES}
+
+
+@st.composite
+def bodies(draw):
+    """A body of some of the fields, up to two of them spoiled."""
+    names = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=12, unique=True))
+    body = {name: draw(FIELDS[name]) for name in ("prompt", "messages", *names)}
+    for name in draw(st.one_of(st.just([]), st.lists(st.sampled_from(sorted(FIELDS)), max_size=2))):
+        body[name] = draw(SPOILED.get(name, JSON))
+    return body
+
+
+BODIES = bodies()
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
 API = Api(FakeBackend())
 SLOW_IS_FINE = [HealthCheck.too_slow]
