@@ -37,11 +37,9 @@ class Page:
         self.requests: list[dict[str, Any]] = []
         self.problems: list[str] = []
         """Errors and warnings of the console, the browser's own included."""
-        self.canned: dict[str, tuple[int, Any]] = {}
-        """End of a path -> status and body that the page gets instead of the server's: text is a stream of events."""
+        self._canned: dict[str, tuple[int, Any]] = {}
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
-        self.call("Fetch.enable", patterns=[{"urlPattern": "*"}])
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """One command of the protocol and its result."""
@@ -58,6 +56,17 @@ class Page:
         """Navigate; scripts run afterwards."""
         self.call("Page.navigate", url=url)
         self.wait(f"location.href.startsWith({json.dumps(url)}) && document.readyState=='complete'")
+
+    def answer(self, canned: dict[str, tuple[int, Any]]) -> None:
+        """From now on answer for the server: end of a path -> status and body.
+
+        A body of text is a stream of events, any other is sent as JSON.
+        """
+        self._canned = canned
+        if canned:
+            self.call("Fetch.enable", patterns=[{"urlPattern": f"*{path}"} for path in canned])
+        else:
+            self.call("Fetch.disable")
 
     def js(self, expression: str) -> Any:
         """The value of an expression in the page; a promise is awaited."""
@@ -152,7 +161,7 @@ class Page:
             self.problems.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
 
     def _answer(self, request_id: str, url: str) -> None:
-        found = next((it for path, it in self.canned.items() if url.endswith(path)), None)
+        found = next((it for path, it in self._canned.items() if url.endswith(path)), None)
         if found is None:
             self._send("Fetch.continueRequest", {"requestId": request_id})
             return

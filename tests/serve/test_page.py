@@ -171,7 +171,7 @@ def test_a_server_that_asks_for_a_key_gets_it(devtools, server):
     refusal = {"error": {"message": "a key is needed", "type": "x", "param": None, "code": None}}
     form = "document.getElementById('key-form')"
     with new_page(devtools) as page:
-        page.canned = {"/v1/models": (401, refusal)}
+        page.answer({"/v1/models": (401, refusal)})
         page.open(f"{server.url}/")
         page.wait(f"!{form}.hidden")
         assert page.js("document.activeElement.id") == "key"
@@ -179,7 +179,7 @@ def test_a_server_that_asks_for_a_key_gets_it(devtools, server):
         page.fill("#key", "wrong")
         page.press("Enter")
         page.wait(f"!{form}.hidden && {form}.textContent.includes('refused')")
-        page.canned.clear()
+        page.answer({})
         page.fill("#key", "secret-1")
         page.press("Enter")
         page.wait("document.getElementById('model').textContent == 'tiny'")
@@ -195,12 +195,12 @@ def test_a_server_that_asks_for_a_key_gets_it(devtools, server):
 
 def test_ranks_that_do_not_answer_are_a_state_and_no_end(page):
     refusal = {"message": "the server is draining", "type": "x", "param": None, "code": None}
-    page.canned["/ranks"] = (503, {"error": refusal})
+    page.answer({"/ranks": (503, {"error": refusal})})
     page.wait(state_is("not ready"))
     assert text_of(page, "#ranks-note") == "the server is draining"
-    page.canned["/ranks"] = (200, "this is no JSON")
+    page.answer({"/ranks": (200, "this is no JSON")})
     page.wait(state_is("no figures"))
-    page.canned.clear()
+    page.answer({})
     page.wait(state_is("ready"))
     assert page.js("document.getElementById('ranks-note').hidden")
     assert all("503" in problem for problem in page.problems)
@@ -212,7 +212,7 @@ def test_markup_stays_text(page):
         "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
     )
     chunk = {"choices": [{"index": 0, "delta": {"content": attack}, "finish_reason": "stop"}]}
-    page.canned["/v1/chat/completions"] = (200, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+    page.answer({"/v1/chat/completions": (200, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")})
     say(page, attack)
     page.wait(f"{IDLE} && ({ANSWER})?.textContent")
     texts = page.js("[...document.querySelectorAll('.message > .text')].map(it => it.textContent)")
@@ -223,7 +223,7 @@ def test_markup_stays_text(page):
 
 def test_a_broken_stream_keeps_its_text_and_says_so(page):
     chunk = {"choices": [{"index": 0, "delta": {"content": "so far"}, "finish_reason": None}]}
-    page.canned["/v1/chat/completions"] = (200, f"data: {json.dumps(chunk)}\n\n")
+    page.answer({"/v1/chat/completions": (200, f"data: {json.dumps(chunk)}\n\n")})
     say(page, "hi")
     page.wait(f"{IDLE} && ({ANSWER})?.textContent == 'so far'")
     assert "before the answer was complete" in text_of(page, ".message:last-child .error")
@@ -262,7 +262,7 @@ CONTRAST = """
 @pytest.mark.parametrize("width", [400, 1280])
 def test_readable_in_both_colours_and_on_a_phone(page, width, dark):
     page.resize(width, 760, dark=dark)
-    page.canned["/v1/chat/completions"] = (400, {"error": {"message": "word" * 100}})
+    page.answer({"/v1/chat/completions": (400, {"error": {"message": "word" * 100}})})
     say(page, "unbreakable" * 40)
     page.wait(f"{IDLE} && document.querySelector('.error:not([hidden])') != null")
     page.js("document.querySelectorAll('aside details').forEach(it => it.open = true)")
