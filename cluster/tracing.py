@@ -5,7 +5,9 @@ have the names of vLLM and of the GenAI conventions. The SDK reads its own OTEL_
 resource); serve.tracing.otlp_endpoint stands in for OTEL_EXPORTER_OTLP_ENDPOINT.
 """
 
+import logging
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -22,6 +24,7 @@ ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PROTOCOLS = ("http/protobuf", "grpc")
 NANO = 1_000_000_000
+CLOSE_S = 2.0
 
 
 def is_configured(config: "TracingConfig") -> bool:
@@ -43,6 +46,8 @@ def make_tracer(config: "TracingConfig") -> "RequestTracer | None":
 
     endpoint = config.otlp_endpoint
     exporter_class, is_http = _exporter_class()
+    # A collector that is away is worth a line for each batch, not for each attempt.
+    logging.getLogger("opentelemetry").setLevel(logging.ERROR)
     options: dict[str, Any] = {}
     if endpoint:
         # The SDK appends this to the endpoint of the environment, but not to one it is given.
@@ -92,13 +97,13 @@ class RequestTracer:
 
         # What the environment says of the service wins.
         resource = Resource.create({SERVICE_NAME: "phalanx"}).merge(OTELResourceDetector().detect())
-        self._provider = TracerProvider(resource=resource)
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("phalanx")
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, record: "JobRecord", reason: str) -> None:
-        """A request has ended: stop, length, abort (its client went away) or error."""
+    def record(self, record: "JobRecord") -> None:
+        """A request has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now = time.time_ns()
@@ -119,14 +124,16 @@ class RequestTracer:
             first = _first_token_s(record)
             if first is not None:
                 span.add_event("first_token", timestamp=started + int(first * NANO))
-            if reason == "error":
-                span.set_attribute("error.type", "error")
-                span.set_status(Status(StatusCode.ERROR))
+            if record.error is not None:
+                span.set_attribute("error.type", type(record.error).__name__)
+                span.set_status(Status(StatusCode.ERROR, str(record.error)))
         span.end(now)
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
-        self._provider.shutdown()
+        """Send what is left, for CLOSE_S at most: the exporter would go on trying for 8 s."""
+        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(CLOSE_S)
 
 
 def _first_token_s(record: "JobRecord") -> float | None:

@@ -22,7 +22,7 @@ REQUEST_ID = "phalanx.request_id"
 class Tracer(Protocol):
     """Told of each request at its end."""
 
-    def record(self, record: "JobRecord", reason: str) -> None:
+    def record(self, record: "JobRecord") -> None:
         """Make a span of it."""
         ...
 
@@ -49,6 +49,7 @@ class JobRecord:
         self.job = job
         self.scope = scope
         self.choices: list[ChoiceRecord] = []
+        self.error: BaseException | None = None
         self._recorder = recorder
 
     @property
@@ -66,6 +67,7 @@ class JobRecord:
         """It was answered, or ended by `error`, or its client went away."""
         recorder = self._recorder
         error = error or next((c.error for c in self.choices if c.error is not None), None)
+        self.error = error
         reasons = {choice.reason for choice in self.choices} or {"abort"}
         reason = "error" if error else "abort" if "abort" in reasons else ",".join(sorted(reasons))
         level = logging.WARNING if reason == "error" else recorder.level
@@ -73,7 +75,7 @@ class JobRecord:
             extra = {"request_id": self.request_id}
             logger.log(level, "%s", self._line(reason, error), extra=extra)
         if recorder.tracer is not None:
-            recorder.tracer.record(self, reason)
+            recorder.tracer.record(self)
 
     def _line(self, reason: str, error: BaseException | None) -> str:
         job = self.job
