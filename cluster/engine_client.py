@@ -5,6 +5,7 @@ Implements `cluster.api.backend.EngineBackend`. Knows nothing of HTTP.
 
 import asyncio
 import logging
+import random
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
@@ -85,7 +86,12 @@ class EngineClient:
         self.max_model_len = info.max_model_len
         self.max_request_tokens = info.num_blocks * info.block_size
         self._ranks = await self._supervisor.ranks.remote()
-        self._router = Router(len(self._ranks))
+        self._router = Router(
+            len(self._ranks),
+            num_replicas=self._config.serve.replicas,
+            start=random.randrange(len(self._ranks)),
+            cache_tokens=self.max_request_tokens if self._config.cache.prefix_caching else 0,
+        )
         self._receiver = TokenReceiver(ray.util.get_node_ip_address())
         self._receiver.listen(self._deliver)
         address = self._receiver.address
@@ -107,7 +113,9 @@ class EngineClient:
         """The tokens of one request as they come. Closing the generator early aborts it in its rank."""
         self._check_alive()
         num_tokens = len(prompt_token_ids) + params.max_tokens
-        rank = self._router.pick(num_tokens, rank)
+        rank = self._router.pick(
+            prompt_token_ids, params.max_tokens, cache_salt=cache_salt, pinned=rank
+        )
         entry = self._open[request_id] = _Open(rank, num_tokens)
         finished = False
         try:
@@ -183,8 +191,9 @@ class EngineClient:
         if entry is not None:
             self._router.release(entry.rank, entry.num_tokens)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
         """Hand what a rank sent to the requests that wait for it."""
+        self._router.report(rank, load_of_others)
         for output in outputs:
             entry = self._open.get(output.request_id)
             if entry is not None:  # otherwise it was closed a moment ago

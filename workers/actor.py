@@ -150,7 +150,8 @@ class RankActor:
         """Called by the step loop; an ingress that is gone has no sender."""
         sender = self._senders.get(ingress_id)
         if sender is not None:
-            sender.send(outputs)
+            others = self._engine.open_requests.tell(ingress_id)
+            sender.send(self._rank.rank, others, outputs)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The step loop's thread."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from workers.grammar import Compiled, GrammarCompiler
 from workers.model_runner import ModelRunner
+from workers.open_requests import OpenRequests
 from workers.request import EngineRequest, RequestOutput
 from workers.scheduler import ScheduledBatch, Scheduler
 from workers.stats import EngineStats
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 Publish = Callable[[str, list[RequestOutput]], None]
 UNWELL = 1
+NEWS_EVERY = 16  # steps
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ Message = EngineRequest | Ready | str | IngressGone
 class Engine:
     """One rank's loop.
 
-    publish(ingress_id, outputs)   called once a step for each ingress with outputs
+    publish(ingress_id, outputs)   called once a step for each ingress with outputs; now and then without outputs
     wake_peers(step)               asks every other rank to come to exchange number `step`
     """
 
@@ -82,7 +84,7 @@ class Engine:
         self._wake_peers = wake_peers
         self._grammars = grammars
         self._step = 0
-        self._ingress_of: dict[str, str] = {}
+        self.open_requests = OpenRequests()
         self._changed = threading.Condition()
         # Guarded by _changed; deque.append alone would do, but a sleeper must not miss it.
         self._inbox: deque[Message] = deque()
@@ -181,12 +183,12 @@ class Engine:
                 self._forget(message)
                 continue
             if isinstance(message, IngressGone):
-                for request_id in [k for k, v in self._ingress_of.items() if v == message.id]:
+                for request_id in self.open_requests.of_ingress(message.id):
                     self._forget(request_id)
+                self.open_requests.forget_ingress(message.id)
                 continue
             if isinstance(message, EngineRequest):
-                assert message.request_id not in self._ingress_of, f"{message.request_id} is in use"
-                self._ingress_of[message.request_id] = message.ingress_id
+                self.open_requests.add(message)
                 message = self._with_grammar(message)
             error = None if message is None else self._add(message)
             if error is not None:
@@ -209,7 +211,7 @@ class Engine:
 
     def _add(self, ready: Ready) -> str | None:
         """Queue a request; why that is impossible, or None."""
-        if ready.request.request_id not in self._ingress_of:
+        if ready.request.request_id not in self.open_requests:
             return None  # it was aborted while its grammar was compiled
         if isinstance(ready.grammar, str):
             return ready.grammar
@@ -218,7 +220,8 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
         self.stats.requests.forget(request_id)
-        self._ingress_of.pop(request_id, None)
+        if request_id in self.open_requests:
+            self.open_requests.remove(request_id)
 
     def _schedule(self) -> tuple[ScheduledBatch | None, Exception | None]:
         """This step's batch. A failure is carried to the vote, where every rank learns of it."""
@@ -254,14 +257,22 @@ class Engine:
         by_ingress: defaultdict[str, list[RequestOutput]] = defaultdict(list)
         for output in outputs:
             done = output.finish_reason is not None
-            find = self._ingress_of.pop if done else self._ingress_of.__getitem__
+            find = self.open_requests.remove if done else self.open_requests.ingress_of
             by_ingress[find(output.request_id)].append(output)
         for ingress_id, messages in by_ingress.items():
             self._publish(ingress_id, messages)
+        if self._step % NEWS_EVERY == 0:
+            self._send_news()
+
+    def _send_news(self) -> None:
+        """Every message tells its ingress how much the others have here; now those learn it that get none."""
+        for ingress_id in self.open_requests.outdated():
+            self._publish(ingress_id, [])
 
     def _sleep(self, plan: StepPlan) -> None:
         """Wait until there is a reason to go to the next exchange, then see that the peers come too."""
         self.stats.record_idle(self.scheduler)
+        self._send_news()
         with self._changed:
             while not (self._has_reason(plan) or self._awaited_step >= self._step):
                 self._changed.wait()

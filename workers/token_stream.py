@@ -42,9 +42,13 @@ class TokenSender:
         self._socket.curve_serverkey = address.key
         self._socket.connect(address.endpoint)
 
-    def send(self, outputs: list[RequestOutput]) -> None:
-        """Queue one message; after `close` it is dropped, nobody listens any more."""
-        message = json.dumps([_fields(output) for output in outputs]).encode()
+    def send(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
+        """Queue one message; after `close` it is dropped, nobody listens any more.
+
+        load_of_others   tokens of other ingresses that this rank has not finished
+        """
+        fields = [_fields(output) for output in outputs]
+        message = json.dumps((rank, load_of_others, fields)).encode()
         with self._lock:
             if not self._socket.closed:
                 self._socket.send(message, zmq.NOBLOCK)
@@ -73,8 +77,8 @@ class TokenReceiver:
         self.address = StreamAddress(f"tcp://{host}:{port}", public)
         self._loop: asyncio.AbstractEventLoop | None = None  # until `listen`
 
-    def listen(self, deliver: Callable[[list[RequestOutput]], None]) -> None:
-        """From now on `deliver` gets the outputs of each step of each rank, in the running loop.
+    def listen(self, deliver: Callable[[int, int, list[RequestOutput]], None]) -> None:
+        """From now on `deliver` gets what each rank sends after each step, in the running loop.
 
         The socket is read when its descriptor says so: zmq.asyncio took 0.4 ms of the loop's time for a message.
         """
@@ -88,8 +92,8 @@ class TokenReceiver:
         for _ in range(MAX_MESSAGES_AT_ONCE):
             if self._socket.closed or not self._socket.get(zmq.EVENTS) & POLLIN:
                 return
-            message = self._socket.recv(zmq.NOBLOCK)
-            self._deliver([_output(fields) for fields in json.loads(message)])
+            rank, load_of_others, outputs = json.loads(self._socket.recv(zmq.NOBLOCK))
+            self._deliver(rank, load_of_others, [_output(fields) for fields in outputs])
         self._loop.call_soon(self._drain)  # let the loop's other work have a turn
 
     def close(self) -> None:

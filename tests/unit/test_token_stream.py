@@ -15,10 +15,15 @@ class Inbox:
 
     def __init__(self, receiver: TokenReceiver):
         self._queue: asyncio.Queue[list[RequestOutput]] = asyncio.Queue()
-        receiver.listen(self._queue.put_nowait)
+        self.loads: dict[int, list[int]] = {}
+        receiver.listen(self._take)
 
     async def receive(self, timeout_s: float = 10) -> list[RequestOutput]:
         return await asyncio.wait_for(self._queue.get(), timeout_s)
+
+    def _take(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
+        self.loads.setdefault(rank, []).append(load_of_others)
+        self._queue.put_nowait(outputs)
 
 
 def output(name: str, *tokens: int, **rest) -> RequestOutput:
@@ -32,7 +37,9 @@ def test_messages_arrive_whole_and_in_order_from_every_rank():
         senders = [TokenSender(receiver.address) for _ in range(3)]
         for step in range(50):
             for rank, sender in enumerate(senders):
-                sender.send([output(f"r{rank}", step), output(f"other{rank}", step)])
+                sender.send(
+                    rank, 10 * step, [output(f"r{rank}", step), output(f"other{rank}", step)]
+                )
         tokens: dict[str, list[int]] = {}
         for _ in range(150):
             for item in await inbox.receive():
@@ -40,6 +47,7 @@ def test_messages_arrive_whole_and_in_order_from_every_rank():
         for sender in senders:
             sender.close()
         receiver.close()
+        assert inbox.loads == {rank: [10 * step for step in range(50)] for rank in range(3)}
         return tokens
 
     tokens = asyncio.run(run())
@@ -59,10 +67,10 @@ def test_every_field_survives():
         receiver = TokenReceiver("127.0.0.1")
         inbox = Inbox(receiver)
         sender = TokenSender(receiver.address)
-        sender.send(sent)
+        sender.send(0, 0, sent)
         received = await inbox.receive()
         sender.close()
-        sender.send(sent)  # dropped without an error
+        sender.send(0, 0, sent)  # dropped without an error
         receiver.close()
         return received
 
@@ -75,7 +83,7 @@ def test_who_was_not_given_the_key_is_not_heard():
         inbox = Inbox(receiver)
         wrong_key = StreamAddress(receiver.address.endpoint, zmq.curve_keypair()[0])
         stranger = TokenSender(wrong_key)
-        stranger.send([output("x", 1)])
+        stranger.send(0, 0, [output("x", 1)])
         plain = zmq.Context.instance().socket(zmq.PUSH)
         plain.setsockopt(zmq.LINGER, 0)
         plain.connect(receiver.address.endpoint)
@@ -97,7 +105,7 @@ def test_a_burst_that_came_before_the_loop_looked_is_delivered_whole():
         receiver = TokenReceiver("127.0.0.1")
         sender = TokenSender(receiver.address)
         for step in range(number):
-            sender.send([output("r", step)])
+            sender.send(0, 0, [output("r", step)])
         time.sleep(0.3)  # the loop stands still
         inbox = Inbox(receiver)
         steps = [(await inbox.receive())[0].token_ids[0] for _ in range(number)]

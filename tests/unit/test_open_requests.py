@@ -1,0 +1,115 @@
+"""Whose requests are open, and that every ingress hears in time what the others have on a rank."""
+
+import pytest
+
+from workers.config import SchedulerConfig
+from workers.engine import NEWS_EVERY, Engine
+from workers.model_runner import RunTimes
+from workers.open_requests import OpenRequests
+from workers.request import EngineRequest, SamplingParams
+from workers.scheduler import Scheduler
+from workers.step_output import StepOutput
+from workers.step_sync import PlanConfig
+
+
+def request(name: str, ingress: str, max_tokens: int = 5) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        ingress_id=ingress,
+        prompt_token_ids=[1, 2, 3],
+        params=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def test_each_ingress_is_told_what_the_others_have():
+    requests = OpenRequests()
+    requests.add(request("a1", "a"))
+    assert requests.tell("a") == 0 and requests.tell("b") == 8
+    requests.add(request("b1", "b", max_tokens=7))
+    assert requests.outdated() == ["a"]  # b still has 8 of others
+    assert requests.tell("a") == 10 and requests.outdated() == []
+    assert requests.remove("a1") == "a" and requests.outdated() == ["b"]
+    assert requests.ingress_of("b1") == "b" and "a1" not in requests
+    assert requests.remove("b1") == "b"
+    assert requests.tell("a") == requests.tell("b") == 0
+
+
+def test_an_ingress_that_is_gone_is_told_nothing():
+    requests = OpenRequests()
+    requests.add(request("a1", "a"))
+    requests.add(request("b1", "b"))
+    assert requests.of_ingress("a") == ["a1"]
+    requests.remove("a1")
+    requests.forget_ingress("a")
+    requests.forget_ingress("never seen")
+    assert requests.outdated() == [] and requests.tell("b") == 0
+
+
+def test_an_id_in_use_is_our_bug():
+    requests = OpenRequests()
+    requests.add(request("a", "i"))
+    with pytest.raises(AssertionError, match="a is in use"):
+        requests.add(request("a", "j"))
+
+
+class OneRank:
+    """An engine alone, its messages, and the load that each of them would carry."""
+
+    times = RunTimes()
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[str, int, int]] = []  # ingress, load of others, number of outputs
+        self.engine = Engine(
+            Scheduler(SchedulerConfig(), num_blocks=64, block_size=4, max_model_len=128),
+            self,
+            self,
+            PlanConfig(equal_tokens=False),
+            epoch=0,
+            publish=self._publish,
+            wake_peers=lambda step: None,
+        )
+
+    def all_gather(self, row):
+        return row[None]
+
+    def execute(self, batch, plan) -> StepOutput:
+        return StepOutput([7] * int(batch.samples.sum()))
+
+    def _publish(self, ingress_id, outputs) -> None:
+        load = self.engine.open_requests.tell(ingress_id)
+        self.loads.append((ingress_id, load, len(outputs)))
+
+
+def test_news_comes_with_tokens_and_without():
+    rank = OneRank()
+    rank.engine.submit(request("short", "a", max_tokens=2))
+    rank.engine.submit(request("long", "b", max_tokens=60))
+    for _ in range(2):
+        rank.engine.step()
+    # In its last message `short` counts no more, and `b` hears of it with its next token.
+    assert rank.loads == [("a", 63, 1), ("b", 5, 1), ("a", 63, 1), ("b", 0, 1)]
+    rank.loads.clear()
+    rank.engine.submit(request("more", "b", max_tokens=3))
+    for _ in range(NEWS_EVERY):
+        rank.engine.step()
+    assert [entry for entry in rank.loads if entry[0] == "a"] == []  # 63 again when there was time
+    rank.loads.clear()
+    rank.engine.abort("long")
+    for _ in range(NEWS_EVERY):
+        rank.engine.step()
+    assert rank.loads == [("a", 0, 0)]
+
+
+def test_nothing_is_said_to_the_only_ingress_and_to_one_that_is_gone():
+    rank = OneRank()
+    rank.engine.submit(request("one", "a", max_tokens=40))
+    for _ in range(2 * NEWS_EVERY):
+        rank.engine.step()
+    assert all(entry == ("a", 0, 1) for entry in rank.loads)
+    rank.engine.submit(request("two", "b", max_tokens=40))
+    rank.engine.step()
+    rank.loads.clear()
+    rank.engine.abort_ingress("b")
+    for _ in range(2):
+        rank.engine.step()
+    assert rank.loads == [("a", 0, 1)] * 2
