@@ -3,11 +3,12 @@
 The order is vLLM's. Edits happen in place on float32 logits, before temperature, and hold for greedy rows too.
 Knows nothing of the model or of who made the mask.
 
-B rows, G masked rows, W = ceil(V / 32) words, V vocabulary, N single logits.
+B rows, G masked rows, W = ceil(V / 32) words, V vocabulary, N single logits, P penalised rows, S slots, L tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -30,14 +31,20 @@ class TokenMask:
     allowed_GW: torch.Tensor
 
     def apply(self, logits_BV: torch.Tensor) -> None:
-        """-inf where a token is not allowed."""
-        device = logits_BV.device
-        bytes_GX1 = self.allowed_GW.to(device).contiguous().view(torch.uint8).unsqueeze(2)
-        bits_8 = 1 << torch.arange(8, dtype=torch.uint8, device=device)
-        forbidden_GV = (bytes_GX1 & bits_8).eq_(0).bool().flatten(1)[:, : logits_BV.shape[1]]
-        rows_G = self.rows_G.to(device)
-        masked_GV = logits_BV[rows_G].masked_fill_(forbidden_GV, FORBIDDEN)
-        logits_BV.index_copy_(0, rows_G, masked_GV)
+        """-inf where a token is not allowed; what is NaN stays it."""
+        # Added, eight tokens a look-up: filling or choosing by a bool takes ten times as long on a CPU.
+        bytes_GX = self.allowed_GW.contiguous().view(torch.uint8).to(logits_BV.device)
+        penalty_GV = _byte_penalties(logits_BV.device)[bytes_GX.long()].flatten(1)
+        logits_BV.index_add_(
+            0, self.rows_G.to(logits_BV.device), penalty_GV[:, : logits_BV.shape[1]]
+        )
+
+
+@cache
+def _byte_penalties(device: torch.device) -> torch.Tensor:
+    """float32 [256, 8]: 0 for the 1 bits of each byte, -inf for its 0 bits, lowest bit first."""
+    bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
+    return torch.zeros(256, 8).masked_fill_(bits == 0, FORBIDDEN).to(device)
 
 
 # By slot: int64 token ids, and a number for each.
@@ -123,8 +130,18 @@ class LogitEdits:
             self._last_key, self._last = key, self._gather(slots_B.tolist())
         return self._last
 
-    def apply(self, logits_BV: torch.Tensor, edits: Edits, positions_B: np.ndarray) -> None:
-        """positions_B: the position that each row's new token will have."""
+    def apply(
+        self,
+        logits_BV: torch.Tensor,
+        edits: Edits,
+        positions_B: np.ndarray,
+        token_ids_SL: np.ndarray,
+    ) -> None:
+        """Edit in place.
+
+        positions_B   the position that each row's new token will have
+        token_ids_SL  each slot's tokens, of which those before that position matter
+        """
         if edits.stops is not None:
             too_early_N = positions_B[edits.stops.rows_N] < edits.stops.values_N
             if too_early_N.any():
@@ -133,7 +150,10 @@ class LogitEdits:
             bias_N = torch.from_numpy(edits.bias.values_N).to(logits_BV.device)
             logits_BV[edits.bias.index(logits_BV.device)] += bias_N
         if edits.penalties is not None:
-            self._penalties.apply(logits_BV, edits.penalties)
+            which = edits.penalties
+            known_PL = token_ids_SL[which.slots, : positions_B[which.rows].max()]
+            token_ids_PL = torch.from_numpy(known_PL).to(logits_BV.device, torch.int64)
+            self._penalties.apply(logits_BV, which, token_ids_PL)
 
     def drawn(self, token_B: torch.Tensor, edits: Edits) -> None:
         """The batch got these tokens."""

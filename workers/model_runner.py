@@ -47,7 +47,7 @@ class ModelRunner:
         self._attention = kernels.attention
         self._rank = rank
         self._table = table
-        self._picker = TokenPicker(max_num_seqs, model.config.vocab_size, device)
+        self._picker = TokenPicker(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
         self._masks = GrammarMasks(model.config.vocab_size, num_threads)
         self._met_grammar = False

@@ -1,9 +1,9 @@
 """Presence, frequency and repetition penalties on the logits of rows. Knows nothing of requests or the model.
 
-Which tokens a sequence has is kept per slot on the device: written when a sequence moves in, then one entry a
-token. Counting a long sequence again in every step would cost more than the forward of a small model.
+How often a sequence has each token is kept per slot on the device: written when a sequence moves in, then one entry
+a token. Only the logits of tokens that a sequence has are looked at: of 152k logits that is little.
 
-P penalised rows, V vocabulary, S slots.
+P penalised rows, L tokens of the longest, V vocabulary, S slots.
 """
 
 from collections.abc import Sequence
@@ -23,15 +23,18 @@ def has_penalties(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class PenalisedRows:
-    """The P rows of a batch that have penalties, on the device.
+    """The P rows of a batch that have penalties.
 
-    rows_P         int64, where they are in the batch
-    slots_P        int64, where their tokens are counted
-    values_3P1     float32: presence, frequency, repetition
+    rows, slots  the same as rows_P1, slots_P1, on the host
+    rows_P1      int64, where they are in the batch
+    slots_P1     int64, where their tokens are counted
+    values_3P1   float32: presence, frequency, repetition
     """
 
-    rows_P: torch.Tensor
-    slots_P: torch.Tensor
+    rows: list[int]
+    slots: list[int]
+    rows_P1: torch.Tensor
+    slots_P1: torch.Tensor
     values_3P1: torch.Tensor
 
 
@@ -65,33 +68,43 @@ class Penalties:
 
     def rows(self, slots: list[int]) -> PenalisedRows | None:
         """Those of a batch's rows that have penalties; `slots` has each row's slot."""
-        penalised = [(row, slot) for row, slot in enumerate(slots) if slot in self._values]
-        if not penalised:
+        rows = [row for row, slot in enumerate(slots) if slot in self._values]
+        if not rows:
             return None
-        values_P3 = torch.tensor([self._values[slot] for _, slot in penalised])
+        slots = [slots[row] for row in rows]
+        values_P3 = torch.tensor([self._values[slot] for slot in slots])
         return PenalisedRows(
-            self._ids([row for row, _ in penalised]),
-            self._ids([slot for _, slot in penalised]),
+            rows,
+            slots,
+            self._ids(rows).unsqueeze(1),
+            self._ids(slots).unsqueeze(1),
             values_P3.T.unsqueeze(2).to(self._device),
         )
 
-    def apply(self, logits_BV: torch.Tensor, which: PenalisedRows) -> None:
-        """Penalise float32 logits in place: repetition first, then frequency and presence."""
+    def apply(
+        self, logits_BV: torch.Tensor, which: PenalisedRows, token_ids_PL: torch.Tensor
+    ) -> None:
+        """Penalise float32 logits in place: repetition first, then frequency and presence.
+
+        token_ids_PL int64: all tokens of each row, in any order and number. Behind a shorter row's may stand
+        anything in the vocabulary: a token that was not counted stays as it is.
+        """
         presence_P1, frequency_P1, repetition_P1 = which.values_3P1
-        seen_PV = self._seen_SV[which.slots_P]
-        logits_PV = logits_BV[which.rows_P]
-        smaller_PV = torch.where(
-            logits_PV > 0, logits_PV / repetition_P1, logits_PV * repetition_P1
+        seen_PL = self._seen_SV[which.slots_P1, token_ids_PL]
+        logits_PL = logits_BV[which.rows_P1, token_ids_PL]
+        repeated_PL = torch.where(
+            logits_PL > 0, logits_PL / repetition_P1, logits_PL * repetition_P1
         )
-        logits_PV = torch.where(seen_PV > 0, smaller_PV, logits_PV)
-        count_PV = seen_PV >> 1
-        logits_PV -= frequency_P1 * count_PV
-        logits_PV -= presence_P1 * (count_PV > 0)
-        logits_BV.index_copy_(0, which.rows_P, logits_PV)
+        logits_PL = torch.where(seen_PL > 0, repeated_PL, logits_PL)
+        count_PL = seen_PL >> 1
+        logits_PL -= frequency_P1 * count_PL
+        logits_PL -= presence_P1 * (count_PL > 0)
+        # A token that is there twice is written twice, with the same value.
+        logits_BV[which.rows_P1, token_ids_PL] = logits_PL
 
     def count(self, token_B: torch.Tensor, which: PenalisedRows) -> None:
         """The batch got `token_B`, int64; a negative one ends its sequence, so what it counts as does not matter."""
-        self._seen_SV[which.slots_P, token_B[which.rows_P].clamp(min=0)] += 2
+        self._seen_SV[which.slots_P1, token_B[which.rows_P1].clamp(min=0)] += 2
 
     def _grow(self, num_slots: int) -> None:
         have, vocab_size = self._seen_SV.shape

@@ -12,13 +12,16 @@ from workers.logit_edits import LogitEdits, TokenMask
 from workers.logprobs import token_logprobs
 from workers.request import TokenLogprobs
 from workers.sampler import SamplingTable, sample
-from workers.sequence import Sequence
+from workers.sequence import Sequence, SequenceTable
 
 
 class TokenPicker:
     """Parameters and state of the running sequences by their row in the SequenceTable, here called slot."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
+    def __init__(
+        self, table: SequenceTable, max_num_seqs: int, vocab_size: int, device: torch.device
+    ):
+        self._table = table
         self._sampling = SamplingTable(max_num_seqs)
         self._edits = LogitEdits(max_num_seqs, vocab_size, device)
         self._num_logprobs: dict[int, int] = {}
@@ -49,7 +52,7 @@ class TokenPicker:
             mask.apply(logits_BV)
         edits = self._edits.of(slots_B)
         if edits is not None:
-            self._edits.apply(logits_BV, edits, positions_B)
+            self._edits.apply(logits_BV, edits, positions_B, self._table.token_ids)
         token_B = sample(logits_BV, self._sampling.batch(slots_B, positions_B))
         if edits is not None:
             self._edits.drawn(token_B, edits)

@@ -10,7 +10,7 @@ from workers import logprobs as logprobs_module
 from workers.logit_edits import TokenMask
 from workers.logprobs import PromptLogprobs, token_logprobs
 from workers.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
-from workers.sequence import Sequence
+from workers.sequence import Sequence, SequenceTable
 from workers.step_output import StepOutput
 from workers.token_picker import TokenPicker
 
@@ -29,6 +29,15 @@ def sequence(row: int, prompt: list[int], **params) -> Sequence:
     seq = Sequence.from_request(request)
     seq.row = row
     return seq
+
+
+def picker_of(seqs: list[Sequence]) -> TokenPicker:
+    table = SequenceTable(len(seqs), max_model_len=16, block_size=4)
+    picker = TokenPicker(table, len(seqs), V, CPU)
+    for seq in seqs:
+        table.add(seq)
+        picker.admit(seq)
+    return picker
 
 
 def check(found: TokenLogprobs, logits_V: torch.Tensor, token: int, num_top: int) -> None:
@@ -66,9 +75,7 @@ def test_raw_logits_for_the_rows_that_ask():
         sequence(3, [1, 4], logprobs=5, repetition_penalty=9.0, presence_penalty=2.0),
         sequence(4, [1], logprobs=2),
     ]
-    picker = TokenPicker(5, V, CPU)
-    for seq in seqs:
-        picker.admit(seq)
+    picker = picker_of(seqs)
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0))
     allowed = torch.zeros(1, 2, dtype=torch.int32)
     allowed[0, 0] = 1 << 9
@@ -85,9 +92,7 @@ def test_raw_logits_for_the_rows_that_ask():
 
 
 def test_an_invalid_row_does_not_disturb_the_others():
-    picker = TokenPicker(2, V, CPU)
-    for row in range(2):
-        picker.admit(sequence(row, [1], logprobs=1))
+    picker = picker_of([sequence(row, [1], logprobs=1) for row in range(2)])
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = torch.nan
     tokens, found = picker.pick(logits.clone(), np.arange(2), np.array([1, 1]))

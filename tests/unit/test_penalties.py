@@ -16,7 +16,7 @@ from transformers import (
 
 from workers.logit_edits import LogitEdits, TokenMask
 from workers.request import EngineRequest, SamplingParams
-from workers.sequence import Sequence
+from workers.sequence import Sequence, SequenceTable
 from workers.token_picker import TokenPicker
 
 torch.set_num_threads(1)
@@ -96,16 +96,39 @@ def test_edits_equal_the_reference(rows, seed):
     )
     table = LogitEdits(8, V, CPU)
     slots = random.Random(seed).sample(range(8), len(rows))
+    token_ids = np.full((8, 20), 3)  # what is behind a row's own tokens must not matter
     for slot, (params, prompt, output, _) in zip(slots, rows, strict=True):
         table.set(slot, params, prompt, output)
+        token_ids[slot, : len(prompt + output)] = prompt + output
     masked = [row for row, (*_, allowed) in enumerate(rows) if allowed is not None]
     if masked:
         TokenMask(torch.tensor(masked), pack([rows[row][3] for row in masked])).apply(logits)
     found = table.of(np.array(slots))
     if found is not None:
         positions = np.array([len(prompt) + len(output) for _, prompt, output, _ in rows])
-        table.apply(logits, found, positions)
+        table.apply(logits, found, positions, token_ids)
     assert torch.allclose(logits, expected, rtol=1e-6, atol=1e-6)
+
+
+class Rows:
+    """A picker and the table of the sequences that it picks for."""
+
+    def __init__(self, num_rows: int):
+        self.table = SequenceTable(num_rows, max_model_len=64, block_size=4)
+        self.picker = TokenPicker(self.table, num_rows, V, CPU)
+
+    def admit(self, *requests: "Request") -> "Rows":
+        for request in requests:
+            self.table.add(request.seq)
+            self.picker.admit(request.seq)
+        return self
+
+    def pick(self, requests: list["Request"], logits: torch.Tensor, mask=None) -> list[int]:
+        rows = np.array([request.seq.row for request in requests])
+        positions = np.array([request.seq.num_tokens for request in requests])
+        found, logprobs = self.picker.pick(logits.clone(), rows, positions, mask)
+        assert logprobs is None
+        return found
 
 
 @dataclass
@@ -141,33 +164,27 @@ arrivals = st.lists(
 @given(arrivals, st.randoms(use_true_random=False))
 def test_tokens_with_preemption_and_reused_slots(arrivals, chance):
     """Requests come, are preempted, come back to other slots and end; each gets its own tokens throughout."""
-    picker = TokenPicker(3, V, CPU)
+    rows = Rows(3)
     waiting = [Request.make(i, *arrival) for i, arrival in enumerate(arrivals)]
     running: list[Request] = []
-    free = [0, 1, 2]
     for _ in range(40):
-        while waiting and free:
-            request = waiting.pop(0)
-            request.seq.row = free.pop(chance.randrange(len(free)))
-            picker.admit(request.seq)
-            running.append(request)
+        while waiting and len(running) < 3:
+            chance.shuffle(rows.table._free_rows)
+            running.append(waiting.pop(0))
+            rows.admit(running[-1])
         chance.shuffle(running)
         # Who is not in the batch is in the middle of a chunked prefill.
         batch = running[: chance.randint(1, len(running))] if running else []
         if not batch:
             break
         logits, expected = zip(*(request.next() for request in batch), strict=True)
-        slots = np.array([request.seq.row for request in batch])
-        positions = np.array([request.seq.num_tokens for request in batch])
-        found, logprobs = picker.pick(torch.stack(logits), slots, positions)
-        assert found == list(expected) and logprobs is None
-        for request, token in zip(batch, found, strict=True):
-            request.seq.token_ids.append(token)
+        assert rows.pick(batch, torch.stack(logits)) == list(expected)
+        for request, token in zip(batch, expected, strict=True):
+            rows.table.append_token(request.seq, token)
             fate = chance.random()
             if fate < 0.3:  # preempted, or finished
                 running.remove(request)
-                free.append(request.seq.row)
-                request.seq.row = -1
+                rows.table.remove(request.seq)
                 if fate < 0.2:
                     waiting.append(request)
 
@@ -182,12 +199,8 @@ def test_a_row_does_not_depend_on_the_others(rows):
         request.seq.token_ids += output
 
     def pick(indices: list[int]) -> list[int]:
-        picker = TokenPicker(len(requests), V, CPU)
-        for row, index in enumerate(indices):
-            requests[index].seq.row = row
-            picker.admit(requests[index].seq)
-        positions = np.array([requests[index].seq.num_tokens for index in indices])
-        return picker.pick(logits[indices], np.arange(len(indices)), positions)[0]
+        batch = [requests[index] for index in indices]
+        return Rows(len(batch)).admit(*batch).pick(batch, logits[indices])
 
     order = list(range(len(requests)))
     assert pick(order) == [pick([index])[0] for index in order] == pick(order[::-1])[::-1]
@@ -207,51 +220,45 @@ def test_repetition_and_min_tokens_equal_transformers(penalty):
         repetition_penalty=penalty, min_tokens=4, stop_token_ids=frozenset({2, 11, 20, V + 5})
     )
     request = Request.make(0, params, prompt[0].tolist())
-    request.seq.row = 0
-    picker = TokenPicker(1, V, CPU)
-    picker.admit(request.seq)
+    rows = Rows(1).admit(request)
     ids = prompt
     for _ in range(12):
         logits = torch.randn(1, V, generator=generator) + 4 * (torch.arange(V) % 9 == 2)
         expected = processors(ids, logits.clone()).argmax(-1)
-        position = np.array([ids.shape[1]])
-        assert picker.pick(logits.clone(), np.array([0]), position)[0] == expected.tolist()
+        assert rows.pick([request], logits) == expected.tolist()
+        rows.table.append_token(request.seq, int(expected))
         ids = torch.cat((ids, expected[None]), dim=1)
     assert len(set(ids[0, 9:].tolist()) & {2, 11, 20}) > 0, "no stop token came: a useless test"
 
 
 def test_min_tokens_gives_way_when_only_the_end_is_left():
     """A grammar at its end allows the end alone; a vocabulary of stop tokens allows nothing else either."""
-    picker = TokenPicker(2, V, CPU)
-    for row, stops in enumerate([{5}, set(range(V))]):
-        request = Request.make(row, make(min_tokens=9, stop_token_ids=frozenset(stops)), [1])
-        request.seq.row = row
-        picker.admit(request.seq)
+    requests = [
+        Request.make(row, make(min_tokens=9, stop_token_ids=frozenset(stops)), [1])
+        for row, stops in enumerate([{5}, set(range(V))])
+    ]
     logits = torch.linspace(0, 1, V).repeat(2, 1)
     mask = TokenMask(torch.tensor([0]), pack([{5}]))
-    assert picker.pick(logits, np.arange(2), np.array([1, 1]), mask)[0] == [5, V - 1]
+    assert Rows(2).admit(*requests).pick(requests, logits, mask) == [5, V - 1]
 
 
 def test_a_mask_without_a_token_ends_its_row_only():
-    picker = TokenPicker(2, V, CPU)
+    requests = [Request.make(row, make(), [1]) for row in range(2)]
     logits = torch.linspace(0, 1, V).repeat(2, 1)
     mask = TokenMask(torch.tensor([1]), pack([set()]))
-    assert picker.pick(logits, np.arange(2), np.array([1, 1]), mask)[0] == [V - 1, -1]
+    assert Rows(2).admit(*requests).pick(requests, logits, mask) == [V - 1, -1]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_bad_logits_end_their_row_only(bad):
-    picker = TokenPicker(3, V, CPU)
-    for row in range(3):
-        params = make(repetition_penalty=1.5, frequency_penalty=0.5, logit_bias=((3, 9.0),))
-        request = Request.make(row, params, [1, 2])
-        request.seq.row = row
-        picker.admit(request.seq)
+    params = make(repetition_penalty=1.5, frequency_penalty=0.5, logit_bias=((3, 9.0),))
+    requests = [Request.make(row, params, [1, 2]) for row in range(3)]
+    rows = Rows(3).admit(*requests)
     logits = torch.linspace(0, 1, V).repeat(3, 1)
     logits[1, 7] = bad
+    mask = TokenMask(torch.arange(3), pack([set(range(7))] * 3))  # does not hide it
     for _ in range(2):  # the second time after an invalid token was counted
-        found, _ = picker.pick(logits.clone(), np.arange(3), np.array([2, 2, 2]))
-        assert found == [3, -1, 3]
+        assert rows.pick(requests, logits, mask) == [3, -1, 3]
 
 
 def test_batches_without_edits_do_not_touch_the_state():
