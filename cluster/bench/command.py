@@ -176,11 +176,13 @@ def _show(load: "Load", session: "Session", wanted: Wanted) -> None:
     report = build_report(load, session, wanted.save_requests)
     render(report, Console(highlight=False, markup=False, soft_wrap=True))
     if wanted.output is not None:
-        text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+        # With a row each request, an indented file has a line for every chunk.
+        indent = None if wanted.save_requests else 2
+        text = json.dumps(report, indent=indent, allow_nan=False) + "\n"
         wanted.output.write_text(text, encoding="utf-8")
         typer.echo(f"wrote {wanted.output}")
     if wanted.plot is not None:
-        draw(session, describe_load(report["load"]), wanted.plot)
+        draw(session, describe_load(report["load"]), load.goodput, wanted.plot)
         typer.echo(f"wrote {wanted.plot}")
     if session.interrupted:
         raise typer.Exit(INTERRUPTED)

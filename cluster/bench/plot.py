@@ -3,7 +3,7 @@
 Needs matplotlib, which only the `bench` extra installs; nothing else of the benchmark imports it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ def check_matplotlib() -> None:
         raise BenchError("--plot needs matplotlib: pip install 'phalanx[bench]'") from None
 
 
-def draw(session: Session, title: str, path: Path) -> None:
-    """Write the picture; all rounds of a server in one colour."""
+def draw(session: Session, title: str, limits: Mapping[str, float], path: Path) -> None:
+    """Write the picture; all rounds of a server in one colour, goodput's limits as dashed lines."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -50,6 +50,12 @@ def draw(session: Session, title: str, path: Path) -> None:
         axis.set_xlabel(x_label)
         axis.set_ylabel(y_label)
         axis.grid(alpha=0.3)
+    for axis, name in ((axes[0, 0], "ttft"), (axes[0, 1], "tpot")):
+        axis.set_ylim(0, 1.01)
+        if name in limits:
+            axis.axvline(limits[name], color="black", linestyle="--", linewidth=1)
+    for axis in axes[1]:
+        axis.set_ylim(bottom=0)  # after all are drawn: it fixes the upper end too
     axes[0, 0].legend()
     figure.savefig(path, dpi=DOTS_PER_INCH, format="png")
 
@@ -80,13 +86,11 @@ def _draw_distribution(axis: Any, seconds: Sequence[float | None], style: dict[s
     values = np.sort([1000 * value for value in seconds if value is not None])
     if len(values):
         axis.step(values, np.arange(1, len(values) + 1) / len(values), where="post", **style)
-        axis.set_ylim(0, 1.01)
 
 
 def _draw_rate(axis: Any, rounds: Sequence[Sequence[Answer]], style: dict[str, str]) -> None:
     seconds, rates = tokens_over_time(rounds)
     axis.plot(seconds, rates, **style)
-    axis.set_ylim(bottom=0)
 
 
 def _draw_first_tokens(axis: Any, server: ServerRun, style: dict[str, str]) -> None:
@@ -97,4 +101,3 @@ def _draw_first_tokens(axis: Any, server: ServerRun, style: dict[str, str]) -> N
         points += [(answer.started - zero, 1000 * (answer.ttft or 0.0)) for answer in good]
     if points:
         axis.scatter(*zip(*points, strict=True), s=8, alpha=0.6, **style)
-        axis.set_ylim(bottom=0)

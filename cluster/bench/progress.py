@@ -1,42 +1,52 @@
-"""A progress bar on stderr that costs next to nothing: the client shares its cores with the server."""
+"""A progress bar that costs next to nothing: the client shares its cores with the server."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+    from rich.progress import TaskID
 
 REFRESH_S = 1.0
 
 
 class Progress:
-    """Counts answers. Draws at most once a second, and only when asked to."""
+    """Counts answers, and draws them at most once a second. Without a console it draws nothing."""
 
-    def __init__(self, shown: bool):
-        self._shown = shown
-        self._drawn_at = 0.0
+    def __init__(self, console: "Console | None" = None):
+        self._console = console
+        self._bar: tuple[Bar, TaskID] | None = None
         self._done = 0
-        self._bar = None
+        self._drawn_at = 0.0
 
     @classmethod
     def for_terminal(cls, wanted: bool = True) -> "Progress":
         """One that draws if stderr is a terminal."""
-        return cls(wanted and sys.stderr.isatty())
+        if not (wanted and sys.stderr.isatty()):
+            return cls()
+        from rich.console import Console
+
+        return cls(Console(stderr=True))
 
     @contextmanager
     def stage(self, title: str, total: int) -> Iterator[None]:
         """A bar of `total` answers, while the block runs."""
-        if not self._shown:
+        if self._console is None:
             yield
             return
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        # No refresh by itself: that is a thread which wakes ten times a second.
         bar = Bar(
             *columns,
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=self._console,
             auto_refresh=False,
             transient=True,
         )
@@ -52,10 +62,11 @@ class Progress:
     def advance(self) -> None:
         """One more answer."""
         self._done += 1
-        now = time.perf_counter()
-        if self._bar is None or now - self._drawn_at < REFRESH_S:
+        if self._bar is None:
             return
-        self._drawn_at = now
-        bar, task = self._bar
-        bar.update(task, completed=self._done)
-        bar.refresh()
+        now = time.perf_counter()
+        if now - self._drawn_at >= REFRESH_S:
+            self._drawn_at = now
+            bar, task = self._bar
+            bar.update(task, completed=self._done)
+            bar.refresh()

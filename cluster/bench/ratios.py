@@ -29,7 +29,11 @@ def compare(
     """
     found = {}
     for key, part, _ in COMPARED:
-        pairs = zip((_pick(r, key, part) for r in rounds), (_pick(r, key, part) for r in base))  # noqa: B905
+        # An interrupted run may have left one of them a round short.
+        pairs = [
+            (_pick(ours, key, part), _pick(theirs, key, part))
+            for ours, theirs in zip(rounds, base, strict=False)
+        ]
         ratios = [value / against for value, against in pairs if value is not None and against]
         if ratios:
             found[ratio_name(key, part)] = {

@@ -105,7 +105,8 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     """Print the medians, one column a server, then the ratios to the first."""
     hardware, servers = report["hardware"], report["servers"]
     gpus = ", ".join(hardware["gpus"]) or "no GPU"
-    console.print(describe_load(report["load"]))
+    rounds = report["load"]["rounds"]
+    console.print(f"{describe_load(report['load'])}, median of {rounds} round(s)")
     console.print(f"{hardware['cpu']}, {hardware['cores']} cores, {gpus}")
     if report["interrupted"]:
         console.print("interrupted: only the requests that ended are counted")
@@ -127,16 +128,16 @@ def describe_load(load: Mapping[str, Any]) -> str:
     if load["request_rate"] is None:
         how = f"{load['concurrency']} in flight"
     else:
-        how = f"{load['request_rate']} requests/s arriving"
+        rate = float(load["request_rate"])
+        how = "arriving all at once" if isinf(rate) else f"{rate:g} requests/s arriving"
         how += "" if load["burstiness"] == 1 else f" (burstiness {load['burstiness']:g})"
         how += f", at most {load['concurrency']} in flight" if load["concurrency"] else ""
     what = f"{load['input_len']} in / {load['output_len']} out"
     if load["prompts_file"] is not None:
         what = f"prompts of {load['prompts_file']}"
     elif load["prefix_groups"]:
-        what += f" behind {load['prefix_groups']} prefixes of {load['prefix_tokens']}"
-    rounds = f"median of {load['rounds']} round(s)"
-    return f"{load['endpoint']}: {load['requests']} requests, {how}, {what}, {rounds}"
+        what += f" behind {load['prefix_groups']} prefixes of {load['prefix_tokens']} tokens"
+    return f"{load['endpoint']}: {load['requests']} requests, {how}, {what}"
 
 
 def _add_figures(table: Table, load: Mapping[str, Any], medians: list[dict[str, Any]]) -> None:

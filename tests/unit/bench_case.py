@@ -48,7 +48,7 @@ async def measure(
     load: Load, urls: Mapping[str, str], model: str | None = None, **headers: str
 ) -> dict[str, Any]:
     """The report of a run."""
-    return build_report(load, await run_session(load, urls, model, headers, Progress(False)))
+    return build_report(load, await run_session(load, urls, model, headers, Progress()))
 
 
 async def with_server(
@@ -149,7 +149,7 @@ def run_virtual(
 
         async def main() -> Session:
             urls = {name: f"http://{name}" for name in fakes}
-            task = asyncio.ensure_future(run_session(load, urls, None, {}, Progress(False)))
+            task = asyncio.ensure_future(run_session(load, urls, None, {}, Progress()))
 
             def cancel(ticks: int) -> None:
                 if ticks:

@@ -1,5 +1,6 @@
 """The command `phalanx bench`: options, messages, table, JSON, picture, exit codes, Ctrl-C."""
 
+import io
 import json
 import signal
 import subprocess
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from cluster.bench import plot
+from cluster.bench import plot, progress
 from cluster.bench.command import make_load
 from cluster.bench.ratios import compare
 from cluster.cli import app
@@ -174,6 +176,22 @@ def test_ctrl_c_gives_the_partial_result(tmp_path: Path) -> None:
     assert 10 <= server["median"]["completed"] < 100_000
     assert server["median"]["errors"] == {}
     assert server["median"]["unfinished"] <= 2
+
+
+def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REFRESH_S", 0.0)
+    text = io.StringIO()
+    shown = progress.Progress(Console(file=text, force_terminal=True, width=100))
+    with shown.stage("a: round 1 of 2", 3):
+        shown.advance()
+        shown.advance()
+        assert "a: round 1 of 2" in text.getvalue()
+        assert "2/3" in text.getvalue()
+    shown.advance()
+    assert "3/3" not in text.getvalue(), "no bar stands after its stage"
+    silent = progress.Progress.for_terminal(False)
+    with silent.stage("b", 1):
+        silent.advance()
 
 
 def test_tokens_over_time_keep_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def test_figures_agree_with_the_stamps_of_the_server() -> None:
             {"a": url},
             "fake",
             {},
-            Progress(False),
+            Progress(),
         )
         return {"answers": answers_of(session)}
 
