@@ -37,7 +37,7 @@ from cluster.api.settings import ApiSettings, package_version
 from cluster.api.tokenization import add_tokenization_routes
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.utility import add_utility_routes
-from cluster.errors import BadRequestError, NotFoundError, ServingError
+from cluster.errors import BadRequestError, ClientTimeoutError, NotFoundError, ServingError
 from cluster.metrics import IngressMetrics
 
 BackendProvider = Callable[[], EngineBackend]
@@ -204,6 +204,8 @@ def _error_response(error: ServingError, status: int | None = None) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
+    if isinstance(error, ClientTimeoutError):
+        headers["connection"] = "close"  # the rest of the body would be taken for the next request
     return Response(
         error_body(error), status or error.status, headers, media_type="application/json"
     )
