@@ -62,7 +62,10 @@ class JobResponse(Response):
             texts[choice.index] += text
 
         await self._run_all(emit)
-        body = full_body(self._job, texts)
+        if self._job.has_details:  # logprobs of a long prompt take up to a second to write
+            body = await asyncio.to_thread(full_body, self._job, texts)
+        else:
+            body = full_body(self._job, texts)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode("ascii")),
