@@ -84,7 +84,7 @@ class JobRecord:
             f"{job.response_id} {reason}: {job.num_prompt_tokens} + {job.num_completion_tokens} tokens, "
             f"first after {first:.3f} s, {time.perf_counter() - job.started:.3f} s"
         )
-        return line if error is None else f"{line}: {error}"
+        return line if error is None else f"{line}: {type(error).__name__}: {error}"
 
 
 class ChoiceRecord:
