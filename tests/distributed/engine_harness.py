@@ -31,6 +31,8 @@ class RankResult:
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     num_steps: int = 0
     num_preemptions: int = 0
+    prefix_cache_hits: int = 0
+    cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
 def rank_config(
@@ -109,6 +111,8 @@ def _run_rank(
 
     def publish(ingress_id: str, outputs: list[Any]) -> None:
         for output in outputs:
+            result.cached_tokens.setdefault(output.request_id, 0)
+            result.cached_tokens[output.request_id] += output.num_cached_tokens
             result.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.logprobs is not None:
                 result.logprobs.setdefault(output.request_id, []).extend(output.logprobs)
@@ -130,6 +134,7 @@ def _run_rank(
             _record_logits(rank.engine, result)
         _step_to_the_end(rank, events, max_steps, result)
         result.num_preemptions = rank.engine.scheduler.num_preemptions
+        result.prefix_cache_hits = rank.engine.scheduler.prefix_cache_hits
         pool = rank.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks, "blocks leaked"
     finally:
