@@ -157,7 +157,9 @@ class Supervisor:
         try:
             await self._bring_up()
         except Exception as error:
-            logger.exception("start failed at stage %s", self._status.stage)
+            # A user's mistake is told by its message alone, which the console shows anyway.
+            level = logging.DEBUG if isinstance(error, ValueError) else logging.ERROR
+            logger.log(level, "start failed at stage %s", self._status.stage, exc_info=True)
             self._release("failed", f"start failed at stage {self._status.stage!r}: {_why(error)}")
             return
         watchers = [
