@@ -1,4 +1,4 @@
-"""Picks the next token of every row. Knows nothing of requests, batches of tokens or the model.
+"""Draws the next token of every row. Knows nothing of requests, batches of tokens or the model.
 
 A row's token depends on its logits, its parameters, and one random number hashed from (seed, position):
 never on the other rows, on their order, or on what was drawn before. Tokens are drawn by inverting the

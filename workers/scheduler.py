@@ -150,7 +150,10 @@ class Scheduler:
         if token_id < 0:
             self.pool.forget(seq.block_ids)  # their K and V may be broken too
             self._finish(seq)
-            error = f"the model gave NaN or infinite logits at position {seq.num_tokens}"
+            error = (
+                f"no token can stand at position {seq.num_tokens}: "
+                "a logit is NaN or infinite, or all tokens are forbidden"
+            )
             return RequestOutput(request_id, [], "error", error)
         if seq.grammar is not None:
             error = seq.grammar.advance(token_id)
