@@ -27,6 +27,7 @@ RATES = {
     "output_tokens_per_s": "output tok/s",
     "total_tokens_per_s": "total tok/s",
 }
+CACHED_SHARE = 0.2  # more of random prompts than a chat template explains
 LATE_MS = 5.0  # a client that sends later than this no longer keeps the schedule
 
 
@@ -119,7 +120,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     _render_ratios(servers, console)
     for server in servers:
-        for remark in _remarks(server["median"]):
+        for remark in _remarks(report["load"], server["median"]):
             console.print(f"{server['name']}: {remark}")
 
 
@@ -174,9 +175,13 @@ def _render_ratios(servers: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def _remarks(median: Mapping[str, Any]) -> list[str]:
+def _remarks(load: Mapping[str, Any], median: Mapping[str, Any]) -> list[str]:
     """What a reader should know before trusting the figures."""
     found = []
+    is_unique = load["prompts_file"] is None and not load["prefix_groups"]
+    cached, prompt_tokens = median["cached_tokens"] or 0, median["prompt_tokens"] or 0
+    if is_unique and cached > CACHED_SHARE * prompt_tokens:
+        found.append("knows these prompts from an earlier run; another --seed makes new ones")
     if median["output_tokens"] is None and median["completed"]:
         found.append("sends no usage, so there are no figures of tokens")
     lag = median["send_lag_ms"]["p99"]

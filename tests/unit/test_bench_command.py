@@ -141,6 +141,30 @@ def test_server_that_answers_nothing() -> None:
     assert "a server completed no request" in result.stderr
 
 
+def test_remarks_on_figures_not_to_trust() -> None:
+    """A cache that knew the prompts, a client that was late, a server without usage."""
+    with serving(FakeServer(cached_tokens=40), FakeServer(sends_usage=False)) as (known, silent):
+        options = [
+            "--input-len",
+            "64",
+            "--request-rate",
+            "inf",
+            "--concurrency",
+            "1",
+            "--prompt-form",
+            "ids",
+        ]
+        result = bench(*SHORT.split(), *options, f"--url=a={known}", f"--url=b={silent}")
+    assert result.exit_code == 0, result.output
+    remarks = result.stdout.splitlines()[-4:]
+    assert [remark[:14] for remark in remarks] == [
+        "a: knows these",
+        "a: requests we",
+        "b: sends no us",
+        "b: requests we",
+    ]
+
+
 def test_ctrl_c_gives_the_partial_result(tmp_path: Path) -> None:
     output = tmp_path / "partial.json"
     fake = FakeServer()
