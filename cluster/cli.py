@@ -85,6 +85,22 @@ def check(
 
 
 @app.command()
+def top(
+    url: Annotated[str, typer.Argument(help="A running server.")] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks; rates are over them.")
+    ] = 1.0,
+) -> None:
+    """Show what the ranks of a running server do, until Ctrl-C."""
+    from cluster.top import UnreachableError, watch
+
+    with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
+        watch(url, once=once, as_json=as_json, interval=interval)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the YAML."""
     from cluster.config import json_schema
