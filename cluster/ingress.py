@@ -139,5 +139,7 @@ def _settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...]) -> ApiS
         max_open_choices=open_choices_limit(serve_config, num_running),
         api_key_digests=api_key_digests,
         cors_origins=tuple(serve_config.cors_origins),
+        tool_parser=serve_config.tool_parser,
+        reasoning_parser=serve_config.reasoning_parser,
         default_sampling=load_default_sampling(config.model.path),
     )

@@ -3,7 +3,7 @@
 Knows nothing of how any of it is enforced.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -119,6 +119,16 @@ class ServeConfig(Section):
     access_log: bool = Field(
         False,
         description="An info line for each request that ended; otherwise at debug, failures as warnings.",
+    )
+    tool_parser: Literal["auto", "hermes", "json"] = Field(
+        "auto",
+        description="How the model writes tool calls: hermes = in <tool_call> tags, json = as plain "
+        "JSON; auto = hermes where the chat template has those tags, else json.",
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        "auto",
+        description="think = what stands between <think> and </think> is the message's reasoning; "
+        "auto = think where the chat template has those tags.",
     )
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

@@ -15,6 +15,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
+# How the errors begin of requests that end because of their grammar.
+GRAMMAR_FAILED = "the grammar"
+
 _MAX_COMPILED = 64  # grammars kept to be copied: 0.01 ms instead of 1 to 100
 # llguidance follows the references of a schema or grammar by recursion: 20,000 levels ended the process at 8 MiB.
 # The stack is only reserved; what is not used takes no memory.
@@ -53,7 +56,7 @@ class Grammar:
             self.complete = self.matcher.is_stopped()
             if not (self.complete and self.matcher.is_error()):
                 return None
-        return f"the grammar cannot go on: {plain(self.matcher.get_error())}"
+        return f"{GRAMMAR_FAILED} cannot go on: {plain(self.matcher.get_error())}"
 
 
 # What `GrammarCompiler.compile` gives: a fresh grammar, or why there is none.
@@ -87,7 +90,7 @@ class GrammarCompiler:
             done(self._fresh(grammar))
         except BaseException as error:  # panics included: nothing else ends this request's wait
             logger.exception("a grammar was not compiled")
-            done(f"the grammar could not be compiled: {error}")
+            done(f"{GRAMMAR_FAILED} could not be compiled: {error}")
 
     def _fresh(self, grammar: str) -> Compiled:
         found = self.ready(grammar)
@@ -95,7 +98,7 @@ class GrammarCompiler:
             return found
         matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=limits())
         if matcher.is_error():
-            return f"the grammar could not be compiled: {plain(matcher.get_error())}"
+            return f"{GRAMMAR_FAILED} could not be compiled: {plain(matcher.get_error())}"
         self._compiled[grammar] = matcher
         if len(self._compiled) > _MAX_COMPILED:
             del self._compiled[next(iter(self._compiled))]

@@ -13,6 +13,7 @@ from typing import Any
 from cluster.api.backend import EngineBackend
 from cluster.api.logprobs import Shown, TokenReport
 from cluster.api.message_parser import MessageParser
+from cluster.api.output_form import OutputForm, OutputForms
 from cluster.api.prompt import Prompt, PromptEncoder
 from cluster.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, check_text
 from cluster.api.sampling import SamplingBuilder
@@ -103,6 +104,7 @@ class JobFactory:
         self._settings = settings
         self._prompts = PromptEncoder(tokenizer, settings)
         self._sampling = SamplingBuilder(tokenizer, settings)
+        self._forms = OutputForms(tokenizer, settings)
 
     async def completion(
         self,
@@ -115,7 +117,8 @@ class JobFactory:
         self._check_choices(len(request.prompts()), request.n or 1)
         keep = self._num_kept(request, backend)
         prompts = await self._prompts.completion(request, keep)
-        return self._job(request, backend, headers, prompts)
+        form = await self._forms.of_completion(request)
+        return self._job(request, backend, headers, prompts, form)
 
     async def chat(
         self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str]
@@ -123,8 +126,11 @@ class JobFactory:
         """A job of /v1/chat/completions."""
         check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
-        prompt = await self._prompts.chat(request, self._num_kept(request, backend))
-        return self._job(request, backend, headers, [prompt])
+        offer = self._forms.offer(request)
+        tools = None if offer is None else offer.descriptions
+        prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
+        form = await self._forms.of_chat(request, offer, prompt)
+        return self._job(request, backend, headers, [prompt], form)
 
     def _job(
         self,
@@ -132,6 +138,7 @@ class JobFactory:
         backend: EngineBackend,
         headers: Mapping[str, str],
         prompts: list[Prompt],
+        form: OutputForm,
     ) -> Job:
         is_chat = isinstance(request, ChatRequest)
         unique = uuid.uuid4().hex
@@ -146,7 +153,7 @@ class JobFactory:
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
-            choices=self._choices(request, backend, prompts, run_id),
+            choices=self._choices(request, backend, prompts, form, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             routing=_routing(request, backend, headers),
@@ -157,14 +164,15 @@ class JobFactory:
         request: CompletionRequest | ChatRequest,
         backend: EngineBackend,
         prompts: list[Prompt],
+        form: OutputForm,
         run_id: str,
     ) -> list[Choice]:
-        params = self._sampling.params(request)
+        params = replace(self._sampling.params(request), grammar=form.grammar)
         stop = self._sampling.stop_rules(request, params)
         shown = _shown(request)
         seed = request.seed if request.seed is not None else random.getrandbits(63)
         decoders = self._tokenizer.decoders
-        skip = request.skip_special_tokens is not False
+        skip = request.skip_special_tokens is not False and not form.keeps_special
         choices: list[Choice] = []
         for prompt in prompts:
             ids = prompt.token_ids
@@ -181,6 +189,7 @@ class JobFactory:
                         NoText() if request.only_echo else TextStream(decoder, stop),
                         prompt.echo,
                         TokenReport(shown, decoders, ids, prompt.echo) if shown else None,
+                        form.new_parser() if form.new_parser is not None else None,
                     )
                 )
         return choices

@@ -3,21 +3,27 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cluster.api.protocol import ChatRequest, CompletionRequest, check_text
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 
 _Result = TypeVar("_Result")
+_END_CHARS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one sequence begins with, and what of it the answer repeats before its first token."""
+    """What one sequence begins with, and what of it the answer repeats before its first token.
+
+    Of a chat also the end of its text, and the assistant's message that the answer goes on with, if any.
+    """
 
     token_ids: list[int]
     echo: str = ""
+    end: str = ""
+    unfinished: str | None = None
 
 
 class PromptEncoder:
@@ -46,8 +52,13 @@ class PromptEncoder:
         num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         return await self._maybe_in_thread(encode, num_chars)
 
-    async def chat(self, request: ChatRequest, keep: int | None) -> Prompt:
-        """The prompt of a chat request."""
+    async def chat(
+        self,
+        request: ChatRequest,
+        keep: int | None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Prompt:
+        """The prompt of a chat request; tools as the client described them."""
         messages = request.parsed_messages()
         goes_on = bool(request.continue_final_message)
         opens_turn = request.add_generation_prompt
@@ -58,6 +69,7 @@ class PromptEncoder:
             text = self._tokenizer.render_chat(
                 messages,
                 request.chat_template_kwargs or {},
+                tools=tools,
                 documents=request.documents or None,
                 add_generation_prompt=not goes_on if opens_turn is None else opens_turn,
                 continue_final_message=goes_on,
@@ -65,9 +77,12 @@ class PromptEncoder:
             check_text(text, "messages")
             # The template writes the special tokens itself.
             ids = self._tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
-            return Prompt(_last(ids, keep), echo)
+            unfinished = last["content"] if goes_on else None
+            return Prompt(_last(ids, keep), echo, text[-_END_CHARS:], unfinished)
 
         num_chars = sum(len(message["content"]) for message in messages)
+        if tools:
+            num_chars += len(str(tools))
         if request.documents:
             num_chars += len(str(request.documents))
         return await self._maybe_in_thread(encode, num_chars)

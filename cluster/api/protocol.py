@@ -78,6 +78,29 @@ class GenerationRequest(BaseModel):
         None, pattern=r"^[\x21-\x7e]{1,200}$", description="Becomes part of the answer's id."
     )
     user: Any = Field(None, description="Accepted and ignored.")
+    response_format: dict[str, Any] | None = Field(
+        None, description="{type: text | json_object | json_schema, json_schema: {schema}}"
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object; whitespace_pattern."
+    )
+    guided_json: Any = Field(None, description="A JSON schema that the output matches.")
+    guided_regex: Any = Field(None, description="A pattern that the whole output matches.")
+    guided_choice: Any = Field(None, description="[string]: the output is one of them.")
+    guided_grammar: Any = Field(None, description="A grammar in Lark or GBNF.")
+    guided_whitespace_pattern: Any = Field(None, description="White space between JSON's parts.")
+
+    @property
+    def asks_for_structure(self) -> bool:
+        """Whether one of the fields above may say something about the output's form."""
+        return not (
+            self.response_format is None
+            and self.structured_outputs is None
+            and self.guided_json is None
+            and self.guided_regex is None
+            and self.guided_choice is None
+            and self.guided_grammar is None
+        )
 
     @property
     def include_usage(self) -> bool:
@@ -155,6 +178,12 @@ class ChatRequest(GenerationRequest):
     documents: list[dict[str, Any]] | None = Field(
         None, fail_fast=True, description="For the chat template: [{title, text}]"
     )
+    tools: Any = Field(None, description="[{type: function, function: {name, parameters}}]")
+    tool_choice: Any = Field(
+        None, description="none | auto | required | {type: function, function: {name}}"
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false = at most one call.")
+    include_reasoning: bool | None = Field(None, description="false = thoughts are left out.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Variables for the chat template, e.g. enable_thinking."
     )

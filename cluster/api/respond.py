@@ -18,7 +18,9 @@ from cluster.api.chunks import DONE, EventWriter, error_event, full_body
 from cluster.api.detailed_events import DetailedEventWriter
 from cluster.api.job import Choice, Job
 from cluster.api.record import JobRecord, Recorder
-from cluster.errors import EngineDeadError, ServingError
+from cluster.errors import BadRequestError, EngineDeadError, ServingError
+from workers.grammar import GRAMMAR_FAILED
+from workers.request import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +130,7 @@ class JobResponse(Response):
         try:
             async for output in outputs:
                 if output.finish_reason in ("error", "abort"):
-                    raise EngineDeadError(output.error or "the engine ended this request")
+                    raise _failure(choice, output)
                 if not record.first_token_s:
                     choice.num_cached_tokens = output.num_cached_tokens
                 if report is None:
@@ -150,6 +152,14 @@ class JobResponse(Response):
         finally:
             await outputs.aclose()  # aborts the request unless it is complete
             record.end()
+
+
+def _failure(choice: Choice, output: RequestOutput) -> ServingError:
+    """What the client is told of a request that its rank gave up."""
+    message = output.error or "the engine ended this request"
+    if choice.params.grammar is not None and message.startswith(GRAMMAR_FAILED):
+        return BadRequestError(message, code="invalid_grammar")
+    return EngineDeadError(message)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

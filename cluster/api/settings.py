@@ -59,5 +59,9 @@ class ApiSettings:
     """How long a rank may take for the one token that /ready asks it for."""
     probe_fresh_s: float = 10.0
     """So long after such a token /ready asks for no other."""
+    tool_parser: str = "auto"
+    """Of `tools.FORMATS`; auto = by the chat template."""
+    reasoning_parser: str = "auto"
+    """think = between <think> and </think>, none = no reasoning; auto = by the chat template."""
     default_sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     system_fingerprint: str = field(default_factory=lambda: f"phalanx-{package_version()}")

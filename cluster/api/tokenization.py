@@ -20,6 +20,7 @@ from cluster.api.prompt import PromptEncoder
 from cluster.api.protocol import as_bad_request, parse_chat, parse_completion
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
+from cluster.api.tools.offer import read_offer
 from cluster.errors import BadRequestError
 
 _INLINE_TOKENS = 4096
@@ -64,7 +65,7 @@ def add_tokenization_routes(
         backend = backend_provider()
         asked = _parse(TokenizeRequest, body)
         check_model(asked.model, backend)
-        token_ids = await _token_ids(asked, body, prompts)
+        token_ids = await _token_ids(asked, body, prompts, settings)
 
         def answer() -> bytes:
             wants_strings = asked.return_token_strs
@@ -101,12 +102,15 @@ async def _respond(answer: Callable[[], bytes], num_tokens: int) -> Response:
 
 
 async def _token_ids(
-    asked: TokenizeRequest, body: dict[str, Any], prompts: PromptEncoder
+    asked: TokenizeRequest, body: dict[str, Any], prompts: PromptEncoder, settings: ApiSettings
 ) -> list[int]:
     if asked.messages is not None:
         if asked.prompt is not None:
             raise BadRequestError("prompt and messages exclude each other", param="prompt")
-        return (await prompts.chat(parse_chat(body), keep=None)).token_ids
+        request = parse_chat(body)
+        offer = read_offer(request, settings)
+        tools = None if offer is None else offer.descriptions
+        return (await prompts.chat(request, None, tools)).token_ids
     found = await prompts.completion(parse_completion(body), keep=None)
     if len(found) != 1:
         raise BadRequestError("prompt must be a single one", param="prompt")

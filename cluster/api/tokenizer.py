@@ -33,10 +33,22 @@ class ServingTokenizer:
         backend.no_padding()
         self._hf = hf_tokenizer
         self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._reserved = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.decoders = DecoderFactory(backend)
+
+    @property
+    def chat_template(self) -> str:
+        """The checkpoint's template, of several all; empty where there is none."""
+        return str(self._hf.chat_template or "")
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a token that has no text and is written like this; None where it is plain text."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text. Special tokens written out in the text become their ids.

@@ -16,12 +16,6 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "structural_tag": (),
     "lora_request": (),
 }
@@ -30,8 +24,6 @@ COMPLETION: dict[str, tuple[Any, ...]] = _COMMON | {
     "prompt_embeds": ([],),
 }
 CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

@@ -74,7 +74,15 @@ def test_all_roles_and_content_forms():
         ],
     )
     assert response.status_code == 200
-    turns = ["system\nbe brief", "user\na\nb", "assistant\n", "tool\n42", "assistant\nok", "user\n"]
+    call = '\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    turns = [
+        "system\nbe brief",
+        "user\na\nb",
+        "assistant\n" + call,
+        "tool\n42",
+        "assistant\nok",
+        "user\n",
+    ]
     expected = "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
     assert prompt_text(api) == expected + "<|im_start|>assistant\n"
 

@@ -1,0 +1,94 @@
+"""Splits what a model thinks, between <think> and </think>, from what it answers. Knows nothing of tools or JSON."""
+
+from enum import Enum
+
+OPEN = "<think>"
+CLOSE = "</think>"
+
+
+class Thinking(Enum):
+    """Where an answer begins, by the end of its prompt."""
+
+    OPENED = "the prompt opened the thought: the answer goes on with it"
+    POSSIBLE = "the answer may open one"
+    CLOSED = "there is none: the prompt closed it already"
+
+
+def thinking_after(prompt_end: str, unfinished: str | None) -> Thinking:
+    """How an answer begins. `unfinished` is a message of the assistant that it continues, if it does."""
+    if unfinished is not None:
+        if CLOSE in unfinished:
+            return Thinking.CLOSED
+        return Thinking.OPENED if OPEN in unfinished else Thinking.POSSIBLE
+    end = prompt_end.rstrip()
+    if end.endswith(OPEN):
+        return Thinking.OPENED
+    return Thinking.CLOSED if end.endswith(CLOSE) else Thinking.POSSIBLE
+
+
+class ThinkSplitter:
+    """Takes one answer apart as it comes. White space next to the tags belongs to neither side."""
+
+    def __init__(self, begins: Thinking) -> None:
+        self._state = begins
+        self._held = ""
+        self._trims = (
+            begins is not Thinking.CLOSED
+        )  # white space at the beginning of what is shown next
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning, content) that this text completes."""
+        if self._state is Thinking.CLOSED and not self._trims:
+            return "", text
+        text, self._held = self._held + text, ""
+        if self._state is Thinking.POSSIBLE:
+            text = self._opening(text)
+        reasoning = ""
+        if self._state is Thinking.OPENED:
+            reasoning, text = self._thought(text)
+        if self._state is not Thinking.CLOSED:
+            return reasoning, ""
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        return reasoning, text
+
+    def flush(self) -> tuple[str, str]:
+        """No more text comes: what was held back."""
+        held, self._held = self._held, ""
+        if self._state is Thinking.OPENED:
+            return held.rstrip(), ""
+        return "", held
+
+    def _opening(self, text: str) -> str:
+        """Decide whether the answer begins with a thought; the text behind its tag."""
+        begun = text.lstrip()
+        if begun.startswith(OPEN):
+            self._state = Thinking.OPENED
+            return begun[len(OPEN) :]
+        if OPEN.startswith(begun):
+            self._held = text
+            return ""
+        self._state, self._trims = Thinking.CLOSED, False
+        return text
+
+    def _thought(self, text: str) -> tuple[str, str]:
+        """(what of the thought can be shown, what follows it)."""
+        thought, closed, after = text.partition(CLOSE)
+        if self._trims:
+            thought = thought.lstrip()
+            self._trims = not thought
+        if closed:
+            self._state, self._trims = Thinking.CLOSED, True
+            return thought.rstrip(), after
+        shown = thought[: len(thought) - _possible_close(thought)].rstrip()
+        self._held = thought[len(shown) :]
+        return shown, ""
+
+
+def _possible_close(text: str) -> int:
+    """How many characters at the end of `text` may be the beginning of CLOSE."""
+    for length in range(min(len(CLOSE) - 1, len(text)), 0, -1):
+        if text.endswith(CLOSE[:length]):
+            return length
+    return 0

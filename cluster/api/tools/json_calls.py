@@ -1,0 +1,84 @@
+"""Calls as plain JSON: the whole answer is {"name": ..., "arguments": {...}}, or several, in a list or one by one."""
+
+from collections.abc import Callable, Sequence
+
+from cluster.api.structured import lark_string
+from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool
+from cluster.api.tools.call_scanner import CallScanner
+
+_KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
+_BETWEEN = " \t\r\n,;[]"  # what may stand before, between and after calls
+
+
+class JsonParser:
+    """An answer that does not begin with a call of a known tool is content as a whole."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._raw = ""  # read, but nobody was told of it
+        self._scanner = CallScanner(_KEYS)
+        self._num_calls = 0
+        self._is_content = False
+
+    def push(self, text: str) -> list[Piece]:
+        """See CallParser."""
+        pieces: list[Piece] = []
+        while text and not self._is_content:
+            text = self._take(text, pieces)
+        if text:
+            pieces.append(text)
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """See CallParser."""
+        rest, self._raw = self._raw, ""
+        if self._num_calls and not rest.strip(_BETWEEN):
+            return []
+        return [rest] if rest else []
+
+    def _take(self, text: str, pieces: list[Piece]) -> str:
+        scanner = self._scanner
+        if not scanner.started and not self._raw.strip(_BETWEEN):
+            begun = text.lstrip(_BETWEEN)  # between calls
+            self._raw += text[: len(text) - len(begun)]
+            text = begun
+            if not text:
+                return ""
+        told = scanner.started
+        arguments, num_read = scanner.push(text)
+        if not scanner.started:
+            self._raw += text[:num_read]
+            if scanner.broken:
+                self._give_up(pieces)
+            return text[num_read:]
+        if not told:
+            if scanner.name not in self._names or not scanner.has_arguments:
+                self._raw += text[:num_read]
+                self._give_up(pieces)
+                return text[num_read:]
+            self._raw = ""
+            pieces.append(CallDelta(self._num_calls, scanner.name))
+        if arguments:
+            pieces.append(CallDelta(self._num_calls, None, arguments))
+        if scanner.ended or scanner.broken:
+            self._num_calls += 1
+            self._scanner = CallScanner(_KEYS)
+        return text[num_read:]
+
+    def _give_up(self, pieces: list[Piece]) -> None:
+        self._is_content = True
+        pieces.append(self._raw)
+        self._raw = ""
+
+
+def _lark(tools: Sequence[Tool], many: bool, _marker: Callable[[str], str]) -> str:
+    """One object, or a list of them."""
+    rules = ["calls: call" + (' | "[" call (", " call)* "]"' if many else "")]
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    for i, tool in enumerate(tools):
+        head = lark_string(f'{{"name": {lark_string(tool.name)}, "arguments": ')
+        rules.append(f'call_{i}: {head} @args_{i} "}}"')
+    return "\n".join(rules)
+
+
+JSON = CallFormat(JsonParser, _lark)

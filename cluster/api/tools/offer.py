@@ -1,0 +1,133 @@
+"""The tools of a chat request: `tools`, `tool_choice`, `parallel_tool_calls`, checked. Knows no format of calls."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.api.protocol import ChatRequest, check_text
+from cluster.api.settings import ApiSettings
+from cluster.api.structured import check_schema_limits
+from cluster.api.tools.base import Tool
+from cluster.errors import BadRequestError, UnsupportedParameterError
+
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # OpenAI's own rule is stricter: [A-Za-z0-9_-]{1,64}
+
+
+@dataclass(frozen=True)
+class ToolOffer:
+    """What the model may call, and whether it has to.
+
+    tools      all of them, for the prompt
+    callable   those it may call
+    required   it has to call one of them
+    named      the client named the one to call
+    parallel   it may call several
+    """
+
+    tools: list[Tool]
+    callable: list[Tool]
+    required: bool
+    named: bool
+    parallel: bool
+
+    @property
+    def descriptions(self) -> list[dict[str, Any]]:
+        """All tools as the client described them."""
+        return [tool.description for tool in self.tools]
+
+
+def read_offer(request: ChatRequest, settings: ApiSettings) -> ToolOffer | None:
+    """The request's tools; None when there are none or the model may call none."""
+    choice = request.tool_choice
+    if not request.tools:
+        if request.tools not in (None, []):
+            raise BadRequestError("tools must be a list", param="tools")
+        if choice not in (None, "none", "auto"):
+            raise BadRequestError("tool_choice needs tools", param="tool_choice")
+        return None
+    tools = _tools(request.tools, settings)
+    chosen = _chosen(choice, tools)
+    if choice == "none":
+        return None
+    return ToolOffer(
+        tools=tools,
+        callable=tools if chosen is None else [chosen],
+        required=choice == "required" or chosen is not None,
+        named=chosen is not None,
+        parallel=request.parallel_tool_calls is not False and chosen is None,
+    )
+
+
+def _tools(value: Any, settings: ApiSettings) -> list[Tool]:
+    if not isinstance(value, list):
+        raise BadRequestError("tools must be a list", param="tools")
+    if len(value) > settings.max_tools:
+        raise BadRequestError(
+            f"tools has {len(value)} entries, at most {settings.max_tools} are allowed",
+            param="tools",
+        )
+    tools = [_tool(item, f"tools.{i}", settings) for i, item in enumerate(value)]
+    num_bytes = sum(
+        check_schema_limits(tool.description, f"tools.{i}", settings)
+        for i, tool in enumerate(tools)
+    )
+    if num_bytes > settings.max_schema_bytes:
+        raise BadRequestError(
+            f"tools have {num_bytes} bytes, at most {settings.max_schema_bytes} are allowed",
+            param="tools",
+        )
+    seen: set[str] = set()
+    for i, tool in enumerate(tools):
+        if tool.name in seen:
+            param = f"tools.{i}.function.name"
+            raise BadRequestError(f"{param}: there is another tool {tool.name!r}", param=param)
+        seen.add(tool.name)
+    return tools
+
+
+def _tool(value: Any, where: str, settings: ApiSettings) -> Tool:
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{where} must be an object with type and function", param=where)
+    if value.get("type", "function") != "function":
+        raise UnsupportedParameterError(
+            f'{where}.type: only "function" is supported', param=f"{where}.type"
+        )
+    function = value.get("function")
+    where += ".function"
+    if not isinstance(function, dict):
+        raise BadRequestError(f"{where} must be an object with a name", param=where)
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise BadRequestError(
+            f"{where}.name must be 1 to 128 of the characters a-z A-Z 0-9 _ - . : /",
+            param=f"{where}.name",
+        )
+    if not isinstance(function.get("description", ""), str | None):
+        raise BadRequestError(f"{where}.description must be a string", param=f"{where}.description")
+    check_text(function.get("description") or "", f"{where}.description")
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None):
+        raise BadRequestError(
+            f"{where}.parameters must be a JSON schema, an object", param=f"{where}.parameters"
+        )
+    return Tool(name, parameters, {"type": "function", **value})
+
+
+def _chosen(choice: Any, tools: list[Tool]) -> Tool | None:
+    """The tool that tool_choice names; None when it names none."""
+    if choice is None or choice in ("none", "auto", "required"):
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str) or choice.get("type", "function") != "function":
+        raise BadRequestError(
+            'tool_choice must be "none", "auto", "required" or '
+            '{"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise BadRequestError(
+        f"tool_choice: there is no tool {name[:100]!r}", param="tool_choice.function.name"
+    )
