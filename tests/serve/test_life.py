@@ -8,6 +8,7 @@ import threading
 import time
 
 import httpx
+import psutil
 import pytest
 
 from tests.serve.server import (
@@ -47,33 +48,80 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
     assert "ready" not in output and "WARNING" not in output, output  # Ray warns of a second start
 
 
+class Stream(threading.Thread):
+    """A client that reads one long stream; `lines` grows as it comes."""
+
+    def __init__(self, url: str, max_tokens: int):
+        super().__init__(daemon=True)
+        self.lines: list[str] = []
+        self._url = f"{url}/v1/completions"
+        self._body = {"model": "tiny", "prompt": "x", "max_tokens": max_tokens} | {
+            "stream": True,
+            "ignore_eos": True,
+        }
+        self.start()
+        deadline = time.monotonic() + 20
+        while not self.lines:
+            assert time.monotonic() < deadline, "the stream does not begin"
+            time.sleep(0.005)
+
+    def run(self) -> None:
+        with httpx.stream("POST", self._url, json=self._body, timeout=60) as answer:
+            self.lines.extend(line for line in answer.iter_lines() if line)
+
+
+LONG = {"model": {"max_model_len": 4096}, "cache": {"num_blocks": 2048}, "cluster": {"ranks": 1}}
+
+
+def test_sigterm_lets_streams_finish_and_nobody_in(tmp_path, checkpoint):
+    with running(tmp_path, checkpoint, **LONG) as server:
+        streams = [Stream(server.url, 1500) for _ in range(3)]
+        family = server.descendants()
+        server.process.send_signal(signal.SIGTERM)
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 1}
+        deadline = time.monotonic() + 10
+        while (answer := httpx.post(f"{server.url}/v1/completions", json=body)).is_success:
+            assert time.monotonic() < deadline, "it still takes requests"
+        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert httpx.get(f"{server.url}/live").status_code == 200
+        assert all(stream.is_alive() for stream in streams), "too quick to prove anything"
+        for stream in streams:
+            stream.join(30)
+            assert stream.lines[-1] == "data: [DONE]"
+            assert '"finish_reason":"length"' in stream.lines[-2], stream.lines[-2]
+        server.process.wait(10)
+        _, left = psutil.wait_procs(family, timeout=3)
+        assert not left and server.process.returncode == 0, server.log.read_text()
+        assert "drained" in server.log.read_text()
+
+
+@pytest.mark.parametrize("how", ["time is over", "a second signal", "one SIGINT"])
+def test_what_does_not_finish_is_told_why(tmp_path, checkpoint, how):
+    drain_timeout_s = 0.5 if how == "time is over" else 30
+    serve = {"drain_timeout_s": drain_timeout_s}
+    with running(tmp_path, checkpoint, **LONG, serve=serve) as server:
+        stream = Stream(server.url, 4000)
+        if how == "a second signal":
+            server.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+        seconds, left = server.stop(signal.SIGINT if how == "one SIGINT" else signal.SIGTERM)
+        assert seconds < 10 and not left, (seconds, left)
+        assert server.process.returncode == 0, server.log.read_text()
+        stream.join(5)
+        assert not stream.is_alive(), "the stream hangs"
+        assert len(stream.lines) < 4000
+        assert stream.lines[-1] == "data: [DONE]", stream.lines[-1]
+        assert "the server is stopping" in stream.lines[-2], stream.lines[-2]
+
+
 def test_a_killed_rank_is_told_to_everybody(tmp_path, checkpoint):
     with running(tmp_path, checkpoint) as server:
-        last: list[str] = []
-
-        def read_stream() -> None:
-            body = {
-                "model": "tiny",
-                "prompt": "x",
-                "max_tokens": 490,
-                "stream": True,
-                "ignore_eos": True,
-            }
-            with httpx.stream(
-                "POST", f"{server.url}/v1/completions", json=body, timeout=60
-            ) as answer:
-                for line in answer.iter_lines():
-                    if line:
-                        last.append(line)
-
-        reader = threading.Thread(target=read_stream)
-        reader.start()
-        while not last:
-            time.sleep(0.01)
+        stream = Stream(server.url, 490)
         server.ranks()[1].kill()
-        reader.join(30)
-        assert not reader.is_alive(), "the stream hangs"
-        assert last[-1] == "data: [DONE]" and '"error"' in last[-2], last[-3:]
+        stream.join(30)
+        assert not stream.is_alive(), "the stream hangs"
+        assert stream.lines[-1] == "data: [DONE]" and '"error"' in stream.lines[-2]
         server.process.wait(20)
         assert server.process.returncode == 1
         assert "rank" in server.log.read_text().split("ready in")[1]
