@@ -1,5 +1,8 @@
 """Whose requests are open, and that every ingress hears in time what the others have on a rank."""
 
+import threading
+import time
+
 import pytest
 
 from workers.config import SchedulerConfig
@@ -98,6 +101,21 @@ def test_news_comes_with_tokens_and_without():
     for _ in range(NEWS_EVERY):
         rank.engine.step()
     assert rank.loads == [("a", 0, 0)]
+
+
+def test_before_it_sleeps_a_rank_tells_who_does_not_know():
+    rank = OneRank()
+    rank.engine.submit(request("longer", "a", max_tokens=2))
+    rank.engine.submit(request("short", "b", max_tokens=1))
+    thread = threading.Thread(target=rank.engine.run, daemon=True)
+    thread.start()
+    for _ in range(1000):
+        if len(rank.loads) == 4:
+            break
+        time.sleep(0.01)
+    rank.engine.stop()
+    thread.join(10)
+    assert rank.loads == [("a", 0, 1), ("b", 5, 1), ("a", 0, 1), ("b", 0, 0)]
 
 
 def test_nothing_is_said_to_the_only_ingress_and_to_one_that_is_gone():

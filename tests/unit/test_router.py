@@ -128,6 +128,20 @@ def test_only_what_a_rank_has_room_for_is_remembered_and_longest_unused_goes_fir
     assert router.pick(prompt(1, 11), 0) == 1  # forgotten
     router.release(1, 2 * CHUNK)
     assert router.pick(prompt(3, 13), 0) == 0
+
+
+@pytest.mark.parametrize(("chunks", "held"), [((1, 11), 2), ((2, 12), 1), ((4, 14), 0)])
+def test_of_a_forgotten_prompt_the_end_goes_first_and_use_keeps_it(chunks, held):
+    for load in (0.5, 1.5):  # in chunks' worth of lead: more than 0 or 1 would allow
+        router = Router(2, cache_tokens=4 * CHUNK)
+        for used in (prompt(1, 11), prompt(2, 12), prompt(1, 11), prompt(3)):
+            router.pick(used, 0, pinned=0)
+            router.release(0, len(used))
+        router.pick([], int(LEAD * load * CHUNK), pinned=0)
+        assert router.pick(prompt(*chunks), 0) == (0 if held > load else 1)
+
+
+def test_without_a_cache_there_is_no_lead():
     without = Router(2, cache_tokens=0)
     assert [without.pick(prompt(1), 0) for _ in range(4)] == [0, 1, 0, 1]
 
