@@ -107,7 +107,8 @@ class Ingress:
         try:
             await asyncio.wait_for(gate.wait_empty(), timeout_s)
         except TimeoutError:
-            logger.warning("%d requests did not finish in %g s", gate.num_requests, timeout_s)
+            if gate.num_requests:
+                logger.warning("%d requests did not finish in %g s", gate.num_requests, timeout_s)
             gate.end_all()
             await asyncio.wait((asyncio.ensure_future(gate.wait_empty()),), timeout=LAST_WORDS_S)
         if self._server is not None:
