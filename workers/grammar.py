@@ -81,6 +81,10 @@ class GrammarCompiler:
         """Compile llguidance's `grammar` on a thread and call `done` there."""
         self._thread.submit(self._compile, grammar, done)
 
+    def wait(self) -> None:
+        """Until all that was asked for so far is compiled."""
+        self._thread.submit(int).result()
+
     def close(self) -> None:
         """Drop what waits."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -157,7 +157,9 @@ def _step_to_the_end(rank: Any, events: list[Event], max_steps: int, result: Ran
                 rank.engine.abort(event.abort)
         plan = rank.engine.step()
         result.num_steps += plan.run
-        if step >= last_event and not plan.run:
+        rank.grammars.wait()
+        # The grammars that a step has seen are compiled by the next one, which may be the first to run.
+        if step > last_event and not plan.run:
             return
     raise AssertionError(f"not done after {max_steps} steps")
 

@@ -69,7 +69,7 @@ def compile_now(compiler: GrammarCompiler, grammar: str) -> Grammar | str:
     """Wait for the compile thread."""
     results: list[Grammar | str] = []
     compiler.compile(grammar, results.append)
-    compiler._thread.submit(int).result()
+    compiler.wait()
     return results[0]
 
 
