@@ -231,7 +231,7 @@ class Rank:
             padded = num_rows if self._plan_config().equal_tokens else 0
             plan = StepPlan(True, (num_rows,) * self.config.num_ranks, padded)
             scheduler.commit(batch, runner.execute(batch, plan))
-        scheduler.forget_prefixes()
+        scheduler.prefixes.forget_all()
 
     def _num_blocks(self) -> int:
         """KV blocks of every rank: as configured, or what a profiling forward leaves of the GPU."""

@@ -6,7 +6,7 @@ is full the last in order give their blocks back and start again later (preempti
 dropped. Who waits takes nothing from who runs, whatever its priority.
 
 Whoever starts shares the blocks of the longest prefix that is in the cache already, its own from before a preemption
-included. A block can be found from when the step that filled it was committed.
+included; see `workers/prefix_cache.py`. Who would gain by waiting a step for such blocks lets others go first.
 """
 
 import itertools
@@ -18,11 +18,14 @@ import numpy as np
 
 from workers.config import SchedulerConfig
 from workers.grammar import Grammar
-from workers.kv_cache import BlockPool, chain_keys, root_key
+from workers.kv_cache import BlockPool
+from workers.prefix_cache import PrefixCache
 from workers.request import EngineRequest, RequestOutput
 from workers.sequence import Sequence, SequenceTable
 from workers.step_output import StepOutput
 from workers.step_sync import ForwardMode
+
+MAX_HELD_BACK = 32  # waiting sequences looked at that could start but had better not yet
 
 _by_order = attrgetter("order")
 
@@ -66,16 +69,14 @@ class Scheduler:
         self._config = config
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self._prefix_caching = prefix_caching
         self.pool = BlockPool(num_blocks)
+        self.prefixes = PrefixCache(self.pool, block_size, enabled=prefix_caching)
         self.table = SequenceTable(config.max_num_seqs, max_model_len, block_size)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
         self._arrivals = itertools.count()
         self.num_preemptions = 0
-        self.prefix_cache_queries = 0  # tokens looked up when their request first ran
-        self.prefix_cache_hits = 0  # those found
 
     @property
     def has_work(self) -> bool:
@@ -104,11 +105,6 @@ class Scheduler:
             self.waiting.remove(seq)
             del self._by_id[request_id]
         return seq
-
-    def forget_prefixes(self) -> None:
-        """Nobody finds what was computed so far, and it counts for nothing."""
-        self.pool.forget_all()
-        self.prefix_cache_queries = self.prefix_cache_hits = 0
 
     def schedule(self) -> ScheduledBatch:
         """Choose this step's sequences and give them the blocks they need."""
@@ -140,7 +136,7 @@ class Scheduler:
         ):
             self.table.advance(seq, num_new)
             if seq.num_computed >= seq.next_full:
-                self._register_blocks(seq)
+                self.prefixes.register(seq)
             if samples:
                 outputs.append(self._append(seq, next(tokens)))
         return step.attach(outputs) if step.has_logprobs else outputs
@@ -182,9 +178,15 @@ class Scheduler:
 
     def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> list[Sequence]:
         admitted = []
-        while self.waiting and budget and len(self.running) < self._config.max_num_seqs:
-            seq = self.waiting[0]
-            cached = self._find_prefix(seq)
+        index = 0  # of those before it, each waits for the blocks of another one
+        while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
+            if len(self.running) == self._config.max_num_seqs:
+                break
+            seq = self.waiting[index]
+            cached = self.prefixes.find(seq)
+            if cached is None:
+                index += 1
+                continue
             num_remaining = seq.num_tokens - len(cached) * self._block_size
             num_new = min(num_remaining, budget)
             if num_new < num_remaining and not self._config.chunked_prefill:
@@ -193,51 +195,21 @@ class Scheduler:
             need = self._blocks_for(seq.num_tokens) - len(cached)
             if need > self.pool.num_free_besides(cached):
                 break
-            del self.waiting[0]
+            del self.waiting[index]
             self._start(seq, cached, need)
             admitted.append(seq)
             work.append((seq, num_new))
             budget -= num_new
         return admitted
 
-    def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks that `seq` can start with. Its last token is always computed: its logits are needed."""
-        if not self._prefix_caching or seq.request.params.prompt_logprobs is not None:
-            return []
-        num_blocks = (seq.num_tokens - 1) // self._block_size
-        self._extend_keys(seq, num_blocks)
-        return self.pool.find(seq.block_keys[:num_blocks])
-
     def _start(self, seq: Sequence, cached: list[int], need: int) -> None:
         """Run `seq` from behind its `cached` blocks, with `need` new ones."""
         self.pool.share(cached)
         seq.block_ids = cached + self.pool.allocate(need)
         seq.num_computed = len(cached) * self._block_size
-        if self._prefix_caching:
-            seq.next_full = seq.num_computed + self._block_size
-            if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
-                seq.num_cached_tokens = seq.num_computed
-                self.prefix_cache_queries += seq.num_tokens
-                self.prefix_cache_hits += seq.num_computed
+        self.prefixes.started(seq)
         self.table.add(seq)
         insort(self.running, seq, key=_by_order)
-
-    def _register_blocks(self, seq: Sequence) -> None:
-        """The blocks of `seq` that the last step filled can be found from now on."""
-        first = seq.next_full // self._block_size - 1
-        num_full = seq.num_computed // self._block_size
-        self._extend_keys(seq, num_full)
-        for index in range(first, num_full):
-            self.pool.register(seq.block_ids[index], seq.block_keys[index])
-        seq.next_full = (num_full + 1) * self._block_size
-
-    def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
-        done = len(seq.block_keys)
-        if done < num_blocks:
-            size = self._block_size
-            parent = seq.block_keys[-1] if done else root_key(seq.request.cache_salt)
-            token_ids = seq.token_ids[done * size : num_blocks * size]
-            seq.block_keys += chain_keys(parent, token_ids, size)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Hold blocks for `num_tokens` of seq; False when the pool is empty."""
@@ -262,6 +234,7 @@ class Scheduler:
         del self._by_id[seq.request.request_id]
 
     def _release(self, seq: Sequence) -> None:
+        self.prefixes.stopped(seq)
         self.pool.release(seq.block_ids)
         seq.block_ids = []
         self.table.remove(seq)

@@ -87,8 +87,8 @@ class EngineStats:
             "waiting": len(scheduler.waiting),
             "kv_cache_usage": scheduler.pool.usage,
             "preemptions": scheduler.num_preemptions,
-            "prefix_cache_queries": scheduler.prefix_cache_queries,
-            "prefix_cache_hits": scheduler.prefix_cache_hits,
+            "prefix_cache_queries": scheduler.prefixes.num_queries,
+            "prefix_cache_hits": scheduler.prefixes.num_hits,
         }
 
     def snapshot(self) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def _run_rank(
             _record_logits(rank.engine, result)
         _step_to_the_end(rank, events, max_steps, result)
         result.num_preemptions = rank.engine.scheduler.num_preemptions
-        result.prefix_cache_hits = rank.engine.scheduler.prefix_cache_hits
+        result.prefix_cache_hits = rank.engine.scheduler.prefixes.num_hits
         pool = rank.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks, "blocks leaked"
     finally:

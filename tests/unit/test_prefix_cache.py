@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
 from workers.request import EngineRequest, RequestOutput, SamplingParams
-from workers.scheduler import Scheduler
+from workers.scheduler import MAX_HELD_BACK, Scheduler
 from workers.step_output import StepOutput
 
 BLOCK = 4
@@ -75,7 +75,7 @@ def test_a_second_request_computes_only_what_differs():
     before = server.model.num_tokens
     assert server.run("b", [*PROMPT[:9], 0, 0, 0, 0]) == 8
     assert server.model.num_tokens - before == 5
-    assert server.scheduler.prefix_cache_queries == 26 and server.scheduler.prefix_cache_hits == 8
+    assert server.scheduler.prefixes.num_queries == 26 and server.scheduler.prefixes.num_hits == 8
     assert server.scheduler.pool.num_free == 32
 
 
@@ -101,32 +101,70 @@ def test_only_the_first_output_tells_what_was_cached():
     assert [output.num_cached_tokens for output in server.outputs["b"]] == [12, 0, 0]
 
 
-def test_running_and_finished_requests_share_but_not_those_of_the_same_step():
+def test_running_and_finished_requests_share():
     server = Server()
     server.add("a", PROMPT, max_tokens=20)
-    server.add("same step", PROMPT, max_tokens=20)
     server.step()
-    server.add("later", PROMPT)
+    server.add("b", PROMPT, max_tokens=20)
     server.step()
-    seqs = {seq.request.request_id: seq for seq in server.scheduler.running}
-    assert not set(seqs["a"].block_ids) & set(seqs["same step"].block_ids)
-    assert server.outputs["same step"][0].num_cached_tokens == 0
-    assert server.outputs["later"][0].num_cached_tokens == 12
-    held = {block for seq in seqs.values() for block in seq.block_ids}
-    assert server.scheduler.pool.num_free == 32 - len(held)
+    a, b = server.scheduler.running
+    assert a.block_ids[:3] == b.block_ids[:3] and not set(a.block_ids[3:]) & set(b.block_ids[3:])
+    assert server.scheduler.pool.num_free == 32 - len({*a.block_ids, *b.block_ids})
+    assert server.outputs["b"][0].num_cached_tokens == 12
     server.finish()
-    assert server.tokens("later") == server.tokens("a")[:1] and server.scheduler.pool.num_free == 32
+    assert server.tokens("a") == server.tokens("b") and server.scheduler.pool.num_free == 32
 
 
-def test_a_chunk_is_found_when_the_rest_is_still_to_come():
+def test_equal_prompts_that_come_together_are_computed_once_and_hold_nobody_up():
+    server = Server()
+    for name, prompt in [("a", PROMPT), ("b", PROMPT), ("c", PROMPT), ("other", [6, 6, 6])]:
+        server.add(name, prompt)
+    server.step()
+    assert list(server.outputs) == ["a", "other"]
+    server.step()
+    assert [server.outputs[name][0].num_cached_tokens for name in "abc"] == [0, 12, 12]
+    assert server.tokens("a") == server.tokens("b") == server.tokens("c")
+
+
+def test_a_prompt_waits_only_for_blocks_that_are_its_own_too():
     server = Server(max_num_batched_tokens=8)
-    server.add("a", PROMPT)
+    server.add("a", PROMPT * 3)
     server.step()
-    server.add("b", PROMPT)
-    server.step()
-    assert server.scheduler.prefix_cache_hits == 8
+    server.add("same", PROMPT * 3)
+    server.add("parts", [*PROMPT[:8], 0, 0, 0, 0, 0])
+    for _ in range(4):
+        server.step()
+    assert [seq.request.request_id for seq in server.scheduler.waiting] == ["same"]
     server.finish()
-    assert server.tokens("a") == server.tokens("b")
+    assert server.outputs["parts"][0].num_cached_tokens == 8
+    assert server.outputs["same"][0].num_cached_tokens == 36
+    assert server.tokens("a") == server.tokens("same")
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt"])
+def test_who_waits_for_blocks_goes_on_when_they_do_not_come(end):
+    server = Server(num_blocks=16, max_num_batched_tokens=8)
+    server.add("a", PROMPT * 3, max_tokens=2)
+    server.add("b", PROMPT * 3, max_tokens=2)
+    server.step()
+    if end == "abort":
+        server.scheduler.abort("a")
+    else:
+        server.scheduler._preempt_last()
+    for _ in range(30):
+        server.step()
+    assert not server.scheduler.has_work
+    assert server.outputs["b"][0].num_cached_tokens == (8 if end == "abort" else 36)
+
+
+def test_more_equal_prompts_than_are_looked_at_still_end():
+    server = Server(num_blocks=24)
+    for index in range(3 * MAX_HELD_BACK):
+        server.add(str(index), PROMPT)
+    for _ in range(3 * MAX_HELD_BACK):
+        server.step()
+    assert not server.scheduler.has_work
+    assert server.scheduler.prefixes.num_hits == 12 * (3 * MAX_HELD_BACK - 1)
 
 
 def test_other_salts_share_nothing():
@@ -141,7 +179,7 @@ def test_prompt_logprobs_compute_every_position_and_leave_it_for_others():
     server = Server()
     server.run("a", PROMPT)
     assert server.run("b", PROMPT, prompt_logprobs=0) == 0
-    assert server.scheduler.prefix_cache_queries == 13
+    assert server.scheduler.prefixes.num_queries == 13
     fresh = Server()
     fresh.run("a", PROMPT, prompt_logprobs=0)
     assert fresh.run("b", PROMPT) == 12
@@ -159,11 +197,11 @@ def test_a_request_with_invalid_logits_leaves_nothing_behind():
 def test_switched_off_and_forgotten():
     server = Server(caching=False)
     server.run("a", PROMPT)
-    assert server.run("b", PROMPT) == 0 and server.scheduler.prefix_cache_queries == 0
+    assert server.run("b", PROMPT) == 0 and server.scheduler.prefixes.num_queries == 0
     server = Server()
     server.run("a", PROMPT)
-    server.scheduler.forget_prefixes()
-    assert server.scheduler.prefix_cache_queries == 0 and server.run("b", PROMPT) == 0
+    server.scheduler.prefixes.forget_all()
+    assert server.scheduler.prefixes.num_queries == 0 and server.run("b", PROMPT) == 0
 
 
 def test_a_preempted_request_finds_its_own_blocks():
@@ -179,7 +217,7 @@ def test_a_preempted_request_finds_its_own_blocks():
     alone.run("young", [6, 5, 4, 3, 2, 1, 0], max_tokens=12)
     assert server.tokens("young") == alone.tokens("young")
     assert server.model.num_tokens - before < known + 12, "it started from its first token again"
-    assert server.scheduler.prefix_cache_queries == 12, "only a first start counts"
+    assert server.scheduler.prefixes.num_queries == 12, "only a first start counts"
 
 
 def test_a_prompt_that_fits_only_by_sharing_is_admitted():
@@ -240,4 +278,4 @@ def test_many_turns_of_many_chats_in_a_small_cache(num_blocks):
         name: plain.tokens(name) for name in plain.outputs
     }
     assert cached.model.num_tokens < plain.model.num_tokens
-    assert cached.scheduler.prefix_cache_hits > 0
+    assert cached.scheduler.prefixes.num_hits > 0
