@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -54,15 +54,18 @@ def run_server(config: PhalanxConfig) -> None:
     os.environ.pop(VARIABLE, None)  # no process of Ray needs to know the keys themselves
     _check_port(config.serve.host, config.serve.port)
     try:
-        # The check imports torch, which takes about as long as Ray's processes.
-        with _stage("ray and checks"), ThreadPoolExecutor(1) as pool:
-            checking = pool.submit(_check, config, len(digests))
+        with _stage("ray and checks"):
+            # The check imports torch, which takes about as long as Ray's processes.
+            checking = _in_background(lambda: _check(config, len(digests)))
             _start_ray(config)
-            warnings = checking.result()
-        stop.install()  # again, since Ray has put its own handlers in their place
-        for warning in warnings:
-            console.print(f"  warning: {warning}", style="yellow")
-        url = _start(config, digests, stop)
+            stop.install()  # again, since Ray has put its own handlers in their place
+            while not checking.done() and not stop.is_set():
+                time.sleep(POLL_S)
+        url = None
+        if not stop.is_set():
+            for warning in checking.result():
+                console.print(f"  warning: {warning}", style="yellow")
+            url = _start(config, digests, stop)
         if url is not None:
             asks = f", {len(digests)} API key(s)" if digests else ""
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{asks}", style="bold")
@@ -70,6 +73,20 @@ def run_server(config: PhalanxConfig) -> None:
             _drain(config, stop)
     finally:
         _shut_down(config)
+
+
+def _in_background(call: Callable[[], Any]) -> Future:
+    """Its result, from a thread that does not keep the process from ending."""
+    future: Future = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
 def _check(config: PhalanxConfig, num_api_keys: int) -> list[str]:

@@ -157,6 +157,8 @@ class Supervisor:
         try:
             await self._bring_up()
         except Exception as error:
+            if self._status.state == "stopped":
+                return  # the ranks went away because they were told to
             # A user's mistake is told by its message alone, which the console shows anyway.
             level = logging.DEBUG if isinstance(error, ValueError) else logging.ERROR
             logger.log(level, "start failed at stage %s", self._status.stage, exc_info=True)
