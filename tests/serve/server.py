@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import psutil
 import yaml
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150
+GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class Server:
@@ -45,6 +47,22 @@ class Server:
     def ranks(self) -> list[psutil.Process]:
         """The processes of the rank actors."""
         return [p for p in self.descendants() if "RankActor" in " ".join(p.cmdline())]
+
+    def gauges(self) -> dict[str, float]:
+        """What runs, what waits and how full the caches are; sums over the ranks."""
+        found = dict.fromkeys(GAUGES, 0.0)
+        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+            name = line.partition("{")[0].removeprefix("phalanx:")
+            if name in found:
+                found[name] += float(line.split()[-1])
+        return found
+
+    def wait_free(self, seconds: float = 1.0) -> None:
+        """Nothing runs, nothing waits, no block is held; a second is what clients are promised."""
+        deadline = time.monotonic() + seconds
+        while any((now := self.gauges()).values()):
+            assert time.monotonic() < deadline, now
+            time.sleep(0.05)
 
     def stop(self, number: int = signal.SIGINT) -> tuple[float, list[psutil.Process]]:
         """Seconds until it ended, and what it left running."""

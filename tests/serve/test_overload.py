@@ -16,7 +16,6 @@ KEY = "the-right-key-7d1c"
 HEADERS = {"authorization": f"Bearer {KEY}"}
 TIMEOUT_S = 2.5
 LONG = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True}
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 @pytest.fixture(scope="module")
@@ -33,25 +32,6 @@ def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
             serve={"max_queued_requests": 4, "limits": {"request_timeout_s": TIMEOUT_S}},
         ) as server:
             yield server
-
-
-def gauges(server: Server) -> dict[str, float]:
-    """Sums over the ranks."""
-    text = httpx.get(f"{server.url}/metrics").text
-    found = dict.fromkeys(GAUGES, 0.0)
-    for line in text.splitlines():
-        name = line.partition("{")[0].removeprefix("phalanx:")
-        if name in found:
-            found[name] += float(line.split()[-1])
-    return found
-
-
-def wait_free(server: Server, seconds: float = 1.0) -> None:
-    """Nothing runs, nothing waits, no block is held; a second is what clients are promised."""
-    deadline = time.monotonic() + seconds
-    while any(gauges(server).values()):
-        assert time.monotonic() < deadline, gauges(server)
-        time.sleep(0.05)
 
 
 async def stream(client: httpx.AsyncClient, **fields) -> tuple[httpx.Response, list[str]]:
@@ -80,7 +60,7 @@ def test_a_burst_is_answered_whole_or_refused_at_once(server):
     for _, lines in served:
         assert lines[-1] == "data: [DONE]" and '"finish_reason":"length"' in lines[-2]
         assert not any('"error"' in line for line in lines)
-    wait_free(server)
+    server.wait_free()
 
 
 def test_choices_count_one_by_one(server):
@@ -104,11 +84,11 @@ def test_who_leaves_frees_everything_within_a_second(server, kind):
         connection.sendall(head.encode() + content)
         deadline = time.monotonic() + 2
         expected = 2 if kind == "many" else 0  # of ten choices two wait: eight can run
-        while not (now := gauges(server))["num_requests_running"]:
+        while not (now := server.gauges())["num_requests_running"]:
             assert time.monotonic() < deadline, now
         assert now["kv_cache_usage_perc"] > 0
-        assert gauges(server)["num_requests_waiting"] == expected
-    wait_free(server)
+        assert server.gauges()["num_requests_waiting"] == expected
+    server.wait_free()
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
@@ -126,7 +106,7 @@ def test_too_late_is_told_and_freed(server, is_stream):
         assert lines[-1] == "data: [DONE]" and '"timeout"' in lines[-2] and len(lines) > 10
     else:
         assert response.status_code == 504 and json.loads(lines[0])["error"]["code"] == "timeout"
-    wait_free(server)
+    server.wait_free()
 
 
 def test_without_the_key_nothing_and_nobody_learns_it(server):

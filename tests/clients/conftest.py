@@ -1,0 +1,89 @@
+"""The demo model on a real server of two ranks, for all clients; each test leaves it with nothing to do."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+
+from tests.serve.server import ROOT, Server, running
+from workers.checkpoint import CHAT_TEMPLATE
+
+DEMO = ROOT / "configs" / "models" / "demo"
+MODEL = "demo"
+HELLO = [{"role": "user", "content": "Hello"}]
+HELLO_ANSWER = "Hello! I am a small demo model served by Phalanx."
+
+
+def copy_of_demo(folder: Path, chat_template: str) -> Path:
+    """The demo checkpoint with another chat template: its own one knows no tools."""
+    folder.mkdir()
+    for file in DEMO.iterdir():
+        if file.name != "tokenizer_config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    text = json.dumps({**config, "chat_template": chat_template})
+    (folder / "tokenizer_config.json").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("clients")
+    with running(
+        folder,
+        copy_of_demo(folder / "model", CHAT_TEMPLATE),
+        model={"max_model_len": 2048, "dtype": "float32"},
+        cache={"num_blocks": 1024},
+        serve={"model_name": MODEL},
+    ) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def complete(client) -> Callable[..., Completion]:
+    """complete(prompt, **fields): greedy and 8 tokens long unless the fields say otherwise."""
+
+    def call(prompt: Any, **fields: Any) -> Completion:
+        return client.completions.create(**completion_body(prompt, **fields))
+
+    return call
+
+
+@pytest.fixture
+def chat(client) -> Callable[..., ChatCompletion]:
+    """chat(messages, **fields), greedy unless the fields say otherwise."""
+
+    def call(messages: Any = HELLO, **fields: Any) -> ChatCompletion:
+        return client.chat.completions.create(**chat_body(messages, **fields))
+
+    return call
+
+
+def completion_body(prompt: Any, **fields: Any) -> dict[str, Any]:
+    """Arguments of a completion."""
+    return {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 8, **fields}
+
+
+def chat_body(messages: Any = HELLO, **fields: Any) -> dict[str, Any]:
+    """Arguments of a chat completion."""
+    return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
+
+
+@pytest.fixture(scope="session")
+def ids(server) -> Callable[[str], list[int]]:
+    """ids(text): the demo model's tokens of a text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
