@@ -7,6 +7,8 @@ once.
 import asyncio
 import json
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
@@ -36,7 +38,7 @@ class GrammarChecker:
     """Refuses what llguidance cannot compile."""
 
     def __init__(self) -> None:
-        self._thread = compile_thread("grammar-check")
+        self._thread: ThreadPoolExecutor | None = None  # most servers never need it
         self._good: OrderedDict[str, None] = OrderedDict()
 
     async def check(self, grammar: str, constraints: list[Constraint]) -> None:
@@ -44,6 +46,8 @@ class GrammarChecker:
         if grammar in self._good:
             self._good.move_to_end(grammar)
             return
+        if self._thread is None:
+            self._thread = compile_thread("grammar-check")
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._thread, _check, grammar, constraints)
         self._good[grammar] = None
@@ -60,7 +64,8 @@ def _check(grammar: str, constraints: list[Constraint]) -> None:
             continue
         place: tuple[str | int, ...] = ()
         if constraint.schema is not None:
-            place = find_place(constraint.schema, message, _error_of_schema)
+            part_error = partial(_error_of_schema, lenient=constraint.lenient)
+            place = find_place(constraint.schema, message, part_error)
         param = ".".join([constraint.param, *map(str, place)])
         raise BadRequestError(
             f"{param[:300]}: {message}", param=param[:300], code="invalid_grammar"
@@ -69,8 +74,8 @@ def _check(grammar: str, constraints: list[Constraint]) -> None:
     raise BadRequestError(f"{param}: {_error_of(grammar)}", param=param, code="invalid_grammar")
 
 
-def _error_of_schema(schema: Any) -> str:
-    return _error_of(single_grammar(json_schema_node(schema)))
+def _error_of_schema(schema: Any, *, lenient: bool) -> str:
+    return _error_of(single_grammar(json_schema_node(schema, lenient=lenient)))
 
 
 def _error_of(grammar: str) -> str:

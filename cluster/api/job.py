@@ -127,7 +127,7 @@ class JobFactory:
         check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
         offer = self._forms.offer(request)
-        tools = None if offer is None else offer.descriptions
+        tools = None if offer is None else offer.definitions
         prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
         form = await self._forms.of_chat(request, offer, prompt)
         return self._job(request, backend, headers, [prompt], form)

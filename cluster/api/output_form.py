@@ -125,7 +125,8 @@ class OutputForms:
             for i, tool in enumerate(offer.callable):
                 schema = {"type": "object", **(tool.parameters or _NO_PARAMETERS)}
                 where = f"tools.{offer.tools.index(tool)}.function.parameters"
-                parts[f"args_{i}"] = Constraint(where, json_schema_node(schema), schema)
+                node = json_schema_node(schema, lenient=not tool.strict)
+                parts[f"args_{i}"] = Constraint(where, node, schema, not tool.strict)
         nodes = {name: part.node for name, part in parts.items()}
         if begins is Thinking.CLOSED and not lark:
             grammar = single_grammar(nodes["answer"])

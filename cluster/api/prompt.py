@@ -58,7 +58,7 @@ class PromptEncoder:
         keep: int | None,
         tools: list[dict[str, Any]] | None = None,
     ) -> Prompt:
-        """The prompt of a chat request; tools as the client described them."""
+        """The prompt of a chat request; tools as the client defined them."""
         messages = request.parsed_messages()
         goes_on = bool(request.continue_final_message)
         opens_turn = request.add_generation_prompt

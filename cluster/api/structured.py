@@ -24,16 +24,27 @@ Node = dict[str, Any]
 WHITESPACE = r"[ \t\n\r]{1,33}"
 # Chains of 10,000 rules took llguidance 80 s; a grammar has at most one rule for each colon.
 _MAX_RULES = 4000
+# What llguidance knows; validators take others as remarks, and so does this.
+_FORMATS = {
+    *("date-time", "time", "date", "duration", "uuid", "uri"),
+    *("email", "hostname", "ipv4", "ipv6", "unknown"),
+}
+_DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # by names, not keywords
 _SOURCES = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """param: where the client wrote it; schema: what it wrote there, when that is a JSON schema."""
+    """param: where the client wrote it; schema: what it wrote there, when that is a JSON schema.
+
+    lenient: what llguidance has no grammar for is left out of it.
+    """
 
     param: str
     node: Node
     schema: Any = field(default=None, repr=False)
+    lenient: bool = False
 
 
 def find_constraint(request: GenerationRequest, settings: ApiSettings) -> Constraint | None:
@@ -53,14 +64,22 @@ def find_constraint(request: GenerationRequest, settings: ApiSettings) -> Constr
     return Constraint(param, node, schema)
 
 
-def json_schema_node(schema: dict[str, Any]) -> Node:
-    """A grammar of the schema's JSON with white space as `WHITESPACE` allows."""
-    return {"json_schema": {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}}
+def json_schema_node(schema: dict[str, Any], *, lenient: bool = False) -> Node:
+    """A grammar of the schema's JSON with white space as `WHITESPACE` allows.
+
+    lenient leaves out keywords that llguidance has no grammar for, and takes oneOf for anyOf.
+    """
+    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
+    if lenient:
+        options |= {"lenient": True, "coerce_one_of": True}
+    return {"json_schema": {**_without_remarks(schema), "x-guidance": options}}
 
 
 def check_schema_limits(schema: Any, param: str, settings: ApiSettings) -> int:
     """Refuse what is too large or too deep; its size in bytes."""
-    size = len(json.dumps(schema, ensure_ascii=False).encode(errors="replace"))
+    text = json.dumps(schema, ensure_ascii=False)
+    check_text(text, param)
+    size = len(text.encode())
     _check_size(size, param, settings)
     if is_deeper(schema, settings.max_schema_depth):
         raise BadRequestError(
@@ -194,6 +213,21 @@ def _check_size(size: int, param: str, settings: ApiSettings) -> None:
             f"{param} has {size} bytes, at most {settings.max_schema_bytes} are allowed",
             param=param,
         )
+
+
+def _without_remarks(schema: Any, names: bool = False) -> Any:
+    """The schema without formats that nobody checks. names: the keys of this part are no keywords."""
+    if isinstance(schema, list):
+        return [_without_remarks(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if names:
+        return {name: _without_remarks(value) for name, value in schema.items()}
+    return {
+        key: value if key in _DATA else _without_remarks(value, key in _NAMED)
+        for key, value in schema.items()
+        if key != "format" or not isinstance(value, str) or value in _FORMATS
+    }
 
 
 def _escaped(choice: str) -> str:

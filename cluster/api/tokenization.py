@@ -109,7 +109,7 @@ async def _token_ids(
             raise BadRequestError("prompt and messages exclude each other", param="prompt")
         request = parse_chat(body)
         offer = read_offer(request, settings)
-        tools = None if offer is None else offer.descriptions
+        tools = None if offer is None else offer.definitions
         return (await prompts.chat(request, None, tools)).token_ids
     found = await prompts.completion(parse_completion(body), keep=None)
     if len(found) != 1:

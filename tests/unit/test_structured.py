@@ -104,6 +104,18 @@ def test_what_the_output_may_be(fields, good, bad):
         assert not accepts(grammar, text), text
 
 
+def test_unknown_formats_are_remarks_and_data_is_left_alone():
+    part = {"type": "string", "format": "password", "maxLength": 2}
+    data = {"const": {"format": "password"}}
+    properties = {"default": part, "day": {"type": "string", "format": "date"}, "data": data}
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    grammar = grammar_of(guided_json=schema)
+    good = '{"default":"ab","day":"2024-05-06","data":{"format":"password"}}'
+    assert accepts(grammar, good)
+    assert not accepts(grammar, good.replace("2024-05-06", "today"))
+    assert not accepts(grammar, good.replace("password", "other"))
+
+
 def test_white_space_has_an_end():
     grammar = grammar_of(guided_json=SCHEMA)
     assert accepts(grammar, '{"n":' + " " * 33 + "5}")
@@ -193,6 +205,9 @@ def test_the_place_counts_from_where_the_client_wrote_it():
         ({"guided_json": "[1]"}, "guided_json"),
         ({"guided_json": True}, "guided_json"),
         ({"guided_json": [1]}, "guided_json"),
+        ({"guided_json": {"enum": ["\ud800"]}}, "guided_json"),
+        ({"guided_json": '{"enum": [NaN]}'}, "guided_json"),
+        ({"guided_json": {"maximum": 10**400, "type": "integer"}}, "guided_json"),
         ({"structured_outputs": {"json": 5}}, "structured_outputs.json"),
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
         ({"structured_outputs": 5}, "structured_outputs"),

@@ -156,6 +156,7 @@ def tool(**function):
         ({"tools": [tool(name="a\n")]}, "tools.0.function.name"),
         ({"tools": [tool(name="a", description=5)]}, "tools.0.function.description"),
         ({"tools": [tool(name="a", description="\ud800")]}, "tools.0.function.description"),
+        ({"tools": [tool(name="a", parameters={"enum": ["\ud800"]})]}, "tools.0"),
         ({"tools": [tool(name="a", parameters="x")]}, "tools.0.function.parameters"),
         ({"tools": [WEATHER, WEATHER]}, "tools.1.function.name"),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
@@ -260,6 +261,24 @@ def test_a_broken_schema_matters_only_where_it_is_used():
     assert error["param"] == "tools.1.function.parameters.properties.a"
     named = tool(name="get_weather")
     assert api_that_says("x").chat(tools=broken, tool_choice=named).status_code == 200
+
+
+def test_schemas_beyond_grammars_are_followed_as_far_as_they_go_unless_strict():
+    parameters = {
+        "type": "object",
+        "properties": {"s": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}},
+        "required": ["s"],
+        "additionalProperties": False,
+    }
+    fields = {"tool_choice": "required"}
+    api = api_that_says("x")
+    assert api.chat(tools=[tool(name="f", parameters=parameters)], **fields).status_code == 200
+    ((_ids, params),) = api.backend.requests.values()
+    assert accepts(params.grammar, tag('{"name": "f", "arguments": {"s":[1,2]}}'))
+    assert not accepts(params.grammar, tag('{"name": "f", "arguments": {"s":["a"]}}'))
+    strict = [tool(name="f", parameters=parameters, strict=True)]
+    error = assert_error(Api().chat(tools=strict, **fields), 400)
+    assert error["param"] == "tools.0.function.parameters.properties.s"
 
 
 @pytest.mark.parametrize("name", FORMATS)

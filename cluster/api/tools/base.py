@@ -7,14 +7,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call: as the client described it, and what of it is used here.
+    """A function that the model may call: as the client defined it, and what of it is used here.
 
-    parameters: the JSON schema of its arguments, None = it takes none.
+    parameters   the JSON schema of its arguments, None = it takes none
+    strict       arguments that a grammar makes must match all of the schema, not only what grammars can say
     """
 
     name: str
     parameters: dict[str, Any] | None
-    description: dict[str, Any]
+    strict: bool
+    definition: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

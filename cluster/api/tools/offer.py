@@ -31,9 +31,9 @@ class ToolOffer:
     parallel: bool
 
     @property
-    def descriptions(self) -> list[dict[str, Any]]:
-        """All tools as the client described them."""
-        return [tool.description for tool in self.tools]
+    def definitions(self) -> list[dict[str, Any]]:
+        """All tools as the client defined them."""
+        return [tool.definition for tool in self.tools]
 
 
 def read_offer(request: ChatRequest, settings: ApiSettings) -> ToolOffer | None:
@@ -68,8 +68,7 @@ def _tools(value: Any, settings: ApiSettings) -> list[Tool]:
         )
     tools = [_tool(item, f"tools.{i}", settings) for i, item in enumerate(value)]
     num_bytes = sum(
-        check_schema_limits(tool.description, f"tools.{i}", settings)
-        for i, tool in enumerate(tools)
+        check_schema_limits(tool.definition, f"tools.{i}", settings) for i, tool in enumerate(tools)
     )
     if num_bytes > settings.max_schema_bytes:
         raise BadRequestError(
@@ -110,7 +109,7 @@ def _tool(value: Any, where: str, settings: ApiSettings) -> Tool:
         raise BadRequestError(
             f"{where}.parameters must be a JSON schema, an object", param=f"{where}.parameters"
         )
-    return Tool(name, parameters, {"type": "function", **value})
+    return Tool(name, parameters, function.get("strict") is True, {"type": "function", **value})
 
 
 def _chosen(choice: Any, tools: list[Tool]) -> Tool | None:
