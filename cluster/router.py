@@ -6,15 +6,15 @@ sent is counted here, at once and exactly, so that a burst cannot pile up on one
 What other ingresses sent is told by the rank with every message of its token stream, and is late. If each of k
 ingresses took all of it for true, each would fill the whole gap of a rank that was empty a moment ago, and they would
 fill it k times. So each evens out its k-th: own tokens count in full, those of the others divided by k. In simulations
-with news 60 requests old, the spread between ranks stayed within a fifth of that without any news, where counting the
+with news 60 requests old, the spread between ranks stayed within a quarter of that without any news, where counting the
 others in full more than doubled it; with fresh news, and with ingresses of unequal traffic, it is better than without.
 Equal ranks take turns from a different start in each ingress.
 
 A rank that has computed a prefix of the prompt need not do so again, but it must not get everything because of that.
-So a rank that may hold the whole prompt is allowed a lead over the others of `LEAD` requests of this size and `SHARE`
-of what each has to do anyway; one that may hold half of it is allowed half of that. This bounds the imbalance however
-many requests share a prefix: what does not fit under the lead goes to the least loaded rank, which holds the prefix
-too from then on. Counted in requests, not in tokens saved, the rule is the same for short and long answers.
+So a rank that may hold the whole prompt is allowed a lead over the others of `LEAD` requests of this size; one that
+may hold half of it is allowed half of that. This bounds the imbalance however many requests share a prefix: what does
+not fit under the lead goes to the least loaded rank, which holds the prefix too from then on. Counted in requests, not
+in tokens saved, the rule is the same for short and long answers.
 What a rank holds is guessed from what was sent there: its last prompts, as many tokens as its cache has room for.
 """
 
@@ -24,11 +24,12 @@ from collections.abc import Sequence
 CHUNK = 32
 """Tokens of a prompt that are known or unknown together."""
 
-LEAD = 2
-"""Requests by which a rank may be ahead when it holds the whole prompt."""
+LEAD = 4
+"""Requests by which a rank may be ahead when it holds the whole prompt.
 
-SHARE = 0.05
-"""Of the least loaded rank's tokens, by which a rank may be ahead on top of that."""
+Simulated with 20 shared prefixes over 4 ranks: 2 found 90 to 95 % of what could be found, 4 finds 91 to 97 %, and the
+most loaded rank had 19 % instead of 15 % more than the mean with 24 requests under way, 2 % more in a burst of 400.
+"""
 
 MAX_CHUNKS = 32_768
 """Chunks remembered of each rank, some 100 bytes each, whatever its cache has room for."""
@@ -94,10 +95,9 @@ class Router:
         costs = [own + others / self._num_replicas for own, others in both]
         num_ranks = len(costs)
         if chunks:
-            lead = LEAD * num_tokens + SHARE * min(costs)
+            lead = LEAD * num_tokens * CHUNK / prompt_len  # of a chunk
             for rank in range(num_ranks):
-                held = self._num_held(rank, chunks) * CHUNK
-                costs[rank] -= lead * held / prompt_len
+                costs[rank] -= lead * self._num_held(rank, chunks)
         order = ((self._next + offset) % num_ranks for offset in range(num_ranks))
         rank = min(order, key=costs.__getitem__)  # the first of equals
         self._next = (rank + 1) % num_ranks
