@@ -125,12 +125,20 @@ def _start_ray(config: PhalanxConfig) -> None:
 
 def _start(config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals) -> str | None:
     """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
+    import ray
+
     from cluster import supervisor
 
     actor = supervisor.get_or_create(config)
-    _ray_get()(actor.start.remote(config))
+    started = actor.start.remote(config)
+    while not ray.wait([started], timeout=POLL_S)[0]:
+        if stop.is_set():
+            return None
+    ray.get(started)
     failure: list[BaseException] = []
-    http = threading.Thread(target=_start_http, args=(config, digests, stop, failure), daemon=True)
+    calling_serve = threading.Lock()
+    arguments = (config, digests, stop, calling_serve, failure)
+    http = threading.Thread(target=_start_http, args=arguments, daemon=True)
     http.start()
     try:
         return _follow_start(config, actor, http, failure, stop)
@@ -140,7 +148,7 @@ def _start(config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals)
     finally:
         # Serve starts a Ray of its own where none runs: nothing of it may be called once ours has been ended.
         if stop.is_set():
-            http.join(HTTP_STOP_S)
+            calling_serve.acquire(timeout=HTTP_STOP_S)
 
 
 def _follow_start(
@@ -182,6 +190,7 @@ def _start_http(
     config: PhalanxConfig,
     digests: tuple[bytes, ...],
     stop: StopSignals,
+    calling_serve: threading.Lock,
     failure: list[BaseException],
 ) -> None:
     try:
@@ -190,21 +199,22 @@ def _start_http(
         from cluster.ingress import deploy
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        if stop.is_set():
-            return
-        serve.start(proxy_location="Disabled")
-        name = config.serve.app_name
-        app = deploy(config, listen=True, api_key_digests=digests)
-        target = serve.RunTarget(app, name=name, route_prefix="/")
-        if not stop.is_set():
-            serve.run_many([target], wait_for_applications_running=False)
-        while not stop.is_set():
-            application = serve.status().applications[name]
-            if application.status == "RUNNING":
+        with calling_serve:
+            if stop.is_set():
                 return
-            if application.status == "DEPLOY_FAILED":
-                raise RuntimeError(application.message)
-            time.sleep(POLL_S)
+            serve.start(proxy_location="Disabled")
+            name = config.serve.app_name
+            app = deploy(config, listen=True, api_key_digests=digests)
+            target = serve.RunTarget(app, name=name, route_prefix="/")
+            if not stop.is_set():
+                serve.run_many([target], wait_for_applications_running=False)
+            while not stop.is_set():
+                application = serve.status().applications[name]
+                if application.status == "RUNNING":
+                    return
+                if application.status == "DEPLOY_FAILED":
+                    raise RuntimeError(application.message)
+                time.sleep(POLL_S)
     except BaseException as error:
         failure.append(error)
 
