@@ -1,0 +1,171 @@
+"""The official Python client on a server with a key, a short queue, a time limit, and a model that thinks."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.clients.conftest import HELLO, HELLO_ANSWER, chat_body, completion_body, copy_of_demo
+from tests.serve.server import Server, running
+from workers.checkpoint import CHAT_TEMPLATE
+
+KEY = "a-key-of-the-guarded-server"
+TIMEOUT_S = 2.5
+# As Qwen's templates do it: the prompt opens a thought or closes it, or leaves that to the model.
+THINKING = (
+    "{%- if add_generation_prompt and enable_thinking is defined %}"
+    "{{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
+ENDLESS = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("guarded")
+    template = CHAT_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "") + THINKING
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_API_KEY", KEY)
+        with running(
+            folder,
+            copy_of_demo(folder / "model", template),
+            model={"max_model_len": 2048, "dtype": "float32"},
+            cache={"num_blocks": 1024},
+            scheduler={"max_num_seqs": 2},
+            serve={
+                "model_name": "demo",
+                "max_queued_requests": 2,
+                "limits": {"request_timeout_s": TIMEOUT_S},
+            },
+        ) as server:
+            yield server
+
+
+@pytest.fixture(scope="module")
+def client(guarded) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.mark.parametrize("key", ["wrong", KEY + "x", KEY[:-1]])
+def test_a_wrong_key(guarded, key):
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0) as stranger:
+        for call in (
+            stranger.models.list,
+            lambda: stranger.completions.create(**completion_body("x")),
+        ):
+            with pytest.raises(openai.AuthenticationError) as info:
+                call()
+            assert info.value.code == "invalid_api_key" and KEY not in str(info.value.body)
+
+
+def test_too_many_at_once(guarded):
+    """Refused ones get a RateLimitError; a client that may try again gets them all answered."""
+
+    async def ask(retries: int) -> list:
+        async with openai.AsyncOpenAI(
+            base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=retries
+        ) as many:
+            body = completion_body("x", max_tokens=24, extra_body={"ignore_eos": True})
+            calls = (many.completions.create(**body) for _ in range(24))
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = asyncio.run(ask(0))
+    refused = [answer for answer in answers if isinstance(answer, BaseException)]
+    assert 0 < len(refused) < len(answers)
+    for error in refused:
+        assert isinstance(error, openai.RateLimitError) and error.code == "overloaded"
+        assert int(error.response.headers["retry-after"]) >= 1
+    answers = asyncio.run(ask(12))
+    assert {answer.usage.completion_tokens for answer in answers} == {24}
+    assert len({answer.choices[0].text for answer in answers}) == 1
+    guarded.wait_free()
+
+
+def test_more_choices_than_the_queue_holds(client):
+    with pytest.raises(openai.BadRequestError) as info:
+        client.completions.create(**completion_body("x", n=50))
+    assert info.value.param == "n"
+
+
+def test_the_time_limit(client, guarded):
+    with pytest.raises(openai.InternalServerError) as info:
+        client.completions.create(**completion_body("x", **ENDLESS))
+    assert (info.value.status_code, info.value.code) == (504, "timeout")
+    stream = client.completions.create(**completion_body("x", **ENDLESS), stream=True)
+    texts = []
+    with pytest.raises(openai.APIError) as error:
+        texts.extend(chunk.choices[0].text for chunk in stream)
+    assert len(texts) > 10 and error.value.code == "timeout"
+    guarded.wait_free()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_is_no_content(client, stream):
+    """The answer goes on behind what is echoed, so that a model that does not think has thought."""
+    begun = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHello! I am a"}
+    flags = {"continue_final_message": True, "add_generation_prompt": False, "echo": True}
+    answer = client.chat.completions.create(
+        **chat_body([*HELLO, begun], max_tokens=6, stream=stream), extra_body=flags
+    )
+    reasoning = content = ""
+    for part in answer if stream else [answer]:
+        message = part.choices[0].delta if stream else part.choices[0].message
+        content += message.content or ""
+        reasoning += getattr(message, "reasoning_content", None) or ""
+    assert reasoning == "A greeting." and len(content) > 15 and content.startswith("Hello! I am a ")
+
+
+def test_a_thought_that_max_tokens_cut(client):
+    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    answer = client.chat.completions.create(**chat_body(HELLO, max_tokens=6), extra_body=body)
+    message = answer.choices[0].message
+    assert message.content is None and message.reasoning_content == message.reasoning != ""
+    assert answer.choices[0].finish_reason == "length"
+    hidden = client.chat.completions.create(
+        **chat_body(HELLO, max_tokens=6), extra_body={**body, "include_reasoning": False}
+    )
+    assert hidden.choices[0].message.content in (None, "")
+    assert hidden.choices[0].message.reasoning_content is None
+    assert hidden.usage.completion_tokens == 6
+
+
+def test_no_thought_where_the_prompt_closed_it(client):
+    body = {"chat_template_kwargs": {"enable_thinking": False}}
+    message = client.chat.completions.create(**chat_body(HELLO, max_tokens=6), extra_body=body)
+    message = message.choices[0].message
+    assert message.content and message.reasoning_content is None
+
+
+def test_without_a_thought_the_answer_is_content(client):
+    message = client.chat.completions.create(**chat_body(HELLO)).choices[0].message
+    assert message.content.startswith(HELLO_ANSWER) and message.reasoning_content is None
+
+
+def test_a_form_behind_the_thought(client):
+    """The grammar begins where the prompt has closed the thought."""
+    body = {"chat_template_kwargs": {"enable_thinking": False}, "guided_choice": ["red", "green"]}
+    answer = client.chat.completions.create(**chat_body(HELLO, max_tokens=9), extra_body=body)
+    assert answer.choices[0].message.content in ("red", "green")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_as_plain_json(client, stream):
+    """A template without <tool_call> tags: the model writes its calls as JSON."""
+    answer = client.chat.completions.create(
+        **chat_body(HELLO, tools=TOOLS, tool_choice="required", max_tokens=60, stream=stream),
+        parallel_tool_calls=False,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    name, arguments, finish = None, "", None
+    for part in answer if stream else [answer]:
+        choice = part.choices[0]
+        message = choice.delta if stream else choice.message
+        assert not message.content
+        finish = choice.finish_reason or finish
+        for call in message.tool_calls or ():
+            name = call.function.name or name
+            arguments += call.function.arguments
+    assert (name, json.loads(arguments), finish) == ("now", {}, "tool_calls")
