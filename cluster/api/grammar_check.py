@@ -8,13 +8,12 @@ import asyncio
 import json
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
 
 from cluster.api.schema_place import find_place
-from cluster.api.structured import Constraint, Node, json_schema_node
+from cluster.api.structured import Constraint, Node
 from cluster.errors import BadRequestError
 from workers.grammar import compile_thread, limits, plain
 
@@ -64,18 +63,17 @@ def _check(grammar: str, constraints: list[Constraint]) -> None:
             continue
         place: tuple[str | int, ...] = ()
         if constraint.schema is not None:
-            part_error = partial(_error_of_schema, lenient=constraint.lenient)
-            place = find_place(constraint.schema, message, part_error)
+            place = find_place(
+                constraint.schema,
+                message,
+                lambda part, node_of=constraint.of_part: _error_of(single_grammar(node_of(part))),
+            )
         param = ".".join([constraint.param, *map(str, place)])
         raise BadRequestError(
             f"{param[:300]}: {message}", param=param[:300], code="invalid_grammar"
         )
     param = constraints[0].param  # each is right by itself: together they are too much
     raise BadRequestError(f"{param}: {_error_of(grammar)}", param=param, code="invalid_grammar")
-
-
-def _error_of_schema(schema: Any, *, lenient: bool) -> str:
-    return _error_of(single_grammar(json_schema_node(schema, lenient=lenient)))
 
 
 def _error_of(grammar: str) -> str:

@@ -6,6 +6,7 @@ first (`reasoning`). Knows nothing of prompts' text or of sampling.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.api.chat_parser import ChatParser
 from cluster.api.grammar_check import GrammarChecker, join_grammars, single_grammar
@@ -14,7 +15,7 @@ from cluster.api.prompt import Prompt
 from cluster.api.protocol import ChatRequest, CompletionRequest
 from cluster.api.reasoning import CLOSE, OPEN, Thinking, ThinkSplitter, thinking_after
 from cluster.api.settings import ApiSettings
-from cluster.api.structured import Constraint, find_constraint, json_schema_node, lark_string
+from cluster.api.structured import Constraint, arguments_node, find_constraint, lark_string
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.tools import choose_format
 from cluster.api.tools.offer import ToolOffer, read_offer
@@ -125,8 +126,8 @@ class OutputForms:
             for i, tool in enumerate(offer.callable):
                 schema = {"type": "object", **(tool.parameters or _NO_PARAMETERS)}
                 where = f"tools.{offer.tools.index(tool)}.function.parameters"
-                node = json_schema_node(schema, lenient=not tool.strict)
-                parts[f"args_{i}"] = Constraint(where, node, schema, not tool.strict)
+                node_of = partial(arguments_node, strict=tool.strict)
+                parts[f"args_{i}"] = Constraint(where, node_of(schema), schema, node_of)
         nodes = {name: part.node for name, part in parts.items()}
         if begins is Thinking.CLOSED and not lark:
             grammar = single_grammar(nodes["answer"])

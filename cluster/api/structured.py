@@ -5,7 +5,7 @@ OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`. A re
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ Node = dict[str, Any]
 
 # Bounded, so that a model that has lost its way cannot indent for ever; deep enough for eight levels of four spaces.
 WHITESPACE = r"[ \t\n\r]{1,33}"
+_ARGUMENTS_WHITESPACE = " "  # of tool calls, which nobody reads
 # Chains of 10,000 rules took llguidance 80 s; a grammar has at most one rule for each colon.
 _MAX_RULES = 4000
 # What llguidance knows; validators take others as remarks, and so does this.
@@ -34,17 +35,34 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # by names
 _SOURCES = ("json", "regex", "choice", "grammar", "json_object")
 
 
+def json_schema_node(schema: dict[str, Any]) -> Node:
+    """A grammar of the schema's JSON with white space as `WHITESPACE` allows."""
+    options = {"whitespace_pattern": WHITESPACE}
+    return {"json_schema": {**_without_remarks(schema), "x-guidance": options}}
+
+
+def arguments_node(schema: dict[str, Any], *, strict: bool) -> Node:
+    """A grammar of a tool's arguments.
+
+    Not strict: without the keywords that llguidance has no grammar for, and with oneOf as anyOf.
+    """
+    options: dict[str, Any] = {"whitespace_pattern": _ARGUMENTS_WHITESPACE}
+    if not strict:
+        options |= {"lenient": True, "coerce_one_of": True}
+    return {"json_schema": {**_without_remarks(schema), "x-guidance": options}}
+
+
 @dataclass(frozen=True)
 class Constraint:
     """param: where the client wrote it; schema: what it wrote there, when that is a JSON schema.
 
-    lenient: what llguidance has no grammar for is left out of it.
+    of_part: makes a node of a part of the schema, as `node` was made of all of it.
     """
 
     param: str
     node: Node
     schema: Any = field(default=None, repr=False)
-    lenient: bool = False
+    of_part: Callable[[Any], Node] = json_schema_node
 
 
 def find_constraint(request: GenerationRequest, settings: ApiSettings) -> Constraint | None:
@@ -62,17 +80,6 @@ def find_constraint(request: GenerationRequest, settings: ApiSettings) -> Constr
     if "json_schema" in node:
         _apply_whitespace(node, request)
     return Constraint(param, node, schema)
-
-
-def json_schema_node(schema: dict[str, Any], *, lenient: bool = False) -> Node:
-    """A grammar of the schema's JSON with white space as `WHITESPACE` allows.
-
-    lenient leaves out keywords that llguidance has no grammar for, and takes oneOf for anyOf.
-    """
-    options: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
-    if lenient:
-        options |= {"lenient": True, "coerce_one_of": True}
-    return {"json_schema": {**_without_remarks(schema), "x-guidance": options}}
 
 
 def check_schema_limits(schema: Any, param: str, settings: ApiSettings) -> int:

@@ -292,6 +292,7 @@ def test_calls_drawn_from_a_grammar_are_parsed_and_valid(name, choice):
         content, calls = parse(name, [draw(grammar, rng)])
         assert calls and not content
         for called, arguments in calls:
+            assert "\n" not in arguments
             jsonschema.validate(json.loads(arguments), schemas[called])
         if choice is NAMED:
             assert [called for called, _ in calls] == ["time.now"]
