@@ -49,13 +49,13 @@ class Readiness:
 
     async def _run(self, backend: EngineBackend) -> str:
         """Probe all ranks at once; why they are not ready, or nothing."""
-        before = await self._busy_steps(backend)
+        counting = asyncio.create_task(self._busy_steps(backend))
         probes = [
             asyncio.create_task(_one_token(backend, rank)) for rank in range(backend.num_ranks)
         ]
         await asyncio.wait(probes, timeout=self._settings.probe_timeout_s)
         silent = {rank for rank, probe in enumerate(probes) if probe.cancel()}
-        await asyncio.gather(*probes, return_exceptions=True)
+        await asyncio.gather(*probes, counting, return_exceptions=True)
         for rank, probe in enumerate(probes):
             error = None if rank in silent else probe.exception()
             if isinstance(error, ServingError):
@@ -65,8 +65,8 @@ class Readiness:
                 return f"rank {rank}: internal error; the server's log has the details"
         if silent:
             # A rank whose places are all taken is busy, not dead: its steps go on.
-            after = await self._busy_steps(backend)
-            silent = {rank for rank in silent if after.get(rank, 0) <= before.get(rank, 0)}
+            before, after = await counting, await self._busy_steps(backend)
+            silent -= {rank for rank in before if after.get(rank, 0) > before[rank]}
         if silent:
             names = ", ".join(str(rank) for rank in sorted(silent))
             return f"no token in {self._settings.probe_timeout_s:g} s from rank {names}"

@@ -90,6 +90,18 @@ def test_a_busy_rank_is_ready_though_its_probe_waits():
     assert api.get("/ready").status_code == 200
 
 
+def test_steps_that_were_not_counted_before_prove_nothing():
+    class Mute(Ranks):
+        async def rank_stats(self):
+            if not self.steps:
+                self.steps = 100
+                raise EngineDeadError("no answer")
+            return await super().rank_stats()
+
+    api = Api(Mute(silent=(1,), moving=(1,)), probe_timeout_s=0.05)
+    assert assert_error(api.get("/ready"), 503)["message"].endswith("from rank 1")
+
+
 def test_a_probe_that_fails():
     api = Api(Ranks())
     api.backend.error_output = "no KV blocks"
