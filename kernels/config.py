@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 All2AllName = Literal["auto", "local", "torch_dist", "allgather", "shm"]
 GroupedGemmName = Literal["auto", "reference", "torch_grouped", "native"]
-AttentionName = Literal["auto", "sdpa", "native"]
+AttentionName = Literal["auto", "sdpa", "native", "flashinfer"]
 
 
 class KernelsConfig(BaseModel):

@@ -20,6 +20,8 @@ from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm import ShmAllToAll, slot_bytes
 from kernels.all2all.torch_dist import TorchDistAllToAll
 from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.flashinfer import FlashInferAttention, flashinfer_missing
+from kernels.attention.flashinfer import shape_obstacle as flashinfer_obstacle
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.config import KernelsConfig
@@ -141,6 +143,10 @@ def probe(device: torch.device | str) -> Capabilities:
             load()
         except NativeUnavailableError as error:
             missing["native"] = str(error)
+    else:
+        obstacle = flashinfer_missing(device)
+        if obstacle is not None:
+            missing["flashinfer"] = obstacle
     return Capabilities(device.type, missing)
 
 
@@ -153,10 +159,12 @@ def select(
     dtype: torch.dtype,
     hidden_size: int,
     expert_width: int,
+    head_dim: int | None = None,
 ) -> Selection:
     """Decide each family's backend, with the reason.
 
-    hidden_size and expert_width are the experts' D and I; num_nodes the hosts the ranks are spread over.
+    hidden_size and expert_width are the experts' D and I; num_nodes the hosts the ranks are spread over; head_dim is
+    attention's, None for one that every backend takes.
     Raises KernelChoiceError when a backend named in `config` cannot run.
     """
     all2all = _choose(
@@ -179,10 +187,11 @@ def select(
         "attention",
         config.attention,
         {
+            "flashinfer": "reads the pages where they lie, planned once a step",
             "native": "compiled C reads the pages of decodes where they lie",
             "sdpa": "gathers pages for torch's own attention, runs everywhere",
         },
-        lambda name: _native_obstacle(name, capabilities, dtype),
+        lambda name: _attention_obstacle(name, capabilities, dtype, head_dim),
     )
     return Selection(all2all, grouped_gemm, attention)
 
@@ -194,7 +203,11 @@ def build(selection: Selection, context: KernelContext) -> Kernels:
         "torch_grouped": TorchGroupedGemm,
         "native": NativeGroupedGemm,
     }
-    attentions: dict[str, type[Attention]] = {"sdpa": SdpaAttention, "native": NativeAttention}
+    attentions: dict[str, type[Attention]] = {
+        "sdpa": SdpaAttention,
+        "native": NativeAttention,
+        "flashinfer": FlashInferAttention,
+    }
     kernels = Kernels(
         _build_all2all(selection.all2all.name, context),
         gemms[selection.grouped_gemm.name](),
@@ -311,6 +324,18 @@ def _native_obstacle(name: str, capabilities: Capabilities, dtype: torch.dtype) 
     if name == "native" and dtype != torch.float32:
         return f"it computes in float32, model.dtype is {str(dtype)[6:]}"
     return None
+
+
+def _attention_obstacle(
+    name: str, capabilities: Capabilities, dtype: torch.dtype, head_dim: int | None
+) -> str | None:
+    """Why this attention cannot run, or None."""
+    obstacle = _native_obstacle(name, capabilities, dtype)
+    if obstacle is not None or name != "flashinfer":
+        return obstacle
+    if capabilities.device != "cuda":
+        return "it runs on GPUs only"
+    return flashinfer_obstacle(dtype, head_dim)
 
 
 def _grouped_gemm_obstacle(

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention.base import AttentionSpec
+from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
 from kernels.select import probe
@@ -92,13 +92,14 @@ def check(
     dtype: torch.dtype = torch.float32,
     padding: int = 0,
     heads: tuple[int, int] = (4, 2),
+    head_dim: int = 8,
     block_size: int = 4,
-    attention: SdpaAttention | None = None,
-    backend: type[SdpaAttention] = SdpaAttention,
+    attention: Attention | None = None,
+    backend: type[Attention] = SdpaAttention,
     device: str = "cpu",
-) -> SdpaAttention:
+) -> Attention:
     """Run one batch through both layers; also run by the GPU tests."""
-    spec = AttentionSpec(*heads, head_dim=8, block_size=block_size, scale=0.3)
+    spec = AttentionSpec(*heads, head_dim, block_size, scale=0.85 * head_dim**-0.5)
     pages = Pages(seqs, spec, dtype, padding)
     pages.move(device)
     attention = attention or backend(spec)

@@ -1,0 +1,84 @@
+"""Triton kernels beside paged attention: new K and V into their slots, block tables into one list of pages.
+
+T tokens, B sequences, h KV heads, d head dim, P pages.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _store_kv(
+    k_ptr,
+    v_ptr,
+    k_row,
+    v_row,
+    slots_ptr,
+    num_tokens,
+    k_slots_ptr,
+    v_slots_ptr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+    column = tl.arange(0, BLOCK)
+    mask = (column < WIDTH) & (slot >= 0)
+    k = tl.load(k_ptr + token * k_row + column, mask=mask)
+    v = tl.load(v_ptr + token * v_row + column, mask=mask)
+    tl.store(k_slots_ptr + slot * WIDTH + column, k, mask=mask)
+    tl.store(v_slots_ptr + slot * WIDTH + column, v, mask=mask)
+
+
+def store_kv(
+    k_Thd: torch.Tensor, v_Thd: torch.Tensor, slots: torch.Tensor, kv_cache: torch.Tensor
+) -> None:
+    """Copy each token's K and V to its slot of kv_cache [2, num_blocks, block_size, h, d].
+
+    k, v       rows of contiguous heads, any stride between rows
+    slots      int64 [up to T]: block * block_size + offset, -1 for none; rows beyond have none
+    """
+    num_rows, num_kv_heads, head_dim = k_Thd.shape
+    assert k_Thd.stride()[1:] == v_Thd.stride()[1:] == (head_dim, 1), "heads must be contiguous"
+    if len(slots):
+        width = num_kv_heads * head_dim
+        _store_kv[(min(num_rows, len(slots)),)](
+            k_Thd,
+            v_Thd,
+            k_Thd.stride(0),
+            v_Thd.stride(0),
+            slots,
+            len(slots),
+            kv_cache[0],
+            kv_cache[1],
+            WIDTH=width,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=1 if width <= 1024 else 4,
+        )
+
+
+@triton.jit
+def _list_pages(table_ptr, table_row, starts_ptr, pages_ptr, BLOCK: tl.constexpr):
+    seq = tl.program_id(0)
+    start = tl.load(starts_ptr + seq)
+    count = tl.load(starts_ptr + seq + 1) - start
+    row_ptr = table_ptr + seq.to(tl.int64) * table_row
+    for first in range(0, count, BLOCK):
+        page = first + tl.arange(0, BLOCK)
+        mask = page < count
+        block = tl.load(row_ptr + page, mask=mask)
+        tl.store(pages_ptr + start + page, block.to(tl.int32), mask=mask)
+
+
+def list_pages(block_table: torch.Tensor, starts: torch.Tensor, pages: torch.Tensor) -> None:
+    """The used entries of each row, one row after the other, without a copy to the host.
+
+    block_table int64 [B, max_blocks]; starts int32 [B + 1]: where each row's entries go; pages int32 [>= P], written.
+    """
+    num_seqs = block_table.shape[0]
+    assert block_table.stride(1) == 1 and starts.shape[0] == num_seqs + 1
+    if num_seqs:
+        _list_pages[(num_seqs,)](
+            block_table, block_table.stride(0), starts, pages, BLOCK=256, num_warps=2
+        )
