@@ -7,7 +7,7 @@ from cluster.errors import BadRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Passed to the template as they are when they are strings.
-_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content")
+_TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
@@ -40,6 +40,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise BadRequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
         result[name] = text
+    if "reasoning" in result:  # the newer name; templates know the older one
+        result.setdefault("reasoning_content", result["reasoning"])
     if role == "assistant" and message.get("tool_calls"):
         result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
     return result

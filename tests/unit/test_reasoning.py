@@ -151,6 +151,17 @@ def test_thoughts_before_calls():
     assert (function["name"], function["arguments"]) == ROME
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_earlier_thoughts_reach_the_template(monkeypatch, name):
+    template = "{% for m in messages %}[{{ m.reasoning_content }}]{% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
+    api = Api()
+    messages = [{"role": "assistant", "content": "4", name: "Hm."}]
+    assert api.post("/v1/chat/completions", {"messages": messages}).status_code == 200
+    ((ids, _params),) = api.backend.requests.values()
+    assert tiny_tokenizer().decode(ids) == "[Hm.]"
+
+
 def test_models_that_do_not_think_have_no_such_fields():
     assert set(message(api_that_says(ANSWER))) == {"role", "content", "refusal"}
     assert message(api_that_says(ANSWER))["content"] == ANSWER
