@@ -77,6 +77,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         dtype=dtype,
         hidden_size=model.hidden_size,
         expert_width=model.moe_intermediate_size,
+        head_dim=model.head_dim,
     )
     ranks = _rank_rows(rank_config, model, dtype, selection)
     reasons = selection.reasons()

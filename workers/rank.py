@@ -62,6 +62,7 @@ class Rank:
             dtype=self.dtype,
             hidden_size=self.model_config.hidden_size,
             expert_width=self.model_config.moe_intermediate_size,
+            head_dim=self.model_config.head_dim,
         )
         self.placement = placement
         if config.num_ranks > 1:
