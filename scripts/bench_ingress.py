@@ -1,0 +1,211 @@
+"""Measures the front end alone: HTTP, tokenising, routing, streaming, with ranks that answer at once.
+
+Everything before the step loop is the real thing (Serve deployment, Ray calls, token stream); in place of each rank's
+engine stands a thread that gives every open request a token at a fixed pace. Use through scripts/bench_ingress.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import ray
+import typer
+from ray import serve
+
+from cluster import supervisor
+from cluster.bench import machine
+from cluster.config import PhalanxConfig, load_config
+from cluster.ingress import Ingress
+from cluster.serve import RAY_ENVIRONMENT
+from workers.actor import RankActor
+from workers.open_requests import OpenRequests
+from workers.rank_info import RankInfo
+from workers.request import EngineRequest, RequestOutput
+from workers.stats import EngineStats
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results" / "ingress.json"
+CONNECTIONS = 32
+STEPS_MS = (20.0, 4.0, 2.0, 1.0, 0.7)  # with 32 connections: 1,600 to 45,700 tok/s
+SECONDS = 3.0  # of one stream
+TOKEN = 97  # "a" in the demo's byte-level vocabulary
+
+
+class PacedEngine:
+    """Gives each open request its first token at once and one more every step_s seconds."""
+
+    def __init__(self, publish: Callable[[str, list[RequestOutput]], None], step_s: float):
+        self.stats = EngineStats()
+        self.open_requests = OpenRequests()
+        self._publish, self.step_s = publish, step_s
+        self._lock = threading.Lock()
+        self._left: dict[str, tuple[str, int]] = {}  # request -> ingress, tokens to come
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def submit(self, request: EngineRequest) -> None:
+        """A new request."""
+        with self._lock:
+            self.open_requests.add(request)
+            self._left[request.request_id] = (request.ingress_id, request.params.max_tokens)
+            self._emit([request.request_id])
+
+    def abort(self, request_id: str) -> None:
+        """A client left."""
+        with self._lock:
+            if self._left.pop(request_id, None) is not None:
+                self.open_requests.remove(request_id)
+
+    def abort_ingress(self, ingress_id: str) -> None:
+        """Nothing to do: the measurement is over."""
+
+    def _run(self) -> None:
+        due = time.perf_counter()
+        while True:
+            due = max(due + self.step_s, time.perf_counter())
+            time.sleep(max(0.0, due - time.perf_counter()))
+            with self._lock:
+                self._emit(list(self._left))
+
+    def _emit(self, request_ids: list[str]) -> None:
+        outputs: dict[str, list[RequestOutput]] = {}
+        for request_id in request_ids:
+            ingress_id, left = self._left[request_id]
+            reason = "length" if left == 1 else None
+            outputs.setdefault(ingress_id, []).append(RequestOutput(request_id, [TOKEN], reason))
+            if left == 1:
+                del self._left[request_id]
+                self.open_requests.remove(request_id)
+            else:
+                self._left[request_id] = (ingress_id, left - 1)
+        for ingress_id, messages in outputs.items():
+            self._publish(ingress_id, messages)
+
+
+class PacedRankActor(RankActor):
+    """A rank's actor shell around a PacedEngine."""
+
+    def __init__(self, rank: int, step_s: float):
+        self._senders: dict[str, Any] = {}
+        self._info: dict[str, Any] = {}
+        engine = PacedEngine(self._publish, step_s)
+        self._rank = SimpleNamespace(rank=rank, engine=engine)
+        self._done = None
+
+    async def set_step(self, step_s: float) -> None:
+        """From now on a token each `step_s` seconds."""
+        self._rank.engine.step_s = step_s
+
+    async def begin(self) -> None:
+        """What `start` does of it."""
+        self._done = asyncio.get_running_loop().create_future()
+
+
+class PacedSupervisor(supervisor.Supervisor):
+    """Brings up paced ranks in place of real ones."""
+
+    def __init__(self, config: PhalanxConfig, step_s: float):
+        super().__init__(config)
+        self._step_s = step_s
+
+    async def _bring_up(self) -> None:
+        actor = ray.remote(PacedRankActor).options(num_cpus=0)
+        self._ranks = [actor.remote(i, self._step_s) for i in range(self._config.cluster.ranks)]
+        await asyncio.gather(*[rank.begin.remote() for rank in self._ranks])
+        self._status.infos = [RANK_INFO]
+        self._status.state = "ready"
+
+
+RANK_INFO = RankInfo(
+    rank=0, num_blocks=2**20, block_size=16, max_model_len=2**16, backends={}, memory_bytes={}
+)
+
+
+def start(config: PhalanxConfig, step_s: float) -> None:
+    """Ray, paced ranks, and the real ingress in front of them."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    ray.init("local", namespace="phalanx", num_cpus=8, include_dashboard=False, logging_level=40)
+    ray.remote(PacedSupervisor).options(
+        name=supervisor.supervisor_name(config),
+        namespace=supervisor.NAMESPACE,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=1000,
+    ).remote(config, step_s)
+    serve.start(proxy_location="Disabled")
+    app = Ingress.options(num_replicas=1).bind(config, listen=True, api_key_digests=())
+    serve.run(app, name=config.serve.app_name, route_prefix="/")
+
+
+def load(url: str, *, requests: int, output_tokens: int, rounds: int) -> dict[str, Any]:
+    """The median figures of `phalanx bench` against the endpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "cluster.cli", "bench", "--url", url]
+        command += ["--requests", str(requests), "--concurrency", str(CONNECTIONS)]
+        command += ["--input-len", "64", "--output-len", str(output_tokens)]
+        command += ["--repeats", str(rounds), "--output", str(output)]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE)
+        return json.loads(output.read_text())["servers"][0]["median"]
+
+
+def measure(
+    url: str, ranks: list["ray.actor.ActorHandle"], step_ms: float, rounds: int
+) -> dict[str, Any]:
+    """Streams over all connections at one pace of the ranks."""
+    step_s = step_ms / 1e3
+    ray.get([rank.set_step.remote(step_s) for rank in ranks])
+    output_tokens = min(2000, int(SECONDS / step_s))
+    figures = load(url, requests=2 * CONNECTIONS, output_tokens=output_tokens, rounds=rounds)
+    assert not figures["errors"], figures["errors"]
+    return {
+        "step_ms": step_ms,
+        "offered_tokens_per_s": round(CONNECTIONS / step_s),
+        "output_tokens_per_s": figures["output_tokens_per_s"],
+        "tokens_per_chunk": round(figures["output_tokens"] / figures["chunks"], 2),
+        "first_token_ms": figures["ttft_ms"],
+        "client_us_per_chunk": figures["client_us_per_chunk"],
+    }
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds at each pace.")] = 3,
+    ranks: Annotated[int, typer.Option(min=1, help="Paced ranks.")] = 1,
+    port: Annotated[int, typer.Option(help="Where the ingress listens.")] = 8123,
+) -> None:
+    """Stream 32 answers at once through one ingress replica, at several paces of the ranks."""
+    sets = [f"cluster.ranks={ranks}", f"serve.port={port}", "cluster.device=cpu"]
+    config = load_config(ROOT / "configs" / "local.yaml", sets)
+    start(config, STEPS_MS[0] / 1e3)
+    owner = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
+    actors = ray.get(owner.ranks.remote())
+    report = {
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
+        "connections": CONNECTIONS,
+        "ranks": ranks,
+        "paces": [measure(f"http://127.0.0.1:{port}", actors, ms, rounds) for ms in STEPS_MS],
+    }
+    for pace in report["paces"]:
+        print(
+            f"a token each {pace['step_ms']:g} ms, {pace['offered_tokens_per_s']:,} tok/s offered: "
+            f"{pace['output_tokens_per_s']:,.0f} tok/s, {pace['tokens_per_chunk']} tokens a chunk, "
+            f"first token after {pace['first_token_ms']['p50']} ms (p50)"
+        )
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"wrote {output}")
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    typer.run(main)
