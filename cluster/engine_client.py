@@ -19,7 +19,7 @@ from cluster.config import PhalanxConfig
 from cluster.errors import EngineDeadError
 from cluster.metrics_snapshot import Snapshot
 from cluster.router import Router
-from workers.request import EngineRequest, RequestOutput, SamplingParams, merge
+from workers.request import EngineRequest, RequestOutput, SamplingParams, expected_output, merge
 from workers.token_stream import TokenReceiver
 
 logger = logging.getLogger(__name__)
@@ -112,10 +112,9 @@ class EngineClient:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The tokens of one request as they come. Closing the generator early aborts it in its rank."""
         self._check_alive()
-        num_tokens = len(prompt_token_ids) + params.max_tokens
-        rank = self._router.pick(
-            prompt_token_ids, params.max_tokens, cache_salt=cache_salt, pinned=rank
-        )
+        num_output = expected_output(params)
+        num_tokens = len(prompt_token_ids) + num_output
+        rank = self._router.pick(prompt_token_ids, num_output, cache_salt=cache_salt, pinned=rank)
         entry = self._open[request_id] = _Open(rank, num_tokens)
         finished = False
         try:

@@ -1,7 +1,8 @@
 """Which rank gets the next request. Pure policy: no Ray, no clock, no I/O.
 
-A rank's load is the number of tokens, prompt and most output, of the requests it has not finished. What this ingress
-sent is counted here, at once and exactly, so that a burst cannot pile up on one rank while news of it is on its way.
+A rank's load is the number of tokens, prompt and expected output, of the requests it has not finished. What this
+ingress sent is counted here, at once and exactly, so that a burst cannot pile up on one rank while news of it is on
+its way.
 
 What other ingresses sent is told by the rank with every message of its token stream, and is late. If each of k
 ingresses took all of it for true, each would fill the whole gap of a rank that was empty a moment ago, and they would
@@ -63,13 +64,16 @@ class Router:
     def pick(
         self,
         prompt_token_ids: Sequence[int],
-        max_tokens: int,
+        num_output: int,
         *,
         cache_salt: str = "",
         pinned: int | None = None,
     ) -> int:
-        """Choose a rank for a request, or take `pinned`, and count its tokens there until their `release`."""
-        num_tokens = len(prompt_token_ids) + max_tokens
+        """Choose a rank for a request, or take `pinned`, and count its tokens there until their `release`.
+
+        num_output: the tokens that its answer is expected to have.
+        """
+        num_tokens = len(prompt_token_ids) + num_output
         chunks = self._chunks(prompt_token_ids, cache_salt)
         rank = pinned
         if rank is None:

@@ -1,9 +1,9 @@
 """Whose the requests of a rank are, and how much work each ingress has there. Knows nothing of scheduling.
 
-The unit of work is the router's: tokens of prompt and answer that a request may have, until it has ended.
+The unit of work is the router's: tokens of prompt and expected output, until a request has ended.
 """
 
-from workers.request import EngineRequest
+from workers.request import EngineRequest, expected_output
 
 
 class OpenRequests:
@@ -21,7 +21,7 @@ class OpenRequests:
     def add(self, request: EngineRequest) -> None:
         """A request came."""
         assert request.request_id not in self._requests, f"{request.request_id} is in use"
-        num_tokens = len(request.prompt_token_ids) + request.params.max_tokens
+        num_tokens = len(request.prompt_token_ids) + expected_output(request.params)
         self._requests[request.request_id] = (request.ingress_id, num_tokens)
         self._count(request.ingress_id, num_tokens)
 

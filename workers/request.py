@@ -3,6 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+MAX_EXPECTED_OUTPUT = 512
+"""max_tokens is a limit, and most answers end long before a large one: a chat without any is allowed the rest of the
+context, and would count as much as a dozen others."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -111,3 +115,8 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
         first.num_cached_tokens,
         last.times,
     )
+
+
+def expected_output(params: SamplingParams) -> int:
+    """Output tokens that a request is counted with where the load of ranks is compared."""
+    return min(params.max_tokens, MAX_EXPECTED_OUTPUT)

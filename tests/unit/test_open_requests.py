@@ -9,7 +9,7 @@ from workers.config import SchedulerConfig
 from workers.engine import NEWS_EVERY, Engine
 from workers.model_runner import RunTimes
 from workers.open_requests import OpenRequests
-from workers.request import EngineRequest, SamplingParams
+from workers.request import MAX_EXPECTED_OUTPUT, EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.step_output import StepOutput
 from workers.step_sync import PlanConfig
@@ -131,3 +131,11 @@ def test_nothing_is_said_to_the_only_ingress_and_to_one_that_is_gone():
     for _ in range(2):
         rank.engine.step()
     assert rank.loads == [("a", 0, 1)] * 2
+
+
+def test_a_request_without_a_limit_does_not_outweigh_all_others():
+    requests = OpenRequests()
+    requests.add(request("chat", "a", max_tokens=100_000))
+    assert requests.tell("b") == 3 + MAX_EXPECTED_OUTPUT
+    requests.remove("chat")
+    assert requests.tell("b") == 0
