@@ -143,5 +143,6 @@ def _read_json(file: Path) -> dict:
 
 
 def plain(error: str) -> str:
-    """An error of llguidance without its place holder for what `limits` leaves out."""
-    return error.replace("<non-verbose/>", "").strip()
+    """An error of llguidance without its place holder for what `limits` leaves out, and its only one without words."""
+    text = error.replace("<non-verbose/>", "").strip()
+    return text.replace("NoExtensionBias", "no text matches it from here on")

@@ -62,6 +62,7 @@ class Job:
 
     continuous_usage  every item of the stream says how many tokens there are
     routing           what `EngineBackend.generate` is told beside the prompt and its parameters
+    grammar_param     the field that asks for the output's form, if one does
     """
 
     response_id: str
@@ -75,6 +76,7 @@ class Job:
     num_choices_per_prompt: int
     num_prompt_tokens: int
     routing: dict[str, Any]
+    grammar_param: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     started: float = field(default_factory=time.perf_counter)
 
@@ -157,6 +159,7 @@ class JobFactory:
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             routing=_routing(request, backend, headers),
+            grammar_param=form.param,
         )
 
     def _choices(

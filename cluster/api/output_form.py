@@ -29,11 +29,13 @@ class OutputForm:
     """Of all choices of one request.
 
     grammar        what they have to match; None = anything
+    param          the field of the request that asks for that
     new_parser     makes the parser of one choice; None = the text is the content
     keeps_special  special tokens stay in the text, because the parser looks for some
     """
 
     grammar: str | None = None
+    param: str | None = None
     new_parser: Callable[[], MessageParser] | None = None
     keeps_special: bool = False
 
@@ -61,7 +63,7 @@ class OutputForms:
             return PLAIN
         grammar = single_grammar(constraint.node)
         await self._checker.check(grammar, [constraint])
-        return OutputForm(grammar)
+        return OutputForm(grammar, constraint.param)
 
     def offer(self, request: ChatRequest) -> ToolOffer | None:
         """The tools that a chat request offers; refuses those that the model could not learn of."""
@@ -82,18 +84,19 @@ class OutputForms:
         begins = Thinking.CLOSED
         if self._thinks:
             begins = thinking_after(prompt.end, prompt.unfinished)
-        grammar = None
+        grammar = param = None
         if constraint is not None or (offer is not None and offer.required):
             grammar = await self._grammar(constraint, offer, begins)
+            param = "tools" if constraint is None else constraint.param
         if offer is None and not self._thinks:
-            return OutputForm(grammar)
+            return OutputForm(grammar, param)
         # What is echoed goes through the parser too, so that it sees the beginning of a thought.
         seen = Thinking.POSSIBLE if prompt.echo else begins
         markers = (OPEN, CLOSE) if self._thinks else ()
         if offer is not None:
             markers += self._format.markers
         special = any(self._tokenizer.special_token_id(marker) is not None for marker in markers)
-        return OutputForm(grammar, lambda: self._parser(request, offer, seen), special)
+        return OutputForm(grammar, param, lambda: self._parser(request, offer, seen), special)
 
     def _parser(
         self, request: ChatRequest, offer: ToolOffer | None, begins: Thinking

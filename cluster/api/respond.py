@@ -130,7 +130,7 @@ class JobResponse(Response):
         try:
             async for output in outputs:
                 if output.finish_reason in ("error", "abort"):
-                    raise _failure(choice, output)
+                    raise _failure(self._job, output)
                 if not record.first_token_s:
                     choice.num_cached_tokens = output.num_cached_tokens
                 if report is None:
@@ -154,11 +154,11 @@ class JobResponse(Response):
             record.end()
 
 
-def _failure(choice: Choice, output: RequestOutput) -> ServingError:
+def _failure(job: Job, output: RequestOutput) -> ServingError:
     """What the client is told of a request that its rank gave up."""
     message = output.error or "the engine ended this request"
-    if choice.params.grammar is not None and message.startswith(GRAMMAR_FAILED):
-        return BadRequestError(message, code="invalid_grammar")
+    if job.grammar_param is not None and message.startswith(GRAMMAR_FAILED):
+        return BadRequestError(message, param=job.grammar_param, code="invalid_grammar")
     return EngineDeadError(message)
 
 

@@ -273,7 +273,7 @@ def test_a_grammar_that_fails_in_the_rank_is_the_clients_error():
     backend = FakeBackend(says("x" * 9))
     backend.error_output = "the grammar cannot go on: too many items"
     error = assert_error(Api(backend).chat(guided_regex="x+"), 400, "invalid_grammar")
-    assert "too many items" in error["message"]
+    assert "too many items" in error["message"] and error["param"] == "guided_regex"
     backend = FakeBackend(says("x" * 9))
     backend.error_output = "the grammar cannot go on: too many items"
     assert_error(Api(backend).chat(), 503)  # without a grammar it cannot be that
