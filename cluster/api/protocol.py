@@ -4,12 +4,12 @@ Knows nothing of tokenizers or engines. Values arrive from `json_body`, so they 
 Unknown fields are ignored, as other servers do; `unsupported` refuses known ones with an effect.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from cluster.api.messages import parse_messages
+from cluster.api.messages import ROLES, parse_messages
 from cluster.api.unsupported import CHAT, COMPLETION, refuse_unsupported
 from cluster.errors import BadRequestError, UnsupportedParameterError
 
@@ -21,6 +21,49 @@ _Count = Annotated[
     BeforeValidator(lambda value: None if value is False else value),
 ]
 _Request = TypeVar("_Request", bound="GenerationRequest")
+
+# For the OpenAPI document: what the code below checks of fields that pydantic takes as they are.
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {**_STRINGS, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
+        },
+    },
+}
+_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_STOP = {"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}
+_TOOLS = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+_TOOL_CHOICE = {
+    "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]
+}
+
+
+def _needs(name: str) -> Callable[[dict[str, Any]], None]:
+    """For the OpenAPI document: without this field there is nothing to do."""
+
+    def change(schema: dict[str, Any]) -> None:
+        schema["required"] = [name]
+        del schema["properties"][name]["default"]
+
+    return change
 
 
 class StreamOptions(BaseModel):
@@ -52,7 +95,9 @@ class GenerationRequest(BaseModel):
     repetition_penalty: _Number | None = Field(None, gt=0, description="1 = off.")
     logit_bias: dict[str, Any] | None = Field(None, description="Token id -> -100 to 100.")
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Any = Field(None, description="One stop string or a list of them.")
+    stop: Any = Field(
+        None, description="One stop string or a list of them.", json_schema_extra=_STOP
+    )
     stop_token_ids: list[int] | None = Field(None, fail_fast=True)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -121,7 +166,13 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any = Field(None, description="string | [string] | [token id] | [[token id]]")
+    model_config = ConfigDict(json_schema_extra=_needs("prompt"))
+
+    prompt: Any = Field(
+        None,
+        description="string | [string] | [token id] | [[token id]]",
+        json_schema_extra=_PROMPT,
+    )
     max_tokens: int | None = Field(
         None, ge=0, le=_INT32_MAX, description="0 only with echo: nothing but the prompt."
     )
@@ -169,7 +220,9 @@ class CompletionRequest(GenerationRequest):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Any = Field(None, description="[{role, content}]")
+    model_config = ConfigDict(json_schema_extra=_needs("messages"))
+
+    messages: Any = Field(None, description="[{role, content}]", json_schema_extra=_MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     logprobs: bool | None = None
@@ -178,9 +231,15 @@ class ChatRequest(GenerationRequest):
     documents: list[dict[str, Any]] | None = Field(
         None, fail_fast=True, description="For the chat template: [{title, text}]"
     )
-    tools: Any = Field(None, description="[{type: function, function: {name, parameters}}]")
+    tools: Any = Field(
+        None,
+        description="[{type: function, function: {name, parameters}}]",
+        json_schema_extra=_TOOLS,
+    )
     tool_choice: Any = Field(
-        None, description="none | auto | required | {type: function, function: {name}}"
+        None,
+        description="none | auto | required | {type: function, function: {name}}",
+        json_schema_extra=_TOOL_CHOICE,
     )
     parallel_tool_calls: bool | None = Field(None, description="false = at most one call.")
     include_reasoning: bool | None = Field(None, description="false = thoughts are left out.")
