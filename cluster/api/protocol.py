@@ -24,13 +24,13 @@ _Request = TypeVar("_Request", bound="GenerationRequest")
 
 # For the OpenAPI document: what the code below checks of fields that pydantic takes as they are.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT = {
     "anyOf": [
         {"type": "string"},
         {**_STRINGS, "minItems": 1},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+        TOKEN_IDS,
+        {"type": "array", "items": TOKEN_IDS, "minItems": 1},
     ]
 }
 _TEXT_PART = {
@@ -48,7 +48,7 @@ _MESSAGE = {
         },
     },
 }
-_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
 _STOP = {"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}
 _TOOLS = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
 _TOOL_CHOICE = {
@@ -222,7 +222,7 @@ class ChatRequest(GenerationRequest):
 
     model_config = ConfigDict(json_schema_extra=_needs("messages"))
 
-    messages: Any = Field(None, description="[{role, content}]", json_schema_extra=_MESSAGES)
+    messages: Any = Field(None, description="[{role, content}]", json_schema_extra=MESSAGES)
     max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
     logprobs: bool | None = None

@@ -17,7 +17,13 @@ from cluster.api.job import check_model
 from cluster.api.json_body import read_json_object
 from cluster.api.openapi import body_schema
 from cluster.api.prompt import PromptEncoder
-from cluster.api.protocol import as_bad_request, parse_chat, parse_completion
+from cluster.api.protocol import (
+    MESSAGES,
+    TOKEN_IDS,
+    as_bad_request,
+    parse_chat,
+    parse_completion,
+)
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.tools.offer import read_offer
@@ -29,11 +35,21 @@ _INLINE_TOKENS = 4096
 class TokenizeRequest(BaseModel):
     """POST /tokenize. Other fields count as they do where the prompt is to go."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+    )
 
     model: str | None = Field(None, description="The served model; null = the one there is.")
-    prompt: Any = Field(None, description="A string, or token ids. This or messages.")
-    messages: Any = Field(None, description="[{role, content}], rendered as a chat.")
+    prompt: Any = Field(
+        None,
+        description="A string, or token ids. This or messages.",
+        json_schema_extra={"anyOf": [{"type": "string"}, TOKEN_IDS]},
+    )
+    messages: Any = Field(
+        None, description="[{role, content}], rendered as a chat.", json_schema_extra=MESSAGES
+    )
     add_special_tokens: bool | None = Field(
         None, description="By default yes for a prompt, no for messages: templates write them."
     )
