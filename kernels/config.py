@@ -5,7 +5,9 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 All2AllName = Literal["auto", "local", "torch_dist", "allgather", "shm"]
-GroupedGemmName = Literal["auto", "reference", "torch_grouped", "native"]
+GroupedGemmName = Literal[
+    "auto", "reference", "torch_grouped", "native", "triton", "deepgemm", "deepgemm_fp8"
+]
 AttentionName = Literal["auto", "sdpa", "native", "flashinfer"]
 
 
@@ -15,5 +17,8 @@ class KernelsConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     all2all: All2AllName = Field("auto", description="Exchange of tokens around the experts.")
-    grouped_gemm: GroupedGemmName = Field("auto", description="The experts' matrix products.")
+    grouped_gemm: GroupedGemmName = Field(
+        "auto",
+        description="The experts' matrix products. deepgemm_fp8 rounds bfloat16 weights to FP8 after loading them.",
+    )
     attention: AttentionName = Field("auto", description="Attention over the paged KV cache.")

@@ -1,7 +1,8 @@
 """Group rows by expert and sum the experts' answers back: shared by every all-to-all.
 
 As few operators as possible, on CPU numpy's where they are cheaper: each costs 1 to 10 us there, and
-a decode step has a handful of rows. Knows nothing of ranks or of how rows came here.
+a decode step has a handful of rows. On GPUs see `kernels.device_routing`. Knows nothing of ranks or of
+how rows came here.
 
 N rows that are here, K experts per row, R routed rows (one per row and local expert), e local experts,
 D hidden.
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from kernels.device_routing import DeviceRouting, route_on_device
 from kernels.native.library import load_or_none
 
 
@@ -31,6 +33,36 @@ class Routing:
     offs_e: torch.Tensor
 
 
+class ExpertOrder:
+    """Routes rows to a range of local experts, on the CPU or on a GPU.
+
+    alignment   on GPUs: each expert's rows begin at a multiple of it in expert order
+    """
+
+    def __init__(
+        self,
+        experts: range,
+        *,
+        num_experts: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.int32,
+        alignment: int = 1,
+    ):
+        self.experts = experts
+        self._num_experts = num_experts
+        self._alignment = alignment
+        self._bounds = expert_bounds(experts, "cpu", dtype)
+        assert alignment == 1 or torch.device(device).type == "cuda", (alignment, device)
+
+    def route(self, topk_idx_NK: torch.Tensor) -> Routing | DeviceRouting:
+        """topk_idx_NK ids of `dtype`, of all experts; -1 and other ranks' experts reach nobody here."""
+        if not topk_idx_NK.is_cuda:
+            return route(topk_idx_NK, self._bounds)
+        return route_on_device(
+            topk_idx_NK, self.experts, num_experts=self._num_experts, alignment=self._alignment
+        )
+
+
 def expert_bounds(
     experts: range, device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
@@ -42,17 +74,10 @@ def route(topk_idx_NK: torch.Tensor, bounds: torch.Tensor) -> Routing:
     """Pick the pairs whose expert lies in the range of `bounds` (see `expert_bounds`).
 
     topk_idx_NK int64 or int32 expert ids; -1 and ids outside the range reach nobody here. `bounds` has
-    the same dtype. On CUDA this waits for the device once, to learn R.
+    the same dtype. CPU only.
     """
-    if not topk_idx_NK.is_cuda:
-        pair_R, row_R, offs_e = route_numpy(topk_idx_NK.numpy(), bounds.numpy())
-        return Routing(*map(torch.from_numpy, (pair_R, row_R, offs_e)))
-    ids_P, pair_P = topk_idx_NK.reshape(-1).sort(stable=True)
-    edges = torch.searchsorted(ids_P, bounds, out_int32=True)
-    ends = edges.tolist()
-    first, last = ends[0], ends[-1]
-    pair_R = pair_P[first:last]
-    return Routing(pair_R, pair_R // topk_idx_NK.shape[1], edges[1:] - first)
+    pair_R, row_R, offs_e = route_numpy(topk_idx_NK.numpy(), bounds.numpy())
+    return Routing(*map(torch.from_numpy, (pair_R, row_R, offs_e)))
 
 
 def route_numpy(
@@ -90,12 +115,16 @@ def _route_native(
 
 
 def weighted_sum(
-    y_RD: torch.Tensor, routing: Routing, topk_weights_NK: torch.Tensor
+    y_RD: torch.Tensor, routing: Routing | DeviceRouting, topk_weights_NK: torch.Tensor
 ) -> torch.Tensor:
     """Sum of each row's expert outputs times their weights: [N, D] in y's dtype.
 
     y_RD in the order of `routing`; topk_weights_NK float32. A row without local experts gets zeros.
     """
+    if isinstance(routing, DeviceRouting):
+        from kernels.triton import weighted_sum as kernel
+
+        return kernel.weighted_sum(y_RD, routing.place_NK, topk_weights_NK)
     weight_R = topk_weights_NK.reshape(-1).index_select(0, routing.pair_R)
     return sum_rows(y_RD, routing.row_R, topk_weights_NK.shape[0], weight_R)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import AllToAll
@@ -26,11 +25,10 @@ from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.config import KernelsConfig
 from kernels.expert_load import ExpertLoad
+from kernels.grouped_gemm import choice as gemms
 from kernels.grouped_gemm.base import GroupedGemm
-from kernels.grouped_gemm.native import NativeGroupedGemm
-from kernels.grouped_gemm.reference import ReferenceGroupedGemm
-from kernels.grouped_gemm.torch_grouped import ROW_ALIGNMENT, TorchGroupedGemm
 from kernels.native.library import NativeUnavailableError, load
+from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
 from kernels.shm import SHM_FOLDER, SharedMemoryGroup, segment_bytes
 
@@ -40,9 +38,9 @@ class KernelChoiceError(ValueError):
 
     def __init__(self, family: str, name: str, reason: str, instead: list[str]):
         self.key = f"kernels.{family}"
-        works = " or ".join(["auto", *instead])
+        works = f"What works: {' or '.join(['auto', *instead])}" if instead else "Nothing works"
         self.value = name
-        super().__init__(f"{self.key}: {name!r} cannot run here: {reason}. What works: {works}")
+        super().__init__(f"{self.key}: {name!r} cannot run here: {reason}. {works}")
 
 
 @dataclass(frozen=True)
@@ -120,20 +118,16 @@ class Kernels:
 def probe(device: torch.device | str) -> Capabilities:
     """Look at this machine for a device type ("cpu" or "cuda")."""
     device = torch.device(device)
-    missing: dict[str, str] = {}
-    if not hasattr(F, "grouped_mm"):
-        missing["torch_grouped"] = (
-            f"torch {torch.__version__} has no grouped_mm (2.10 or newer has)"
-        )
-    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
-        capability = "{}.{}".format(*torch.cuda.get_device_capability(device))
-        missing["torch_grouped"] = f"grouped_mm needs compute capability 8.0, found {capability}"
+    missing = gemms.missing(device)
     if not dist.is_available():
         missing["torch_dist"] = missing["allgather"] = "torch was built without distributed"
     elif device.type == "cuda" and not dist.is_nccl_available():
         missing["torch_dist"] = missing["allgather"] = "torch was built without NCCL"
     if device.type != "cpu":
         missing["shm"] = "it exchanges CPU tensors only"
+        if reason := gemms.triton_missing():
+            reason = f"rows are sorted by expert in Triton: {reason}"
+            missing |= dict.fromkeys(("local", "torch_dist", "allgather"), reason)
     elif platform.machine() not in ("x86_64", "AMD64"):
         missing["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
     elif not os.access(SHM_FOLDER, os.W_OK):
@@ -176,11 +170,7 @@ def select(
     grouped_gemm = _choose(
         "grouped_gemm",
         config.grouped_gemm,
-        {
-            "native": "one call of compiled C for the few rows of a decode",
-            "torch_grouped": "one call for all experts",
-            "reference": "a loop over experts runs everywhere",
-        },
+        gemms.order(capabilities.device),
         lambda name: _grouped_gemm_obstacle(name, capabilities, dtype, hidden_size, expert_width),
     )
     attention = _choose(
@@ -198,23 +188,15 @@ def select(
 
 def build(selection: Selection, context: KernelContext) -> Kernels:
     """Construct the chosen backends of one rank."""
-    gemms: dict[str, type[GroupedGemm]] = {
-        "reference": ReferenceGroupedGemm,
-        "torch_grouped": TorchGroupedGemm,
-        "native": NativeGroupedGemm,
-    }
     attentions: dict[str, type[Attention]] = {
         "sdpa": SdpaAttention,
         "native": NativeAttention,
         "flashinfer": FlashInferAttention,
     }
-    kernels = Kernels(
-        _build_all2all(selection.all2all.name, context),
-        gemms[selection.grouped_gemm.name](),
-        attentions[selection.attention.name](context.attention),
-    )
-    assert kernels.all2all.layout == kernels.grouped_gemm.layout, selection.names()
-    return kernels
+    grouped_gemm = gemms.build(selection.grouped_gemm.name)
+    all2all = _build_all2all(selection.all2all.name, context, grouped_gemm.row_alignment)
+    assert all2all.layout in grouped_gemm.layouts, selection.names()
+    return Kernels(all2all, grouped_gemm, attentions[selection.attention.name](context.attention))
 
 
 def shared_memory_slots(
@@ -234,7 +216,10 @@ def buffer_bytes(
     top_k: int,
     max_num_tokens: int,
 ) -> int:
-    """Bytes of one rank's exchange buffers and expert activations in a full step, routing balanced."""
+    """Bytes of one rank's exchange buffers and expert activations in a full step.
+
+    Balanced routing, except for GPUs' own products: their shapes are those of the most rows there can be.
+    """
     row_format = RowFormat(hidden_size, top_k, dtype)
     row_bytes, x_bytes = row_format.row_bytes, hidden_size * dtype.itemsize
     gathered = num_ranks * max_num_tokens
@@ -245,24 +230,37 @@ def buffer_bytes(
         "torch_dist": 2 * min(num_ranks, top_k) * max_num_tokens * (row_bytes + x_bytes),
         "allgather": (gathered + max_num_tokens) * (row_bytes + x_bytes),
     }[selection.all2all.name]
-    routed_rows = max_num_tokens * top_k
-    activations = routed_rows * (2 * hidden_size + 3 * expert_width) * dtype.itemsize
+    routed_rows, widths = max_num_tokens * top_k, 2 * hidden_size + 3 * expert_width
+    if selection.grouped_gemm.name in gemms.ON_DEVICE:
+        routed_rows *= num_ranks
+        if selection.grouped_gemm.name == "triton":  # neither copies rows nor stores gate and up
+            widths = hidden_size + expert_width
+    activations = routed_rows * widths * dtype.itemsize
     return exchange + activations
 
 
-def _build_all2all(name: str, context: KernelContext) -> AllToAll:
+def _build_all2all(name: str, context: KernelContext, row_alignment: int) -> AllToAll:
     placement, max_num_tokens = context.placement, context.max_num_tokens
-    if name == "local":
-        return LocalAllToAll(placement.num_experts, context.device)
-    row_format = RowFormat(context.hidden_size, context.top_k, context.dtype)
     experts = placement.local_experts(context.rank)
+    order = ExpertOrder(
+        experts,
+        num_experts=placement.num_experts,
+        device=context.device,
+        dtype=torch.int64 if name == "local" else torch.int32,
+        alignment=row_alignment,
+    )
+    if name == "local":
+        return LocalAllToAll(order)
+    row_format = RowFormat(context.hidden_size, context.top_k, context.dtype)
     if name == "shm":
         assert context.shared_memory is not None, "shm needs a SharedMemoryGroup"
         return ShmAllToAll(context.shared_memory, experts, row_format, max_num_tokens)
     assert context.group is not None, f"{name} needs a process group"
     if name == "allgather":
-        return AllGatherAllToAll(context.group, experts, row_format, context.device)
-    return TorchDistAllToAll(context.group, placement, row_format, context.device, max_num_tokens)
+        return AllGatherAllToAll(context.group, order, row_format)
+    return TorchDistAllToAll(
+        context.group, placement, order, row_format, context.device, max_num_tokens
+    )
 
 
 def _choose(
@@ -277,7 +275,8 @@ def _choose(
             found = obstacle(name)
             if found is None:
                 return Choice(name, f"auto: {reason}")
-        raise AssertionError(f"no {family} backend can run")
+        reasons = "; ".join(f"{name}: {obstacle(name)}" for name in order)
+        raise KernelChoiceError(family, wanted, reasons, [])
     found = obstacle(wanted)
     if found is not None:
         raise KernelChoiceError(family, wanted, found, [x for x in order if obstacle(x) is None])
@@ -346,17 +345,7 @@ def _grouped_gemm_obstacle(
     expert_width: int,
 ) -> str | None:
     """Why this grouped GEMM cannot run, or None."""
-    if name == "reference":
-        return None
     obstacle = _native_obstacle(name, capabilities, dtype)
     if obstacle is not None:
         return obstacle
-    if capabilities.device == "cuda" and dtype != torch.bfloat16:
-        return f"grouped_mm on GPUs takes bfloat16 only, model.dtype is {str(dtype)[6:]}"
-    for what, width in (("hidden size", hidden_size), ("expert width", expert_width)):
-        if width * dtype.itemsize % ROW_ALIGNMENT:
-            return (
-                f"grouped_mm needs rows of a multiple of {ROW_ALIGNMENT} bytes, "
-                f"{what} {width} in {str(dtype)[6:]} has {width * dtype.itemsize}"
-            )
-    return None
+    return gemms.shape_obstacle(name, capabilities.device, dtype, hidden_size, expert_width)

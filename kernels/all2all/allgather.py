@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import Gathered, RowFormat, pick_local
 from kernels.pending import Pending
-from kernels.permute import expert_bounds
+from kernels.permute import ExpertOrder
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 has alone.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,14 +27,13 @@ class AllGatherAllToAll(AllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        experts: range,
+        order: ExpertOrder,
         row_format: RowFormat,
-        device: torch.device,
     ):
         self._group = group
         self._num_ranks = group.size()
         self._format = row_format
-        self._bounds = expert_bounds(experts, device, torch.int32)
+        self._order = order
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
@@ -45,7 +44,7 @@ class AllGatherAllToAll(AllToAll):
 
         def finish() -> ExpertInput:
             work.wait()
-            return pick_local(*self._format.fields(rows_NW), self._bounds, None)
+            return pick_local(*self._format.fields(rows_NW), self._order, None)
 
         return Pending(finish)
 

@@ -1,6 +1,7 @@
 """The seam between the router and the experts: dispatch rows to experts, combine their answers.
 
-T tokens of this rank, D hidden, K experts per token, R routed rows on this rank, e local experts.
+T tokens of this rank, D hidden, K experts per token, R routed rows on this rank, e local experts, N rows
+that came here, M rows an expert has room for, S scales of a row.
 """
 
 from abc import ABC, abstractmethod
@@ -9,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from kernels.device_routing import DeviceRouting, routing_in_order
 from kernels.pending import Pending
 
 Layout = Literal["contiguous", "masked"]
@@ -16,16 +18,50 @@ Layout = Literal["contiguous", "masked"]
 
 @dataclass(frozen=True)
 class ExpertInput:
-    """Rows for this rank's experts, grouped by local expert in ascending order.
+    """Rows for this rank's experts, grouped by local expert in ascending order: the `contiguous` layout.
 
-    x_RD      rows in the model's dtype; one per (token, local expert) pair
+    x_RD      rows in the model's dtype; one per (token, local expert) pair. With `routing`, the rows
+              as they came, [N, D], each once: the product fetches them, or asks for `in_order`
     offs_e    int32 on x_RD's device: end of each local expert's rows (exclusive prefix ends);
-              offs_e[-1] == R, and equal neighbours mean an expert without rows
+              equal neighbours mean an expert without rows, and offs_e[-1] is how many there are:
+              R, or with `routing` at most R
     handle    what `combine` of the same backend needs; opaque to everybody else
+    routing   on GPUs: which row goes where, known to the device alone
     """
 
     x_RD: torch.Tensor
     offs_e: torch.Tensor
+    handle: Any
+    routing: DeviceRouting | None = None
+
+    def in_order(self) -> torch.Tensor:
+        """The rows in expert order; with `routing` each at its places, what lies at others is undefined."""
+        if self.routing is None:
+            return self.x_RD
+        from kernels.triton.scatter_rows import scatter_rows
+
+        return scatter_rows(self.x_RD, self.routing.place_NK, self.routing.num_places)
+
+    def places(self) -> DeviceRouting:
+        """`routing`, or that of rows which are in order already."""
+        return self.routing or routing_in_order(self.offs_e, self.x_RD.shape[0])
+
+
+@dataclass(frozen=True)
+class MaskedInput:
+    """Rows for this rank's experts, each expert's in its own array: the `masked` layout.
+
+    x_eMD       rows in the model's dtype, or e4m3 with scales
+    scale_eMS   float32 scale of each 128 values of e4m3 rows, an expert's M contiguous; else None
+    counts_e    int32: how many of the M each expert has; what lies beyond is undefined
+    expected    mean of the counts if routing were even: what the host goes by to choose a kernel
+    handle      as in ExpertInput
+    """
+
+    x_eMD: torch.Tensor
+    scale_eMS: torch.Tensor | None
+    counts_e: torch.Tensor
+    expected: int
     handle: Any
 
 
@@ -55,7 +91,7 @@ class AllToAll(ABC):
     def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
         """Weighted sum over each token's experts, back at its rank: [T, D] in y's dtype.
 
-        y_RD are the experts' outputs in the row order of `ExpertInput.x_RD`; a token without experts gets zeros.
+        y_RD are the experts' outputs in expert order; a token without experts gets zeros.
         """
 
     def set_num_sms(self, num_sms: int) -> None:  # noqa: B027 - most backends have no SMs to limit

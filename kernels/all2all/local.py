@@ -6,8 +6,9 @@ T tokens, D hidden, K experts per token, R routed rows.
 import torch
 
 from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.payload import Gathered, pick_local
 from kernels.pending import Pending
-from kernels.permute import Routing, expert_bounds, route, weighted_sum
+from kernels.permute import ExpertOrder
 
 
 class LocalAllToAll(AllToAll):
@@ -15,17 +16,13 @@ class LocalAllToAll(AllToAll):
 
     name = "local"
 
-    def __init__(self, num_experts: int, device: torch.device | str):
-        self._bounds = expert_bounds(range(num_experts), device)
+    def __init__(self, order: ExpertOrder):
+        self._order = order
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput]:
-        routing = route(topk_idx_TK, self._bounds)
-        x_RD = x_TD.index_select(0, routing.row_R)
-        return Pending.ready(ExpertInput(x_RD, routing.offs_e, (routing, topk_weights_TK)))
+        return Pending.ready(pick_local(x_TD, topk_idx_TK, topk_weights_TK, self._order, None))
 
-    def combine(
-        self, y_RD: torch.Tensor, handle: tuple[Routing, torch.Tensor]
-    ) -> Pending[torch.Tensor]:
-        return Pending.ready(weighted_sum(y_RD, *handle))
+    def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
+        return Pending.ready(handle.partial_sums(y_RD))

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from kernels.all2all.base import ExpertInput
-from kernels.permute import Routing, route, weighted_sum
+from kernels.device_routing import DeviceRouting
+from kernels.permute import ExpertOrder, Routing, weighted_sum
 
 ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 
@@ -61,7 +62,7 @@ class Gathered:
     `origin` is what the exchange needs to send the rows' sums back to where they came from.
     """
 
-    routing: Routing
+    routing: Routing | DeviceRouting
     topk_weights_NK: torch.Tensor
     origin: Any
 
@@ -74,13 +75,15 @@ def pick_local(
     x_ND: torch.Tensor,
     topk_idx_NK: torch.Tensor,
     topk_weights_NK: torch.Tensor,
-    bounds: torch.Tensor,
+    order: ExpertOrder,
     origin: Any,
 ) -> ExpertInput:
     """Of gathered rows, those of this rank's experts.
 
-    topk_idx_NK int32 global ids, ids of others' experts included; `bounds` int32, see `expert_bounds`.
+    topk_idx_NK global ids of the order's dtype, ids of others' experts included.
     """
-    routing = route(topk_idx_NK, bounds)
+    routing = order.route(topk_idx_NK)
     handle = Gathered(routing, topk_weights_NK, origin)
+    if isinstance(routing, DeviceRouting):
+        return ExpertInput(x_ND, routing.offs_e, handle, routing)
     return ExpertInput(x_ND.index_select(0, routing.row_R), routing.offs_e, handle)

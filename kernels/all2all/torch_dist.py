@@ -15,7 +15,7 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import Gathered, RowFormat, pick_local
 from kernels.pending import Pending
-from kernels.permute import expert_bounds, sum_rows
+from kernels.permute import ExpertOrder, sum_rows
 from kernels.placement import ExpertPlacement
 
 
@@ -38,6 +38,7 @@ class TorchDistAllToAll(AllToAll):
         self,
         group: dist.ProcessGroup,
         placement: ExpertPlacement,
+        order: ExpertOrder,
         row_format: RowFormat,
         device: torch.device,
         max_num_tokens: int,
@@ -45,8 +46,7 @@ class TorchDistAllToAll(AllToAll):
         self._group = group
         self._max_num_tokens = max_num_tokens
         self._format = row_format
-        experts = placement.local_experts(group.rank())
-        self._bounds = expert_bounds(experts, device, torch.int32)
+        self._order = order
         starts = torch.tensor(placement.starts, device=device)
         self._first_r11, self._end_r11 = starts[:-1, None, None], starts[1:, None, None]
 
@@ -67,7 +67,7 @@ class TorchDistAllToAll(AllToAll):
 
         def finish() -> ExpertInput:
             work.wait()
-            return pick_local(*self._format.fields(rows_NW), self._bounds, route)
+            return pick_local(*self._format.fields(rows_NW), self._order, route)
 
         return Pending(finish)
 

@@ -1,6 +1,7 @@
 """The experts' gated MLP over grouped rows. R routed rows, D hidden, I expert width, e local experts."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -8,19 +9,30 @@ from kernels.all2all.base import ExpertInput, Layout
 
 
 class GroupedGemm(ABC):
-    """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T, each row with its own expert's weights."""
+    """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T, each row with its own expert's weights.
+
+    `layouts` are the forms of input it takes (a backend of the masked one has `call_masked` too);
+    `row_alignment` is what the first place of each expert must be a multiple of, on GPUs.
+    """
 
     name: str
-    layout: Layout = "contiguous"
+    layouts: tuple[Layout, ...] = ("contiguous",)
+    row_alignment: int = 1
 
     @abstractmethod
-    def __call__(
-        self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
-    ) -> torch.Tensor:
-        """y_RD in x's dtype. w13 [e, 2I, D] holds gate rows first, then up rows; w2 [e, D, I].
+    def __call__(self, expert_input: ExpertInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
+        """y_RD in x's dtype and expert order. w13 and w2 are what `prepare` made of the weights.
 
-        R == 0 and e == 0 are allowed and give an empty result.
+        R == 0 and e == 0 are allowed and give an empty result. Where the input has a `routing`, y has its
+        places, and what lies at places without a row is undefined.
         """
+
+    def prepare(self, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor) -> tuple[Any, Any]:
+        """The weights in the form that this product computes with, once after loading; may free the given ones.
+
+        w13 [e, 2I, D] holds gate rows first, then up rows; w2 [e, D, I].
+        """
+        return w13_e2ID, w2_eDI
 
     def empty_weights(
         self,

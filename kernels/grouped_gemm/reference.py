@@ -18,7 +18,7 @@ class ReferenceGroupedGemm(GroupedGemm):
     def __call__(
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
     ) -> torch.Tensor:
-        x_RD = expert_input.x_RD
+        x_RD = expert_input.in_order()
         y_RD = torch.empty_like(x_RD)
         start = 0
         for expert, end in enumerate(expert_input.offs_e.tolist()):

@@ -35,9 +35,18 @@ class TorchGroupedGemm(GroupedGemm):
     def __call__(
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
     ) -> torch.Tensor:
-        x_RD, offs_e = expert_input.x_RD, expert_input.offs_e
+        x_RD, offs_e = expert_input.in_order(), expert_input.offs_e
         if not x_RD.shape[0]:
             return torch.empty_like(x_RD)
         h_R2I = F.grouped_mm(x_RD, w13_e2ID.transpose(-2, -1), offs=offs_e)
-        gate_RI, up_RI = h_R2I.chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate_RI).mul_(up_RI), w2_eDI.transpose(-2, -1), offs=offs_e)
+        return F.grouped_mm(_silu_mul(h_R2I, offs_e), w2_eDI.transpose(-2, -1), offs=offs_e)
+
+
+def _silu_mul(h_R2I: torch.Tensor, offs_e: torch.Tensor) -> torch.Tensor:
+    """On GPUs only as far as there are rows."""
+    if h_R2I.is_cuda:
+        from kernels.triton.silu_mul import silu_mul
+
+        return silu_mul(h_R2I.unsqueeze(0), offs_e[-1:]).squeeze(0)
+    gate_RI, up_RI = h_R2I.chunk(2, dim=-1)
+    return F.silu(gate_RI).mul_(up_RI)

@@ -13,6 +13,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from kernels.cache_folder import cache_folder
+
 SOURCE = Path(__file__).with_name("cpu.c")
 # What lets sums be reordered and so vectorised; not -ffast-math, which also changes the whole process's rounding.
 FLAGS = (
@@ -50,7 +52,7 @@ def load() -> ctypes.CDLL:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise NativeUnavailableError("no C compiler (cc) is on the PATH")
-    path = _cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
+    path = cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
     try:
         if not path.is_file():
             _compile(compiler, path)
@@ -70,11 +72,6 @@ def load_or_none() -> ctypes.CDLL | None:
         return load()
     except NativeUnavailableError:
         return None
-
-
-def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "phalanx"
 
 
 def _fingerprint(compiler: str) -> str:

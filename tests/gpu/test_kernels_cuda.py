@@ -21,7 +21,7 @@ def _bf16(case: Case) -> Case:
     return replace(case, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("gemm", ["reference", "torch_grouped"])
+@pytest.mark.parametrize("gemm", ["reference", "torch_grouped", "triton"])
 @pytest.mark.parametrize("label", CASES)
 def test_one_rank(label: str, gemm: str):
     case = _bf16(replace(CASES[label], tokens=CASES[label].tokens[:1]))
@@ -34,7 +34,7 @@ def test_attention(label: str, dtype: torch.dtype):
     check(BATCHES[label], dtype=dtype, padding=2, device="cuda")
 
 
-def test_float32_falls_back_to_the_reference_gemm():
+def test_float32_falls_back_to_triton():
     selection = select.select(
         KernelsConfig(),
         select.probe("cuda"),
@@ -43,7 +43,7 @@ def test_float32_falls_back_to_the_reference_gemm():
         hidden_size=128,
         expert_width=64,
     )
-    assert selection.grouped_gemm.name == "reference"
+    assert selection.grouped_gemm.name == "triton"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -53,8 +53,8 @@ def test_two_ranks_over_nccl(name: str):
     sixteen_bit = {f"{label}-bf16": _bf16(case) for label, case in cases.items()}
     pool = RankPool(2)
     try:
-        pool.run(run_cases, 2, name, "reference", cases, "cuda", backend="nccl", timeout_s=120)
-        args = (name, "torch_grouped", sixteen_bit, "cuda")
-        pool.run(run_cases, 2, *args, backend="nccl", timeout_s=120)
+        for gemm, drawn in (("reference", cases), ("triton", cases), ("torch_grouped", sixteen_bit)):
+            args = (name, gemm, drawn, "cuda")
+            pool.run(run_cases, 2, *args, backend="nccl", timeout_s=120)
     finally:
         pool.close()

@@ -11,6 +11,7 @@ from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import AttentionSpec
 from kernels.attention.sdpa import SdpaAttention
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
+from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
 from kernels.select import Kernels
 from workers.checkpoint import make_checkpoint
@@ -94,7 +95,11 @@ class OneRank:
             [torch.zeros(2, *blocks, dtype=dtype) for _ in range(config.num_hidden_layers)]
         )
         kernels = Kernels(
-            LocalAllToAll(config.num_experts, "cpu"), ReferenceGroupedGemm(), self.attention
+            LocalAllToAll(
+                ExpertOrder(range(config.num_experts), num_experts=config.num_experts, device="cpu")
+            ),
+            ReferenceGroupedGemm(),
+            self.attention,
         )
         placement = ExpertPlacement(config.num_experts, 1)
         self.model = Qwen3MoeForCausalLM(

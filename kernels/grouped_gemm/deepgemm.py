@@ -1,0 +1,170 @@
+"""The experts' MLP on DeepGEMM, in bfloat16 or in FP8 with a scale per block of 128: Hopper and newer.
+
+FP8 weights have a scale per 128x128 block, rows one per 128 values; both are quantised here, the weights once. Its
+kernels are compiled at first use, into a folder that all ranks of a host share.
+
+R places, D hidden, I expert width, e local experts, M rows an expert has room for.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kernels.all2all.base import ExpertInput, MaskedInput
+from kernels.cache_folder import cache_folder
+from kernels.grouped_gemm.base import GroupedGemm
+
+MAX_E4M3 = 448.0
+MIN_AMAX = 1e-4  # as in kernels.triton.fp8
+BLOCK = 128
+NEEDED = (
+    "m_grouped_bf16_gemm_nt_contiguous",
+    "m_grouped_bf16_gemm_nt_masked",
+    "m_grouped_fp8_gemm_nt_contiguous",
+    "fp8_m_grouped_gemm_nt_masked",
+    "get_mk_alignment_for_contiguous_layout",
+)
+
+
+class DeepGemmUnavailableError(RuntimeError):
+    """DeepGEMM cannot be used here; the message says why."""
+
+
+def load_deep_gemm() -> Any:
+    """The module `deep_gemm`. Raises DeepGemmUnavailableError where it is missing or too old."""
+    os.environ.setdefault("DG_JIT_CACHE_DIR", str(cache_folder() / "deep_gemm"))
+    try:
+        import deep_gemm
+    except (
+        Exception
+    ) as error:  # a wheel for another torch fails in many ways, with AssertionError without CUDA
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise DeepGemmUnavailableError(f"import deep_gemm failed: {said[0]}") from error
+    lacking = [name for name in NEEDED if not hasattr(deep_gemm, name)]
+    if lacking:
+        raise DeepGemmUnavailableError(f"it is too old or not the GPU one: no {', '.join(lacking)}")
+    return deep_gemm
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """e4m3 [e, rows, columns] with float32 scales [e, rows / 128, columns / 128]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
+def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
+    """Round [e, rows, columns], multiples of 128, expert by expert: little memory on top of the result."""
+    num_experts, rows, columns = weights.shape
+    assert rows % BLOCK == 0 and columns % BLOCK == 0, weights.shape
+    values = torch.empty(weights.shape, dtype=torch.float8_e4m3fn, device=weights.device)
+    scales = torch.empty(num_experts, rows // BLOCK, columns // BLOCK, device=weights.device)
+    blocked = (rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    for expert in range(num_experts):
+        blocks = weights[expert].float().view(blocked)
+        scale = blocks.abs().amax((1, 3), keepdim=True).clamp_(MIN_AMAX) / MAX_E4M3
+        values[expert] = (blocks * (1.0 / scale)).view(rows, columns).to(values.dtype)
+        scales[expert] = scale.view(scales.shape[1:])
+    return BlockWeights(values, scales)
+
+
+class DeepGemm(GroupedGemm):
+    """bfloat16."""
+
+    name = "deepgemm"
+    layouts = ("contiguous", "masked")
+
+    def __init__(self) -> None:
+        from kernels.triton.silu_mul import silu_mul
+
+        self._deep_gemm, self._silu_mul = load_deep_gemm(), silu_mul
+        self.row_alignment = int(self._deep_gemm.get_mk_alignment_for_contiguous_layout())
+
+    def set_num_sms(self, num_sms: int) -> None:
+        """At most this many SMs from the next call on, for all of the process; a new number may compile."""
+        self._deep_gemm.set_num_sms(num_sms)
+
+    def __call__(self, expert_input: ExpertInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
+        routing = expert_input.places()
+        assert routing.alignment % self.row_alignment == 0, routing.alignment
+        x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
+        if not routing.num_places:
+            return torch.empty_like(x_ND[:0])
+        h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.expert_R)
+        activated = self._activate(h_R2I.unsqueeze(0), routing.ends_e[num_experts - 1 :])
+        return self._contiguous(_first(activated), w2_eDI, routing.expert_R)
+
+    def call_masked(self, masked: MaskedInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
+        """y_eMD in bfloat16; rows from counts_e on are undefined."""
+        x = masked.x_eMD if masked.scale_eMS is None else (masked.x_eMD, masked.scale_eMS)
+        h_eM2I = self._masked(x, w13_e2ID, masked)
+        return self._masked(self._activate(h_eM2I, masked.counts_e), w2_eDI, masked)
+
+    def _fetch(self, expert_input: ExpertInput) -> Any:
+        return expert_input.in_order()
+
+    def _activate(self, h_eM2I: torch.Tensor, counts_e: torch.Tensor) -> Any:
+        return self._silu_mul(h_eM2I, counts_e)
+
+    def _contiguous(self, x_RD: Any, weights: Any, expert_R: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(x_RD), weights.shape[1], dtype=x_RD.dtype, device=x_RD.device)
+        self._deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x_RD, weights, out, expert_R)
+        return out
+
+    def _masked(self, x_eMD: Any, weights: Any, masked: MaskedInput) -> torch.Tensor:
+        shape = (*x_eMD.shape[:2], weights.shape[1])
+        out = torch.empty(shape, dtype=x_eMD.dtype, device=x_eMD.device)
+        self._deep_gemm.m_grouped_bf16_gemm_nt_masked(
+            x_eMD, weights, out, masked.counts_e, masked.expected
+        )
+        return out
+
+
+class DeepGemmFp8(DeepGemm):
+    """FP8 products of bfloat16 rows; masked rows come quantised."""
+
+    name = "deepgemm_fp8"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from kernels.triton.scatter_fp8 import scatter_fp8
+        from kernels.triton.silu_mul_fp8 import silu_mul_fp8
+
+        self._scatter, self._silu_mul = scatter_fp8, silu_mul_fp8
+
+    def prepare(
+        self, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
+    ) -> tuple[BlockWeights, BlockWeights]:
+        return quantise_blocks(w13_e2ID), quantise_blocks(w2_eDI)
+
+    def _fetch(self, expert_input: ExpertInput) -> Any:
+        routing = expert_input.places()
+        return self._scatter(expert_input.x_RD, routing.place_NK, routing.num_places)
+
+    def _contiguous(self, x_RD: Any, weights: BlockWeights, expert_R: torch.Tensor) -> torch.Tensor:
+        rows = x_RD[0]
+        shape = (len(rows), weights.values.shape[1])
+        out = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
+        self._deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
+            x_RD, (weights.values, weights.scales), out, expert_R
+        )
+        return out
+
+    def _masked(self, x_eMD: Any, weights: BlockWeights, masked: MaskedInput) -> torch.Tensor:
+        rows = x_eMD[0]
+        shape = (*rows.shape[:2], weights.values.shape[1])
+        out = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
+        self._deep_gemm.fp8_m_grouped_gemm_nt_masked(
+            x_eMD, (weights.values, weights.scales), out, masked.counts_e, masked.expected
+        )
+        return out
+
+
+def _first(activated: Any) -> Any:
+    """The only group of a tensor, or of a tensor and its scales."""
+    if isinstance(activated, tuple):
+        return tuple(part.squeeze(0) for part in activated)
+    return activated.squeeze(0)

@@ -1,0 +1,52 @@
+"""How many (row, expert) pairs of each chunk go to each local expert: first pass of `place_pairs`.
+
+N rows, K experts per row, e local experts, C chunks of pairs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_pairs_kernel(
+    ids_ptr,
+    ids_stride,
+    counts_ptr,
+    num_pairs,
+    first_expert,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One chunk: counts[chunk, expert]."""
+    chunk = tl.program_id(0)
+    pairs = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids_at = ids_ptr + (pairs // TOP_K).to(tl.int64) * ids_stride + pairs % TOP_K
+    expert = tl.load(ids_at, mask=pairs < num_pairs, other=-1).to(tl.int32) - first_expert
+    local = (expert >= 0) & (expert < NUM_EXPERTS)
+    counts = tl.histogram(tl.where(local, expert, NUM_EXPERTS), BINS)
+    tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), counts)
+
+
+def count_pairs(
+    topk_idx_NK: torch.Tensor, experts: range, *, bins: int, chunk: int
+) -> torch.Tensor:
+    """int32 [C, bins]; column e of each chunk counts its pairs that are not local, later ones are 0."""
+    num_pairs = topk_idx_NK.numel()
+    num_chunks = triton.cdiv(num_pairs, chunk)
+    counts = torch.empty(num_chunks, bins, dtype=torch.int32, device=topk_idx_NK.device)
+    count_pairs_kernel[(num_chunks,)](
+        topk_idx_NK,
+        topk_idx_NK.stride(0),
+        counts,
+        num_pairs,
+        experts.start,
+        TOP_K=topk_idx_NK.shape[1],
+        NUM_EXPERTS=len(experts),
+        BINS=bins,
+        CHUNK=chunk,
+        num_warps=8,
+    )
+    return counts

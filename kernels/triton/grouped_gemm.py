@@ -1,0 +1,177 @@
+"""One product of rows with their experts' weights, persistent: each program takes tile after tile.
+
+Weights come by the tensor memory accelerator where there is one; rows are read where they lie, through
+an index or in order. With GATED the weights hold gate rows, then up rows, and the result is
+silu(gate) * up, so that the two never reach memory.
+
+W output columns (half of an expert's weight rows where GATED), D input columns, e local experts, R places.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How a product is cut: a tile is `rows` places by `columns` outputs, `depth` inputs at a time.
+
+    programs_per_sm must fit beside each other, or the last ones wait for the first to end.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+
+
+@triton.jit
+def _find_tile(row_tile, starts, ends, TILE_R: tl.constexpr):
+    """Expert, first place and end of that expert's places, of the row_tile-th tile of rows of all experts."""
+    experts = tl.arange(0, starts.shape[0])
+    row_tiles = (ends - starts + TILE_R - 1) // TILE_R
+    tile_ends = tl.cumsum(row_tiles, 0)
+    expert = tl.sum((tile_ends <= row_tile).to(tl.int32))
+    here = experts == expert
+    first_tile = tl.sum(tl.where(here, tile_ends - row_tiles, 0))
+    start = tl.sum(tl.where(here, starts, 0)) + (row_tile - first_tile) * TILE_R
+    return expert, start, tl.sum(tl.where(here, ends, 0))
+
+
+@triton.jit
+def _multiply(
+    x_at,
+    weights,
+    weight_row,
+    up_row,
+    depth,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_W: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """float32 [TILE_W, TILE_R]: weights @ x.T, or silu(gate @ x.T) * (up @ x.T)."""
+    inputs = tl.arange(0, TILE_D)
+    out = tl.zeros((TILE_W, TILE_R), tl.float32)
+    up = tl.zeros((TILE_W, TILE_R), tl.float32)
+    for d in range(0, depth, TILE_D):
+        if EVEN:  # noqa: SIM108 - decided while compiling
+            x = tl.load(x_at + d)
+        else:
+            x = tl.load(x_at + d, mask=inputs[None, :] < depth - d, other=0)
+        out = tl.dot(weights.load([weight_row, d]), x.T, out, input_precision=PRECISION)
+        if GATED:
+            up = tl.dot(weights.load([up_row, d]), x.T, up, input_precision=PRECISION)
+    if GATED:
+        out = out * tl.sigmoid(out) * up
+    return out
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    x_ptr,
+    x_stride,
+    row_ptr,
+    weights,
+    starts_ptr,
+    ends_ptr,
+    out_ptr,
+    width,
+    depth,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_2: tl.constexpr,
+    GATED: tl.constexpr,
+    INDEXED: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_R: tl.constexpr,
+    TILE_W: tl.constexpr,
+    TILE_D: tl.constexpr,
+):
+    """out[place] = x[row of place] @ weights[expert of place].T, tile by tile.
+
+    Rows are the narrow side of the tensor cores' instruction (products are computed transposed), so
+    that a decode's few rows per expert waste little.
+    """
+    experts = tl.arange(0, EXPERTS_2)
+    starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    ends = tl.load(ends_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    column_tiles = tl.cdiv(width, TILE_W)
+    num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
+        column = tile % column_tiles * TILE_W
+        places = start + tl.arange(0, TILE_R)
+        if INDEXED:  # noqa: SIM108
+            rows = tl.load(row_ptr + places, mask=places < end, other=0)
+        else:
+            rows = tl.minimum(places, end - 1)
+        x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, TILE_D)[None, :]
+        weight_row = expert * (width * 2 if GATED else width) + column
+        out = _multiply(
+            *(x_at, weights, weight_row, weight_row + width, depth),
+            *(GATED, EVEN, PRECISION, TILE_R, TILE_W, TILE_D),
+        )
+        columns = column + tl.arange(0, TILE_W)
+        out_at = out_ptr + places.to(tl.int64)[:, None] * width + columns[None, :]
+        inside = (places < end)[:, None] & (columns < width)[None, :]
+        tl.store(out_at, out.T.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def grouped_gemm(
+    x: torch.Tensor,
+    row_R: torch.Tensor | None,
+    weights: torch.Tensor,
+    starts_e: torch.Tensor,
+    ends_e: torch.Tensor,
+    num_places: int,
+    *,
+    gated: bool,
+    tile: TileShape,
+    num_sms: int,
+) -> torch.Tensor:
+    """[R, W] in x's dtype; what lies at places between experts stays undefined.
+
+    x          rows of D columns, contiguous in the last axis: row_R[i] is place i's, or row i without row_R
+    weights    [e, W, D], gated [e, 2W, D] with gate rows first; contiguous, rows of a multiple of 16 bytes
+    starts_e, ends_e   int32: expert i has places starts_e[i] .. ends_e[i] - 1
+    """
+    num_experts, weight_rows, depth = weights.shape
+    width = weight_rows // 2 if gated else weight_rows
+    assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == depth
+    out_RW = torch.empty(num_places, width, dtype=x.dtype, device=x.device)
+    if not num_places or not num_experts:
+        return out_RW
+    flat = weights.view(-1, depth)
+    descriptor = TensorDescriptor.from_tensor(flat, [tile.columns, tile.depth])
+    most_tiles = (num_places // tile.rows + num_experts) * triton.cdiv(width, tile.columns)
+    grouped_gemm_kernel[(min(num_sms * tile.programs_per_sm, most_tiles),)](
+        x,
+        x.stride(0),
+        x if row_R is None else row_R,
+        descriptor,
+        starts_e,
+        ends_e,
+        out_RW,
+        width,
+        depth,
+        NUM_EXPERTS=num_experts,
+        EXPERTS_2=triton.next_power_of_2(num_experts),
+        GATED=gated,
+        INDEXED=row_R is not None,
+        EVEN=depth % tile.depth == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        TILE_R=tile.rows,
+        TILE_W=tile.columns,
+        TILE_D=tile.depth,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out_RW

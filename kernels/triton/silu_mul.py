@@ -1,0 +1,36 @@
+"""silu(gate) * up of each row, as far as there are rows.
+
+G groups of M rows each, of which the device knows how many are in use; I the width of gate and of up.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def silu_mul_kernel(h_ptr, counts_ptr, out_ptr, rows_per_group, width, BLOCK: tl.constexpr):
+    """One row: gate in the first half of h's row, up in the second."""
+    row, group = tl.program_id(0), tl.program_id(1)
+    if row < tl.load(counts_ptr + group):
+        at = group.to(tl.int64) * rows_per_group + row
+        columns = tl.arange(0, BLOCK)
+        gate_at = h_ptr + at * 2 * width + columns
+        gate = tl.load(gate_at, mask=columns < width, other=0).to(tl.float32)
+        up = tl.load(gate_at + width, mask=columns < width, other=0).to(tl.float32)
+        out = gate * tl.sigmoid(gate) * up
+        out_at = out_ptr + at * width + columns
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=columns < width)
+
+
+def silu_mul(h_GM2I: torch.Tensor, counts_G: torch.Tensor) -> torch.Tensor:
+    """[G, M, I] in h's dtype; group g's rows from counts_G[g] (int32) on stay undefined."""
+    num_groups, rows, width = h_GM2I.shape[0], h_GM2I.shape[1], h_GM2I.shape[2] // 2
+    assert h_GM2I.is_contiguous() and len(counts_G) == num_groups
+    out_GMI = torch.empty(num_groups, rows, width, dtype=h_GM2I.dtype, device=h_GM2I.device)
+    block = triton.next_power_of_2(width)
+    if num_groups and rows:
+        silu_mul_kernel[(rows, num_groups)](
+            h_GM2I, counts_G, out_GMI, rows, width, BLOCK=block, num_warps=4 if block > 512 else 1
+        )
+    return out_GMI

@@ -1,0 +1,61 @@
+"""silu(gate) * up of each row, quantised to e4m3 in groups of 128, as far as there are rows.
+
+G groups of M rows each, of which the device knows how many are in use; I the width of gate and of up;
+S = I / 128 scales of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.fp8 import GROUP, quantise
+
+
+@triton.jit
+def silu_mul_fp8_kernel(
+    h_ptr,
+    counts_ptr,
+    out_ptr,
+    scale_ptr,
+    rows_per_group,
+    num_scales,
+    BLOCK_S: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One row: gate in the first half of h's row, up in the second."""
+    row, group = tl.program_id(0), tl.program_id(1)
+    if row < tl.load(counts_ptr + group):
+        at = group.to(tl.int64) * rows_per_group + row
+        scales = tl.arange(0, BLOCK_S)
+        inside = scales < num_scales
+        columns = scales[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        gate_at = h_ptr + at * 2 * num_scales * GROUP + columns
+        gate = tl.load(gate_at, mask=inside[:, None], other=0).to(tl.float32)
+        up = tl.load(gate_at + num_scales * GROUP, mask=inside[:, None], other=0).to(tl.float32)
+        quantised, scale = quantise(gate * tl.sigmoid(gate) * up)
+        tl.store(out_ptr + at * num_scales * GROUP + columns, quantised, mask=inside[:, None])
+        scale_at = scale_ptr + (group.to(tl.int64) * num_scales + scales) * rows_per_group + row
+        tl.store(scale_at, scale, mask=inside)
+
+
+def silu_mul_fp8(h_GM2I: torch.Tensor, counts_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [G, M, I] and float32 scales [G, M, S], their rows contiguous; see `silu_mul`. M % 4 == 0."""
+    num_groups, rows, width = h_GM2I.shape[0], h_GM2I.shape[1], h_GM2I.shape[2] // 2
+    assert h_GM2I.is_contiguous() and len(counts_G) == num_groups
+    assert width % GROUP == 0 and rows % 4 == 0, (width, rows)
+    num_scales, device = width // GROUP, h_GM2I.device
+    out_GMI = torch.empty(num_groups, rows, width, dtype=torch.float8_e4m3fn, device=device)
+    scale_GSM = torch.empty(num_groups, num_scales, rows, dtype=torch.float32, device=device)
+    if num_groups and rows:
+        silu_mul_fp8_kernel[(rows, num_groups)](
+            h_GM2I,
+            counts_G,
+            out_GMI,
+            scale_GSM,
+            rows,
+            num_scales,
+            BLOCK_S=triton.next_power_of_2(num_scales),
+            GROUP=GROUP,
+            num_warps=4,
+        )
+    return out_GMI, scale_GSM.transpose(1, 2)

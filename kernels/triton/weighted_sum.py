@@ -1,0 +1,58 @@
+"""Each row's expert outputs, times their weights, summed in float32: no atomics, so always the same.
+
+N rows, D their width, K experts per row, R places.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_BLOCK = 2048
+
+
+@triton.jit
+def weighted_sum_kernel(
+    y_ptr,
+    place_ptr,
+    weight_ptr,
+    weight_stride,
+    out_ptr,
+    width,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One block of columns of one row; absent experts' loads are masked off."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        place = tl.load(place_ptr + row * TOP_K + k).to(tl.int64)
+        weight = tl.load(weight_ptr + row * weight_stride + k)
+        here = (columns < width) & (place >= 0)
+        y = tl.load(y_ptr + place * width + columns, mask=here, other=0)
+        total += tl.where(place >= 0, weight, 0.0) * y.to(tl.float32)
+    out_at = out_ptr + row * width + columns
+    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=columns < width)
+
+
+def weighted_sum(
+    y_RD: torch.Tensor, place_NK: torch.Tensor, topk_weights_NK: torch.Tensor
+) -> torch.Tensor:
+    """[N, D] in y's dtype, zeros for rows without places. topk_weights_NK float32, may be strided."""
+    num_rows, width = place_NK.shape[0], y_RD.shape[1]
+    assert y_RD.is_contiguous() and place_NK.is_contiguous() and topk_weights_NK.stride(1) == 1
+    out_ND = torch.empty(num_rows, width, dtype=y_RD.dtype, device=y_RD.device)
+    block = min(MAX_BLOCK, triton.next_power_of_2(width))
+    if num_rows:
+        weighted_sum_kernel[(num_rows, triton.cdiv(width, block))](
+            y_RD,
+            place_NK,
+            topk_weights_NK,
+            topk_weights_NK.stride(0),
+            out_ND,
+            width,
+            TOP_K=place_NK.shape[1],
+            BLOCK=block,
+            num_warps=4 if block > 512 else 1,
+        )
+    return out_ND
