@@ -43,6 +43,8 @@ class Attention(ABC):
     """plan() once a forward, then one call a layer, which also writes the new K and V to the cache."""
 
     name: str
+    # Whether it has `norm_rotate_store` and `attend`, which together do all that comes after the QKV projection.
+    fuses_qk_norm: bool = False
 
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
@@ -61,3 +63,21 @@ class Attention(ABC):
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         """Causal attention of the new tokens over their sequences: o_THd in q's dtype."""
+
+    def norm_rotate_store(
+        self,
+        qkv_TMd: torch.Tensor,
+        weight_Nd: torch.Tensor,
+        eps: float,
+        rotation_T1d: torch.Tensor,
+        layer: int,
+    ) -> torch.Tensor:
+        """Norm q and k per head, rotate them, write K and V to the cache; returns q_THd for `attend`.
+
+        qkv [T, H + 2h, d] is overwritten; weight [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs.
+        """
+        raise NotImplementedError(f"{self.name} leaves this to the model")
+
+    def attend(self, q_THd: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention over a cache that has the new K and V already: o_THd in q's dtype."""
+        raise NotImplementedError(f"{self.name} writes K and V itself")

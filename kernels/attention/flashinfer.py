@@ -31,7 +31,8 @@ DECODE_TILES = (16, 64, 128)
 PREFILL_TILE = 128
 # Blocks a multiprocessor that flashinfer aims at when it splits long sequences.
 BLOCKS_PER_SM = 2
-INT_WORKSPACE_BYTES = 2**20
+# Of a graph's schedule; some 30 bytes a row are used.
+SCHEDULE_BYTES = 2**20
 
 
 def flashinfer_missing(device: torch.device) -> str | None:
@@ -75,6 +76,7 @@ class FlashInferAttention(Attention):
     """Prefill and decode wrappers over one workspace; one instance plans for one forward at a time."""
 
     name = "flashinfer"
+    fuses_qk_norm = True
 
     def __init__(self, spec: AttentionSpec):
         super().__init__(spec)
@@ -87,83 +89,79 @@ class FlashInferAttention(Attention):
         self._list_pages, self._store_kv = list_pages, store_kv
         self._norm_rotate_store = norm_rotate_store
         self._num_rows = self._num_tokens = self._num_decodes = 0
-        self._graph: _DecodeGraph | None = None
+        self._graph_rows: int | None = None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Also compiles flashinfer's kernels, where this machine has not done so before (a minute)."""
+        """Also compiles flashinfer's kernels, where this machine has not done so before (minutes)."""
         super().bind(kv_caches)
         cache = kv_caches[0]
         assert cache.dtype in DTYPES and self.spec.head_dim in HEAD_DIMS, (cache.dtype, self.spec)
+        self._layers = [(cache[0], cache[1]) for cache in kv_caches]
         self._device, self._dtype = cache.device, cache.dtype
         self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
         properties = torch.cuda.get_device_properties(self._device)
         self._splits = BLOCKS_PER_SM * properties.multi_processor_count // self.spec.num_kv_heads
         hopper = properties.major == 9
-        tiles = max(_decode_tile(self.spec), 0 if hopper else PREFILL_TILE)
-        self._workspace = self._empty_workspace(self._splits, tiles)
-        self._decode = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, use_tensor_cores=True
+        tile = max(_decode_tile(self.spec), 0 if hopper else PREFILL_TILE)
+        workspace = self._empty_workspace(self._splits, tile)
+        decode = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, use_tensor_cores=True
         )
+        self._decode = _Decodes(decode, self._flashinfer.fast_decode_plan)
         self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace, backend="fa3" if hopper else "fa2"
+            workspace, backend="fa3" if hopper else "fa2"
         )
         self._planned = torch.cuda.Event()
-        self._graphs: dict[int, _DecodeGraph] = {}
+        self._graphs: dict[int, _Decodes] = {}
         self._compile()
 
     def _compile(self) -> None:
         """Plan one token both ways, each in a thread: what is missing is compiled side by side."""
-        starts = torch.tensor([0, 1], dtype=torch.int32)
-        lens = torch.ones(1, dtype=torch.int32)
-        pages = torch.zeros(1, dtype=torch.int32, device=self._device)
+        pages = _Pages(np.ones(1, dtype=np.int32), self.spec.block_size)
+        pages.ship(torch.zeros(1, dtype=torch.int32, device=self._device))
 
         def plan(decodes: bool) -> None:
             with torch.cuda.device(self._device):
                 if decodes:
-                    self._plan_decodes(starts, pages, lens)
+                    self._plan_decodes(pages, 1)
                 else:
-                    self._plan_extends(starts, starts, pages, lens)
+                    self._plan_extends(pages, 0, np.arange(2, dtype=np.int32))
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(plan, (True, False)))
         torch.cuda.synchronize(self._device)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._graph = None
+        self._graph_rows = None
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
         self._slots = batch.slot_mapping
         if not batch.num_seqs:
             return
-        # Plans travel from pinned memory that the next one overwrites.
+        # Schedules travel from pinned memory that this plan overwrites.
         self._planned.synchronize()
-        starts, last_lens = _page_starts(batch.seq_lens_cpu, self.spec.block_size)
-        pages = torch.empty(int(starts[-1]), dtype=torch.int32, device=self._device)
-        table = batch.block_table[: batch.num_seqs]
-        self._list_pages(table, starts.to(self._device, non_blocking=True), pages)
-        split, num_pages = batch.num_decodes, int(starts[batch.num_decodes])
-        if split:
-            self._plan_decodes(starts[: split + 1], pages[:num_pages], last_lens[:split])
-        if split < batch.num_seqs:
-            queries = torch.from_numpy(batch.query_start_loc_cpu[split:]) - split
-            self._plan_extends(
-                queries, starts[split:] - num_pages, pages[num_pages:], last_lens[split:]
-            )
+        pages = _Pages(batch.seq_lens_cpu, self.spec.block_size)
+        pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
+        self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages)
+        if batch.num_decodes:
+            self._plan_decodes(pages, batch.num_decodes)
+        if batch.num_decodes < batch.num_seqs:
+            self._plan_extends(pages, batch.num_decodes, batch.query_start_loc_cpu)
         self._planned.record()
 
-    def _plan_decodes(
-        self, starts: torch.Tensor, pages: torch.Tensor, last_lens: torch.Tensor
-    ) -> None:
-        self._decode.plan(starts, pages, last_lens, *self._shape(), **self._types())
+    def _plan_decodes(self, pages: "_Pages", num_decodes: int) -> None:
+        self._decode.plan(pages, num_decodes, *self._shape(), **self._types())
 
-    def _plan_extends(
-        self,
-        queries: torch.Tensor,
-        starts: torch.Tensor,
-        pages: torch.Tensor,
-        last_lens: torch.Tensor,
-    ) -> None:
+    def _plan_extends(self, pages: "_Pages", first: int, query_start_loc: np.ndarray) -> None:
+        """Sequences from `first` on, the earlier ones having a token each."""
+        first_page = int(pages.starts_cpu[first])
         self._prefill.plan(
-            queries, starts, pages, last_lens, *self._shape(), causal=True, **self._types()
+            torch.from_numpy(query_start_loc[first:] - np.int32(first)),
+            pages.starts_cpu[first:] - first_page,
+            pages.pages[first_page:],
+            pages.last_lens_cpu[first:],
+            *self._shape(),
+            causal=True,
+            **self._types(),
         )
 
     def _shape(self) -> tuple[int, int, int, int]:
@@ -177,7 +175,7 @@ class FlashInferAttention(Attention):
     def __call__(
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        self._store_kv(k_Thd, v_Thd, self._slots, self.kv_caches[layer])
+        self._store_kv(k_Thd, v_Thd, self._slots, *self._layers[layer])
         return self.attend(q_THd, layer)
 
     def norm_rotate_store(
@@ -188,26 +186,20 @@ class FlashInferAttention(Attention):
         rotation_T1d: torch.Tensor,
         layer: int,
     ) -> torch.Tensor:
-        """In one kernel, what a model does between projection and attention. Returns q_THd for `attend`.
-
-        qkv [T, H + 2h, d] is overwritten; weight [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs.
-        """
-        cache = self.kv_caches[layer]
-        return self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, cache)
+        caches = self._layers[layer]
+        return self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
 
     def attend(self, q_THd: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention over a cache that has the new K and V already: o_THd, new and contiguous."""
-        cache = self.kv_caches[layer]
-        pages = (cache[0], cache[1])
+        caches = self._layers[layer]
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
-        if self._graph is not None:
-            assert len(q_THd) == self._graph.num_rows, (len(q_THd), self._graph.num_rows)
-            return self._graph.wrapper.run(q_THd, pages, out=out_THd)
+        if self._graph_rows is not None:
+            assert len(q_THd) == self._graph_rows, (len(q_THd), self._graph_rows)
+            return self._graphs[self._graph_rows].wrapper.run(q_THd, caches, out=out_THd)
         split, end = self._num_decodes, self._num_tokens
         if split:
-            self._decode.run(q_THd[:split], pages, out=out_THd[:split])
+            self._decode.wrapper.run(q_THd[:split], caches, out=out_THd[:split])
         if split < end:
-            self._prefill.run(q_THd[split:end], pages, out=out_THd[split:end])
+            self._prefill.run(q_THd[split:end], caches, out=out_THd[split:end])
         if end < len(q_THd):
             out_THd[end:] = 0
         return out_THd
@@ -218,8 +210,8 @@ class FlashInferAttention(Attention):
         spec, tile = self.spec, _decode_tile(self.spec)
         # flashinfer's bound on the tiles of a graph's rows, which does not know that each has one token
         num_tiles = -(-max_rows * (spec.num_heads // spec.num_kv_heads) // tile) + max_rows
-        self._graph_workspace = self._empty_workspace(max(num_tiles, self._splits), tile)
-        self._buffers = _GraphBuffers(max_rows, max_rows * max_blocks, self._device)
+        workspace = self._empty_workspace(max(num_tiles, self._splits), tile)
+        self._buffers = _GraphBuffers(max_rows, max_rows * max_blocks, workspace)
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         """Plan decodes for a graph of `num_rows` rows, of which the batch may leave the last ones empty.
@@ -229,27 +221,18 @@ class FlashInferAttention(Attention):
         """
         assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
         self._planned.synchronize()
-        graph = self._graphs.get(num_rows)
-        if graph is None:
-            graph = self._graphs[num_rows] = self._new_graph(num_rows)
-        self._graph, self._slots = graph, self._buffers.slots[:num_rows]
-        starts, last_lens = _page_starts(batch.seq_lens_cpu, self.spec.block_size, num_rows)
-        self._buffers.fill(batch, starts, last_lens, self._list_pages)
-        graph.plan(starts, last_lens, self._buffers, *self._shape(), **self._types())
-        self._planned.record()
-
-    def _new_graph(self, num_rows: int) -> "_DecodeGraph":
         buffers = self._buffers
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._graph_workspace,
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=buffers.starts[: num_rows + 1],
-            paged_kv_indices_buffer=buffers.pages,
-            paged_kv_last_page_len_buffer=buffers.last_lens[:num_rows],
-        )
-        wrapper.reset_workspace_buffer(self._graph_workspace, buffers.int_workspace)
-        return _DecodeGraph(wrapper, num_rows, self._flashinfer.fast_decode_plan)
+        if num_rows not in self._graphs:
+            wrapper = buffers.wrapper(self._flashinfer, num_rows)
+            self._graphs[num_rows] = _Decodes(wrapper, self._flashinfer.fast_decode_plan)
+        self._graph_rows, self._slots = num_rows, buffers.slots[:num_rows]
+        pages = _Pages(batch.seq_lens_cpu, self.spec.block_size, num_rows)
+        assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
+        pages.ship(buffers.pages, buffers.lengths)
+        table = batch.block_table[: batch.num_seqs]
+        self._list_pages(table, pages.starts, pages.pages, batch.slot_mapping, self._slots)
+        self._graphs[num_rows].plan(pages, num_rows, *self._shape(), **self._types())
+        self._planned.record()
 
     def _empty_workspace(self, num_splits: int, tile: int) -> torch.Tensor:
         """Partial results of sequences that are split: float32 [splits, tile, H, d + 1], and some slack."""
@@ -258,75 +241,96 @@ class FlashInferAttention(Attention):
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
 
-class _GraphBuffers:
-    """What all graphs of decodes read, at fixed addresses. Graphs run one after the other, so they share it."""
+class _Pages:
+    """Which pages each sequence has, as flashinfer reads it, on the host and (after `ship`) on the device.
 
-    def __init__(self, max_rows: int, max_pages: int, device: torch.device):
-        self.starts = torch.zeros(max_rows + 1, dtype=torch.int32, device=device)
-        self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
-        self.last_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)
-        self.slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
-        self.int_workspace = torch.zeros(INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    starts     int32 [R + 1]  where each sequence's entries of `pages` start; rows without a sequence have none
+    last_lens  int32 [R]      tokens in each one's last page
+    pages      int32 [>= total]
+    """
 
-    def fill(
-        self, batch: AttentionBatch, starts: torch.Tensor, last_lens: torch.Tensor, list_pages: Any
-    ) -> None:
-        num_rows, num_seqs = len(last_lens), batch.num_seqs
-        assert int(starts[-1]) <= len(self.pages), "reserve_graphs was given fewer blocks"
-        self.starts[: num_rows + 1].copy_(starts, non_blocking=True)
-        self.last_lens[:num_rows].copy_(last_lens, non_blocking=True)
-        self.slots[:num_seqs].copy_(batch.slot_mapping)
-        self.slots[num_seqs:num_rows] = -1
-        list_pages(batch.block_table[:num_seqs], self.starts[: num_seqs + 1], self.pages)
+    def __init__(self, seq_lens_cpu: np.ndarray, block_size: int, num_rows: int | None = None):
+        num_seqs = len(seq_lens_cpu)
+        self.num_rows = num_seqs if num_rows is None else num_rows
+        num_pages = -(-seq_lens_cpu // block_size)
+        lengths = np.zeros(2 * self.num_rows + 1, np.int32)
+        starts, last_lens = lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
+        np.cumsum(num_pages, out=starts[1 : num_seqs + 1])
+        starts[num_seqs + 1 :] = starts[num_seqs]
+        last_lens[:num_seqs] = seq_lens_cpu - (num_pages - 1) * block_size
+        self.total = int(starts[-1])
+        self._lengths_cpu = torch.from_numpy(lengths)
+        self.starts_cpu, self.last_lens_cpu = self._halves(self._lengths_cpu)
+
+    def ship(self, pages: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
+        """Start the copy to the device: into `lengths` [>= 2R + 1], or new tensors. `pages` is still to be filled."""
+        count = 2 * self.num_rows + 1
+        if lengths is None:
+            lengths = torch.empty(count, dtype=torch.int32, device=pages.device)
+        lengths[:count].copy_(self._lengths_cpu, non_blocking=True)
+        self.pages = pages
+        self.starts, self.last_lens = self._halves(lengths[:count])
+
+    def _halves(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
 
 
-class _DecodeGraph:
-    """flashinfer's plan for one size of graph."""
+class _Decodes:
+    """A decode wrapper of flashinfer and how it is planned."""
 
-    def __init__(self, wrapper: Any, num_rows: int, fast_plan: Any):
-        self.wrapper, self.num_rows = wrapper, num_rows
+    def __init__(self, wrapper: Any, fast_plan: Any):
+        self.wrapper = wrapper
         self._fast_plan, self._planned = fast_plan, False
 
-    def plan(
-        self,
-        starts: torch.Tensor,
-        last_lens: torch.Tensor,
-        buffers: _GraphBuffers,
-        *shape: int,
-        **types: Any,
-    ) -> None:
-        pages = buffers.pages[: int(starts[-1])]
+    def plan(self, pages: _Pages, num_decodes: int, *shape: int, **types: Any) -> None:
+        """The first `num_decodes` rows; those of a graph are as many as it was made for."""
+        starts_cpu = pages.starts_cpu[: num_decodes + 1]
+        last_lens_cpu = pages.last_lens_cpu[:num_decodes]
+        used = pages.pages[: int(starts_cpu[-1])]
         if not self._planned:
-            self.wrapper.plan(starts, pages, last_lens, *shape, **types)
+            self.wrapper.plan(starts_cpu, used, last_lens_cpu, *shape, **types)
             self._planned = True
             return
-        # The buffers are filled: this writes the schedule only.
+        # The wrapper's own plan looks at each length in Python, 2 us each. This one leaves copies to the device to us.
+        starts, last_lens = pages.starts[: num_decodes + 1], pages.last_lens[:num_decodes]
         self._fast_plan(
             self.wrapper,
             starts,
-            pages,
-            last_lens,
+            used,
+            last_lens_cpu,
             *shape,
-            global_override_indptr_cpu=starts,
+            global_override_indptr_cpu=starts_cpu,
             **types,
         )
+        self.wrapper._paged_kv_last_page_len_buf = last_lens
 
 
-def _page_starts(
-    seq_lens_cpu: np.ndarray, block_size: int, num_rows: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """int32 on the host: where each sequence's pages start [B + 1], tokens in its last page [B].
+class _GraphBuffers:
+    """What all graphs of decodes read, at fixed addresses. Graphs run one after the other, so they share it."""
 
-    With num_rows, B grows to it by sequences without tokens.
-    """
-    num_seqs = len(seq_lens_cpu)
-    num_rows = num_seqs if num_rows is None else num_rows
-    num_pages = -(-seq_lens_cpu // block_size)
-    starts, last_lens = np.zeros(num_rows + 1, np.int32), np.zeros(num_rows, np.int32)
-    np.cumsum(num_pages, out=starts[1 : num_seqs + 1])
-    starts[num_seqs + 1 :] = starts[num_seqs]
-    last_lens[:num_seqs] = seq_lens_cpu - (num_pages - 1) * block_size
-    return torch.from_numpy(starts), torch.from_numpy(last_lens)
+    def __init__(self, max_rows: int, max_pages: int, workspace: torch.Tensor):
+        def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=workspace.device)
+
+        self.lengths = zeros(2 * max_rows + 1, torch.int32)
+        self.pages = zeros(max_pages, torch.int32)
+        self.slots = zeros(max_rows, torch.int64)
+        self._workspace = workspace
+        self._schedule = zeros(SCHEDULE_BYTES, torch.uint8)
+
+    def wrapper(self, flashinfer: Any, num_rows: int) -> Any:
+        """A wrapper for graphs of `num_rows` rows; its pinned memory is its own."""
+        lengths = self.lengths[: 2 * num_rows + 1]
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=lengths[: num_rows + 1],
+            paged_kv_indices_buffer=self.pages,
+            paged_kv_last_page_len_buffer=lengths[num_rows + 1 :],
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._schedule)
+        return wrapper
 
 
 def _decode_tile(spec: AttentionSpec) -> int:

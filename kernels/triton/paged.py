@@ -32,9 +32,13 @@ def _store_kv(
 
 
 def store_kv(
-    k_Thd: torch.Tensor, v_Thd: torch.Tensor, slots: torch.Tensor, kv_cache: torch.Tensor
+    k_Thd: torch.Tensor,
+    v_Thd: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
 ) -> None:
-    """Copy each token's K and V to its slot of kv_cache [2, num_blocks, block_size, h, d].
+    """Copy each token's K and V to its slot of the caches [num_blocks, block_size, h, d].
 
     k, v       rows of contiguous heads, any stride between rows
     slots      int64 [up to T]: block * block_size + offset, -1 for none; rows beyond have none
@@ -50,17 +54,30 @@ def store_kv(
             v_Thd.stride(0),
             slots,
             len(slots),
-            kv_cache[0],
-            kv_cache[1],
+            k_cache,
+            v_cache,
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
             num_warps=1 if width <= 1024 else 4,
         )
 
 
-@triton.jit
-def _list_pages(table_ptr, table_row, starts_ptr, pages_ptr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["num_seqs"])
+def _list_pages(
+    table_ptr,
+    table_row,
+    starts_ptr,
+    pages_ptr,
+    num_seqs,
+    slots_ptr,
+    padded_slots_ptr,
+    BLOCK: tl.constexpr,
+    PAD: tl.constexpr,
+):
     seq = tl.program_id(0)
+    if PAD:
+        slot = tl.load(slots_ptr + seq, mask=seq < num_seqs, other=-1)
+        tl.store(padded_slots_ptr + seq, slot)
     start = tl.load(starts_ptr + seq)
     count = tl.load(starts_ptr + seq + 1) - start
     row_ptr = table_ptr + seq.to(tl.int64) * table_row
@@ -71,14 +88,33 @@ def _list_pages(table_ptr, table_row, starts_ptr, pages_ptr, BLOCK: tl.constexpr
         tl.store(pages_ptr + start + page, block.to(tl.int32), mask=mask)
 
 
-def list_pages(block_table: torch.Tensor, starts: torch.Tensor, pages: torch.Tensor) -> None:
+def list_pages(
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    padded_slots: torch.Tensor | None = None,
+) -> None:
     """The used entries of each row, one row after the other, without a copy to the host.
 
-    block_table int64 [B, max_blocks]; starts int32 [B + 1]: where each row's entries go; pages int32 [>= P], written.
+    block_table   int64 [B, max_blocks]
+    starts        int32 [R + 1], R >= B: where each row's entries go; rows from B on have none
+    pages         int32 [>= P], written
+    padded_slots  int64 [R], written if given: slots [B], then -1
     """
-    num_seqs = block_table.shape[0]
-    assert block_table.stride(1) == 1 and starts.shape[0] == num_seqs + 1
-    if num_seqs:
-        _list_pages[(num_seqs,)](
-            block_table, block_table.stride(0), starts, pages, BLOCK=256, num_warps=2
+    num_seqs, num_rows = block_table.shape[0], starts.shape[0] - 1
+    assert block_table.stride(1) == 1 and num_seqs <= num_rows
+    pad = slots is not None and padded_slots is not None
+    if num_rows:
+        _list_pages[(num_rows,)](
+            block_table,
+            block_table.stride(0),
+            starts,
+            pages,
+            num_seqs,
+            slots if pad else starts,
+            padded_slots if pad else pages,
+            BLOCK=256,
+            PAD=pad,
+            num_warps=2,
         )

@@ -65,18 +65,20 @@ def norm_rotate_store(
     eps: float,
     rotation_T1d: torch.Tensor,
     slots: torch.Tensor,
-    kv_cache: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
 ) -> torch.Tensor:
     """Norm and rotate q in place, k into the cache, copy v into the cache; returns q_THd, a view.
 
     qkv       [T, H + 2h, d], heads contiguous; the k and v in it are not changed
     weight    [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs
     slots     int64 [up to T], -1 for none; rows beyond have none
-    kv_cache  [2, num_blocks, block_size, h, d]
+    caches    [num_blocks, block_size, h, d]
     """
-    num_kv_heads = kv_cache.shape[3]
+    num_kv_heads = k_cache.shape[2]
     num_heads = qkv_TMd.shape[1] - 2 * num_kv_heads
-    _launch(qkv_TMd, weight_Nd, eps, rotation_T1d, slots, kv_cache, num_heads, num_kv_heads)
+    store = (slots, k_cache, v_cache)
+    _launch(qkv_TMd, weight_Nd, eps, rotation_T1d, num_heads, num_kv_heads, store)
     return qkv_TMd[:, :num_heads]
 
 
@@ -84,7 +86,7 @@ def norm_rotate(
     x_TNd: torch.Tensor, weight_Nd: torch.Tensor, eps: float, rotation_T1d: torch.Tensor
 ) -> None:
     """Norm each head with its weight, then rotate its interleaved pairs; in place. Heads are contiguous."""
-    _launch(x_TNd, weight_Nd, eps, rotation_T1d, None, None, x_TNd.shape[1], 0)
+    _launch(x_TNd, weight_Nd, eps, rotation_T1d, x_TNd.shape[1], 0, None)
 
 
 def _launch(
@@ -92,31 +94,30 @@ def _launch(
     weight_Nd: torch.Tensor,
     eps: float,
     rotation_T1d: torch.Tensor,
-    slots: torch.Tensor | None,
-    kv_cache: torch.Tensor | None,
     num_heads: int,
     num_kv_heads: int,
+    store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> None:
     num_rows, all_heads, head_dim = x.shape
     assert x.stride()[1:] == (head_dim, 1) and weight_Nd.is_contiguous()
     assert rotation_T1d.dtype == torch.complex64 and rotation_T1d.is_contiguous()
     if not num_rows:
         return
-    store = slots is not None and kv_cache is not None
+    slots, k_cache, v_cache = store or (x, x, x)
     _norm_rotate[(num_rows, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
         x,
         x.stride(0),
         weight_Nd,
         torch.view_as_real(rotation_T1d),
         eps,
-        slots if store else x,
-        len(slots) if store else 0,
-        kv_cache[0] if store else x,
-        kv_cache[1] if store else x,
+        slots,
+        len(slots),
+        k_cache,
+        v_cache,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         HEADS=HEADS_PER_PROGRAM,
-        STORE=store,
+        STORE=store is not None,
         num_warps=1 if head_dim <= 128 else 2,
     )

@@ -8,6 +8,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
 
 
@@ -17,14 +18,25 @@ class RMSNorm:
     `weight` has any shape that broadcasts against x and ends in D; fill it through `load_scale`:
     copy checkpoint values, then multiply by it. The result has x's dtype, or `out_dtype`.
 
-    Three forms, equal to rounding. In float32 on CPU it is one call of our C code, where that is there.
-    Without, an operator costs 1 to 3 us however few rows there are, and `F.rms_norm` runs half a dozen
-    of them inside: for 8 rows of 128 it took 11 us where the four below took 5.5 us together. Both use
+    Four forms, equal to rounding. On GPUs it is one Triton kernel, together with the addition before it.
+    In float32 on CPU it is one call of our C code, where that is there. Without, an operator costs 1 to
+    3 us however few rows there are, and `F.rms_norm` runs half a dozen of them inside: for 8 rows of 128
+    it took 11 us where the four below took 5.5 us together. Both use
     sqrt(mean(x^2) + eps) == hypot(|x|, sqrt(D eps)) / sqrt(D), with the factor sqrt(D) kept in the
     weight. Elsewhere `F.rms_norm` is one kernel.
     """
 
-    __slots__ = ("_dim", "_eps", "_floor", "_fused", "floor", "load_scale", "native", "weight")
+    __slots__ = (
+        "_dim",
+        "_floor",
+        "_fused",
+        "eps",
+        "floor",
+        "load_scale",
+        "native",
+        "triton",
+        "weight",
+    )
 
     def __init__(
         self,
@@ -37,16 +49,19 @@ class RMSNorm:
     ):
         self._fused = device.type != "cpu" if fused is None else fused
         self._dim = shape[-1]
-        self._eps = eps
+        self.eps = eps
         self.floor = self._dim * eps
         self._floor = torch.tensor(math.sqrt(self.floor), device=device)
         self.native = None if self._fused else dense_kernels(device.type, dtype)
+        self.triton = fused_kernels(device.type) if self._fused else None
         self.load_scale = 1.0 if self._fused else math.sqrt(self._dim)
         weight_dtype = dtype if self._fused else torch.float32
         self.weight = torch.empty(shape, dtype=weight_dtype, device=device)
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """x [..., D] in any floating dtype and strides; the result is a new contiguous tensor."""
+        if self.triton is not None and x.dim() == 2 and self.weight.dim() == 1:
+            return self.triton.add_rms_norm(x, None, self.weight, self.eps).to(out_dtype or x.dtype)
         if self._fused:
             return self._call_fused(x).to(out_dtype or x.dtype)
         if self.native is not None and x.dtype == torch.float32 and self.weight.dim() == 1:
@@ -55,7 +70,17 @@ class RMSNorm:
         length = torch.linalg.vector_norm(x_f32, dim=-1, keepdim=True).hypot_(self._floor)
         return torch.div(x_f32, length).mul_(self.weight).to(out_dtype or x.dtype)
 
+    def add(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x += delta in place, where there is one; returns x and its norm."""
+        if self.triton is not None:
+            return x_TD, self.triton.add_rms_norm(x_TD, delta_TD, self.weight, self.eps)
+        if delta_TD is not None:
+            x_TD.add_(delta_TD)
+        return x_TD, self(x_TD)
+
     def _call_fused(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dim() == 1:
-            return F.rms_norm(x, (self._dim,), self.weight, self._eps)
-        return F.rms_norm(x, (self._dim,), None, self._eps).mul_(self.weight)
+            return F.rms_norm(x, (self._dim,), self.weight, self.eps)
+        return F.rms_norm(x, (self._dim,), None, self.eps).mul_(self.weight)

@@ -39,6 +39,9 @@ def norm_and_rotate(norm: RMSNorm, x_TNd: torch.Tensor, rotation_T1d: torch.Tens
     if norm.native is not None:
         norm.native.norm_and_rotate(x_TNd, norm.weight, norm.floor, rotation_T1d)
         return x_TNd
+    if norm.triton is not None:
+        norm.triton.norm_rotate(x_TNd, norm.weight, norm.eps, rotation_T1d)
+        return x_TNd
     return apply_rope(norm(x_TNd, torch.float32), rotation_T1d).to(x_TNd.dtype)
 
 

@@ -5,6 +5,7 @@ T tokens, D hidden, E experts, K experts per token.
 
 import torch
 
+from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
 from workers.layers.linear import linear
 
@@ -15,14 +16,19 @@ def route_tokens(
     *,
     top_k: int,
     renormalise: bool,
-    num_tokens: int,
+    num_tokens: int | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over the experts in float32, then the `top_k` best.
 
     Returns topk_idx int64 [T, K], best first, and topk_weights float32 [T, K], which sum to 1 per
-    token when `renormalise`. Rows from `num_tokens` on are padding: their topk_idx is -1.
+    token when `renormalise`. Rows from `num_tokens` on are padding: their topk_idx is -1. On a GPU
+    `num_tokens` may be an integer tensor [1] there, which a captured graph reads at each replay.
     """
-    logits_TE = linear(x_TD, router_ED).float()
+    logits_TE = linear(x_TD, router_ED)
+    fused = fused_kernels(x_TD.device.type)
+    if fused is not None:
+        return fused.route_top_k(logits_TE, top_k, renormalise, num_tokens)
+    logits_TE = logits_TE.float()
     native = dense_kernels(x_TD.device.type, x_TD.dtype)
     if native is not None:
         topk_idx_TK, topk_weights_TK = native.route_top_k(logits_TE, top_k, renormalise)

@@ -24,6 +24,7 @@ from workers.models.config import Qwen3MoeConfig
 from workers.models.slots import WeightSlot
 
 Slots = Iterator[tuple[str, WeightSlot]]
+Sum = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ModelBatch(Protocol):
@@ -79,11 +80,11 @@ class Qwen3MoeForCausalLM:
     def forward(self, batch: ModelBatch) -> torch.Tensor:
         """hidden_TD after the last layer, before the final norm; after `attention.plan(batch)`."""
         rotation_T1d = self._rope_table.index_select(0, batch.positions).unsqueeze(1)
-        x_TD = torch.embedding(self.embed_VD, batch.input_ids)
+        x_TD, delta_TD = torch.embedding(self.embed_VD, batch.input_ids), None
         for attention, mlp in self.layers:
-            x_TD = attention.forward(x_TD, rotation_T1d)
-            x_TD = mlp.forward(x_TD, batch.num_tokens)
-        return x_TD
+            x_TD, delta_TD = attention.forward(x_TD, delta_TD, rotation_T1d)
+            x_TD, delta_TD = mlp.forward(x_TD, delta_TD, batch.num_tokens)
+        return x_TD if delta_TD is None else x_TD.add_(delta_TD)
 
     def compute_logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """float32 [L, V] from rows of forward's result; the final norm runs on these rows only."""
@@ -122,7 +123,10 @@ def _norm_slot(norm: RMSNorm) -> WeightSlot:
 
 
 class AttentionBlock:
-    """x + o_proj(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v of norm(x)."""
+    """x + o_proj(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v of norm(x).
+
+    A block takes and returns a sum in two parts, (x, delta or None): the next block's norm adds them on its way.
+    """
 
     def __init__(self, make: _Maker, kernels: Kernels, layer: int):
         config = self.config = make.config
@@ -140,19 +144,32 @@ class AttentionBlock:
         self.o_DQ = make.empty(config.hidden_size, config.q_size)
         self.o_bias_D = make.empty(config.hidden_size) if config.attention_bias else None
 
-    def forward(self, x_TD: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
-        """x_TD plus attention, a new tensor."""
-        qkv_TQ = linear(self.input_norm(x_TD), self.qkv_QD, self.qkv_bias_Q)
-        qkv_TNd = qkv_TQ.view(self.qkv_view)
+    def forward(
+        self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, rotation_T1d: torch.Tensor
+    ) -> Sum:
+        """x_TD is overwritten."""
+        x_TD, h_TD = self.input_norm.add(x_TD, delta_TD)
+        qkv_TQ = linear(h_TD, self.qkv_QD, self.qkv_bias_Q)
+        o_TQ = self._attend(qkv_TQ.view(self.qkv_view), rotation_T1d).flatten(1)
+        if self.input_norm.triton is not None:
+            return x_TD, linear(o_TQ, self.o_DQ, self.o_bias_D)
+        out_TD = linear(o_TQ, self.o_DQ, x_TD)
+        return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
+
+    def _attend(self, qkv_TNd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
+        if self.attention.fuses_qk_norm:
+            norm, layer = self.qk_norm, self.layer
+            q_THd = self.attention.norm_rotate_store(
+                qkv_TNd, norm.weight, norm.eps, rotation_T1d, layer
+            )
+            return self.attention.attend(q_THd, layer)
         qk_TNd = norm_and_rotate(self.qk_norm, qkv_TNd[:, : self.num_qk_heads], rotation_T1d)
-        o_THd = self.attention(
+        return self.attention(
             qk_TNd[:, : self.num_heads],
             qk_TNd[:, self.num_heads :],
             qkv_TNd[:, self.num_qk_heads :],
             self.layer,
         )
-        out_TD = linear(o_THd.flatten(1), self.o_DQ, x_TD)
-        return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D)
 
     def weight_slots(self) -> Slots:
         """Slots by disk name below the layer's prefix."""
@@ -183,10 +200,11 @@ class MlpBlock:
         self.w13_2ID = make.empty(2 * width, dim)
         self.w2_DI = make.empty(dim, width)
 
-    def forward(self, x_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """x_TD plus the MLP, a new tensor. Padding rows are computed and ignored."""
-        gate_TI, up_TI = linear(self.norm(x_TD), self.w13_2ID).chunk(2, dim=-1)
-        return linear(F.silu(gate_TI).mul_(up_TI), self.w2_DI, x_TD)
+    def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, num_tokens: int) -> Sum:
+        """Padding rows are computed and ignored."""
+        x_TD, h_TD = self.norm.add(x_TD, delta_TD)
+        gate_TI, up_TI = linear(h_TD, self.w13_2ID).chunk(2, dim=-1)
+        return linear(F.silu(gate_TI).mul_(up_TI), self.w2_DI, x_TD), None
 
     def weight_slots(self) -> Slots:
         """Slots by disk name below the layer's prefix."""
@@ -214,9 +232,9 @@ class MoeBlock:
         )
         self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
 
-    def forward(self, x_TD: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """x_TD plus the experts, in place. Every rank comes here in every step, tokens or not."""
-        h_TD = self.norm(x_TD)
+    def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, num_tokens: int) -> Sum:
+        """Every rank comes here in every step, tokens or not. x_TD is overwritten."""
+        x_TD, h_TD = self.norm.add(x_TD, delta_TD)
         topk_idx_TK, topk_weights_TK = route_tokens(
             h_TD,
             self.router_ED,
@@ -228,7 +246,7 @@ class MoeBlock:
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)
         y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
-        return x_TD.add_(self.all2all.combine(y_RD, expert_input.handle).wait())
+        return x_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 
     def weight_slots(self) -> Slots:
         """Slots by disk name below the layer's prefix, for this rank's experts."""

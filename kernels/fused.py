@@ -1,0 +1,36 @@
+"""What stands between matrix products on GPUs, each one Triton kernel where torch has three to six.
+
+Measured on an H200 for 128 rows of a model of hidden size 2048, 36 heads of 128 and 128 experts (us, torch / fused):
+residual add and norm 5.2 / 2.3, norm of heads and rotary embedding 17.7 / 2.7, choice of experts 18.7 / 2.9.
+Knows nothing of layers or requests.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+Tensors = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class FusedKernels:
+    """Functions of `kernels/triton`, which say what they take and return."""
+
+    add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], torch.Tensor]
+    norm_rotate: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
+    route_top_k: Callable[[torch.Tensor, int, bool, int | torch.Tensor], Tensors]
+
+
+@functools.cache
+def fused_kernels(device_type: str) -> FusedKernels | None:
+    """The kernels where they can run, else None: the caller has torch's operators."""
+    if device_type != "cuda" or find_spec("triton") is None:
+        return None
+    from kernels.triton.norm import add_rms_norm
+    from kernels.triton.qk_rope import norm_rotate
+    from kernels.triton.route import route_top_k
+
+    return FusedKernels(add_rms_norm, norm_rotate, route_top_k)

@@ -1,0 +1,87 @@
+"""Triton kernel that chooses each token's experts: k best logits and their weights. T tokens, E experts, K chosen."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_top_k(
+    logits_ptr,
+    num_tokens,
+    num_tokens_ptr,
+    ids_ptr,
+    weights_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)
+    inside = expert < NUM_EXPERTS
+    logit = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=inside, other=float("-inf")).to(
+        tl.float32
+    )
+    # Logit and id in one integer that sorts like (logit, -id): one reduction finds both, ties go to the lower id, and a
+    # NaN sorts as a number, so an id is always one of an expert.
+    bits = logit.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    key = (order << 32) | (BLOCK_E - 1 - expert).to(tl.int64)
+    lowest: tl.constexpr = -(2**63)
+    key = tl.where(inside, key, lowest)
+    choice = tl.arange(0, BLOCK_K)
+    best_keys = tl.full((BLOCK_K,), lowest, tl.int64)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key)
+        best_keys = tl.where(choice == k, best, best_keys)
+        key = tl.where(key == best, lowest, key)
+    ids = BLOCK_E - 1 - (best_keys & 0xFFFFFFFF)
+    best_order = (best_keys >> 32).to(tl.int32)
+    best_bits = tl.where(best_order < 0, best_order ^ 0x7FFFFFFF, best_order)
+    chosen = choice < TOP_K
+    best_logit = tl.where(chosen, best_bits.to(tl.float32, bitcast=True), float("-inf"))
+    top = tl.max(best_logit)
+    weights = tl.exp(best_logit - top)
+    total = tl.sum(weights)
+    if not RENORMALISE:
+        total = tl.sum(tl.exp(logit - top))
+    weights = weights / total
+    if ON_DEVICE:
+        num_tokens = tl.load(num_tokens_ptr)
+    ids = tl.where(token < num_tokens, ids, -1)
+    tl.store(ids_ptr + token * TOP_K + choice, ids, mask=chosen)
+    tl.store(weights_ptr + token * TOP_K + choice, weights, mask=chosen)
+
+
+def route_top_k(
+    logits_TE: torch.Tensor, top_k: int, renormalise: bool, num_tokens: int | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_idx int64 [T, K], best first, and their softmax float32 [T, K], over the K best or over all.
+
+    logits of any floating dtype, contiguous. Rows from num_tokens on get ids of -1; num_tokens may be an integer tensor
+    [1] on the device, so that a captured graph reads it anew at each replay.
+    """
+    num_rows, num_experts = logits_TE.shape
+    assert logits_TE.is_contiguous()
+    ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64, device=logits_TE.device)
+    weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits_TE.device)
+    on_device = isinstance(num_tokens, torch.Tensor)
+    if num_rows:
+        _route_top_k[(num_rows,)](
+            logits_TE,
+            0 if on_device else num_tokens,
+            num_tokens if on_device else ids_TK,
+            ids_TK,
+            weights_TK,
+            NUM_EXPERTS=num_experts,
+            TOP_K=top_k,
+            BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_K=triton.next_power_of_2(top_k),
+            RENORMALISE=renormalise,
+            ON_DEVICE=on_device,
+            num_warps=1,
+        )
+    return ids_TK, weights_TK
