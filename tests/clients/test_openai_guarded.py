@@ -12,7 +12,7 @@ from tests.serve.server import Server, running
 from workers.checkpoint import CHAT_TEMPLATE
 
 KEY = "a-key-of-the-guarded-server"
-TIMEOUT_S = 2.5
+TIMEOUT_S = 1.5
 # As Qwen's templates do it: the prompt opens a thought or closes it, or leaves that to the model.
 THINKING = (
     "{%- if add_generation_prompt and enable_thinking is defined %}"
@@ -68,8 +68,8 @@ def test_too_many_at_once(guarded):
         async with openai.AsyncOpenAI(
             base_url=f"{guarded.url}/v1", api_key=KEY, max_retries=retries
         ) as many:
-            body = completion_body("x", max_tokens=24, extra_body={"ignore_eos": True})
-            calls = (many.completions.create(**body) for _ in range(24))
+            body = completion_body("x", max_tokens=12, extra_body={"ignore_eos": True})
+            calls = (many.completions.create(**body) for _ in range(12))
             return await asyncio.gather(*calls, return_exceptions=True)
 
     answers = asyncio.run(ask(0))
@@ -79,7 +79,7 @@ def test_too_many_at_once(guarded):
         assert isinstance(error, openai.RateLimitError) and error.code == "overloaded"
         assert int(error.response.headers["retry-after"]) >= 1
     answers = asyncio.run(ask(12))
-    assert {answer.usage.completion_tokens for answer in answers} == {24}
+    assert {answer.usage.completion_tokens for answer in answers} == {12}
     assert len({answer.choices[0].text for answer in answers}) == 1
     guarded.wait_free()
 
