@@ -18,7 +18,6 @@ class DeviceRouting:
 
     place_NK   place of each (row, expert) pair, -1 if its expert is not local
     row_R      row at each place; undefined at places that hold none
-    expert_R   local expert at each place, -1 at places that hold none; only where alignment > 1
     starts_e   first place of each expert, a multiple of `alignment`
     ends_e     end of each expert's rows
     offs_e     how many rows this expert and those before it have
@@ -27,7 +26,6 @@ class DeviceRouting:
 
     place_NK: torch.Tensor
     row_R: torch.Tensor
-    expert_R: torch.Tensor | None
     starts_e: torch.Tensor
     ends_e: torch.Tensor
     offs_e: torch.Tensor
@@ -60,16 +58,12 @@ def route_on_device(
     if num_places:
         from kernels.triton.place_pairs import place_pairs
 
-        place_NK, row_R, expert_R, bounds_3e = place_pairs(
-            topk_idx_NK, experts, num_places, alignment
-        )
+        place_NK, row_R, bounds_3e = place_pairs(topk_idx_NK, experts, num_places, alignment)
     else:
         place_NK = torch.full_like(topk_idx_NK, -1, dtype=torch.int32).contiguous()
-        row_R = place_NK.new_empty(0)
-        expert_R = row_R if alignment > 1 else None
-        bounds_3e = place_NK.new_zeros(3, num_local)
+        row_R, bounds_3e = place_NK.new_empty(0), place_NK.new_zeros(3, num_local)
     expected = max(1, topk_idx_NK.numel() * num_local // max(1, num_experts))
-    return DeviceRouting(place_NK, row_R, expert_R, *bounds_3e.unbind(0), alignment, expected)
+    return DeviceRouting(place_NK, row_R, *bounds_3e.unbind(0), alignment, expected)
 
 
 def routing_in_order(offs_e: torch.Tensor, num_places: int) -> DeviceRouting:
@@ -77,5 +71,5 @@ def routing_in_order(offs_e: torch.Tensor, num_places: int) -> DeviceRouting:
     row_R = torch.arange(num_places, dtype=torch.int32, device=offs_e.device)
     starts_e = F.pad(offs_e[:-1], (1, 0)) if len(offs_e) else offs_e
     return DeviceRouting(
-        row_R.unsqueeze(1), row_R, None, starts_e, offs_e, offs_e, alignment=1, expected=num_places
+        row_R.unsqueeze(1), row_R, starts_e, offs_e, offs_e, alignment=1, expected=num_places
     )

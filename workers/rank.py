@@ -91,6 +91,7 @@ class Rank:
             rank=self.rank,
             progress=progress,
         )
+        self.model.finish_loading()
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Size and allocate the KV cache, warm up together with all ranks, and make the engine."""

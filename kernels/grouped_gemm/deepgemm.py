@@ -93,9 +93,9 @@ class DeepGemm(GroupedGemm):
         x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
         if not routing.num_places:
             return torch.empty_like(x_ND[:0])
-        h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.expert_R)
+        h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.ends_e)
         activated = self._activate(h_R2I.unsqueeze(0), routing.ends_e[num_experts - 1 :])
-        return self._contiguous(_first(activated), w2_eDI, routing.expert_R)
+        return self._contiguous(_first(activated), w2_eDI, routing.ends_e)
 
     def call_masked(self, masked: MaskedInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
         """y_eMD in bfloat16; rows from counts_e on are undefined."""
@@ -109,9 +109,11 @@ class DeepGemm(GroupedGemm):
     def _activate(self, h_eM2I: torch.Tensor, counts_e: torch.Tensor) -> Any:
         return self._silu_mul(h_eM2I, counts_e)
 
-    def _contiguous(self, x_RD: Any, weights: Any, expert_R: torch.Tensor) -> torch.Tensor:
+    def _contiguous(self, x_RD: Any, weights: Any, ends_e: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x_RD), weights.shape[1], dtype=x_RD.dtype, device=x_RD.device)
-        self._deep_gemm.m_grouped_bf16_gemm_nt_contiguous(x_RD, weights, out, expert_R)
+        self._deep_gemm.m_grouped_bf16_gemm_nt_contiguous(
+            x_RD, weights, out, ends_e, use_psum_layout=True
+        )
         return out
 
     def _masked(self, x_eMD: Any, weights: Any, masked: MaskedInput) -> torch.Tensor:
@@ -144,12 +146,12 @@ class DeepGemmFp8(DeepGemm):
         routing = expert_input.places()
         return self._scatter(expert_input.x_RD, routing.place_NK, routing.num_places)
 
-    def _contiguous(self, x_RD: Any, weights: BlockWeights, expert_R: torch.Tensor) -> torch.Tensor:
+    def _contiguous(self, x_RD: Any, weights: BlockWeights, ends_e: torch.Tensor) -> torch.Tensor:
         rows = x_RD[0]
         shape = (len(rows), weights.values.shape[1])
         out = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
         self._deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-            x_RD, (weights.values, weights.scales), out, expert_R
+            x_RD, (weights.values, weights.scales), out, ends_e, use_psum_layout=True
         )
         return out
 

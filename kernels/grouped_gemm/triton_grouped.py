@@ -51,12 +51,10 @@ class TritonGroupedGemm(GroupedGemm):
             tile = TileShape(16, 32, 32, num_warps=4, num_stages=2)
             return tile, tile
         mean = routing.expected / max(1, len(routing.ends_e))
-        rows = next((size for size, most in ((16, 10), (32, 20), (64, 44)) if mean <= most), 128)
-        if rows < 128:
-            return (
-                TileShape(
-                    rows, 64, 128, num_warps=4, num_stages=3, programs_per_sm=1 + (rows < 64)
-                ),
-                TileShape(rows, 64, 128, num_warps=4, num_stages=4, programs_per_sm=2),
-            )
-        return TileShape(128, 128, 64, 8, 3), TileShape(128, 128, 64, 8, 4)
+        if mean <= 10:
+            return TileShape(16, 64, 128, 4, 3, 2), TileShape(16, 64, 128, 4, 3, 3)
+        if mean <= 48:
+            return TileShape(64, 64, 64, 4, 3, 3), TileShape(64, 64, 128, 4, 3, 2)
+        if mean <= 96:
+            return TileShape(64, 64, 64, 4, 3, 3), TileShape(128, 128, 64, 4, 3, 2)
+        return TileShape(128, 64, 64, 4, 3, 2), TileShape(128, 128, 64, 4, 3, 2)

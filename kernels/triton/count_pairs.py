@@ -1,4 +1,4 @@
-"""How many (row, expert) pairs of each chunk go to each local expert: first pass of `place_pairs`.
+"""How many (row, expert) pairs of each chunk go to each local expert: what `place_pairs` needs first if they are many.
 
 N rows, K experts per row, e local experts, C chunks of pairs.
 """

@@ -1,7 +1,7 @@
 """One product of rows with their experts' weights, persistent: each program takes tile after tile.
 
-Weights come by the tensor memory accelerator where there is one; rows are read where they lie, through
-an index or in order. With GATED the weights hold gate rows, then up rows, and the result is
+Weights come by the tensor memory accelerator where there is one, and so do rows that are in order; others
+are read where they lie, through an index. With GATED the weights hold gate rows, then up rows, and the result is
 silu(gate) * up, so that the two never reach memory.
 
 W output columns (half of an expert's weight rows where GATED), D input columns, e local experts, R places.
@@ -45,12 +45,16 @@ def _find_tile(row_tile, starts, ends, TILE_R: tl.constexpr):
 
 @triton.jit
 def _multiply(
+    x,
     x_at,
+    start,
+    inside,
     weights,
     weight_row,
     up_row,
     depth,
     GATED: tl.constexpr,
+    INDEXED: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -58,17 +62,18 @@ def _multiply(
     TILE_D: tl.constexpr,
 ):
     """float32 [TILE_W, TILE_R]: weights @ x.T, or silu(gate @ x.T) * (up @ x.T)."""
-    inputs = tl.arange(0, TILE_D)
+    inputs = tl.arange(0, TILE_D)[None, :]
     out = tl.zeros((TILE_W, TILE_R), tl.float32)
     up = tl.zeros((TILE_W, TILE_R), tl.float32)
     for d in range(0, depth, TILE_D):
-        if EVEN:  # noqa: SIM108 - decided while compiling
-            x = tl.load(x_at + d)
+        if INDEXED:
+            mask = inside[:, None] if EVEN else inside[:, None] & (inputs < depth - d)
+            tile = tl.load(x_at + d, mask=mask, other=0)
         else:
-            x = tl.load(x_at + d, mask=inputs[None, :] < depth - d, other=0)
-        out = tl.dot(weights.load([weight_row, d]), x.T, out, input_precision=PRECISION)
+            tile = x.load([start, d])
+        out = tl.dot(weights.load([weight_row, d]), tile.T, out, input_precision=PRECISION)
         if GATED:
-            up = tl.dot(weights.load([up_row, d]), x.T, up, input_precision=PRECISION)
+            up = tl.dot(weights.load([up_row, d]), tile.T, up, input_precision=PRECISION)
     if GATED:
         out = out * tl.sigmoid(out) * up
     return out
@@ -76,6 +81,7 @@ def _multiply(
 
 @triton.jit
 def grouped_gemm_kernel(
+    x,
     x_ptr,
     x_stride,
     row_ptr,
@@ -95,7 +101,7 @@ def grouped_gemm_kernel(
     TILE_W: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """out[place] = x[row of place] @ weights[expert of place].T, tile by tile.
+    """out[place] = x[row of place] @ weights[expert of place].T, tile by tile; `x` and `weights` are descriptors.
 
     Rows are the narrow side of the tensor cores' instruction (products are computed transposed), so
     that a decode's few rows per expert waste little.
@@ -105,19 +111,19 @@ def grouped_gemm_kernel(
     ends = tl.load(ends_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     column_tiles = tl.cdiv(width, TILE_W)
     num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+    # Merging the loops loads the next tile's first rows early; rows through an index cannot be.
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=not INDEXED):
         expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
         column = tile % column_tiles * TILE_W
         places = start + tl.arange(0, TILE_R)
-        if INDEXED:  # noqa: SIM108
-            rows = tl.load(row_ptr + places, mask=places < end, other=0)
-        else:
-            rows = tl.minimum(places, end - 1)
-        x_at = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, TILE_D)[None, :]
+        x_at = x_ptr + tl.zeros((TILE_R, TILE_D), tl.int64)
+        if INDEXED:
+            rows = tl.load(row_ptr + places, mask=places < end, other=0).to(tl.int64)
+            x_at = x_ptr + rows[:, None] * x_stride + tl.arange(0, TILE_D)[None, :]
         weight_row = expert * (width * 2 if GATED else width) + column
         out = _multiply(
-            *(x_at, weights, weight_row, weight_row + width, depth),
-            *(GATED, EVEN, PRECISION, TILE_R, TILE_W, TILE_D),
+            *(x, x_at, start, places < end, weights, weight_row, weight_row + width, depth),
+            *(GATED, INDEXED, EVEN, PRECISION, TILE_R, TILE_W, TILE_D),
         )
         columns = column + tl.arange(0, TILE_W)
         out_at = out_ptr + places.to(tl.int64)[:, None] * width + columns[None, :]
@@ -149,14 +155,17 @@ def grouped_gemm(
     out_RW = torch.empty(num_places, width, dtype=x.dtype, device=x.device)
     if not num_places or not num_experts:
         return out_RW
-    flat = weights.view(-1, depth)
-    descriptor = TensorDescriptor.from_tensor(flat, [tile.columns, tile.depth])
+    weight_tiles = TensorDescriptor.from_tensor(weights.view(-1, depth), [tile.columns, tile.depth])
+    x_tiles = weight_tiles
+    if row_R is None:
+        x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
     most_tiles = (num_places // tile.rows + num_experts) * triton.cdiv(width, tile.columns)
     grouped_gemm_kernel[(min(num_sms * tile.programs_per_sm, most_tiles),)](
+        x_tiles,
         x,
         x.stride(0),
         x if row_R is None else row_R,
-        descriptor,
+        weight_tiles,
         starts_e,
         ends_e,
         out_RW,

@@ -53,7 +53,11 @@ def test_two_ranks_over_nccl(name: str):
     sixteen_bit = {f"{label}-bf16": _bf16(case) for label, case in cases.items()}
     pool = RankPool(2)
     try:
-        for gemm, drawn in (("reference", cases), ("triton", cases), ("torch_grouped", sixteen_bit)):
+        for gemm, drawn in (
+            ("reference", cases),
+            ("triton", cases),
+            ("torch_grouped", sixteen_bit),
+        ):
             args = (name, gemm, drawn, "cuda")
             pool.run(run_cases, 2, *args, backend="nccl", timeout_s=120)
     finally:

@@ -9,7 +9,7 @@ small model is bound by Python and operator overhead. Run inside `torch.inferenc
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -89,6 +89,12 @@ class Qwen3MoeForCausalLM:
     def compute_logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
         """float32 [L, V] from rows of forward's result; the final norm runs on these rows only."""
         return linear(self.norm(hidden_LD), self.lm_head_VD).float()
+
+    def finish_loading(self) -> None:
+        """Once all slots are filled: bring the experts' weights into the form that their product wants."""
+        for _, mlp in self.layers:
+            if isinstance(mlp, MoeBlock):
+                mlp.finish_loading()
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         """Disk name -> where its values go, for every tensor that this rank holds."""
@@ -231,6 +237,11 @@ class MoeBlock:
             self.grouped_gemm.empty_weights, num_local, device=make.device, dtype=make.dtype
         )
         self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
+        self.expert_weights: tuple[Any, Any] = self.w13_e2ID, self.w2_eDI
+
+    def finish_loading(self) -> None:
+        self.expert_weights = self.grouped_gemm.prepare(self.w13_e2ID, self.w2_eDI)
+        del self.w13_e2ID, self.w2_eDI
 
     def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, num_tokens: int) -> Sum:
         """Every rank comes here in every step, tokens or not. x_TD is overwritten."""
@@ -245,7 +256,7 @@ class MoeBlock:
         expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)
-        y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
+        y_RD = self.grouped_gemm(expert_input, *self.expert_weights)
         return x_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 
     def weight_slots(self) -> Slots:
