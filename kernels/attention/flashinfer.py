@@ -2,7 +2,7 @@
 
 Decodes run on its tensor-core decode, which keeps the query heads that share a KV head in one tile; other sequences on
 its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere). The block table becomes flashinfer's list of pages on the
-device, so a plan waits for nothing. Decodes can also be planned for a CUDA graph: `reserve_graphs` once, then
+device, so a plan waits for nothing. Decodes can also be planned for CUDA graphs: `reserve_graphs` once, then
 `plan_graph` before the capture and before each replay of a size.
 
 T tokens, H query heads, h KV heads, d head dim, B sequences.
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
+from kernels.attention.flashinfer_decodes import Decodes, GraphBuffers, Pages, chunk_pages
 
 MIN_VERSION = (0, 6, 6)
 MIN_CAPABILITY = (8, 0)
@@ -31,8 +32,9 @@ DECODE_TILES = (16, 64, 128)
 PREFILL_TILE = 128
 # Blocks a multiprocessor that flashinfer aims at when it splits long sequences.
 BLOCKS_PER_SM = 2
-# Of a graph's schedule; some 30 bytes a row are used.
-SCHEDULE_BYTES = 2**20
+# For partial results of sequences that are cut, at least.
+WORKSPACE_BYTES = 128 * 2**20
+ALIGNMENT_BYTES = 2**16
 
 
 def flashinfer_missing(device: torch.device) -> str | None:
@@ -88,8 +90,8 @@ class FlashInferAttention(Attention):
         self._flashinfer: Any = flashinfer
         self._list_pages, self._store_kv = list_pages, store_kv
         self._norm_rotate_store = norm_rotate_store
-        self._num_rows = self._num_tokens = self._num_decodes = 0
-        self._graph_rows: int | None = None
+        self._num_tokens = self._num_decodes = 0
+        self._graph: tuple[int, bool] | None = None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Also compiles flashinfer's kernels, where this machine has not done so before (minutes)."""
@@ -100,28 +102,34 @@ class FlashInferAttention(Attention):
         self._device, self._dtype = cache.device, cache.dtype
         self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
         properties = torch.cuda.get_device_properties(self._device)
-        self._splits = BLOCKS_PER_SM * properties.multi_processor_count // self.spec.num_kv_heads
+        num_sms = properties.multi_processor_count
+        self._num_blocks = BLOCKS_PER_SM * num_sms // self.spec.num_kv_heads
         hopper = properties.major == 9
-        tile = max(_decode_tile(self.spec), 0 if hopper else PREFILL_TILE)
-        workspace = self._empty_workspace(self._splits, tile)
-        decode = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        prefill_bytes = 0 if hopper else self._num_blocks * self._chunk_bytes(PREFILL_TILE)
+        decode_bytes = self._num_blocks * self._chunk_bytes(_decode_tile(self.spec))
+        size = max(prefill_bytes, decode_bytes, WORKSPACE_BYTES) + ALIGNMENT_BYTES
+        workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._max_chunks = (size - ALIGNMENT_BYTES) // self._chunk_bytes(_decode_tile(self.spec))
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, use_tensor_cores=True
         )
-        self._decode = _Decodes(decode, self._flashinfer.fast_decode_plan)
+        self._decode = Decodes(wrapper, self._flashinfer.fast_decode_plan)
         self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, backend="fa3" if hopper else "fa2"
         )
         self._planned = torch.cuda.Event()
-        self._graphs: dict[int, _Decodes] = {}
+        self._graphs: dict[tuple[int, bool], Decodes] = {}
         self._compile()
 
     def _compile(self) -> None:
         """Plan one token both ways, each in a thread: what is missing is compiled side by side."""
-        pages = _Pages(np.ones(1, dtype=np.int32), self.spec.block_size)
+        pages = Pages(np.ones(1, dtype=np.int32), self.spec.block_size)
         pages.ship(torch.zeros(1, dtype=torch.int32, device=self._device))
 
+        inference = torch.is_inference_mode_enabled()
+
         def plan(decodes: bool) -> None:
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self._device), torch.inference_mode(inference):
                 if decodes:
                     self._plan_decodes(pages, 1)
                 else:
@@ -132,14 +140,14 @@ class FlashInferAttention(Attention):
         torch.cuda.synchronize(self._device)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._graph_rows = None
+        self._graph = None
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
         self._slots = batch.slot_mapping
         if not batch.num_seqs:
             return
         # Schedules travel from pinned memory that this plan overwrites.
         self._planned.synchronize()
-        pages = _Pages(batch.seq_lens_cpu, self.spec.block_size)
+        pages = Pages(batch.seq_lens_cpu, self.spec.block_size)
         pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
         self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages)
         if batch.num_decodes:
@@ -148,10 +156,12 @@ class FlashInferAttention(Attention):
             self._plan_extends(pages, batch.num_decodes, batch.query_start_loc_cpu)
         self._planned.record()
 
-    def _plan_decodes(self, pages: "_Pages", num_decodes: int) -> None:
-        self._decode.plan(pages, num_decodes, *self._shape(), **self._types())
+    def _plan_decodes(self, pages: Pages, num_decodes: int) -> None:
+        num_pages = np.diff(pages.starts_cpu.numpy()[: num_decodes + 1])
+        chunk = chunk_pages(num_pages, num_decodes, self._max_chunks, self._num_blocks)
+        self._decode.plan(pages, num_decodes, chunk, *self._shape(), **self._types())
 
-    def _plan_extends(self, pages: "_Pages", first: int, query_start_loc: np.ndarray) -> None:
+    def _plan_extends(self, pages: Pages, first: int, query_start_loc: np.ndarray) -> None:
         """Sequences from `first` on, the earlier ones having a token each."""
         first_page = int(pages.starts_cpu[first])
         self._prefill.plan(
@@ -192,9 +202,9 @@ class FlashInferAttention(Attention):
     def attend(self, q_THd: torch.Tensor, layer: int) -> torch.Tensor:
         caches = self._layers[layer]
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
-        if self._graph_rows is not None:
-            assert len(q_THd) == self._graph_rows, (len(q_THd), self._graph_rows)
-            return self._graphs[self._graph_rows].wrapper.run(q_THd, caches, out=out_THd)
+        if self._graph is not None:
+            assert len(q_THd) == self._graph[0], (len(q_THd), self._graph)
+            return self._graphs[self._graph].wrapper.run(q_THd, caches, out=out_THd)
         split, end = self._num_decodes, self._num_tokens
         if split:
             self._decode.wrapper.run(q_THd[:split], caches, out=out_THd[:split])
@@ -207,130 +217,56 @@ class FlashInferAttention(Attention):
     def reserve_graphs(self, max_rows: int, max_blocks: int) -> None:
         """Buffers for graphs of up to `max_rows` decodes of up to `max_blocks` blocks each; before any capture."""
         assert not self._graphs, "captured graphs point into the buffers there are"
-        spec, tile = self.spec, _decode_tile(self.spec)
-        # flashinfer's bound on the tiles of a graph's rows, which does not know that each has one token
-        num_tiles = -(-max_rows * (spec.num_heads // spec.num_kv_heads) // tile) + max_rows
-        workspace = self._empty_workspace(max(num_tiles, self._splits), tile)
-        self._buffers = _GraphBuffers(max_rows, max_rows * max_blocks, workspace)
+        max_chunks = max(self._graph_chunks(max_rows), self._num_blocks)
+        size = max_chunks * self._chunk_bytes(_decode_tile(self.spec)) + ALIGNMENT_BYTES
+        workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._buffers = GraphBuffers(max_rows, max_rows * max_blocks, workspace)
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int) -> None:
+    def graph_forms(self, num_rows: int) -> tuple[bool, ...]:
+        """What `cuts` to capture a graph of this size with. One that cuts no sequence is a little faster."""
+        return (True,) if num_rows < self._num_blocks else (False, True)
+
+    def graph_cuts(self, batch: AttentionBatch, num_rows: int) -> bool:
+        """Which of the forms serves this batch better: whether some sequence is much longer than the others."""
+        num_pages = -(-batch.seq_lens_cpu // self.spec.block_size)
+        return num_rows < self._num_blocks or self._graph_chunk(num_pages, num_rows) is not None
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, cuts: bool = True) -> None:
         """Plan decodes for a graph of `num_rows` rows, of which the batch may leave the last ones empty.
 
-        Every address and launch shape is that of the graph's capture; K and V of empty rows go nowhere, their output
-        is zero.
+        Every address and launch shape is that of the capture with the same two arguments. K and V of empty rows go
+        nowhere, their output is zero.
         """
         assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
         self._planned.synchronize()
-        buffers = self._buffers
-        if num_rows not in self._graphs:
-            wrapper = buffers.wrapper(self._flashinfer, num_rows)
-            self._graphs[num_rows] = _Decodes(wrapper, self._flashinfer.fast_decode_plan)
-        self._graph_rows, self._slots = num_rows, buffers.slots[:num_rows]
-        pages = _Pages(batch.seq_lens_cpu, self.spec.block_size, num_rows)
+        buffers, key = self._buffers, (num_rows, cuts)
+        if key not in self._graphs:
+            self._graphs[key] = buffers.decodes(self._flashinfer, num_rows, cuts)
+        self._graph, self._slots = key, buffers.slots[:num_rows]
+        pages = Pages(batch.seq_lens_cpu, self.spec.block_size, num_rows)
         assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
         pages.ship(buffers.pages, buffers.lengths)
         table = batch.block_table[: batch.num_seqs]
         self._list_pages(table, pages.starts, pages.pages, batch.slot_mapping, self._slots)
-        self._graphs[num_rows].plan(pages, num_rows, *self._shape(), **self._types())
+        chunk = None
+        if cuts:
+            chunk = self._graph_chunk(np.diff(pages.starts_cpu.numpy()), num_rows)
+        self._graphs[key].plan(pages, num_rows, chunk, *self._shape(), **self._types())
         self._planned.record()
 
-    def _empty_workspace(self, num_splits: int, tile: int) -> torch.Tensor:
-        """Partial results of sequences that are split: float32 [splits, tile, H, d + 1], and some slack."""
+    def _graph_chunk(self, num_pages: np.ndarray, num_rows: int) -> int | None:
+        max_chunks = self._graph_chunks(num_rows)
+        return chunk_pages(num_pages, num_rows, max_chunks, self._num_blocks)
+
+    def _graph_chunks(self, num_rows: int) -> int:
+        """flashinfer's bound on the chunks of a graph's rows."""
         spec = self.spec
-        num_bytes = num_splits * tile * spec.num_heads * (spec.head_dim + 1) * 4 + 2**20
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        group = spec.num_heads // spec.num_kv_heads
+        return -(-num_rows * group // _decode_tile(spec)) + num_rows - 1
 
-
-class _Pages:
-    """Which pages each sequence has, as flashinfer reads it, on the host and (after `ship`) on the device.
-
-    starts     int32 [R + 1]  where each sequence's entries of `pages` start; rows without a sequence have none
-    last_lens  int32 [R]      tokens in each one's last page
-    pages      int32 [>= total]
-    """
-
-    def __init__(self, seq_lens_cpu: np.ndarray, block_size: int, num_rows: int | None = None):
-        num_seqs = len(seq_lens_cpu)
-        self.num_rows = num_seqs if num_rows is None else num_rows
-        num_pages = -(-seq_lens_cpu // block_size)
-        lengths = np.zeros(2 * self.num_rows + 1, np.int32)
-        starts, last_lens = lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
-        np.cumsum(num_pages, out=starts[1 : num_seqs + 1])
-        starts[num_seqs + 1 :] = starts[num_seqs]
-        last_lens[:num_seqs] = seq_lens_cpu - (num_pages - 1) * block_size
-        self.total = int(starts[-1])
-        self._lengths_cpu = torch.from_numpy(lengths)
-        self.starts_cpu, self.last_lens_cpu = self._halves(self._lengths_cpu)
-
-    def ship(self, pages: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-        """Start the copy to the device: into `lengths` [>= 2R + 1], or new tensors. `pages` is still to be filled."""
-        count = 2 * self.num_rows + 1
-        if lengths is None:
-            lengths = torch.empty(count, dtype=torch.int32, device=pages.device)
-        lengths[:count].copy_(self._lengths_cpu, non_blocking=True)
-        self.pages = pages
-        self.starts, self.last_lens = self._halves(lengths[:count])
-
-    def _halves(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
-
-
-class _Decodes:
-    """A decode wrapper of flashinfer and how it is planned."""
-
-    def __init__(self, wrapper: Any, fast_plan: Any):
-        self.wrapper = wrapper
-        self._fast_plan, self._planned = fast_plan, False
-
-    def plan(self, pages: _Pages, num_decodes: int, *shape: int, **types: Any) -> None:
-        """The first `num_decodes` rows; those of a graph are as many as it was made for."""
-        starts_cpu = pages.starts_cpu[: num_decodes + 1]
-        last_lens_cpu = pages.last_lens_cpu[:num_decodes]
-        used = pages.pages[: int(starts_cpu[-1])]
-        if not self._planned:
-            self.wrapper.plan(starts_cpu, used, last_lens_cpu, *shape, **types)
-            self._planned = True
-            return
-        # The wrapper's own plan looks at each length in Python, 2 us each. This one leaves copies to the device to us.
-        starts, last_lens = pages.starts[: num_decodes + 1], pages.last_lens[:num_decodes]
-        self._fast_plan(
-            self.wrapper,
-            starts,
-            used,
-            last_lens_cpu,
-            *shape,
-            global_override_indptr_cpu=starts_cpu,
-            **types,
-        )
-        self.wrapper._paged_kv_last_page_len_buf = last_lens
-
-
-class _GraphBuffers:
-    """What all graphs of decodes read, at fixed addresses. Graphs run one after the other, so they share it."""
-
-    def __init__(self, max_rows: int, max_pages: int, workspace: torch.Tensor):
-        def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=workspace.device)
-
-        self.lengths = zeros(2 * max_rows + 1, torch.int32)
-        self.pages = zeros(max_pages, torch.int32)
-        self.slots = zeros(max_rows, torch.int64)
-        self._workspace = workspace
-        self._schedule = zeros(SCHEDULE_BYTES, torch.uint8)
-
-    def wrapper(self, flashinfer: Any, num_rows: int) -> Any:
-        """A wrapper for graphs of `num_rows` rows; its pinned memory is its own."""
-        lengths = self.lengths[: 2 * num_rows + 1]
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=lengths[: num_rows + 1],
-            paged_kv_indices_buffer=self.pages,
-            paged_kv_last_page_len_buffer=lengths[num_rows + 1 :],
-        )
-        wrapper.reset_workspace_buffer(self._workspace, self._schedule)
-        return wrapper
+    def _chunk_bytes(self, tile: int) -> int:
+        """Partial results of a chunk as flashinfer counts them: float32 [tile, H, d + 1]."""
+        return 4 * tile * self.spec.num_heads * (self.spec.head_dim + 1)
 
 
 def _decode_tile(spec: AttentionSpec) -> int:

@@ -1,0 +1,137 @@
+"""How decodes are planned for flashinfer: their pages, how long sequences are cut, fixed addresses for graphs.
+
+flashinfer's schedule cuts sequences into chunks that blocks of threads work on side by side. Left to itself it cuts
+only where there are fewer sequences than blocks, so of 128 sequences two of 32768 tokens make the others of 512 wait:
+456 us, where chunks of twice the mean length take 93 (H200, Qwen3-30B-A3B's shapes).
+
+R rows, a decode each; of a graph the last ones may be empty.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+# Of a graph's schedule; some 30 bytes a row are used.
+SCHEDULE_BYTES = 2**20
+
+
+class Pages:
+    """Which pages each sequence has, as flashinfer reads it, on the host and (after `ship`) on the device.
+
+    starts     int32 [R + 1]  where each sequence's entries of `pages` start; rows without a sequence have none
+    last_lens  int32 [R]      tokens in each one's last page
+    pages      int32 [>= total]
+    """
+
+    def __init__(self, seq_lens_cpu: np.ndarray, block_size: int, num_rows: int | None = None):
+        num_seqs = len(seq_lens_cpu)
+        self.num_rows = num_seqs if num_rows is None else num_rows
+        num_pages = -(-seq_lens_cpu // block_size)
+        lengths = np.zeros(2 * self.num_rows + 1, np.int32)
+        starts, last_lens = lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
+        np.cumsum(num_pages, out=starts[1 : num_seqs + 1])
+        starts[num_seqs + 1 :] = starts[num_seqs]
+        last_lens[:num_seqs] = seq_lens_cpu - (num_pages - 1) * block_size
+        self.total = int(starts[-1])
+        self._lengths_cpu = torch.from_numpy(lengths)
+        self.starts_cpu, self.last_lens_cpu = self._halves(self._lengths_cpu)
+
+    def ship(self, pages: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
+        """Start the copy to the device: into `lengths` [>= 2R + 1], or new tensors. `pages` is still to be filled."""
+        count = 2 * self.num_rows + 1
+        if lengths is None:
+            lengths = torch.empty(count, dtype=torch.int32, device=pages.device)
+        lengths[:count].copy_(self._lengths_cpu, non_blocking=True)
+        self.pages = pages
+        self.starts, self.last_lens = self._halves(lengths[:count])
+
+    def _halves(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return lengths[: self.num_rows + 1], lengths[self.num_rows + 1 :]
+
+
+def chunk_pages(
+    num_pages: np.ndarray, num_rows: int, max_chunks: int, num_blocks: int
+) -> int | None:
+    """The longest chunk, in pages, if long sequences are to be cut so that there are at most `max_chunks`.
+
+    None where none is longer, and where flashinfer's own cut, into up to `num_blocks` chunks, is finer. num_pages int
+    [up to R]; a row has a chunk also when it is empty.
+    """
+    max_chunks = min(max_chunks, num_rows + num_rows // 2)
+    if max_chunks <= max(num_blocks, num_rows):
+        return None
+    chunk = -(-int(num_pages.sum()) // (max_chunks - num_rows))
+    return chunk if int(num_pages.max(initial=0)) > chunk else None
+
+
+class Decodes:
+    """A decode wrapper of flashinfer and how it is planned.
+
+    cuts false: no sequence is cut, ever. Then each row has one chunk and the launch depends on their number alone, so
+    that a wrapper that was not made for graphs can be captured. One that was made for them merges chunks in every
+    call, which costs 5 to 8 us.
+    """
+
+    def __init__(self, wrapper: Any, fast_plan: Any, *, cuts: bool = True):
+        self.wrapper = wrapper
+        self._fast_plan, self._cuts = fast_plan, cuts
+        self._planned = False
+        self._row_starts: torch.Tensor | None = None
+
+    def plan(
+        self, pages: Pages, num_rows: int, chunk: int | None, *shape: int, **types: Any
+    ) -> None:
+        """The first `num_rows` rows; `chunk` as of `chunk_pages`."""
+        starts_cpu = pages.starts_cpu[: num_rows + 1]
+        last_lens_cpu = pages.last_lens_cpu[:num_rows]
+        used = pages.pages[: int(starts_cpu[-1])]
+        options = {"fixed_split_size": chunk, "disable_split_kv": not self._cuts, **types}
+        if not self._planned:
+            self.wrapper.plan(starts_cpu, used, last_lens_cpu, *shape, **options)
+            self._planned = True
+        # The wrapper's own plan looks at each length in Python, 2 us each. This one leaves copies to the device to us.
+        starts, last_lens = pages.starts[: num_rows + 1], pages.last_lens[:num_rows]
+        self._fast_plan(
+            self.wrapper,
+            starts,
+            used,
+            last_lens_cpu,
+            *shape,
+            global_override_indptr_cpu=starts_cpu,
+            **options,
+        )
+        self.wrapper._paged_kv_last_page_len_buf = last_lens
+        if not self._cuts:
+            # A new copy in each plan, of which a graph may hold on to the first one only.
+            if self._row_starts is None:
+                self._row_starts = self.wrapper._qo_indptr_buf
+            self.wrapper._qo_indptr_buf = self._row_starts
+
+
+class GraphBuffers:
+    """What all graphs of decodes read, at fixed addresses. Graphs run one after the other, so they share it."""
+
+    def __init__(self, max_rows: int, max_pages: int, workspace: torch.Tensor):
+        def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=workspace.device)
+
+        self.lengths = zeros(2 * max_rows + 1, torch.int32)
+        self.pages = zeros(max_pages, torch.int32)
+        self.slots = zeros(max_rows, torch.int64)
+        self._workspace = workspace
+        self._schedule = zeros(SCHEDULE_BYTES, torch.uint8)
+
+    def decodes(self, flashinfer: Any, num_rows: int, cuts: bool) -> Decodes:
+        """For graphs of `num_rows` rows; only its pinned memory is its own."""
+        lengths = self.lengths[: 2 * num_rows + 1]
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            use_cuda_graph=cuts,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=lengths[: num_rows + 1],
+            paged_kv_indices_buffer=self.pages,
+            paged_kv_last_page_len_buffer=lengths[num_rows + 1 :],
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._schedule)
+        return Decodes(wrapper, flashinfer.fast_decode_plan, cuts=cuts)

@@ -1,0 +1,104 @@
+"""What of flashinfer's backend needs no GPU: lists of pages, where long sequences are cut, why it cannot run."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.attention import flashinfer
+from kernels.attention.flashinfer_decodes import Pages, chunk_pages
+
+
+@given(
+    st.lists(st.integers(1, 5000), max_size=90),
+    st.integers(0, 40),
+    st.integers(1, 66),
+    st.integers(0, 200),
+)
+@settings(max_examples=300, deadline=None)
+def test_chunks_never_exceed_their_bound(
+    blocks: list[int], empty: int, num_blocks: int, max_chunks: int
+):
+    num_pages, num_rows = np.array(blocks, dtype=np.int32), len(blocks) + empty
+    chunk = chunk_pages(num_pages, num_rows, max_chunks, num_blocks)
+    if chunk is not None:
+        assert 1 <= chunk < num_pages.max()
+        assert (-(-num_pages // chunk)).sum() + empty <= max_chunks
+
+
+def test_only_long_sequences_among_many_are_cut():
+    many, few = np.array([32] * 126 + [2048] * 2), np.array([32] * 6 + [2048])
+    assert chunk_pages(many, 128, 191, 66) == -(-many.sum() // 63)
+    assert chunk_pages(many, 128, 128, 66) is None
+    assert chunk_pages(np.array([90] * 126 + [128] * 2), 128, 191, 66) is None
+    assert chunk_pages(few, 7, 13, 66) is None
+
+
+def test_pages_of_rows_with_and_without_a_sequence():
+    lens = np.array([16, 17, 1], dtype=np.int32)
+    pages = Pages(lens, 16)
+    assert pages.starts_cpu.tolist() == [0, 1, 3, 4] and pages.last_lens_cpu.tolist() == [16, 1, 1]
+    padded = Pages(lens, 16, 5)
+    assert padded.starts_cpu.tolist() == [0, 1, 3, 4, 4, 4]
+    assert padded.last_lens_cpu.tolist() == [16, 1, 1, 0, 0]
+    buffer = torch.full((20,), 9, dtype=torch.int32)
+    padded.ship(torch.empty(4), buffer)
+    assert padded.starts.data_ptr() == buffer.data_ptr()
+    assert torch.equal(padded.starts, padded.starts_cpu) and buffer[11:].unique().tolist() == [9]
+    assert torch.equal(padded.last_lens, padded.last_lens_cpu)
+
+
+@pytest.fixture
+def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """A machine on which it runs; change an entry to break it."""
+    machine = {
+        "version": "0.6.6",
+        "capability": (9, 0),
+        "packages": {"triton", "tvm_ffi"},
+        "nvcc": "nvcc",
+    }
+
+    def version(name: str) -> str:
+        if machine["version"] is None:
+            raise flashinfer.PackageNotFoundError(name)
+        return machine["version"]
+
+    monkeypatch.setattr(flashinfer, "version", version)
+    monkeypatch.setattr(
+        flashinfer, "find_spec", lambda name: name if name in machine["packages"] else None
+    )
+    monkeypatch.setattr(flashinfer, "_nvcc", lambda: machine["nvcc"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine["capability"])
+    return machine
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("version", None, "flashinfer-python is not installed, 0.6.6 or newer"),
+        ("version", "0.6.5.post1", "flashinfer-python 0.6.5.post1 is installed, 0.6.6 or newer"),
+        ("version", "0.5.9", "0.6.6 or newer is needed"),
+        ("capability", (7, 5), "needs compute capability 8.0, found 7.5"),
+        ("packages", {"tvm_ffi"}, "triton is not installed"),
+        ("packages", {"triton"}, "tvm_ffi is not installed"),
+        ("nvcc", None, "no nvcc was found"),
+    ],
+)
+def test_what_is_missing_is_named(gpu_machine: dict, key: str, value: object, says: str):
+    device = torch.device("cuda")
+    assert flashinfer.flashinfer_missing(device) is None
+    gpu_machine[key] = value
+    assert says in str(flashinfer.flashinfer_missing(device))
+
+
+def test_kernels_compiled_ahead_need_no_compiler(gpu_machine: dict):
+    gpu_machine |= {"nvcc": None, "packages": {"triton", "tvm_ffi", "flashinfer_jit_cache"}}
+    assert flashinfer.flashinfer_missing(torch.device("cuda")) is None
+
+
+def test_shapes():
+    assert flashinfer.shape_obstacle(torch.bfloat16, 128) is None
+    assert flashinfer.shape_obstacle(torch.float16, None) is None
+    assert "model.dtype is float32" in str(flashinfer.shape_obstacle(torch.float32, 128))
+    assert "64, 128, 256, the model's is 96" in str(flashinfer.shape_obstacle(torch.bfloat16, 96))
