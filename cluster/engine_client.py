@@ -1,4 +1,4 @@
-"""All ranks as one ingress sees them: one submit a request, one long stream from each rank.
+"""All ranks as one ingress sees them: one message a request, one long stream from each rank.
 
 Implements `cluster.api.backend.EngineBackend`. Knows nothing of HTTP.
 """
@@ -19,6 +19,7 @@ from cluster.config import PhalanxConfig
 from cluster.errors import EngineDeadError
 from cluster.metrics_snapshot import Snapshot
 from cluster.router import Router
+from workers.inbox import InboxSender
 from workers.request import EngineRequest, RequestOutput, SamplingParams, expected_output, merge
 from workers.token_stream import TokenReceiver
 
@@ -66,6 +67,7 @@ class EngineClient:
         self._failure: str | None = "the ranks are starting"
         self._tasks: list[asyncio.Task[None]] = []
         self._ranks: list[ray.actor.ActorHandle] = []
+        self._inboxes: list[InboxSender] = []
         self._receiver: TokenReceiver | None = None  # until connected
         self.metrics_source: Callable[[], Snapshot] = dict
         """Gives what this ingress has counted; the owner sets it."""
@@ -95,7 +97,8 @@ class EngineClient:
         self._receiver = TokenReceiver(ray.util.get_node_ip_address())
         self._receiver.listen(self._deliver)
         address = self._receiver.address
-        await _gather(rank.open_stream.remote(self._ingress_id, address) for rank in self._ranks)
+        opened = (rank.open_stream.remote(self._ingress_id, address) for rank in self._ranks)
+        self._inboxes = [InboxSender(inbox) for inbox in await _gather(opened)]
         self._failure = None
         watches = [self._watch(rank) for rank in range(len(self._ranks))]
         self._tasks = [asyncio.create_task(job) for job in (self._beat(), *watches)]
@@ -118,8 +121,7 @@ class EngineClient:
         entry = self._open[request_id] = _Open(rank, num_tokens)
         finished = False
         try:
-            # Not awaited: a rank that cannot take it has ended, and then its stream ends too.
-            self._ranks[rank].submit.remote(
+            self._inboxes[rank].submit(
                 EngineRequest(
                     request_id=request_id,
                     ingress_id=self._ingress_id,
@@ -144,7 +146,7 @@ class EngineClient:
         """End a request wherever it is; ids that are not open are ignored."""
         entry = self._open.get(request_id)
         if entry is not None and self._failure is None:
-            self._ranks[entry.rank].abort.remote(request_id)
+            self._inboxes[entry.rank].abort(request_id)
 
     def health(self) -> tuple[bool, str]:
         """(ready, why not)."""
@@ -178,6 +180,8 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for inbox in self._inboxes:
+            inbox.close()
         if self._receiver is not None:
             self._receiver.close()
 

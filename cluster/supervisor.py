@@ -23,6 +23,7 @@ from cluster.metrics_snapshot import Snapshot, SnapshotTotals
 from workers.actor import RankActor
 from workers.log import set_up_logging
 from workers.rank_info import RankInfo, Rendezvous
+from workers.secure_socket import StreamAddress
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Supervisor:
         self._status = GroupStatus()
         self._placement_group: PlacementGroup | None = None
         self._ranks: list[ray.actor.ActorHandle] = []
+        self._inboxes: list[StreamAddress] = []
         self._leases: dict[str, float] = {}
         self._metrics = SnapshotTotals()
         self._drain_timeout_s = 0.0
@@ -179,7 +181,8 @@ class Supervisor:
         rendezvous = Rendezvous(host, port, name, self._status.epoch)
         await self._stage("group", self._all("join_group", rendezvous, timeout_s))
         await self._stage("weights", self._all("load"))
-        peers = [[peer for peer in self._ranks if peer is not rank] for rank in self._ranks]
+        inboxes = self._inboxes
+        peers = [inboxes[:rank] + inboxes[rank + 1 :] for rank in range(config.num_ranks)]
         started = [
             rank.start.remote(others) for rank, others in zip(self._ranks, peers, strict=True)
         ]
@@ -213,6 +216,7 @@ class Supervisor:
 
     async def _locate(self) -> None:
         described = await self._all("describe")
+        self._inboxes = [facts["inbox"] for facts in described]
         self._status.locations = [
             placement.RankLocation(
                 rank, facts["node_id"], facts["host"], facts["pid"], tuple(facts["gpu_ids"])

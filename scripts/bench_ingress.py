@@ -7,6 +7,7 @@ engine stands a thread that gives every open request a token at a fixed pace. Us
 import asyncio
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from cluster.config import PhalanxConfig, load_config
 from cluster.ingress import Ingress
 from cluster.serve import RAY_ENVIRONMENT
 from workers.actor import RankActor
+from workers.inbox import Inbox
 from workers.open_requests import OpenRequests
 from workers.rank_info import RankInfo
 from workers.request import EngineRequest, RequestOutput
@@ -99,6 +101,8 @@ class PacedRankActor(RankActor):
         engine = PacedEngine(self._publish, step_s)
         self._rank = SimpleNamespace(rank=rank, engine=engine)
         self._done = None
+        self._inbox = Inbox(ray.util.get_node_ip_address())
+        self._inbox.deliver_to(engine)
 
     async def set_step(self, step_s: float) -> None:
         """From now on a token each `step_s` seconds."""
@@ -146,6 +150,13 @@ def start(config: PhalanxConfig, step_s: float) -> None:
     serve.run(app, name=config.serve.app_name, route_prefix="/")
 
 
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def load(url: str, *, requests: int, output_tokens: int, rounds: int) -> dict[str, Any]:
     """The median figures of `phalanx bench` against the endpoint."""
     with tempfile.TemporaryDirectory() as folder:
@@ -181,9 +192,9 @@ def main(
     output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at each pace.")] = 3,
     ranks: Annotated[int, typer.Option(min=1, help="Paced ranks.")] = 1,
-    port: Annotated[int, typer.Option(help="Where the ingress listens.")] = 8123,
 ) -> None:
     """Stream 32 answers at once through one ingress replica, at several paces of the ranks."""
+    port = free_port()
     sets = [f"cluster.ranks={ranks}", f"serve.port={port}", "cluster.device=cpu"]
     config = load_config(ROOT / "configs" / "local.yaml", sets)
     start(config, STEPS_MS[0] / 1e3)

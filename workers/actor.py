@@ -13,11 +13,13 @@ from typing import Any
 import ray
 
 from workers.config import RankConfig
+from workers.inbox import Inbox, InboxSender
 from workers.log import set_up_logging
 from workers.rank_info import RankInfo, Rendezvous
-from workers.request import EngineRequest, RequestOutput
+from workers.request import RequestOutput
+from workers.secure_socket import StreamAddress
 from workers.stats_line import INTERVAL_S, stats_fields, stats_line
-from workers.token_stream import StreamAddress, TokenSender
+from workers.token_stream import TokenSender
 
 logger = logging.getLogger(__name__)
 
@@ -36,19 +38,21 @@ class RankActor:
         self._rank = Rank(rank, config)
         self._store: Any = None
         self._progress = (0, 0)
-        self._peers: list[ray.actor.ActorHandle] = []
+        self._inbox = Inbox(ray.util.get_node_ip_address())
+        self._peers: list[InboxSender] = []
         self._senders: dict[str, TokenSender] = {}
         self._done: asyncio.Future[None] | None = None
         self._info: dict[str, Any] = {}
         self._logging: asyncio.Task[None] | None = None
 
     async def describe(self) -> dict[str, Any]:
-        """Where this rank is: node id, address, process, GPUs."""
+        """Where this rank is: node id, address, process, GPUs; and its inbox."""
         return {
             "node_id": ray.get_runtime_context().get_node_id(),
             "host": ray.util.get_node_ip_address(),
             "pid": os.getpid(),
             "gpu_ids": ray.get_gpu_ids(),
+            "inbox": self._inbox.address,
         }
 
     async def host_rendezvous(self) -> tuple[str, int]:
@@ -70,9 +74,9 @@ class RankActor:
         """Bytes of weights read, and in all."""
         return self._progress
 
-    async def start(self, peers: list[ray.actor.ActorHandle]) -> RankInfo:
-        """Collective: allocate the cache, warm up, start the step loop. `peers` are the other ranks."""
-        self._peers = peers
+    async def start(self, peers: list[StreamAddress]) -> RankInfo:
+        """Collective: allocate the cache, warm up, start the step loop. `peers` are the other ranks' inboxes."""
+        self._peers = [InboxSender(address) for address in peers]
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         info = await asyncio.to_thread(self._rank.start_engine, self._publish, self._wake_peers)
@@ -82,6 +86,7 @@ class RankActor:
             "max_model_len": info.max_model_len,
             **info.backends,
         }
+        self._inbox.deliver_to(self._engine)
         self._logging = asyncio.create_task(self._log_stats())
         threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
         return info
@@ -91,21 +96,10 @@ class RankActor:
         assert self._done is not None, "start() comes first"
         await asyncio.shield(self._done)
 
-    async def submit(self, request: EngineRequest) -> None:
-        """Queue a request; its tokens leave by the stream of its ingress."""
-        self._engine.submit(request)
-
-    async def abort(self, request_id: str) -> None:
-        """Forget a request."""
-        self._engine.abort(request_id)
-
-    async def wake(self, step: int) -> None:
-        """A peer goes to exchange number `step`."""
-        self._engine.wake(step)
-
-    async def open_stream(self, ingress_id: str, address: StreamAddress) -> None:
-        """Send the outputs of this ingress's requests there, one message a step."""
+    async def open_stream(self, ingress_id: str, address: StreamAddress) -> StreamAddress:
+        """Send the outputs of this ingress's requests there, one message a step. Requests go to the inbox, returned."""
         self._senders[ingress_id] = TokenSender(address)
+        return self._inbox.address
 
     async def close_ingress(self, ingress_id: str) -> None:
         """An ingress is gone: forget its requests and its stream."""
@@ -144,7 +138,7 @@ class RankActor:
 
     def _wake_peers(self, step: int) -> None:
         for peer in self._peers:
-            peer.wake.remote(step)
+            peer.wake(step)
 
     def _publish(self, ingress_id: str, outputs: list[RequestOutput]) -> None:
         """Called by the step loop; an ingress that is gone has no sender."""

@@ -1,32 +1,23 @@
 """The stream of new tokens from a rank to an ingress: one small message a step, sent from the step loop itself.
 
 ZeroMQ over TCP: sending eight outputs costs the step loop 32 us and never blocks. As an item of a Ray generator the
-same message took 1.2 ms of a step, since the actor's event loop holds the interpreter lock for it. Encrypted (CURVE):
-only who was given the ingress's key through Ray can connect.
+same message took 1.2 ms of a step, since the actor's event loop holds the interpreter lock for it.
 """
 
 import asyncio
 import json
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from workers.request import RequestOutput, RequestTimes, TokenLogprobs
+from workers.secure_socket import StreamAddress, connect, listen
 
 MAX_MESSAGES_AT_ONCE = 64
 _NOTHING = (None, None, 0, None)  # what hardly any output has
 POLLIN = int(zmq.POLLIN)  # its enum takes 10 us for an `&`
-
-
-@dataclass(frozen=True)
-class StreamAddress:
-    """Where an ingress listens, and its public key."""
-
-    endpoint: str
-    key: bytes
 
 
 class TokenSender:
@@ -34,13 +25,7 @@ class TokenSender:
 
     def __init__(self, address: StreamAddress):
         self._lock = threading.Lock()
-        self._socket = zmq.Context.instance().socket(zmq.PUSH)
-        # What an ingress has not read yet waits here; an ingress that dies is closed by the supervisor.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
-        self._socket.curve_serverkey = address.key
-        self._socket.connect(address.endpoint)
+        self._socket = connect(address)
 
     def send(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
         """Queue one message; after `close` it is dropped, nobody listens any more.
@@ -64,17 +49,7 @@ class TokenReceiver:
 
     def __init__(self, host: str):
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        public, secret = zmq.curve_keypair()
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = public, secret
-        if ":" in host:
-            self._socket.setsockopt(zmq.IPV6, 1)
-            host = f"[{host}]"
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.address = StreamAddress(f"tcp://{host}:{port}", public)
+        self._socket, self.address = listen(self._context, host)
         self._loop: asyncio.AbstractEventLoop | None = None  # until `listen`
 
     def listen(self, deliver: Callable[[int, int, list[RequestOutput]], None]) -> None:

@@ -7,7 +7,8 @@ import pytest
 import zmq
 
 from workers.request import RequestOutput, RequestTimes, TokenLogprobs, merge
-from workers.token_stream import MAX_MESSAGES_AT_ONCE, StreamAddress, TokenReceiver, TokenSender
+from workers.secure_socket import StreamAddress
+from workers.token_stream import MAX_MESSAGES_AT_ONCE, TokenReceiver, TokenSender
 
 
 class Inbox:
