@@ -157,34 +157,44 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def load(url: str, *, requests: int, output_tokens: int, rounds: int) -> dict[str, Any]:
-    """The median figures of `phalanx bench` against the endpoint."""
+def load(url: str, output_tokens: int, rounds: int, *how: str) -> dict[str, Any]:
+    """The median figures of `phalanx bench` against the endpoint; `how` says how many requests, and when."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, "-m", "cluster.cli", "bench", "--url", url]
-        command += ["--requests", str(requests), "--concurrency", str(CONNECTIONS)]
-        command += ["--input-len", "64", "--output-len", str(output_tokens)]
+        command += ["--input-len", "64", "--output-len", str(output_tokens), *how]
         command += ["--repeats", str(rounds), "--output", str(output)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE)
-        return json.loads(output.read_text())["servers"][0]["median"]
-
-
-def measure(
-    url: str, ranks: list["ray.actor.ActorHandle"], step_ms: float, rounds: int
-) -> dict[str, Any]:
-    """Streams over all connections at one pace of the ranks."""
-    step_s = step_ms / 1e3
-    ray.get([rank.set_step.remote(step_s) for rank in ranks])
-    output_tokens = min(2000, int(SECONDS / step_s))
-    figures = load(url, requests=2 * CONNECTIONS, output_tokens=output_tokens, rounds=rounds)
+        figures = json.loads(output.read_text())["servers"][0]["median"]
     assert not figures["errors"], figures["errors"]
+    return figures
+
+
+def measure_rate(url: str, step_s: float, rounds: int) -> dict[str, Any]:
+    """Streams over all connections at one pace of the ranks."""
+    step_ms = round(step_s * 1e3, 3)
+    output_tokens = min(2000, int(SECONDS / step_s))
+    count = ["--requests", str(2 * CONNECTIONS), "--concurrency", str(CONNECTIONS)]
+    figures = load(url, output_tokens, rounds, *count)
     return {
         "step_ms": step_ms,
         "offered_tokens_per_s": round(CONNECTIONS / step_s),
         "output_tokens_per_s": figures["output_tokens_per_s"],
         "tokens_per_chunk": round(figures["output_tokens"] / figures["chunks"], 2),
-        "first_token_ms": figures["ttft_ms"],
         "client_us_per_chunk": figures["client_us_per_chunk"],
+    }
+
+
+def measure_first_token(url: str, step_s: float, rounds: int) -> dict[str, Any]:
+    """Time to the first token, which the ranks give at once, of requests that come one by one among 32 streams."""
+    output_tokens = int(SECONDS / step_s)
+    rate = CONNECTIONS / (output_tokens * step_s)
+    figures = load(url, output_tokens, rounds, "--requests", "128", "--request-rate", f"{rate:.3f}")
+    return {
+        "step_ms": step_s * 1e3,
+        "requests_per_s": round(rate, 2),
+        "most_in_flight": figures["max_in_flight"],
+        "first_token_ms": figures["ttft_ms"],
     }
 
 
@@ -200,18 +210,24 @@ def main(
     start(config, STEPS_MS[0] / 1e3)
     owner = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
     actors = ray.get(owner.ranks.remote())
+    url = f"http://127.0.0.1:{port}"
     report = {
         "hardware": machine.hardware(),
         "versions": machine.versions(),
         "connections": CONNECTIONS,
         "ranks": ranks,
-        "paces": [measure(f"http://127.0.0.1:{port}", actors, ms, rounds) for ms in STEPS_MS],
+        "first_token": measure_first_token(url, STEPS_MS[0] / 1e3, rounds),
+        "paces": [],
     }
-    for pace in report["paces"]:
+    found = report["first_token"]
+    print(f"first token after {found['first_token_ms']} ms, {found['most_in_flight']} in flight")
+    for step_ms in STEPS_MS:
+        ray.get([rank.set_step.remote(step_ms / 1e3) for rank in actors])
+        pace = measure_rate(url, step_ms / 1e3, rounds)
+        report["paces"].append(pace)
         print(
             f"a token each {pace['step_ms']:g} ms, {pace['offered_tokens_per_s']:,} tok/s offered: "
-            f"{pace['output_tokens_per_s']:,.0f} tok/s, {pace['tokens_per_chunk']} tokens a chunk, "
-            f"first token after {pace['first_token_ms']['p50']} ms (p50)"
+            f"{pace['output_tokens_per_s']:,.0f} tok/s, {pace['tokens_per_chunk']} tokens a chunk"
         )
     output.write_text(json.dumps(report, indent=1) + "\n")
     print(f"wrote {output}")
