@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kernels.all2all.local import LocalAllToAll
-from kernels.attention.base import AttentionSpec
+from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.sdpa import SdpaAttention
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.permute import ExpertOrder
@@ -80,7 +80,14 @@ def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) 
 class OneRank:
     """A loaded model with every expert on one rank, and empty caches."""
 
-    def __init__(self, path: Path, dtype: torch.dtype = torch.float32, max_seqs: int = 8):
+    def __init__(
+        self,
+        path: Path,
+        dtype: torch.dtype = torch.float32,
+        max_seqs: int = 8,
+        device: str = "cpu",
+        backend: type[Attention] = SdpaAttention,
+    ):
         config = self.config = load_model_config(path)
         spec = AttentionSpec(
             num_heads=config.num_attention_heads,
@@ -89,21 +96,26 @@ class OneRank:
             block_size=BLOCK_SIZE,
             scale=config.head_dim**-0.5,
         )
-        self.attention = SdpaAttention(spec)
+        self.attention = backend(spec)
         blocks = (max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         self.attention.bind(
-            [torch.zeros(2, *blocks, dtype=dtype) for _ in range(config.num_hidden_layers)]
+            [
+                torch.zeros(2, *blocks, dtype=dtype, device=device)
+                for _ in range(config.num_hidden_layers)
+            ]
         )
         kernels = Kernels(
             LocalAllToAll(
-                ExpertOrder(range(config.num_experts), num_experts=config.num_experts, device="cpu")
+                ExpertOrder(
+                    range(config.num_experts), num_experts=config.num_experts, device=device
+                )
             ),
             ReferenceGroupedGemm(),
             self.attention,
         )
         placement = ExpertPlacement(config.num_experts, 1)
         self.model = Qwen3MoeForCausalLM(
-            config, kernels, placement=placement, rank=0, device="cpu", dtype=dtype
+            config, kernels, placement=placement, rank=0, device=device, dtype=dtype
         )
         load_weights(self.model, path, config=config, placement=placement, rank=0)
 
