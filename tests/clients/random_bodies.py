@@ -63,7 +63,7 @@ class Generator:
         """The next one: whole, spoiled in places, or no JSON."""
         rng = self._random
         path = rng.choices(PATHS, _WEIGHTS)[0]
-        fields = self._fields(path)
+        fields = self.sensible(path)
         fate = rng.random()
         if fate < 0.65:
             for _ in range(rng.choice((0, 0, 1, 1, 2, 4))):
@@ -77,9 +77,8 @@ class Generator:
             content = self._damage(content)
         return Body(path, content)
 
-    # Sensible bodies.
-
-    def _fields(self, path: str) -> dict[str, Any]:
+    def sensible(self, path: str) -> dict[str, Any]:
+        """A body that is mostly right: only its values may be refused, or two of them together."""
         rng = self._random
         if path == "/detokenize":
             return {"tokens": [rng.randrange(4096) for _ in range(rng.randrange(9))]}
