@@ -3,7 +3,7 @@
     python scripts/bench_gpu_attention.py [--out gpu-attention.json]
 
 Qwen3-30B-A3B's shapes in bfloat16. Times are medians, in us a layer, of CUDA graphs of CALLS calls over caches too
-large for the GPU's own cache; `sdpa`, which no graph can hold, is timed by events around the same calls.
+large for the GPU's own cache; `sdpa`, which is not made for graphs, is timed by events around the same calls.
 
 T tokens, H query heads, h KV heads, d head dim, B sequences.
 """

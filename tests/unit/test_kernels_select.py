@@ -21,6 +21,7 @@ def choose(
     capabilities: Capabilities = CPU, num_ranks: int = 2, num_nodes: int = 1, **names: Any
 ) -> select.Selection:
     shape = {key: names.pop(key, default) for key, default in SHAPE.items()}
+    shape["head_dim"] = names.pop("head_dim", None)
     config = KernelsConfig(**names)
     return select.select(config, capabilities, num_ranks=num_ranks, num_nodes=num_nodes, **shape)
 
@@ -64,6 +65,22 @@ def test_auto_grouped_gemm(capabilities: Capabilities, changes: dict, expected: 
 
 
 @pytest.mark.parametrize(
+    ("capabilities", "changes", "expected"),
+    [
+        (CPU, {}, "sdpa"),
+        (CPU, {"dtype": torch.float32}, "native"),
+        (CUDA, {}, "flashinfer"),
+        (CUDA, {"head_dim": 64}, "flashinfer"),
+        (CUDA, {"head_dim": 96}, "sdpa"),
+        (CUDA, {"dtype": torch.float32}, "sdpa"),
+        (Capabilities("cuda", {"flashinfer": "too old"}), {}, "sdpa"),
+    ],
+)
+def test_auto_attention(capabilities: Capabilities, changes: dict, expected: str):
+    assert choose(capabilities, **changes).attention.name == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "key", "says"),
     [
         ({"all2all": "local"}, "kernels.all2all", "cluster.ranks is 2.*shm"),
@@ -74,6 +91,17 @@ def test_auto_grouped_gemm(capabilities: Capabilities, changes: dict, expected: 
             {"grouped_gemm": "torch_grouped", "expert_width": 60},
             "kernels.grouped_gemm",
             "expert width 60 in bfloat16 has 120.*reference",
+        ),
+        ({"attention": "flashinfer"}, "kernels.attention", "on GPUs only.*sdpa"),
+        (
+            {"attention": "flashinfer", "capabilities": CUDA, "head_dim": 96},
+            "kernels.attention",
+            "head_dim of 64, 128, 256, the model's is 96.*sdpa",
+        ),
+        (
+            {"attention": "flashinfer", "capabilities": CUDA, "dtype": torch.float32},
+            "kernels.attention",
+            "float16 or bfloat16, model.dtype is float32.*sdpa",
         ),
         (
             {"attention": "native"},
