@@ -7,6 +7,7 @@ JSON and prints a markdown table. Run it as scripts/bench_local.
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -47,6 +48,7 @@ class Contestant:
     start_s: list[float] = field(default_factory=list)
     stop_s: list[float | None] = field(default_factory=list)
     rounds: dict[str, list[RoundResult]] = field(default_factory=dict)
+    rank_rates: list[float] = field(default_factory=list)  # tokens over time in steps, rank 0
     memory_mb: list[dict[str, float]] = field(default_factory=list)
     idle_cpu_percent: dict[str, float] = field(default_factory=dict)
 
@@ -76,7 +78,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     config.write_text(f"model: {{path: {checkpoint}}}\n", encoding="utf-8")
     loads = make_loads(options)
     contestants = make_contestants(options, config, checkpoint)
+    engine_rates: list[float] = []
     for cycle in range(options.cycles):
+        engine_rates += measure_engine(loads[SHORT], cycle, config, options.set)
         for contestant in contestants:
             measure(contestant, loads, cycle, folder / f"{cycle}-{contestant.name}.log", config)
     return {
@@ -86,6 +90,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "versions": machine.versions(),
         "loads": {name: load.__dict__ for name, load in loads.items()},
         "cycles": options.cycles,
+        "engine_alone_output_tokens_per_s": engine_rates,
         "servers": {c.name: describe(c, config) for c in contestants},
     }
 
@@ -145,7 +150,13 @@ def measure(
         for name, load in loads.items():
             if name != SHORT and contestant.settings is None:
                 continue  # its cache is sized for the short load
+            before = None if contestant.settings is None else server.first_rank()
             results = loop.run(send(load, server.url, contestant, cycle))
+            if before is not None and name == SHORT:
+                tokens, seconds = (
+                    new - old for new, old in zip(server.first_rank(), before, strict=True)
+                )
+                contestant.rank_rates.append(tokens / seconds)
             contestant.rounds.setdefault(name, []).extend(results)
             rates = ", ".join(f"{result.output_tokens_per_s:,.0f}" for result in results)
             print(f"  {name}: {rates} output tok/s", file=sys.stderr)
@@ -153,6 +164,21 @@ def measure(
                 look(server, contestant, config)
     finally:
         contestant.stop_s.append(server.stop())
+
+
+def measure_engine(load: Load, cycle: int, config: Path, sets: list[str]) -> list[float]:
+    """Output tok/s of one rank's step loop under the same load, without Ray and HTTP."""
+    print(f"cycle {cycle + 1}: the engine alone", file=sys.stderr)
+    command = [sys.executable, str(ROOT / "scripts" / "bench_engine.py"), str(config)]
+    for setting in ("cluster.device=cpu", *CACHE, *sets):
+        command += ["--set", setting]
+    for name in ("requests", "concurrency", "input_len", "output_len", "rounds"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(load, name))]
+    command += ["--seed", str(cycle)]
+    found = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
+    rates = json.loads(found.stdout.splitlines()[-1])
+    print(f"  {SHORT}: {', '.join(f'{rate:,.0f}' for rate in rates)} output tok/s", file=sys.stderr)
+    return rates
 
 
 def look(server: ServerProcess, contestant: Contestant, config: Path) -> None:
@@ -191,6 +217,7 @@ def describe(contestant: Contestant, config: Path) -> dict[str, Any]:
     }
     if contestant.settings is not None:
         description["resolved"] = resolved(PHALANX, config, contestant.settings)
+        description["rank_0_tokens_per_s_of_steps"] = contestant.rank_rates
         description["rank_memory_mb"] = contestant.memory_mb
         description["idle_cpu_percent_of_a_core"] = contestant.idle_cpu_percent
     return description
@@ -228,6 +255,13 @@ def markdown(report: dict[str, Any]) -> str:
     )
     row("Ctrl-C to end (s)", [_stop(server) for server in servers.values()])
     row("rank memory beyond weights (MB)", [_memory(server) for server in servers.values()])
+    alone = median(report["engine_alone_output_tokens_per_s"])
+    serving = median(servers["phalanx-1-rank"]["rank_0_tokens_per_s_of_steps"])
+    lines += [
+        "",
+        f"One rank's engine, {SHORT}: {alone:,.0f} output tok/s alone on the machine, "
+        f"{serving:,.0f} by the time in its steps while it serves (medians).",
+    ]
     return "\n".join(lines)
 
 

@@ -86,6 +86,12 @@ class ServerProcess:
             figures.append({key: round(value / MEGABYTE, 1) for key, value in row.items()})
         return figures
 
+    def first_rank(self) -> tuple[int, float]:
+        """Tokens that Phalanx's rank 0 has generated, and seconds it has spent in steps."""
+        with urllib.request.urlopen(f"{self.url}/ranks", timeout=10) as answer:
+            rank = json.load(answer)["ranks"][0]
+        return rank["generation_tokens"], sum(rank["step_seconds"].values())
+
     def idle_cpu_percent(self, seconds: float = 10.0) -> dict[str, float]:
         """Share of one core that the server takes with nothing to do: its ranks, and all of it."""
         before, started = self._cpu_seconds(), time.perf_counter()

@@ -1,0 +1,74 @@
+"""The step loop alone: one rank in this process, without Ray and HTTP, always as many requests in flight as asked.
+
+Prints output tok/s of each round as JSON. bench_local runs it to tell what the way to the client costs.
+"""
+
+import argparse
+import json
+import random
+import time
+
+from cluster.config import load_config, resolve_rank_config
+from workers.rank import Rank
+from workers.rank_info import Rendezvous
+from workers.request import EngineRequest, RequestOutput, SamplingParams
+
+
+class Loop:
+    """A closed loop on an engine: who is answered asks again."""
+
+    def __init__(self, rank: Rank, input_len: int, output_len: int, seed: int):
+        self._random = random.Random(seed)
+        self._input_len, self._output_len = input_len, output_len
+        self._sent = self._left = 0
+        rank.start_engine(self._on_outputs, lambda step: None)
+        self._engine = rank.engine
+
+    def run(self, requests: int, concurrency: int) -> float:
+        """Output tok/s of a round."""
+        started = time.perf_counter()
+        self._left = requests
+        for _ in range(min(concurrency, requests)):
+            self._send()
+        while self._engine.step().run:
+            pass
+        return requests * self._output_len / (time.perf_counter() - started)
+
+    def _send(self) -> None:
+        self._left -= 1
+        self._sent += 1
+        request = EngineRequest(
+            request_id=str(self._sent),
+            ingress_id="here",
+            prompt_token_ids=[self._random.randrange(256) for _ in range(self._input_len)],
+            params=SamplingParams(max_tokens=self._output_len, temperature=0.0),
+        )
+        self._engine.submit(request)
+
+    def _on_outputs(self, _ingress_id: str, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.finish_reason in (None, "length"), output
+            if output.finish_reason and self._left:
+                self._send()
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config")
+    parser.add_argument("--set", action="append", default=[])
+    for name in ("requests", "concurrency", "input-len", "output-len", "rounds", "seed"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    options = parser.parse_args()
+    config = resolve_rank_config(load_config(options.config, [*options.set, "cluster.ranks=1"]))
+    rank = Rank(0, config)
+    rank.join_group(Rendezvous("", 0, "bench-engine"), timeout_s=60)
+    rank.load()
+    loop = Loop(rank, options.input_len, options.output_len, options.seed)
+    loop.run(2 * options.concurrency, options.concurrency)  # warm-up
+    rates = [loop.run(options.requests, options.concurrency) for _ in range(options.rounds)]
+    print(json.dumps([round(rate, 1) for rate in rates]))
+
+
+if __name__ == "__main__":
+    main()
