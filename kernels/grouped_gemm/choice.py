@@ -87,10 +87,10 @@ def order(device: str) -> dict[str, str]:
     if device == "cuda":
         return {
             # docs/results/gpu-experts.md
-            "triton": "the fastest in bfloat16 on an H200 at any size of step: 91 us a layer for 998 rows, "
-            "336 us for 16,347 (deepgemm 126 and 380, torch_grouped 139 and 425)",
-            "deepgemm": "faster than torch_grouped on an H200: 126 us a layer for 998 rows against 139, "
-            "380 us for 16,347 against 425",
+            "triton": "the fastest in bfloat16 on an H200 at any size of step: 92 us a layer for 998 rows, "
+            "335 us for 16,347 (deepgemm 127 and 377, torch_grouped 137 and 424)",
+            "deepgemm": "faster than torch_grouped on an H200: 127 us a layer for 998 rows against 137, "
+            "377 us for 16,347 against 424",
             "torch_grouped": "one call for all experts",
             "reference": "a loop over experts runs everywhere",
         }

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs_kernel(
     ids_ptr,
     ids_stride,

@@ -14,11 +14,11 @@ from kernels.triton.count_pairs import count_pairs
 from kernels.triton.scan_counts import scan_counts, store_bounds
 
 # Pairs of one program, and its warps: the fastest on one H200, with 32 local experts of 128, top-8.
-ALONE = ((256, 4), (512, 4), (1024, 8), (2048, 8), (4096, 8))
+ALONE = ((256, 4), (512, 4), (1024, 4), (2048, 4), (4096, 8))
 CHUNK, CHUNK_WARPS = 2048, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def place_pairs_kernel(
     ids_ptr,
     ids_stride,
@@ -43,7 +43,14 @@ def place_pairs_kernel(
     ids_at = ids_ptr + row.to(tl.int64) * ids_stride + pairs % TOP_K
     pair_expert = tl.load(ids_at, mask=inside, other=-1).to(tl.int32) - first_expert
     local = (pair_expert >= 0) & (pair_expert < NUM_EXPERTS)
-    if ALONE:
+    mine = local & (pair_expert == expert)
+    if ALONE and ALIGNMENT == 1:
+        first = tl.sum((local & (pair_expert < expert)).to(tl.int32))
+        end = first + tl.sum(mine.to(tl.int32))
+        tl.store(bounds_ptr + expert, first)
+        tl.store(bounds_ptr + NUM_EXPERTS + expert, end)
+        tl.store(bounds_ptr + 2 * NUM_EXPERTS + expert, end)
+    elif ALONE:
         totals = tl.histogram(tl.where(local, pair_expert, NUM_EXPERTS), BINS)
         if expert == 0:
             store_bounds(bounds_ptr, totals, NUM_EXPERTS, BINS, ALIGNMENT)
@@ -51,7 +58,6 @@ def place_pairs_kernel(
         first = tl.sum(tl.where(tl.arange(0, BINS) < expert, taken, 0))
     else:
         first = tl.load(bounds_ptr + expert) + tl.load(before_ptr + chunk * BINS + expert)
-    mine = local & (pair_expert == expert)
     place = first + tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(place_ptr + pairs, place, mask=mine)
     tl.store(row_ptr + place, row, mask=mine)

@@ -25,7 +25,7 @@ def store_bounds(
     tl.store(bounds_ptr + 2 * NUM_EXPERTS + experts, tl.cumsum(totals, 0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def scan_counts_kernel(
     counts_ptr,
     bounds_ptr,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_group"])
 def silu_mul_kernel(h_ptr, counts_ptr, out_ptr, rows_per_group, width, BLOCK: tl.constexpr):
     """One row: gate in the first half of h's row, up in the second."""
     row, group = tl.program_id(0), tl.program_id(1)

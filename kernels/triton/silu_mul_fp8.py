@@ -11,7 +11,7 @@ import triton.language as tl
 from kernels.triton.fp8 import GROUP, quantise
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_group"])
 def silu_mul_fp8_kernel(
     h_ptr,
     counts_ptr,
