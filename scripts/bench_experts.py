@@ -7,12 +7,14 @@ weights take turns, so that none is found in the cache. Nothing is exchanged: `r
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -165,11 +167,19 @@ def report(args: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "commit": commit,
         "hardware": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "versions": versions(),
         "shape": shape,
         "ceilings": {"memory_bytes_per_s": MEMORY, "bf16_flops": BF16, "fp8_flops": FP8},
         "backends": results,
     }
+
+
+def versions() -> dict[str, str]:
+    found = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    for package in ("triton", "sgl-deep-gemm"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 if __name__ == "__main__":
