@@ -101,25 +101,26 @@ def _start_ray(config: PhalanxConfig) -> None:
     logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
     import ray
 
-    if config.cluster.ray_address is not None:
+    address = config.cluster.ray_address
+    options: dict[str, Any] = {}
+    if address is None:
+        options = {
+            # A rank takes one of these whatever the machine has; they are bookkeeping, not a limit.
+            "num_cpus": max(os.cpu_count() or 1, config.cluster.ranks + config.serve.replicas + 1),
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+    try:
         ray.init(
-            config.cluster.ray_address,
+            address or "local",
             namespace="phalanx",
             logging_level=logging.WARNING,
             log_to_driver=True,
+            **options,
         )
-        show_logs(config.serve.log_format)
-        return
-    ray.init(
-        "local",
-        namespace="phalanx",
-        # A rank takes one of these whatever the machine has; they are bookkeeping, not a limit.
-        num_cpus=max(os.cpu_count() or 1, config.cluster.ranks + config.serve.replicas + 1),
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        logging_level=logging.WARNING,
-        log_to_driver=True,
-    )
+    except Exception as error:  # Ray's own are bare Exceptions, for a slow machine too
+        where = f"join Ray at {address}" if address else "start a local Ray"
+        raise ServerError(f"cannot {where}: {error}") from error
     show_logs(config.serve.log_format)
 
 

@@ -1,6 +1,7 @@
 """The `phalanx` command: output, messages and exit codes. Serving itself is tested in tests/serve."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,30 @@ def test_serve_says_when_the_server_fails(yaml_path: Path, monkeypatch: pytest.M
     assert result.exit_code == 1
     assert "error: port 8000 is taken" in result.stderr
     assert seen[0].serve.port == 1234
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([], "cannot start a local Ray: the raylet is slow"),
+        (["--set", "cluster.ray_address=auto"], "cannot join Ray at auto: the raylet is slow"),
+    ],
+)
+def test_serve_says_when_ray_does_not_start(
+    yaml_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], says: str
+) -> None:
+    import ray
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Exception("the raylet is slow")
+
+    monkeypatch.setattr(ray, "init", fail)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    result = run("serve", yaml_path, "--set", f"serve.port={port}", *settings)
+    assert result.exit_code == 1
+    assert f"error: {says}" in " ".join(result.stderr.split())
 
 
 def test_make_checkpoint(tmp_path: Path) -> None:
