@@ -7,7 +7,6 @@ engine stands a thread that gives every open request a token at a fixed pace. Us
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Annotated, Any
 
 import ray
 import typer
+from bench_servers import ROOT, free_port
 from ray import serve
 
 from cluster import supervisor
@@ -34,7 +34,6 @@ from workers.rank_info import RankInfo
 from workers.request import EngineRequest, RequestOutput
 from workers.stats import EngineStats
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "ingress.json"
 CONNECTIONS = 32
 STEPS_MS = (20.0, 4.0, 2.0, 1.0, 0.7)  # with 32 connections: 1,600 to 45,700 tok/s
@@ -148,13 +147,6 @@ def start(config: PhalanxConfig, step_s: float) -> None:
     serve.start(proxy_location="Disabled")
     app = Ingress.options(num_replicas=1).bind(config, listen=True, api_key_digests=())
     serve.run(app, name=config.serve.app_name, route_prefix="/")
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def load(url: str, output_tokens: int, rounds: int, *how: str) -> dict[str, Any]:

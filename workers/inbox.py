@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import zmq
 
 from workers.request import EngineRequest, SamplingParams
-from workers.secure_socket import StreamAddress, connect, listen
+from workers.secure_socket import Sender, StreamAddress, listen
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,7 @@ class InboxSender:
     """One sender's end. `close` may be called from another thread than the others."""
 
     def __init__(self, address: StreamAddress):
-        self._lock = threading.Lock()
-        self._socket = connect(address)
+        self._sender = Sender(address)
 
     def submit(self, request: EngineRequest) -> None:
         """Run this request; its tokens leave by the stream of its ingress."""
@@ -51,14 +50,10 @@ class InboxSender:
 
     def close(self) -> None:
         """Drop what is queued and disconnect."""
-        with self._lock:
-            self._socket.close()
+        self._sender.close()
 
     def _send(self, kind: str, value: Any) -> None:
-        message = json.dumps((kind, value), default=list).encode()  # a set is a list
-        with self._lock:
-            if not self._socket.closed:
-                self._socket.send(message, zmq.NOBLOCK)
+        self._sender.send(json.dumps((kind, value), default=list).encode())  # a set is a list
 
 
 class Inbox:

@@ -3,6 +3,7 @@
 The end that listens makes a key; only who was given it, through Ray, can connect. Knows nothing of what is sent.
 """
 
+import threading
 from dataclasses import dataclass
 
 import zmq
@@ -29,8 +30,27 @@ def listen(context: zmq.Context, host: str) -> tuple[zmq.Socket, StreamAddress]:
     return socket, StreamAddress(f"tcp://{host}:{port}", public)
 
 
-def connect(address: StreamAddress) -> zmq.Socket:
-    """A PUSH socket to a listener. What is sent before the connection stands waits for it."""
+class Sender:
+    """The end that sends. `send` and `close` may be called from different threads."""
+
+    def __init__(self, address: StreamAddress):
+        self._lock = threading.Lock()
+        self._socket = _connect(address)
+
+    def send(self, message: bytes) -> None:
+        """Queue a message; it waits until the connection stands. After `close` it is dropped: nobody listens."""
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.send(message, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        """Drop what is queued and disconnect."""
+        with self._lock:
+            self._socket.close()
+
+
+def _connect(address: StreamAddress) -> zmq.Socket:
+    """A PUSH socket to a listener."""
     socket = _unbounded(zmq.Context.instance().socket(zmq.PUSH))
     if "[" in address.endpoint:
         socket.setsockopt(zmq.IPV6, 1)
