@@ -1,9 +1,29 @@
 """`Pending`: the only way to the result of an exchange, the same for every backend."""
 
+import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+class _OfThread(threading.local):
+    """What a thread does before it waits."""
+
+    hand_over: Callable[[], None] | None = None
+
+
+_of_thread = _OfThread()
+
+
+def set_hand_over(hand_over: Callable[[], None] | None) -> None:
+    """From now on `wait` on this thread calls `hand_over` first, where other work can go on; None: it just waits."""
+    _of_thread.hand_over = hand_over
+
+
+def hands_over() -> bool:
+    """Whether `wait` on this thread lets other work go on first."""
+    return _of_thread.hand_over is not None
 
 
 class Pending(Generic[T]):
@@ -22,7 +42,15 @@ class Pending(Generic[T]):
         return pending
 
     def wait(self) -> T:
-        """The result; raises what the exchange raised."""
+        """The result; raises what the exchange raised. Where slices of a step alternate, the others run first."""
+        if self._finish is not None:
+            hand_over = _of_thread.hand_over
+            if hand_over is not None:
+                hand_over()
+        return self.result()
+
+    def result(self) -> T:
+        """`wait` without letting others run: for exchanges that must finish an earlier one of their own."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:

@@ -124,7 +124,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
     graph_mode = GraphMode(min(columns["graph_mode"]))
     padded = max(columns["graph_tokens"] if graph_mode else num_tokens)
     microbatch = all(columns["wants_microbatch"]) and _last_slice_has_tokens(
-        min(num_tokens), padded, config.num_microbatches
+        min(filter(None, num_tokens)), padded, config.num_microbatches
     )
     equal = config.equal_tokens or graph_mode > GraphMode.NONE or microbatch
     return StepPlan(True, tuple(num_tokens), padded if equal else 0, graph_mode, microbatch)
@@ -139,8 +139,14 @@ def _check_lockstep(columns: dict[str, list[int]]) -> None:
             raise LockstepError(f"ranks disagree on the {name}: {columns[name]} (in rank order)")
 
 
+def slice_borders(num_rows: int, num_slices: int) -> list[int]:
+    """Where a microbatched step of `num_rows` rows is cut, 0 and `num_rows` included."""
+    return [index * num_rows // num_slices for index in range(num_slices + 1)]
+
+
 def _last_slice_has_tokens(fewest: int, padded: int, num_microbatches: int) -> bool:
-    return padded // num_microbatches * (num_microbatches - 1) < fewest
+    """Of the rank with the fewest tokens among those that have any; the others run along with padding."""
+    return num_microbatches <= padded and slice_borders(padded, num_microbatches)[-2] < fewest
 
 
 def compare_settings(settings: Sequence[dict[str, object]]) -> None:

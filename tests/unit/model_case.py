@@ -104,7 +104,7 @@ class OneRank:
                 for _ in range(config.num_hidden_layers)
             ]
         )
-        kernels = Kernels(
+        kernels = self.kernels = Kernels(
             LocalAllToAll(
                 ExpertOrder(
                     range(config.num_experts), num_experts=config.num_experts, device=device

@@ -8,6 +8,7 @@ small model is bound by Python and operator overhead. Run inside `torch.inferenc
 """
 
 from collections.abc import Iterator
+from copy import copy
 from functools import partial
 from typing import Any, Protocol
 
@@ -76,6 +77,15 @@ class Qwen3MoeForCausalLM:
         )
         num_positions = max_positions or config.max_position_embeddings
         self._rope_table = build_rope_table(config, num_positions, self.device)
+
+    def with_kernels(self, kernels: Kernels) -> "Qwen3MoeForCausalLM":
+        """A view of the same weights that calls other attention and all-to-all; after `finish_loading`."""
+        view = copy(self)
+        view.layers = [
+            (attention.with_kernels(kernels), mlp.with_kernels(kernels))
+            for attention, mlp in self.layers
+        ]
+        return view
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
         """hidden_TD after the last layer, before the final norm; after `attention.plan(batch)`."""
@@ -150,6 +160,12 @@ class AttentionBlock:
         self.o_DQ = make.empty(config.hidden_size, config.q_size)
         self.o_bias_D = make.empty(config.hidden_size) if config.attention_bias else None
 
+    def with_kernels(self, kernels: Kernels) -> "AttentionBlock":
+        """The same weights, another attention."""
+        view = copy(self)
+        view.attention = kernels.attention
+        return view
+
     def forward(
         self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, rotation_T1d: torch.Tensor
     ) -> Sum:
@@ -206,6 +222,10 @@ class MlpBlock:
         self.w13_2ID = make.empty(2 * width, dim)
         self.w2_DI = make.empty(dim, width)
 
+    def with_kernels(self, kernels: Kernels) -> "MlpBlock":
+        """Itself: it uses none of the kernels."""
+        return self
+
     def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, num_tokens: int) -> Sum:
         """Padding rows are computed and ignored."""
         x_TD, h_TD = self.norm.add(x_TD, delta_TD)
@@ -242,6 +262,12 @@ class MoeBlock:
     def finish_loading(self) -> None:
         self.expert_weights = self.grouped_gemm.prepare(self.w13_e2ID, self.w2_eDI)
         del self.w13_e2ID, self.w2_eDI
+
+    def with_kernels(self, kernels: Kernels) -> "MoeBlock":
+        """The same weights, another exchange and expert product of the same kinds."""
+        view = copy(self)
+        view.all2all, view.grouped_gemm = kernels.all2all, kernels.grouped_gemm
+        return view
 
     def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, num_tokens: int) -> Sum:
         """Every rank comes here in every step, tokens or not. x_TD is overwritten."""

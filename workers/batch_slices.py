@@ -1,0 +1,89 @@
+"""Cuts a forward's batch at token borders into slices that can run beside each other. Pure bookkeeping, views only.
+
+A sequence may straddle a border: its part in the next slice is the continuation of a chunked prefill, whose context
+includes the part before. So in each layer the slices' attention must run in order.
+
+T rows of a batch (padding included), n slices, B sequences.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from workers.step_sync import slice_borders
+
+
+class SliceableBatch(Protocol):
+    """What a slice is made of; see ForwardBatch."""
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens_cpu: np.ndarray
+    query_start_loc_cpu: np.ndarray
+
+
+@dataclass(frozen=True)
+class BatchSlice:
+    """Rows `start` to `end` of a batch, with all that the model and attention read of a ForwardBatch.
+
+    input_ids, positions  int64 [end - start], the batch's own memory
+    num_tokens            real tokens, the rows beyond are padding; 0 where the slice is padding alone
+    seq_lens_cpu          int32 [B of this slice]: tokens of each sequence after this slice
+    """
+
+    start: int
+    end: int
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens_cpu: np.ndarray
+    query_start_loc_cpu: np.ndarray
+
+
+def cut(batch: SliceableBatch, num_slices: int) -> Sequence[BatchSlice]:
+    """`num_slices` slices of as equal numbers of rows as can be; a batch has at least that many rows."""
+    num_rows = len(batch.input_ids)
+    assert num_rows >= num_slices, f"{num_rows} rows cannot be cut into {num_slices} slices"
+    return [
+        _slice(batch, start, end) for start, end in pairwise(slice_borders(num_rows, num_slices))
+    ]
+
+
+def _slice(batch: SliceableBatch, start: int, end: int) -> BatchSlice:
+    starts = batch.query_start_loc_cpu[: batch.num_seqs + 1]
+    last = min(end, batch.num_tokens)  # behind the slice's last real token
+    first_seq = end_seq = batch.num_seqs
+    if start < last:
+        first_seq = int(np.searchsorted(starts, start, side="right")) - 1
+        end_seq = int(np.searchsorted(starts, last, side="left"))
+    last = max(start, last)
+    seq_lens = batch.seq_lens_cpu[first_seq:end_seq].copy()
+    if end_seq > first_seq:
+        seq_lens[-1] -= starts[end_seq] - last  # what the next slice computes of it
+    return BatchSlice(
+        start=start,
+        end=end,
+        num_tokens=last - start,
+        num_seqs=end_seq - first_seq,
+        # One-token parts of longer sequences stay among the others, so that they are computed as those are.
+        num_decodes=max(0, min(batch.num_decodes, end_seq) - first_seq),
+        input_ids=batch.input_ids[start:end],
+        positions=batch.positions[start:end],
+        slot_mapping=batch.slot_mapping[start:last],
+        block_table=batch.block_table[first_seq:end_seq],
+        seq_lens_cpu=seq_lens,
+        query_start_loc_cpu=starts[first_seq : end_seq + 1].clip(start, last) - np.int32(start),
+    )

@@ -1,0 +1,155 @@
+"""Runs a forward as slices that alternate on one thread, so that one's exchange travels while another one computes.
+
+Each slice's forward runs in a greenlet: wherever it is about to wait for an exchange (`Pending.wait`) it hands over to
+the next slice, round robin, so slice i reaches every layer before slice i + 1 does. Model code knows nothing of it. The
+one rule: no context manager that changes the thread (inference mode, stream) may be open around a wait.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from kernels.pending import hands_over, set_hand_over
+from kernels.select import Kernels
+from workers.batch_slices import BatchSlice, SliceableBatch, cut
+
+T = TypeVar("T")
+
+
+class SliceableModel(Protocol):
+    """A model whose weights can be used with several sets of kernels."""
+
+    def with_kernels(self, kernels: Kernels) -> "SliceableModel":
+        """The same weights, other kernels."""
+
+    def forward(self, batch: BatchSlice) -> torch.Tensor:
+        """hidden_TD of the batch's rows."""
+
+
+class MicrobatchWrapper:
+    """A model's `forward`, and its attention's `plan`, cut into as many slices as there are `kernels`.
+
+    Each slice has its own exchange and attention, because several are under way at once; the attentions must be
+    bound to the same KV caches. Make it when the weights are loaded.
+
+    comm_sms    SMs of the exchange while slices alternate, the rest being the expert product's; None: no limit
+    total_sms   SMs of the device, 0 without one
+    """
+
+    def __init__(
+        self,
+        model: SliceableModel,
+        kernels: Sequence[Kernels],
+        *,
+        comm_sms: int | None = None,
+        total_sms: int = 0,
+    ):
+        self.comm_sms = comm_sms
+        self._total_sms = total_sms
+        self._kernels = kernels
+        self._models = [model.with_kernels(own) for own in kernels]
+        self._slices: Sequence[BatchSlice] = ()
+
+    @property
+    def num_slices(self) -> int:
+        """How many slices a step is cut into."""
+        return len(self._kernels)
+
+    def plan(self, batch: SliceableBatch) -> None:
+        """Cut `batch` and plan attention for each slice."""
+        self._slices = cut(batch, self.num_slices)
+        for kernels, part in zip(self._kernels, self._slices, strict=True):
+            kernels.attention.plan(part)
+
+    def forward(self, batch: SliceableBatch) -> torch.Tensor:
+        """What the model's own forward gives, [T, D]; after `plan(batch)`.
+
+        What a slice raises is raised here at once, the others being unwound.
+        """
+        assert self._slices and self._slices[-1].end == len(batch.input_ids), "plan(batch) first"
+        forwards = [
+            partial(model.forward, part)
+            for model, part in zip(self._models, self._slices, strict=True)
+        ]
+        with sm_split(self._kernels, self.comm_sms, self._total_sms):
+            return torch.cat(alternate(forwards, on_cuda=batch.input_ids.is_cuda))
+
+
+def alternate(tasks: Sequence[Callable[[], T]], *, on_cuda: bool = False) -> list[T]:
+    """Run the tasks by turns on this thread, changing at each `Pending.wait`; their results in order.
+
+    The first error is raised at once; tasks that have begun are unwound by GreenletExit. With `on_cuda` each finds the
+    stream as it left it.
+    """
+    assert not hands_over(), "slices cannot be cut again"
+    mode = torch.is_inference_mode_enabled()
+    stream = torch.cuda.current_stream() if on_cuda else None
+    slices = [_Slice(task) for task in tasks]
+    turns = deque(slices)
+    set_hand_over(getcurrent().switch)
+    try:
+        while turns:
+            current = turns.popleft()
+            if current.run_on(on_cuda):
+                turns.append(current)
+            assert torch.is_inference_mode_enabled() == mode, "a slice left a context manager open"
+    except BaseException as error:
+        set_hand_over(None)  # what unwinds must not come back here
+        for other in turns:
+            other.unwind(error)
+        raise
+    finally:
+        set_hand_over(None)
+        if stream is not None:
+            torch.cuda.set_stream(stream)
+    return [part.result for part in slices]
+
+
+class _Slice(greenlet):
+    """One task and what its turns leave."""
+
+    def __init__(self, task: Callable[[], T]):
+        super().__init__(task)
+        self.result: T | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def run_on(self, on_cuda: bool) -> bool:
+        """Go on until it hands over (True) or ends (False)."""
+        if on_cuda and self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+        result = self.switch()
+        if on_cuda:
+            self._stream = torch.cuda.current_stream()
+        if self.dead:
+            self.result = result
+        return not self.dead
+
+    def unwind(self, error: BaseException) -> None:
+        """Run its `finally` blocks; what they raise is noted on `error`."""
+        try:
+            self.throw()
+        except BaseException as another:
+            error.add_note(f"unwinding another slice raised {another!r}")
+
+
+@contextmanager
+def sm_split(kernels: Sequence[Kernels], comm_sms: int | None, total_sms: int) -> Iterator[None]:
+    """`comm_sms` of the device's SMs for the exchanges, the others for the expert product; no limit afterwards."""
+    if comm_sms is None:
+        yield
+        return
+    assert 0 < comm_sms < total_sms, f"{comm_sms} of {total_sms} SMs for the exchange"
+    try:
+        for own in kernels:
+            own.all2all.set_num_sms(comm_sms)
+            own.grouped_gemm.set_num_sms(total_sms - comm_sms)
+        yield
+    finally:
+        for own in kernels:
+            own.all2all.set_num_sms(None)
+            own.grouped_gemm.set_num_sms(None)
