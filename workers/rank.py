@@ -4,6 +4,7 @@ The stages are collective: every rank goes through them in the same order.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -13,6 +14,7 @@ from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
 from workers import process_group
 from workers.config import RankConfig
+from workers.device_memory import memory_for
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
 from workers.grammar import GrammarCompiler
@@ -27,8 +29,14 @@ from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.stats import EngineStats
 from workers.step_sync import PlanConfig, StepPlan, compare_settings
+from workers.warm_up import warm_up_sizes
 
 Progress = Callable[[int, int], None]
+_LOWER_STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+_LOWER_WEIGHTS = (
+    "More ranks (cluster.ranks) hold fewer experts each; a narrower model.dtype, or "
+    "kernels.grouped_gemm: deepgemm_fp8, takes less"
+)
 
 
 class Rank:
@@ -46,6 +54,8 @@ class Rank:
         self.engine: Engine | None = None
         self.grammars: GrammarCompiler | None = None
         self.shared_memory: SharedMemoryGroup | None = None
+        self._attention_compiled: Future[None] | None = None
+        self._sized: tuple[ModelRunner, Scheduler] | None = None
         torch.set_num_threads(config.threads)
 
     def join_group(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -69,11 +79,21 @@ class Rank:
             process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
             compare_settings(process_group.gather_objects(self._settings()))
             self.shared_memory = self._share_memory()
-        self.kernels = select.build(self.selection, self._kernel_context())
+        with memory_for("the exchange's buffers", _LOWER_STEPS):
+            self.kernels = select.build(self.selection, self._kernel_context())
 
     def load(self, progress: Progress | None = None) -> None:
-        """Build the model and read this rank's weights."""
+        """Build the model and read this rank's weights; attention's kernels are compiled beside it."""
+        if self.device.type == "cuda":
+            self._attention_compiled = self._compile_attention()
         self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
+        num_bytes = rank_weight_bytes(
+            self.model_config, self.placement, self.rank, self.config.model.dtype
+        )
+        with memory_for("the weights", _LOWER_WEIGHTS, num_bytes):
+            self._load(progress)
+
+    def _load(self, progress: Progress | None) -> None:
         self.model = Qwen3MoeForCausalLM(
             self.model_config,
             self.kernels,
@@ -93,11 +113,37 @@ class Rank:
         )
         self.model.finish_loading()
 
-    def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
-        """Size and allocate the KV cache, warm up together with all ranks, and make the engine."""
+    def compile_kernels(self, progress: Progress | None = None) -> None:
+        """Collective: run all that compiles at first use, at every size of step that has kernels of its own."""
+        max_tokens = self.config.scheduler.max_num_batched_tokens
+        sizes = warm_up_sizes(max_tokens, dense=self.kernels.grouped_gemm.compiles_by_rows)
+        tell = progress or (lambda done, total: None)
+        tell(0, len(sizes) + 1)
+        self._wait_for_attention()
+        with memory_for("a step", _LOWER_STEPS):
+            runner, scheduler = self._runner(self._warm_up_blocks())
+            for done, size in enumerate(sizes, 1):
+                tell(done, len(sizes) + 1)
+                self._warm_up(runner, scheduler, size)
+        tell(len(sizes) + 1, len(sizes) + 1)
+        self.kernels.attention.bind(())
+
+    def size_cache(self) -> None:
+        """Collective: size and allocate the KV cache, and run a step with it."""
+        self._wait_for_attention()
         num_blocks = self._num_blocks()
-        runner, scheduler = self._runner(num_blocks)
-        self._warm_up(runner, scheduler, min(64, self.config.scheduler.max_num_batched_tokens))
+        with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
+            runner, scheduler = self._runner(num_blocks)
+            self._warm_up(runner, scheduler, min(64, self.config.scheduler.max_num_batched_tokens))
+        self._sized = runner, scheduler
+
+    def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
+        """Make the engine, after all stages before it; sizes the cache first where that was left out."""
+        if self._sized is None:
+            self.size_cache()
+        assert self._sized is not None
+        runner, scheduler = self._sized
+        num_blocks = scheduler.pool.num_blocks
         if self.selection.all2all.name == "shm":
             # Sockets were needed to meet; gloo's thread would go on polling them 100 times a second.
             process_group.leave(None)
@@ -235,6 +281,31 @@ class Rank:
             scheduler.commit(batch, runner.execute(batch, plan))
         scheduler.prefixes.forget_all()
 
+    def _warm_up_blocks(self) -> int:
+        """KV blocks that any warm-up step fits into."""
+        scheduler = self.config.scheduler
+        per_sequence = -(-2 * scheduler.max_num_batched_tokens // self.config.cache.block_size)
+        return per_sequence + scheduler.max_num_seqs
+
+    def _compile_attention(self) -> Future[None]:
+        """Build attention's kernels over a cache of one block, beside whatever comes next."""
+        block_size = self.config.cache.block_size
+        caches = allocate_kv_caches(self.model_config, 1, block_size, self.dtype, self.device)
+
+        def bind() -> None:
+            torch.cuda.set_device(self.device)
+            self.kernels.attention.bind(caches)
+
+        pool = ThreadPoolExecutor(1, thread_name_prefix="compile-attention")
+        future = pool.submit(bind)
+        pool.shutdown(wait=False)
+        return future
+
+    def _wait_for_attention(self) -> None:
+        if self._attention_compiled is not None:
+            self._attention_compiled.result()
+            self._attention_compiled = None
+
     def _num_blocks(self) -> int:
         """KV blocks of every rank: as configured, or what a profiling forward leaves of the GPU."""
         configured = self.config.cache.num_blocks
@@ -244,8 +315,9 @@ class Rank:
         torch.cuda.reset_peak_memory_stats(self.device)
         max_tokens = self.config.scheduler.max_num_batched_tokens
         block_size = self.config.cache.block_size
-        num_blocks = -(-2 * max_tokens // block_size) + self.config.scheduler.max_num_seqs
-        self._warm_up(*self._runner(num_blocks), max_tokens)
+        num_blocks = self._warm_up_blocks()
+        with memory_for("a step", _LOWER_STEPS):
+            self._warm_up(*self._runner(num_blocks), max_tokens)
         self.kernels.attention.bind(())
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)

@@ -96,6 +96,9 @@ class FlashInferAttention(Attention):
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Also compiles flashinfer's kernels, where this machine has not done so before (minutes)."""
         super().bind(kv_caches)
+        self._layers = []
+        if not kv_caches:
+            return
         cache = kv_caches[0]
         assert cache.dtype in DTYPES and self.spec.head_dim in HEAD_DIMS, (cache.dtype, self.spec)
         self._layers = [(cache[0], cache[1]) for cache in kv_caches]

@@ -12,12 +12,14 @@ class GroupedGemm(ABC):
     """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T, each row with its own expert's weights.
 
     `layouts` are the forms of input it takes (a backend of the masked one has `call_masked` too);
-    `row_alignment` is what the first place of each expert must be a multiple of, on GPUs.
+    `row_alignment` is what the first place of each expert must be a multiple of, on GPUs. Where `compiles_by_rows`, any
+    new number of rows may compile another kernel; elsewhere the kernel changes at most once until the number doubles.
     """
 
     name: str
     layouts: tuple[Layout, ...] = ("contiguous",)
     row_alignment: int = 1
+    compiles_by_rows: bool = False
 
     @abstractmethod
     def __call__(self, expert_input: ExpertInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:

@@ -76,6 +76,7 @@ class DeepGemm(GroupedGemm):
 
     name = "deepgemm"
     layouts = ("contiguous", "masked")
+    compiles_by_rows = True
 
     def __init__(self) -> None:
         from kernels.triton.silu_mul import silu_mul

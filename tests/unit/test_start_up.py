@@ -1,0 +1,101 @@
+"""The start of a rank: sizes that are warmed up, the environment of GPU processes, memory that does not suffice."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.cuda_environment import (
+    MULTICAST_OFF,
+    MulticastError,
+    check_multicast_off,
+    share_compiled_kernels,
+)
+from workers.checkpoint import make_checkpoint
+from workers.config import RankConfig
+from workers.device_memory import OutOfDeviceMemoryError, memory_for
+from workers.rank import Rank
+from workers.rank_info import Rendezvous
+from workers.warm_up import DENSE_TOKENS, warm_up_sizes
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 64, 100, 2048, 8192, 8193])
+def test_warm_up_meets_every_size_within_a_factor_of_two(largest: int) -> None:
+    sizes = warm_up_sizes(largest, dense=False)
+    assert sizes[0] == largest and sizes == sorted(set(sizes), reverse=True)
+    for tokens in range(1, largest + 1):
+        assert any(tokens <= size < 2 * tokens for size in sizes)
+    assert set(sizes) <= set(warm_up_sizes(largest, dense=True))
+
+
+def test_a_dense_warm_up_leaves_no_gap() -> None:
+    sizes = warm_up_sizes(1000, dense=True)
+    large = [size for size in sizes if size >= DENSE_TOKENS]
+    gaps = [high - low for high, low in itertools.pairwise(large)]
+    assert max(gaps) <= DENSE_TOKENS
+
+
+def test_multicast_must_be_off() -> None:
+    check_multicast_off({**MULTICAST_OFF, "HOME": "/root"})
+    for name in MULTICAST_OFF:
+        others = {key: value for key, value in MULTICAST_OFF.items() if key != name}
+        with pytest.raises(MulticastError, match=f"{name} is not set, needed is"):
+            check_multicast_off(others)
+    with pytest.raises(MulticastError, match="NCCL_NVLS_ENABLE is 1, needed is 0"):
+        check_multicast_off({**MULTICAST_OFF, "NCCL_NVLS_ENABLE": "1"})
+
+
+def test_compiled_kernels_go_where_told_or_to_one_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    environment = {"TRITON_CACHE_DIR": "/mine"}
+    share_compiled_kernels(environment)
+    assert environment == {
+        "TRITON_CACHE_DIR": "/mine",
+        "DG_JIT_CACHE_DIR": "/caches/phalanx/deep_gemm",
+        "FLASHINFER_WORKSPACE_BASE": "/caches/phalanx/flashinfer",
+    }
+
+
+def test_what_does_not_fit_is_named() -> None:
+    with (
+        pytest.raises(OutOfDeviceMemoryError, match=r"no room for the weights \(61.1 GB\)") as said,
+        memory_for("the weights", "Use more ranks", 61_100_000_000),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+    assert str(said.value).endswith("Use more ranks")
+    with pytest.raises(ZeroDivisionError), memory_for("a step", "-"):
+        _ = 1 // 0
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> Rank:
+    folder: Path = make_checkpoint(
+        tmp_path_factory.mktemp("model") / "tiny", num_layers=1, hidden_size=32
+    )
+    config = RankConfig(
+        model={"path": str(folder), "dtype": "float32", "max_model_len": 64},
+        scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 100},
+        cache={"num_blocks": 32},
+        kernels={},
+        num_ranks=1,
+        device="cpu",
+        threads=1,
+        exchange_timeout_s=5,
+    )
+    return Rank(0, config)
+
+
+def test_the_stages_of_a_rank(rank: Rank) -> None:
+    rank.join_group(Rendezvous("", 0, "stages"), timeout_s=5)
+    rank.load()
+    told: list[tuple[int, int]] = []
+    rank.compile_kernels(lambda done, total: told.append((done, total)))
+    assert told == [(done, 9) for done in range(10)], "attention, then steps of 100, 64, 32 .. 1"
+    assert not rank.kernels.attention.kv_caches, "the small cache of the warm-up is gone"
+    rank.size_cache()
+    info = rank.start_engine(lambda ingress_id, outputs: None, lambda step: None)
+    assert info.num_blocks == 32
+    assert rank.engine is not None and not rank.engine.scheduler.has_work
+    assert rank.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
+    rank.close()
