@@ -116,6 +116,7 @@ def make_checkpoint(
     experts: Annotated[int, typer.Option(min=1)] = 16,
     experts_per_tok: Annotated[int, typer.Option(min=1)] = 4,
     expert_size: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = 64,
+    dense_size: Annotated[int, typer.Option(min=1, help="Width of a layer without experts.")] = 256,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     kv_heads: Annotated[int, typer.Option(min=1)] = 2,
     head_dim: Annotated[int, typer.Option(min=2)] = 64,
@@ -123,6 +124,9 @@ def make_checkpoint(
     max_len: Annotated[int, typer.Option(min=1, help="Longest sequence.")] = 4096,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
     shards: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
+    weights: Annotated[
+        bool, typer.Option(help="--no-weights: only what model.weights: dummy needs.")
+    ] = True,
     seed: int = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
 ) -> None:
@@ -140,6 +144,7 @@ def make_checkpoint(
             num_experts=experts,
             num_experts_per_tok=experts_per_tok,
             moe_intermediate_size=expert_size,
+            intermediate_size=dense_size,
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
@@ -147,6 +152,7 @@ def make_checkpoint(
             max_position_embeddings=max_len,
             dtype=dtype,
             num_shards=shards,
+            weights=weights,
             seed=seed,
             overwrite=overwrite,
         )

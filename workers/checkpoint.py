@@ -4,15 +4,10 @@
 have them), a byte-level tokenizer with a ChatML template, and generation_config.json. It knows
 nothing of how a rank loads them. Weights depend on (seed, tensor name) alone, so the number of
 shards changes no value.
-
-Shape letters: D hidden, E experts, H query heads, G key/value heads, d head dim, V vocabulary.
 """
 
 import json
 import math
-import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +15,14 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from workers.models.config import Qwen3MoeConfig, parse_model_config
+from workers.models.initial_weights import NUM_BYTES, draw
+from workers.models.tensors import expected_tensors
+
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-NUM_BYTES = 256
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 CHAT_TEMPLATE = (
@@ -58,20 +56,6 @@ _RENAMED = {
     "num_key_value_heads": "num_kv_heads",
     "torch_dtype": "dtype",
 }
-# Logits get this standard deviation: wide enough that two best ones rarely lie within 1e-3.
-_LOGIT_STD = 3.0
-
-
-@dataclass(frozen=True)
-class _Init:
-    """How one tensor is drawn: mean + std * normal; rows from `weak_from` on are scaled by 0.05."""
-
-    shape: tuple[int, ...]
-    std: float
-    mean: float = 0.0
-    weak_from: int | None = None
-
-
 _FIXED_FIELDS: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -106,6 +90,7 @@ def make_checkpoint(
     seed: int = 0,
     tie_word_embeddings: bool = False,
     overwrite: bool = False,
+    weights: bool = True,
     **config_fields: Any,
 ) -> Path:
     """Write a random Qwen3-MoE checkpoint to `path` and return the folder.
@@ -113,10 +98,12 @@ def make_checkpoint(
     `intermediate_size` is the width of the dense MLP of layers that have no experts
     (`mlp_only_layers`, `decoder_sparse_step`). `config_fields` go into config.json as they are,
     e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
-    A non-empty folder is refused unless `overwrite`. Impossible values raise ValueError by name.
+    Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
+    `overwrite`. Impossible values raise ValueError by name.
     """
-    folder = Path(path)
     _refuse_renamed(config_fields)
+    if num_shards < 1:
+        raise ValueError(f"num_shards: needs at least 1, got {num_shards}")
     config: dict[str, Any] = {
         **_FIXED_FIELDS,
         "num_hidden_layers": num_layers,
@@ -137,15 +124,24 @@ def make_checkpoint(
         config["rope_theta"] = 1_000_000.0
     config |= config_fields
     _validate(config)
-    inits = dict(_tensor_inits(config))
-    if not 1 <= num_shards <= len(inits):
-        raise ValueError(f"num_shards: {num_shards} is not between 1 and {len(inits)} tensors")
+    _write(Path(path), config, num_shards if weights else 0, seed, overwrite)
+    return Path(path)
+
+
+def _write(
+    folder: Path, config: dict[str, Any], num_shards: int, seed: int, overwrite: bool
+) -> None:
+    """Everything; no weights in 0 shards. Nothing is written where something is wrong."""
+    model = parse_model_config(config, {}, "config.json")
+    num_tensors = len(expected_tensors(model))
+    if num_shards > num_tensors:
+        raise ValueError(f"num_shards: {num_shards} is not between 1 and {num_tensors} tensors")
     _prepare_folder(folder, overwrite)
-    _write_weights(folder, inits, DTYPES[dtype], num_shards, seed)
+    if num_shards:
+        _write_weights(folder, model, num_shards, seed)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation_config(list(range(256, 259))))
-    save_tokenizer(folder, byte_tokenizer(), max_position_embeddings)
-    return folder
+    save_tokenizer(folder, byte_tokenizer(), model.max_position_embeddings)
 
 
 def _refuse_renamed(config_fields: dict[str, Any]) -> None:
@@ -230,89 +226,31 @@ def _validate(config: dict[str, Any]) -> None:
         raise ValueError(f"mlp_only_layers: {layers} names a layer that is not there")
 
 
-def _tensor_inits(config: dict[str, Any]) -> Iterator[tuple[str, _Init]]:
-    """Name and drawing rule of every tensor, in the order of the forward pass."""
-    D, V = config["hidden_size"], config["vocab_size"]
-    head_std = _LOGIT_STD / math.sqrt(D)
-    # Ids that stand for no byte get small logits: a random model then neither ends by chance, which
-    # keeps a benchmark's output lengths, nor names ids that decode to nothing.
-    head = _Init((V, D), head_std, weak_from=NUM_BYTES)
-    tied = config["tie_word_embeddings"]
-    yield "model.embed_tokens.weight", head if tied else _Init((V, D), 1.0)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", _norm(D)
-        yield from _attention_inits(f"{prefix}.self_attn", config)
-        yield f"{prefix}.post_attention_layernorm.weight", _norm(D)
-        sparse = (layer + 1) % config["decoder_sparse_step"] == 0
-        if sparse and layer not in config["mlp_only_layers"]:
-            # Spread router logits, so that the order of experts does not hang on rounding.
-            yield f"{prefix}.mlp.gate.weight", _matrix(config["num_experts"], D, gain=1.5)
-            for expert in range(config["num_experts"]):
-                width = config["moe_intermediate_size"]
-                yield from _mlp_inits(f"{prefix}.mlp.experts.{expert}", D, width)
-        else:
-            yield from _mlp_inits(f"{prefix}.mlp", D, config["intermediate_size"])
-    yield "model.norm.weight", _norm(D)
-    if not tied:
-        yield "lm_head.weight", head
-
-
-def _attention_inits(prefix: str, config: dict[str, Any]) -> Iterator[tuple[str, _Init]]:
-    D, d = config["hidden_size"], config["head_dim"]
-    width_Hd = config["num_attention_heads"] * d
-    width_Gd = config["num_key_value_heads"] * d
-    rows = {"q_proj": width_Hd, "k_proj": width_Gd, "v_proj": width_Gd, "o_proj": D}
-    for name, num_rows in rows.items():
-        yield f"{prefix}.{name}.weight", _matrix(num_rows, width_Hd if name == "o_proj" else D)
-        if config["attention_bias"]:
-            yield f"{prefix}.{name}.bias", _Init((num_rows,), 0.1)
-    yield f"{prefix}.q_norm.weight", _norm(d)
-    yield f"{prefix}.k_norm.weight", _norm(d)
-
-
-def _mlp_inits(prefix: str, dim: int, width: int) -> Iterator[tuple[str, _Init]]:
-    yield f"{prefix}.gate_proj.weight", _matrix(width, dim)
-    yield f"{prefix}.up_proj.weight", _matrix(width, dim)
-    yield f"{prefix}.down_proj.weight", _matrix(dim, width, gain=2.0)
-
-
-def _matrix(num_rows: int, num_columns: int, gain: float = 1.0) -> _Init:
-    return _Init((num_rows, num_columns), gain / math.sqrt(num_columns))
-
-
-def _norm(dim: int) -> _Init:
-    return _Init((dim,), 0.1, mean=1.0)  # not all ones: a loader that skips a norm must be caught
-
-
-def _draw(name: str, init: _Init, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    tensor = torch.randn(init.shape, generator=generator).mul_(init.std).add_(init.mean)
-    if init.weak_from is not None:
-        tensor[init.weak_from :] *= 0.05
-    return tensor.to(dtype)
-
-
-def _write_weights(
-    folder: Path, inits: dict[str, _Init], dtype: torch.dtype, num_shards: int, seed: int
-) -> None:
+def _write_weights(folder: Path, config: Qwen3MoeConfig, num_shards: int, seed: int) -> None:
     """One file, or several of about equal bytes with an index. Only one shard is in memory."""
-    counts = {name: math.prod(init.shape) for name, init in inits.items()}
+    shapes, dtype = expected_tensors(config), DTYPES[config.dtype]
+    counts = {name: math.prod(shape) for name, shape in shapes.items()}
     total = sum(counts.values())
     shards: list[list[str]] = [[] for _ in range(num_shards)]
     done, index = 0, 0
-    for left, name in zip(range(len(inits), 0, -1), inits, strict=True):
+    for left, name in zip(range(len(counts), 0, -1), counts, strict=True):
         full = done >= total * (index + 1) / num_shards or left == num_shards - 1 - index
         if shards[index] and full and index + 1 < num_shards:
             index += 1
         shards[index].append(name)
         done += counts[name]
+    generator = torch.Generator()
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors"
         if num_shards > 1:
             file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
-        tensors = {name: _draw(name, inits[name], dtype, seed) for name in names}
+        tensors = {
+            name: draw(
+                name, shapes[name], tied=config.tie_word_embeddings, seed=seed, generator=generator
+            ).to(dtype)
+            for name in names
+        }
         save_file(tensors, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if num_shards > 1:

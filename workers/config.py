@@ -21,6 +21,10 @@ class ModelConfig(Section):
     """Which checkpoint, in which precision."""
 
     path: str = Field(description="Hugging Face checkpoint folder; relative to the YAML's folder.")
+    weights: Literal["checkpoint", "dummy"] = Field(
+        "checkpoint",
+        description="dummy = random ones, for measurements: the folder needs only config.json and the tokenizer.",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Precision of weights and KV cache; auto = the checkpoint's own."
     )

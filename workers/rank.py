@@ -21,6 +21,7 @@ from workers.grammar import GrammarCompiler
 from workers.kv_cache import allocate_kv_caches
 from workers.model_runner import ModelRunner
 from workers.models.config import Qwen3MoeConfig, load_model_config
+from workers.models.initial_weights import draw_weights
 from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes
@@ -103,14 +104,11 @@ class Rank:
             dtype=self.dtype,
             max_positions=self.max_model_len,
         )
-        load_weights(
-            self.model,
-            self.config.model.path,
-            config=self.model_config,
-            placement=self.placement,
-            rank=self.rank,
-            progress=progress,
-        )
+        where = {"config": self.model_config, "placement": self.placement, "rank": self.rank}
+        if self.config.model.weights == "dummy":
+            draw_weights(self.model, **where, device=self.device, progress=progress)
+        else:
+            load_weights(self.model, self.config.model.path, **where, progress=progress)
         self.model.finish_loading()
 
     def compile_kernels(self, progress: Progress | None = None) -> None:

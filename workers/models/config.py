@@ -106,16 +106,23 @@ def load_model_config(path: str | Path) -> Qwen3MoeConfig:
     folder = Path(path)
     raw = _read_json(folder, "config.json", required=True)
     generation = _read_json(folder, "generation_config.json", required=False)
+    return parse_model_config(raw, generation, str(folder / "config.json"))
+
+
+def parse_model_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> Qwen3MoeConfig:
+    """The config of a config.json and a generation_config.json; `where` begins its errors."""
     problems: list[str] = []
     _check_architecture(raw, problems)
     if problems:  # the fields of another architecture would only add noise
-        raise ModelConfigError(f"{folder / 'config.json'}: " + "; ".join(problems))
+        raise ModelConfigError(f"{where}: " + "; ".join(problems))
     fields = _read_fields(raw, generation, problems)
     _check_fixed_and_unknown(raw, problems)
     if not problems:
         _check_shapes(fields, problems)
     if problems:
-        raise ModelConfigError(f"{folder / 'config.json'}: " + "; ".join(problems))
+        raise ModelConfigError(f"{where}: " + "; ".join(problems))
     return Qwen3MoeConfig(**fields)
 
 

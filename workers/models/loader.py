@@ -7,17 +7,17 @@ tensors mean, and keeps no page of a file mapped after it is done.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from kernels.placement import ExpertPlacement
 from workers.models.config import Qwen3MoeConfig
-from workers.models.slots import WeightSlot
+from workers.models.slots import Progress, SlottedModel
 from workers.models.tensors import expected_tensors, rank_tensors, rank_weight_bytes
 
 __all__ = ["CheckpointError", "expected_tensors", "load_weights", "rank_weight_bytes"]
@@ -29,17 +29,9 @@ MAX_NAMED = 20
 TIED_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
-Progress = Callable[[int, int], None]
-
 
 class CheckpointError(ValueError):
     """A checkpoint whose tensors are not those of its config, or whose files cannot be read."""
-
-
-class SlottedModel(Protocol):
-    """A model that says where each disk tensor goes."""
-
-    def weight_slots(self) -> dict[str, WeightSlot]: ...
 
 
 @dataclass(frozen=True)
@@ -111,8 +103,8 @@ def _weight_files(folder: Path) -> list[Path]:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; "
-            "convert other weight formats to safetensors first"
+            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; convert other weight formats "
+            "to safetensors first, or say model.weights: dummy for random ones"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{index} cannot be read as a weight index: {error!r}") from error

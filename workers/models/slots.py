@@ -1,8 +1,12 @@
 """Where a checkpoint's tensor goes in a model's fused parameters. Knows no model and no file."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,19 @@ class WeightSlot:
         pairs = target_Nd.view(num_heads, head_dim // 2, 2).transpose(1, 2)
         return cls(pairs, (1, 2, head_dim // 2), scale)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the destination."""
+        return self.target.numel() * self.target.element_size()
+
     def fill(self, disk_tensor: torch.Tensor) -> None:
         """Copy, converting dtype and device."""
         self.target.copy_(disk_tensor.view(self.disk_view))
         if self.scale != 1.0:
             self.target.mul_(self.scale)
+
+
+class SlottedModel(Protocol):
+    """A model that says where each disk tensor goes."""
+
+    def weight_slots(self) -> dict[str, WeightSlot]: ...
