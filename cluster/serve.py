@@ -21,6 +21,7 @@ from cluster.config import PhalanxConfig
 from cluster.console_logs import show_logs
 from cluster.stop_signals import StopSignals
 from workers.log import set_up_logging
+from workers.rank_info import WEIGHTS
 
 # Ray starts workers at niceness 15, where any other process of the machine slows the ranks down. Read when Ray
 # starts; an operator's own setting wins. Serve's controller looks at its replicas ten times a second, which takes 5 %
@@ -317,11 +318,13 @@ def _report(name: str, seconds: float) -> None:
 
 
 def _progress_line(stage: str, done: int, total: int) -> str:
-    if stage != "weights" or not total:
+    if not total:
         return stage
     filled = round(30 * done / total)
     bar = "#" * filled + "." * (30 - filled)
-    return f"weights {bar} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+    if stage == WEIGHTS:
+        return f"{stage} {bar} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+    return f"{stage} {bar} {done} of {total}"
 
 
 def _backends_line(backends: dict[str, str]) -> str:

@@ -20,9 +20,10 @@ from cluster import placement
 from cluster.config import PhalanxConfig, resolve_rank_config
 from cluster.metrics import GAUGES
 from cluster.metrics_snapshot import Snapshot, SnapshotTotals
+from kernels.cuda_environment import MULTICAST_OFF
 from workers.actor import RankActor
 from workers.log import set_up_logging
-from workers.rank_info import RankInfo, Rendezvous
+from workers.rank_info import RankInfo, Rendezvous, start_stages, total_progress
 from workers.secure_socket import StreamAddress
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,17 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "phalanx"
 LEASE_S = 30.0
 # What vendors' libraries read reaches the ranks on every node, as it would in a plain process.
-FORWARDED_ENVIRONMENT = ("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_")
+FORWARDED_ENVIRONMENT = (
+    *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
+    *("TRITON_", "FLASHINFER_", "DG_", "EP_", "XDG_CACHE_HOME"),
+)
 NOT_FORWARDED = frozenset({"CUDA_VISIBLE_DEVICES"})  # Ray sets it for each actor
 
 State = Literal["starting", "ready", "failed", "stopped"]
+
+
+class StageTimeoutError(ValueError):
+    """A stage of the start took longer than the configuration allows."""
 
 
 @dataclass
@@ -103,12 +111,13 @@ class Supervisor:
 
     async def status(self) -> GroupStatus:
         """Where the group is."""
-        if self._status.stage == "weights" and self._ranks:
+        stage = self._status.stage
+        if self._status.state == "starting" and stage in start_stages(self._rank_config.device):
             parts = await asyncio.gather(
                 *(rank.progress.remote() for rank in self._ranks), return_exceptions=True
             )
             known = [part for part in parts if isinstance(part, tuple)]
-            self._status.progress = (sum(p[0] for p in known), sum(p[1] for p in known))
+            self._status.progress = total_progress(stage, known)
         return self._status
 
     async def ranks(self) -> list["ray.actor.ActorHandle"]:
@@ -180,20 +189,27 @@ class Supervisor:
         name = f"{self._config.serve.app_name}-{os.getpid()}-{self._status.epoch}"
         rendezvous = Rendezvous(host, port, name, self._status.epoch)
         await self._stage("group", self._all("join_group", rendezvous, timeout_s))
-        await self._stage("weights", self._all("load"))
+        for stage in start_stages(config.device):
+            await self._stage(stage, self._all("run_stage", stage))
         inboxes = self._inboxes
         peers = [inboxes[:rank] + inboxes[rank + 1 :] for rank in range(config.num_ranks)]
         started = [
             rank.start.remote(others) for rank, others in zip(self._ranks, peers, strict=True)
         ]
-        self._status.infos = await self._stage("cache and warm-up", _gather(started))
+        self._status.infos = await self._stage("engines", _gather(started))
         assert len(self._status.infos) == config.num_ranks
         self._status.state = "ready"
 
     async def _stage(self, name: str, work: Awaitable[Any]) -> Any:
-        self._status.stage = name
+        self._status.stage, self._status.progress = name, (0, 0)
         started = time.monotonic()
-        result = await asyncio.wait_for(work, self._config.cluster.start_timeout_s)
+        timeout_s = self._config.cluster.start_timeout_s
+        try:
+            result = await asyncio.wait_for(work, timeout_s)
+        except TimeoutError as error:
+            raise StageTimeoutError(
+                f"not done after {timeout_s:g} s; cluster.start_timeout_s allows more"
+            ) from error
         self._status.stages.append((name, time.monotonic() - started))
         return result
 
@@ -204,15 +220,20 @@ class Supervisor:
         ready = await asyncio.to_thread(group.wait, wait_s)
         placement.check_ready(ready, config, wait_s)
         actor_class = ray.remote(RankActor)
-        # A local Ray inherits our environment; on a cluster it has to be carried along.
-        joined = self._config.cluster.ray_address is not None
-        extra = {"runtime_env": {"env_vars": _forwarded_environment()}} if joined else {}
+        environment = self._environment()
+        extra = {"runtime_env": {"env_vars": environment}} if environment else {}
         self._ranks = [
             actor_class.options(**placement.actor_options(config, group, rank), **extra).remote(
                 rank, config
             )
             for rank in range(config.num_ranks)
         ]
+
+    def _environment(self) -> dict[str, str]:
+        """Variables of the ranks' processes. A local Ray inherits ours; on a cluster they have to be carried along."""
+        joined = self._config.cluster.ray_address is not None
+        forwarded = _forwarded_environment() if joined else {}
+        return forwarded | (MULTICAST_OFF if self._rank_config.device == "cuda" else {})
 
     async def _locate(self) -> None:
         described = await self._all("describe")

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from kernels.cuda_environment import check_multicast_off, share_compiled_kernels
 from workers.config import RankConfig
 from workers.inbox import Inbox, InboxSender
 from workers.log import set_up_logging
@@ -29,9 +30,12 @@ class RankFailedError(RuntimeError):
 
 
 class RankActor:
-    """One rank. The supervisor calls join_group, load and start on all ranks, each on all before the next."""
+    """One rank. The supervisor calls join_group, each stage and start on all ranks, each on all before the next."""
 
     def __init__(self, rank: int, config: RankConfig):
+        if config.device == "cuda":
+            check_multicast_off(os.environ)
+            share_compiled_kernels(os.environ)
         from workers.rank import Rank
 
         set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
@@ -66,16 +70,17 @@ class RankActor:
         """Collective: meet the others, compare settings, build the kernels."""
         await asyncio.to_thread(self._rank.join_group, rendezvous, timeout_s)
 
-    async def load(self) -> None:
-        """Build the model and read this rank's weights."""
-        await asyncio.to_thread(self._rank.load, self._set_progress)
+    async def run_stage(self, name: str) -> None:
+        """Collective: one of start_stages."""
+        self._progress = (0, 0)
+        await asyncio.to_thread(self._rank.run_stage, name, self._set_progress)
 
     async def progress(self) -> tuple[int, int]:
-        """Bytes of weights read, and in all."""
+        """How much of the stage is done, and in all: bytes of weights, or pieces of work; (0, 0) where unknown."""
         return self._progress
 
     async def start(self, peers: list[StreamAddress]) -> RankInfo:
-        """Collective: allocate the cache, warm up, start the step loop. `peers` are the other ranks' inboxes."""
+        """Collective: start the step loop. `peers` are the other ranks' inboxes."""
         self._peers = [InboxSender(address) for address in peers]
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()

@@ -3,17 +3,20 @@
 The stages are collective: every rank goes through them in the same order.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from kernels import select
 from kernels.attention.base import AttentionSpec
+from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
 from workers import process_group
-from workers.config import RankConfig
+from workers.config import RankConfig, not_for_answers
 from workers.device_memory import memory_for
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
@@ -25,13 +28,14 @@ from workers.models.initial_weights import draw_weights
 from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes
-from workers.rank_info import RankInfo, Rendezvous
+from workers.rank_info import KERNELS, KV_CACHE, WEIGHTS, RankInfo, Rendezvous
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.stats import EngineStats
 from workers.step_sync import PlanConfig, StepPlan, compare_settings
 from workers.warm_up import warm_up_sizes
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 _LOWER_STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
 _LOWER_WEIGHTS = (
@@ -50,6 +54,8 @@ class Rank:
         self.device = torch.device(config.device)
         if config.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        wanted = config.scheduler.async_scheduling
+        self.asynchronous = self.device.type == "cuda" if wanted == "auto" else wanted
         self.dtype: torch.dtype = getattr(torch, str(config.model.dtype))
         self.max_model_len = int(config.model.max_model_len)
         self.engine: Engine | None = None
@@ -83,6 +89,11 @@ class Rank:
         with memory_for("the exchange's buffers", _LOWER_STEPS):
             self.kernels = select.build(self.selection, self._kernel_context())
 
+    def run_stage(self, name: str, progress: Progress) -> None:
+        """One of rank_info.start_stages, which all ranks go through in their order."""
+        stages = {WEIGHTS: self.load, KERNELS: self.compile_kernels, KV_CACHE: self.size_cache}
+        stages[name](progress)
+
     def load(self, progress: Progress | None = None) -> None:
         """Build the model and read this rank's weights; attention's kernels are compiled beside it."""
         if self.device.type == "cuda":
@@ -103,13 +114,33 @@ class Rank:
             device=self.device,
             dtype=self.dtype,
             max_positions=self.max_model_len,
+            forced_routing=self._forced_routing(),
         )
+        if self.rank == 0:
+            for warning in not_for_answers(self.config.model):
+                logger.warning("%s", warning)
         where = {"config": self.model_config, "placement": self.placement, "rank": self.rank}
         if self.config.model.weights == "dummy":
             draw_weights(self.model, **where, device=self.device, progress=progress)
         else:
             load_weights(self.model, self.config.model.path, **where, progress=progress)
         self.model.finish_loading()
+
+    def _forced_routing(self) -> Callable[..., ForcedRouting] | None:
+        """What makes a layer's law where model.routing names one."""
+        routing, model = self.config.model.routing, self.model_config
+        if routing.kind == "model":
+            return None
+        return partial(
+            ForcedRouting,
+            routing.kind,
+            routing.s,
+            num_experts=model.num_experts,
+            top_k=model.num_experts_per_tok,
+            rank=self.rank,
+            num_ranks=self.config.num_ranks,
+            device=self.device,
+        )
 
     def compile_kernels(self, progress: Progress | None = None) -> None:
         """Collective: run all that compiles at first use, at every size of step that has kernels of its own."""
@@ -126,7 +157,7 @@ class Rank:
         tell(len(sizes) + 1, len(sizes) + 1)
         self.kernels.attention.bind(())
 
-    def size_cache(self) -> None:
+    def size_cache(self, progress: Progress | None = None) -> None:
         """Collective: size and allocate the KV cache, and run a step with it."""
         self._wait_for_attention()
         num_blocks = self._num_blocks()
@@ -158,6 +189,7 @@ class Rank:
             wake_peers=wake_peers,
             stats=EngineStats(self.kernels.expert_load),
             grammars=self.grammars,
+            asynchronous=self.asynchronous,
         )
         return RankInfo(
             rank=self.rank,
@@ -256,6 +288,7 @@ class Rank:
             max_num_seqs=config.scheduler.max_num_seqs,
             num_threads=config.threads,
             device=self.device,
+            asynchronous=self.asynchronous,
         )
         return runner, scheduler
 
@@ -276,7 +309,9 @@ class Rank:
             num_rows = batch.num_tokens
             padded = num_rows if self._plan_config().equal_tokens else 0
             plan = StepPlan(True, (num_rows,) * self.config.num_ranks, padded)
-            scheduler.commit(batch, runner.execute(batch, plan))
+            output = runner.launch(batch, plan)
+            scheduler.launched(batch)
+            scheduler.commit(batch, output.wait())
         scheduler.prefixes.forget_all()
 
     def _warm_up_blocks(self) -> int:

@@ -1,6 +1,11 @@
 """What a rank and its supervisor tell each other. Imports nothing heavy: an ingress needs no torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+WEIGHTS = "weights"
+KERNELS = "kernels"
+KV_CACHE = "KV cache"
 
 
 @dataclass(frozen=True)
@@ -23,3 +28,17 @@ class RankInfo:
     block_size: int
     max_model_len: int
     memory_bytes: dict[str, int] = field(default_factory=dict)
+
+
+def start_stages(device: str) -> tuple[str, ...]:
+    """What a rank does between meeting the others and its first step, in this order on all ranks."""
+    return (WEIGHTS, KERNELS, KV_CACHE) if device == "cuda" else (WEIGHTS, KV_CACHE)
+
+
+def total_progress(stage: str, of_ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Done and total of a stage: each rank reads weights of its own, all else they do together."""
+    if not of_ranks:
+        return 0, 0
+    if stage != WEIGHTS:
+        return min(of_ranks)
+    return sum(done for done, _ in of_ranks), sum(total for _, total in of_ranks)

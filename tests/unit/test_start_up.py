@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.serve import _progress_line
 from kernels.cuda_environment import (
     MULTICAST_OFF,
     MulticastError,
@@ -16,7 +17,7 @@ from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
 from workers.device_memory import OutOfDeviceMemoryError, memory_for
 from workers.rank import Rank
-from workers.rank_info import Rendezvous
+from workers.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
 from workers.warm_up import DENSE_TOKENS, warm_up_sizes
 
 
@@ -88,14 +89,40 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Rank:
 
 def test_the_stages_of_a_rank(rank: Rank) -> None:
     rank.join_group(Rendezvous("", 0, "stages"), timeout_s=5)
-    rank.load()
-    told: list[tuple[int, int]] = []
-    rank.compile_kernels(lambda done, total: told.append((done, total)))
-    assert told == [(done, 9) for done in range(10)], "attention, then steps of 100, 64, 32 .. 1"
-    assert not rank.kernels.attention.kv_caches, "the small cache of the warm-up is gone"
-    rank.size_cache()
+    told: dict[str, list[tuple[int, int]]] = {stage: [] for stage in start_stages("cuda")}
+    for stage, heard in told.items():
+        rank.run_stage(stage, lambda done, total, heard=heard: heard.append((done, total)))
+        if stage == KERNELS:
+            assert not rank.kernels.attention.kv_caches, "the warm-up's small cache is gone"
+    done, total = told[WEIGHTS][-1]
+    assert done == total > 0
+    assert told[KERNELS] == [(n, 9) for n in range(10)], "attention, steps of 100, 64, 32 .. 1"
     info = rank.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     assert info.num_blocks == 32
     assert rank.engine is not None and not rank.engine.scheduler.has_work
     assert rank.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
     rank.close()
+
+
+@pytest.mark.parametrize(
+    ("stage", "of_ranks", "expected"),
+    [
+        (WEIGHTS, [(10, 40), (30, 50)], (40, 90)),
+        (KERNELS, [(3, 14), (5, 14)], (3, 14)),
+        (KERNELS, [], (0, 0)),
+    ],
+)
+def test_progress_of_all_ranks(stage: str, of_ranks: list, expected: tuple[int, int]) -> None:
+    assert total_progress(stage, of_ranks) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "progress", "line"),
+    [
+        (WEIGHTS, (500_000_000, 2_000_000_000), "500 of 2,000 MB"),
+        (KERNELS, (7, 14), "kernels ###############............... 7 of 14"),
+        ("placement", (0, 0), "placement"),
+    ],
+)
+def test_the_console_shows_a_bar(stage: str, progress: tuple[int, int], line: str) -> None:
+    assert _progress_line(stage, *progress).endswith(line)
