@@ -19,7 +19,7 @@ from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
 from cluster.tracing import check_tracing
 from kernels import select
 from kernels.placement import ExpertPlacement
-from workers.config import RankConfig
+from workers.config import RankConfig, not_for_answers
 from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 
@@ -192,6 +192,7 @@ def _warnings(
             )
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
+    yield from not_for_answers(config.model)
     if rank_config.num_ranks > model.num_experts:
         yield (
             f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "

@@ -1,5 +1,6 @@
 """What one rank reads of the YAML: model, scheduler, cache. Knows nothing of Ray or HTTP."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,6 +18,17 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class RoutingConfig(Section):
+    """Who chooses each token's experts."""
+
+    kind: Literal["model", "uniform", "zipf", "balanced"] = Field(
+        "model",
+        description="model = its router. For experiments, by a law: uniform = all experts alike; zipf = the r-th most "
+        "popular expert r^-s as likely; balanced = all in turn.",
+    )
+    s: float = Field(1.0, ge=0, le=10, description="Exponent of zipf; 0 is uniform.")
+
+
 class ModelConfig(Section):
     """Which checkpoint, in which precision."""
 
@@ -31,6 +43,19 @@ class ModelConfig(Section):
     max_model_len: Auto | PositiveInt = Field(
         "auto", description="Longest prompt plus output, in tokens; auto = the checkpoint's own."
     )
+    routing: RoutingConfig = Field(default_factory=RoutingConfig)
+
+
+def not_for_answers(model: ModelConfig) -> Iterator[str]:
+    """What of these settings makes the model's answers meaningless; for people."""
+    if model.weights == "dummy":
+        yield "model.weights is dummy: the weights are random, so the answers mean nothing"
+    if model.routing.kind != "model":
+        law = f"zipf with s = {model.routing.s:g}" if model.routing.kind == "zipf" else "it alone"
+        yield (
+            f"model.routing.kind is {model.routing.kind}: {law} chooses the experts, not the model's "
+            "router, so the answers mean nothing"
+        )
 
 
 class SchedulerConfig(Section):
@@ -39,6 +64,10 @@ class SchedulerConfig(Section):
     max_num_seqs: int = Field(64, ge=1, description="Sequences running at once on a rank.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens of one step on a rank.")
     chunked_prefill: bool = Field(True, description="Split long prompts over several steps.")
+    async_scheduling: Auto | bool = Field(
+        "auto",
+        description="Launch each step before the tokens of the one before are read; auto = on cuda.",
+    )
 
 
 class CacheConfig(Section):

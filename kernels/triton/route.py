@@ -5,6 +5,32 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def top_k_keys(
+    logit,
+    expert,
+    inside,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The TOP_K best of float32 logits, best first, as (order of the logit << 32) | (BLOCK_E - 1 - expert)."""
+    # One integer that sorts like (logit, -id): one reduction finds both, ties go to the lower id, and a NaN sorts as a
+    # number, so an id is always one of an expert.
+    bits = logit.to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+    key = (order << 32) | (BLOCK_E - 1 - expert).to(tl.int64)
+    lowest: tl.constexpr = -(2**63)
+    key = tl.where(inside, key, lowest)
+    choice = tl.arange(0, BLOCK_K)
+    best_keys = tl.full((BLOCK_K,), lowest, tl.int64)
+    for k in tl.static_range(TOP_K):
+        best = tl.max(key)
+        best_keys = tl.where(choice == k, best, best_keys)
+        key = tl.where(key == best, lowest, key)
+    return best_keys
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_top_k(
     logits_ptr,
@@ -25,19 +51,8 @@ def _route_top_k(
     logit = tl.load(logits_ptr + token * NUM_EXPERTS + expert, mask=inside, other=float("-inf")).to(
         tl.float32
     )
-    # Logit and id in one integer that sorts like (logit, -id): one reduction finds both, ties go to the lower id, and a
-    # NaN sorts as a number, so an id is always one of an expert.
-    bits = logit.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    key = (order << 32) | (BLOCK_E - 1 - expert).to(tl.int64)
-    lowest: tl.constexpr = -(2**63)
-    key = tl.where(inside, key, lowest)
+    best_keys = top_k_keys(logit, expert, inside, TOP_K, BLOCK_E, BLOCK_K)
     choice = tl.arange(0, BLOCK_K)
-    best_keys = tl.full((BLOCK_K,), lowest, tl.int64)
-    for k in tl.static_range(TOP_K):
-        best = tl.max(key)
-        best_keys = tl.where(choice == k, best, best_keys)
-        key = tl.where(key == best, lowest, key)
     ids = BLOCK_E - 1 - (best_keys & 0xFFFFFFFF)
     best_order = (best_keys >> 32).to(tl.int32)
     best_bits = tl.where(best_order < 0, best_order ^ 0x7FFFFFFF, best_order)

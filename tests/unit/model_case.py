@@ -87,6 +87,7 @@ class OneRank:
         max_seqs: int = 8,
         device: str = "cpu",
         backend: type[Attention] = SdpaAttention,
+        **options: Any,
     ):
         config = self.config = load_model_config(path)
         spec = AttentionSpec(
@@ -115,7 +116,7 @@ class OneRank:
         )
         placement = ExpertPlacement(config.num_experts, 1)
         self.model = Qwen3MoeForCausalLM(
-            config, kernels, placement=placement, rank=0, device=device, dtype=dtype
+            config, kernels, placement=placement, rank=0, device=device, dtype=dtype, **options
         )
         load_weights(self.model, path, config=config, placement=placement, rank=0)
 

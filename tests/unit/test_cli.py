@@ -156,6 +156,14 @@ def test_check_warns_of_too_little_memory(yaml_path: Path, monkeypatch: pytest.M
     assert not checking.check(settings).warnings
 
 
+def test_check_warns_of_meaningless_answers(yaml_path: Path) -> None:
+    settings = ["model.weights=dummy", "model.routing.kind=zipf", "model.routing.s=1.5"]
+    warnings = " ".join(checking.check(load_config(yaml_path, settings)).warnings)
+    assert "model.weights is dummy" in warnings
+    assert "model.routing.kind is zipf: zipf with s = 1.5" in warnings
+    assert "answers" not in " ".join(checking.check(load_config(yaml_path)).warnings)
+
+
 def test_check_warns_of_the_other_kernels(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert checking.foreign_kernels_version() is None
     monkeypatch.setattr(checking.importlib.metadata, "version", lambda name: f"{name} 0.9")

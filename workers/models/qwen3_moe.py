@@ -7,7 +7,7 @@ Weights are plain tensors, not nn.Parameters in nn.Modules: nothing is trained h
 small model is bound by Python and operator overhead. Run inside `torch.inference_mode()`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional as F
 
+from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
 from kernels.select import Kernels
 from workers.layers.linear import linear
@@ -43,7 +44,8 @@ class ModelBatch(Protocol):
 class Qwen3MoeForCausalLM:
     """One rank's model: everything but other ranks' experts. Fill it with `load_weights`.
 
-    `max_positions` bounds the positions of a batch (default: the checkpoint's own limit).
+    `max_positions` bounds the positions of a batch (default: the checkpoint's own limit);
+    `forced_routing(layer=...)` gives what chooses a layer's experts in place of its router.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Qwen3MoeForCausalLM:
         device: torch.device | str,
         dtype: torch.dtype,
         max_positions: int | None = None,
+        forced_routing: Callable[..., ForcedRouting] | None = None,
     ):
         self.config = config
         self.dtype = dtype
@@ -66,7 +69,8 @@ class Qwen3MoeForCausalLM:
         for layer in range(config.num_hidden_layers):
             attention = AttentionBlock(make, kernels, layer)
             if config.is_moe_layer(layer):
-                self.layers.append((attention, MoeBlock(make, kernels, placement, rank)))
+                forced = None if forced_routing is None else forced_routing(layer=layer)
+                self.layers.append((attention, MoeBlock(make, kernels, placement, rank, forced)))
             else:
                 self.layers.append((attention, MlpBlock(make)))
         self.norm = make.norm(config.hidden_size)
@@ -93,7 +97,7 @@ class Qwen3MoeForCausalLM:
         x_TD, delta_TD = torch.embedding(self.embed_VD, batch.input_ids), None
         for attention, mlp in self.layers:
             x_TD, delta_TD = attention.forward(x_TD, delta_TD, rotation_T1d)
-            x_TD, delta_TD = mlp.forward(x_TD, delta_TD, batch.num_tokens)
+            x_TD, delta_TD = mlp.forward(x_TD, delta_TD, batch)
         return x_TD if delta_TD is None else x_TD.add_(delta_TD)
 
     def compute_logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
@@ -226,7 +230,7 @@ class MlpBlock:
         """Itself: it uses none of the kernels."""
         return self
 
-    def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, num_tokens: int) -> Sum:
+    def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, batch: ModelBatch) -> Sum:
         """Padding rows are computed and ignored."""
         x_TD, h_TD = self.norm.add(x_TD, delta_TD)
         gate_TI, up_TI = linear(h_TD, self.w13_2ID).chunk(2, dim=-1)
@@ -244,8 +248,16 @@ class MlpBlock:
 class MoeBlock:
     """x + the weighted sum of the chosen experts' MLPs of norm(x)."""
 
-    def __init__(self, make: _Maker, kernels: Kernels, placement: ExpertPlacement, rank: int):
+    def __init__(
+        self,
+        make: _Maker,
+        kernels: Kernels,
+        placement: ExpertPlacement,
+        rank: int,
+        forced_routing: ForcedRouting | None,
+    ):
         config = self.config = make.config
+        self.forced_routing = forced_routing
         self.all2all = kernels.all2all
         self.grouped_gemm = kernels.grouped_gemm
         self.expert_load = kernels.expert_load
@@ -269,21 +281,27 @@ class MoeBlock:
         view.all2all, view.grouped_gemm = kernels.all2all, kernels.grouped_gemm
         return view
 
-    def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, num_tokens: int) -> Sum:
+    def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, batch: ModelBatch) -> Sum:
         """Every rank comes here in every step, tokens or not. x_TD is overwritten."""
         x_TD, h_TD = self.norm.add(x_TD, delta_TD)
-        topk_idx_TK, topk_weights_TK = route_tokens(
-            h_TD,
-            self.router_ED,
-            top_k=self.config.num_experts_per_tok,
-            renormalise=self.config.norm_topk_prob,
-            num_tokens=num_tokens,
-        )
+        topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
         expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)
         y_RD = self.grouped_gemm(expert_input, *self.expert_weights)
         return x_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
+
+    def _route(self, h_TD: torch.Tensor, batch: ModelBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.forced_routing is not None:
+            linear(h_TD, self.router_ED)  # a step costs what it would
+            return self.forced_routing(batch.input_ids, batch.positions, batch.num_tokens)
+        return route_tokens(
+            h_TD,
+            self.router_ED,
+            top_k=self.config.num_experts_per_tok,
+            renormalise=self.config.norm_topk_prob,
+            num_tokens=batch.num_tokens,
+        )
 
     def weight_slots(self) -> Slots:
         """Slots by disk name below the layer's prefix, for this rank's experts."""

@@ -1,0 +1,102 @@
+"""Triton kernel of `kernels.forced_routing`: each token's experts by a law. T tokens, E experts, K chosen."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.route import top_k_keys
+
+NOISE_SHIFT = tl.constexpr(16)  # 32 less the bits of the noise table
+
+
+@triton.jit
+def _mix(x):
+    """MurmurHash3's finaliser of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "layer"])
+def _forced_route(
+    input_ids_ptr,
+    positions_ptr,
+    log_weight_ptr,
+    turns_ptr,
+    noise_ptr,
+    layer,
+    num_tokens,
+    num_tokens_ptr,
+    ids_ptr,
+    weights_ptr,
+    NUM_EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_TURN: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    choice = tl.arange(0, BLOCK_K)
+    chosen = choice < TOP_K
+    if IN_TURN:
+        ids = tl.load(turns_ptr + (token * TOP_K + choice) % NUM_EXPERTS)
+    else:
+        position = tl.load(positions_ptr + token).to(tl.uint32)
+        input_id = tl.load(input_ids_ptr + token).to(tl.uint32)
+        key = _mix(_mix(position + layer.to(tl.uint32) * 0x9E3779B1) + input_id * 0x85EBCA77)
+        expert = tl.arange(0, BLOCK_E)
+        bits = _mix(key + (expert + 1).to(tl.uint32) * 0xC2B2AE3D) >> NOISE_SHIFT
+        inside = expert < NUM_EXPERTS
+        score = tl.load(noise_ptr + bits) + tl.load(log_weight_ptr + expert, mask=inside, other=0.0)
+        best_keys = top_k_keys(score, expert, inside, TOP_K, BLOCK_E, BLOCK_K)
+        ids = BLOCK_E - 1 - (best_keys & 0xFFFFFFFF)
+    if ON_DEVICE:
+        num_tokens = tl.load(num_tokens_ptr)
+    ids = tl.where(token < num_tokens, ids, -1)
+    tl.store(ids_ptr + token * TOP_K + choice, ids, mask=chosen)
+    tl.store(weights_ptr + token * TOP_K + choice, 1.0 / TOP_K, mask=chosen)
+
+
+def forced_route(
+    input_ids_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    log_weight_E: torch.Tensor | None,
+    turns_E: torch.Tensor | None,
+    noise: torch.Tensor,
+    *,
+    layer: int,
+    top_k: int,
+    num_tokens: int | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_idx int64 [T, K] and topk_weights float32 [T, K], as ForcedRouting says.
+
+    int64 ids and positions, contiguous. Either log_weight float32 [E], the logarithm of how likely each expert is, or
+    turns int64 [E], the experts in turn. noise float32 [2^16]. num_tokens may be an integer tensor [1] on the device.
+    """
+    table_E = log_weight_E if turns_E is None else turns_E
+    num_rows, (num_experts,) = len(positions_T), table_E.shape
+    ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64, device=positions_T.device)
+    weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=positions_T.device)
+    on_device = isinstance(num_tokens, torch.Tensor)
+    if num_rows:
+        _forced_route[(num_rows,)](
+            input_ids_T,
+            positions_T,
+            table_E,
+            table_E,
+            noise,
+            layer,
+            0 if on_device else num_tokens,
+            num_tokens if on_device else ids_TK,
+            ids_TK,
+            weights_TK,
+            NUM_EXPERTS=num_experts,
+            TOP_K=top_k,
+            BLOCK_E=triton.next_power_of_2(num_experts),
+            BLOCK_K=triton.next_power_of_2(top_k),
+            IN_TURN=turns_E is not None,
+            ON_DEVICE=on_device,
+            num_warps=1,
+        )
+    return ids_TK, weights_TK

@@ -1,0 +1,62 @@
+"""Experts by a law on a GPU: exactly the CPU's, without waiting for the device, and in a graph."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.forced_routing import ForcedRouting
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+LAWS = [("uniform", 1.0), ("zipf", 1.2), ("balanced", 1.0)]
+
+
+def tokens(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_tokens)
+    ids = torch.randint(0, 151_936, (num_tokens,), generator=generator)
+    return ids, torch.randint(0, 40_960, (num_tokens,), generator=generator)
+
+
+def law(name: str, exponent: float, device: str, **changes: Any) -> ForcedRouting:
+    values = {"num_experts": 128, "top_k": 8, "rank": 1, "num_ranks": 4, "layer": 47}
+    return ForcedRouting(name, exponent, **{**values, "device": device, **changes})
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (7, 3), (1, 1)])
+@pytest.mark.parametrize("num_tokens", [0, 1, 300, 8192])
+@pytest.mark.parametrize(("name", "exponent"), LAWS)
+def test_equals_the_cpu(name, exponent, num_tokens, num_experts, top_k):
+    shape = {"num_experts": num_experts, "top_k": top_k}
+    ids, positions = tokens(num_tokens)
+    expected = law(name, exponent, "cpu", **shape)(ids, positions, num_tokens - num_tokens // 5)
+    found = law(name, exponent, "cuda", **shape)(
+        ids.cuda(), positions.cuda(), num_tokens - num_tokens // 5
+    )
+    for tensor, wanted in zip(found, expected, strict=True):
+        assert tensor.dtype == wanted.dtype and torch.equal(tensor.cpu(), wanted)
+
+
+@pytest.mark.parametrize(("name", "exponent"), LAWS)
+def test_captures_into_a_graph(name, exponent):
+    route = law(name, exponent, "cuda")
+    ids, positions = (tensor.cuda() for tensor in tokens(256))
+    count = torch.tensor([256], device="cuda")
+    route(ids, positions, count)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        route(ids, positions, count)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = route(ids, positions, count)
+    for num_tokens in (256, 100, 0):
+        ids.add_(1)
+        count.fill_(num_tokens)
+        graph.replay()
+        expected = law(name, exponent, "cpu")(ids.cpu(), positions.cpu(), num_tokens)
+        assert torch.equal(found[0].cpu(), expected[0])
