@@ -62,7 +62,7 @@ class Channel:
         need be, so any number of exchanges may be under way without a deadlock.
         """
         while len(self._open) > 1:
-            self._open[0].wait()
+            self._open[0].result()
         self._seq += 1
         what = f"release slot {self._seq - 2} of {self.name}"
         self._group.wait_words(self._peers_consumed, self._seq - 2, self._group.timeout_s, what)
@@ -84,7 +84,7 @@ class Channel:
     def _finish(self, seq: int, pending: Pending[T], finish: Callable[[int, list[int]], T]) -> T:
         # The counter of consumed slots only counts up, so exchanges finish in the order they began.
         while self._open[0] is not pending:
-            self._open[0].wait()
+            self._open[0].result()
         what = f"publish exchange {seq} of {self.name}"
         self._group.wait_words(self._peers_published, seq, self._group.timeout_s, what)
         memory = self._memory
