@@ -78,6 +78,9 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         hidden_size=model.hidden_size,
         expert_width=model.moe_intermediate_size,
         head_dim=model.head_dim,
+        num_experts=model.num_experts,
+        top_k=model.num_experts_per_tok,
+        max_num_tokens=rank_config.scheduler.max_num_batched_tokens,
     )
     ranks = _rank_rows(rank_config, model, dtype, selection)
     reasons = selection.reasons()
@@ -171,6 +174,7 @@ def _buffer_bytes(
         expert_width=model.moe_intermediate_size,
         top_k=model.num_experts_per_tok,
         max_num_tokens=tokens,
+        num_experts=model.num_experts,
     )
     return inputs + logits + hidden_states + kernels
 

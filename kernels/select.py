@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from kernels.all2all import deepep_choice
 from kernels.all2all.allgather import AllGatherAllToAll
-from kernels.all2all.base import AllToAll
+from kernels.all2all.base import AllToAll, Layout
+from kernels.all2all.deepep_limits import ExchangeShape
 from kernels.all2all.local import LocalAllToAll
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm import ShmAllToAll, slot_bytes
@@ -125,9 +127,10 @@ def probe(device: torch.device | str) -> Capabilities:
         missing["torch_dist"] = missing["allgather"] = "torch was built without NCCL"
     if device.type != "cpu":
         missing["shm"] = "it exchanges CPU tensors only"
+        missing |= deepep_choice.missing(device)
         if reason := gemms.triton_missing():
             reason = f"rows are sorted by expert in Triton: {reason}"
-            missing |= dict.fromkeys(("local", "torch_dist", "allgather"), reason)
+            missing |= dict.fromkeys(("local", "torch_dist", "allgather", "deepep"), reason)
     elif platform.machine() not in ("x86_64", "AMD64"):
         missing["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
     elif not os.access(SHM_FOLDER, os.W_OK):
@@ -154,24 +157,40 @@ def select(
     hidden_size: int,
     expert_width: int,
     head_dim: int | None = None,
+    num_experts: int | None = None,
+    top_k: int | None = None,
+    max_num_tokens: int | None = None,
 ) -> Selection:
     """Decide each family's backend, with the reason.
 
     hidden_size and expert_width are the experts' D and I; num_nodes the hosts the ranks are spread over; head_dim is
-    attention's, None for one that every backend takes.
+    attention's, None for one that every backend takes; max_num_tokens bounds a rank's rows of a step. What is None
+    counts as something that every backend takes.
     Raises KernelChoiceError when a backend named in `config` cannot run.
     """
+    shape = ExchangeShape(
+        num_ranks=num_ranks,
+        num_nodes=num_nodes,
+        dtype=dtype,
+        hidden_size=hidden_size,
+        num_experts=num_experts,
+        top_k=top_k,
+        max_num_tokens=max_num_tokens,
+    )
     all2all = _choose(
         "all2all",
         config.all2all,
         _all2all_order(capabilities.device, num_ranks),
-        lambda name: _all2all_obstacle(name, capabilities, num_ranks, num_nodes),
+        lambda name: _all2all_obstacle(name, capabilities, shape),
     )
     grouped_gemm = _choose(
         "grouped_gemm",
         config.grouped_gemm,
         gemms.order(capabilities.device),
-        lambda name: _grouped_gemm_obstacle(name, capabilities, dtype, hidden_size, expert_width),
+        lambda name: (
+            _grouped_gemm_obstacle(name, capabilities, dtype, hidden_size, expert_width)
+            or _layout_obstacle(name, all2all.name)
+        ),
     )
     attention = _choose(
         "attention",
@@ -194,7 +213,7 @@ def build(selection: Selection, context: KernelContext) -> Kernels:
         "flashinfer": FlashInferAttention,
     }
     grouped_gemm = gemms.build(selection.grouped_gemm.name)
-    all2all = _build_all2all(selection.all2all.name, context, grouped_gemm.row_alignment)
+    all2all = _build_all2all(selection.all2all.name, context, grouped_gemm)
     assert all2all.layout in grouped_gemm.layouts, selection.names()
     return Kernels(all2all, grouped_gemm, attentions[selection.attention.name](context.attention))
 
@@ -215,8 +234,9 @@ def buffer_bytes(
     expert_width: int,
     top_k: int,
     max_num_tokens: int,
+    num_experts: int = 0,
 ) -> int:
-    """Bytes of one rank's exchange buffers and expert activations in a full step.
+    """Bytes of one rank's exchange buffers and expert activations in a full step; num_experts for DeepEP alone.
 
     Balanced routing, except for GPUs' own products: their shapes are those of the most rows there can be.
     """
@@ -229,17 +249,26 @@ def buffer_bytes(
         // num_ranks,
         "torch_dist": 2 * min(num_ranks, top_k) * max_num_tokens * (row_bytes + x_bytes),
         "allgather": (gathered + max_num_tokens) * (row_bytes + x_bytes),
+        **deepep_choice.buffer_bytes(
+            num_ranks=num_ranks,
+            hidden_size=hidden_size,
+            row_bytes=row_bytes,
+            max_num_tokens=max_num_tokens,
+            num_experts=num_experts,
+        ),
     }[selection.all2all.name]
     routed_rows, widths = max_num_tokens * top_k, 2 * hidden_size + 3 * expert_width
     if selection.grouped_gemm.name in gemms.ON_DEVICE:
         routed_rows *= num_ranks
         if selection.grouped_gemm.name == "triton":  # neither copies rows nor stores gate and up
             widths = hidden_size + expert_width
+    if selection.all2all.name == deepep_choice.LOW_LATENCY:
+        routed_rows = num_experts * deepep_choice.low_latency_rows(max_num_tokens)
     activations = routed_rows * widths * dtype.itemsize
     return exchange + activations
 
 
-def _build_all2all(name: str, context: KernelContext, row_alignment: int) -> AllToAll:
+def _build_all2all(name: str, context: KernelContext, grouped_gemm: GroupedGemm) -> AllToAll:
     placement, max_num_tokens = context.placement, context.max_num_tokens
     experts = placement.local_experts(context.rank)
     order = ExpertOrder(
@@ -247,10 +276,20 @@ def _build_all2all(name: str, context: KernelContext, row_alignment: int) -> All
         num_experts=placement.num_experts,
         device=context.device,
         dtype=torch.int64 if name == "local" else torch.int32,
-        alignment=row_alignment,
+        alignment=grouped_gemm.row_alignment,
     )
     if name == "local":
         return LocalAllToAll(order)
+    if name in deepep_choice.NAMES:
+        return deepep_choice.build(
+            name,
+            context.group,
+            placement,
+            grouped_gemm,
+            device=context.device,
+            hidden_size=context.hidden_size,
+            max_num_tokens=max_num_tokens,
+        )
     row_format = RowFormat(context.hidden_size, context.top_k, context.dtype)
     if name == "shm":
         assert context.shared_memory is not None, "shm needs a SharedMemoryGroup"
@@ -299,16 +338,17 @@ def _all2all_order(device: str, num_ranks: int) -> dict[str, str]:
     }
 
 
-def _all2all_obstacle(
-    name: str, capabilities: Capabilities, num_ranks: int, num_nodes: int
-) -> str | None:
+def _all2all_obstacle(name: str, capabilities: Capabilities, shape: ExchangeShape) -> str | None:
     """Why this all-to-all cannot run, or None."""
+    num_ranks, num_nodes = shape.num_ranks, shape.num_nodes
     if name in capabilities.missing:
         return capabilities.missing[name]
     if name == "local" and num_ranks > 1:
         return f"it serves one rank, cluster.ranks is {num_ranks}"
     if name != "local" and num_ranks == 1:
         return "there is only one rank, so there is nothing to exchange"
+    if name in deepep_choice.NAMES:
+        return deepep_choice.obstacle(name, capabilities.device, shape)
     if name == "shm" and num_nodes > 1:
         return f"its ranks must share a host, cluster.nodes is {num_nodes}"
     return None
@@ -335,6 +375,15 @@ def _attention_obstacle(
     if capabilities.device != "cuda":
         return "it runs on GPUs only"
     return flashinfer_obstacle(dtype, head_dim)
+
+
+def _layout_obstacle(name: str, all2all: str) -> str | None:
+    """Why this grouped GEMM cannot take what the all-to-all brings, or None."""
+    layout: Layout = "masked" if all2all == deepep_choice.LOW_LATENCY else "contiguous"
+    takes = gemms.GEMMS[name].layouts
+    if layout not in takes:
+        return f"{all2all} brings rows in the {layout} layout, it takes {' and '.join(takes)}"
+    return None
 
 
 def _grouped_gemm_obstacle(

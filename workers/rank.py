@@ -80,6 +80,9 @@ class Rank:
             hidden_size=self.model_config.hidden_size,
             expert_width=self.model_config.moe_intermediate_size,
             head_dim=self.model_config.head_dim,
+            num_experts=self.model_config.num_experts,
+            top_k=self.model_config.num_experts_per_tok,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
         )
         self.placement = placement
         if config.num_ranks > 1:

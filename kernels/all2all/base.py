@@ -64,24 +64,33 @@ class MaskedInput:
     expected: int
     handle: Any
 
+    @property
+    def offs_e(self) -> torch.Tensor:
+        """As in ExpertInput: where each expert's rows would end if they lay one after the other."""
+        return self.counts_e.cumsum(0, dtype=torch.int32)
+
 
 class AllToAll(ABC):
     """Moves tokens to the ranks that hold their experts, and the experts' answers back.
 
     `layout` is the form of `ExpertInput` it produces; `needs_equal_tokens` says that every rank must
-    call with the same number of rows (padding rows carry `topk_idx == -1` and reach no expert).
+    call with the same number of rows (padding rows carry `topk_idx == -1` and reach no expert); `graph`
+    that dispatch and combine never wait on the host, so that CUDA graphs can hold them.
+    `stream`, where set, is what an exchange runs on, behind all that the current stream was given by then.
     All ranks of the group call dispatch and combine in the same order; several may be under way.
     """
 
     name: str
     layout: Layout = "contiguous"
     needs_equal_tokens: bool = False
+    graph: bool = False
+    stream: torch.cuda.Stream | None = None
 
     @abstractmethod
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
-    ) -> Pending[ExpertInput]:
-        """Send each row to the ranks of its experts.
+    ) -> Pending[ExpertInput] | Pending[MaskedInput]:
+        """Send each row to the ranks of its experts; what comes back has the form that `layout` names.
 
         x_TD model dtype; topk_idx_TK int64 global expert ids, -1 = none; topk_weights_TK float32.
         T may be 0 (unless `needs_equal_tokens`) and may differ between ranks.
@@ -94,8 +103,8 @@ class AllToAll(ABC):
         y_RD are the experts' outputs in expert order; a token without experts gets zeros.
         """
 
-    def set_num_sms(self, num_sms: int) -> None:  # noqa: B027 - most backends have no SMs to limit
-        """Limit the SMs the exchange may use, where the backend can."""
+    def set_num_sms(self, num_sms: int | None) -> None:  # noqa: B027 - most have no SMs to limit
+        """Limit the SMs the exchange may use, where the backend can; None: as it likes."""
 
     def close(self) -> None:  # noqa: B027
         """Release buffers shared with other ranks."""

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from kernels.all2all.base import ExpertInput, Layout
+from kernels.all2all.base import Layout
 
 
 class GroupedGemm(ABC):
     """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T, each row with its own expert's weights.
 
-    `layouts` are the forms of input it takes (a backend of the masked one has `call_masked` too);
+    `layouts` are the forms of input it takes; with `masked_fp8`, masked rows must come in e4m3 with scales;
     `row_alignment` is what the first place of each expert must be a multiple of, on GPUs. Where `compiles_by_rows`, any
     new number of rows may compile another kernel; elsewhere the kernel changes at most once until the number doubles.
     """
@@ -19,14 +19,15 @@ class GroupedGemm(ABC):
     name: str
     layouts: tuple[Layout, ...] = ("contiguous",)
     row_alignment: int = 1
+    masked_fp8: bool = False
     compiles_by_rows: bool = False
 
     @abstractmethod
-    def __call__(self, expert_input: ExpertInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
-        """y_RD in x's dtype and expert order. w13 and w2 are what `prepare` made of the weights.
+    def __call__(self, expert_input: Any, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
+        """y_RD of an ExpertInput in x's dtype and expert order. w13 and w2 are what `prepare` made of the weights.
 
         R == 0 and e == 0 are allowed and give an empty result. Where the input has a `routing`, y has its
-        places, and what lies at places without a row is undefined.
+        places, and what lies at places without a row is undefined. Of a MaskedInput y_eMD.
         """
 
     def prepare(self, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor) -> tuple[Any, Any]:

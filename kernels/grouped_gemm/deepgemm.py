@@ -88,7 +88,11 @@ class DeepGemm(GroupedGemm):
         """At most this many SMs from the next call on, for all of the process; a new number may compile."""
         self._deep_gemm.set_num_sms(num_sms)
 
-    def __call__(self, expert_input: ExpertInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
+    def __call__(
+        self, expert_input: ExpertInput | MaskedInput, w13_e2ID: Any, w2_eDI: Any
+    ) -> torch.Tensor:
+        if isinstance(expert_input, MaskedInput):
+            return self.call_masked(expert_input, w13_e2ID, w2_eDI)
         routing = expert_input.places()
         assert routing.alignment % self.row_alignment == 0, routing.alignment
         x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
@@ -130,6 +134,7 @@ class DeepGemmFp8(DeepGemm):
     """FP8 products of bfloat16 rows; masked rows come quantised."""
 
     name = "deepgemm_fp8"
+    masked_fp8 = True
 
     def __init__(self) -> None:
         super().__init__()

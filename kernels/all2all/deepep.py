@@ -1,0 +1,246 @@
+"""DeepEP's normal mode: a row travels once to each rank that has any of its experts, over NVLink, on few SMs.
+
+Nothing waits on the host: what is received is as long as it can get (`num_worst_tokens`), so all ranks bring equally
+many rows, and dispatch and combine can be captured into CUDA graphs. What arrives is put into expert order by our own
+kernels; weights are applied here too, because DeepEP's combine only adds.
+
+Both generations are known: `Buffer` of 1.2.1 is what our tests ran on. 2.x is used through the same class, which it
+still has; that is written after its source and was never run. Its `ElasticBuffer` is not used.
+
+T tokens of this rank, N = ranks * T rows there is room for, D hidden, K experts per token, R places.
+"""
+
+import functools
+import inspect
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.deepep_limits import MAX_SMS, NAMES
+from kernels.all2all.payload import Gathered, pick_local
+from kernels.all2all.side_stream import Mark, behind_current
+from kernels.pending import Pending
+from kernels.permute import ExpertOrder
+
+DEFAULT_SMS = 24
+NEEDED_VERSION = "1.2.1"
+DISTRIBUTIONS = ("deep_ep", "sgl-deep-ep")
+NEEDED = {  # of Buffer: method to a parameter that came late
+    "__init__": "explicitly_destroy",
+    "dispatch": "num_worst_tokens",
+    "combine": "config",
+    "get_dispatch_layout": "num_experts",
+    "low_latency_dispatch": "return_recv_hook",
+    "low_latency_combine": "return_recv_hook",
+}
+CLOSE_TIMEOUT_S = 5.0
+
+
+class DeepEpUnavailableError(RuntimeError):
+    """DeepEP cannot be used here; the message says why, with the version found and the one needed."""
+
+
+def load_deep_ep() -> Any:
+    """The module `deep_ep`. Raises DeepEpUnavailableError where it is missing, broken or too old."""
+    needed = f"{NEEDED_VERSION} or newer is needed"
+    if "deep_ep" not in sys.modules and find_spec("deep_ep") is None:
+        raise DeepEpUnavailableError(f"deep_ep is not installed, {needed}")
+    try:
+        import deep_ep
+    except Exception as error:  # assertions about NCCL and CUDA_HOME, undefined symbols, no GPU
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise DeepEpUnavailableError(
+            f"import deep_ep failed ({_installed_version()} is installed, {needed}): {said[0]}"
+        ) from error
+    buffer = getattr(deep_ep, "Buffer", None)
+    lacking = [
+        f"Buffer.{method}({parameter})"
+        for method, parameter in NEEDED.items()
+        if parameter not in _parameters(getattr(buffer, method, None))
+    ]
+    if lacking:
+        raise DeepEpUnavailableError(
+            f"deep_ep {_installed_version()} is installed, {needed}: it has no {', '.join(lacking)}"
+        )
+    return deep_ep
+
+
+def generation(deep_ep: Any) -> int:
+    """1: NVSHMEM's `Buffer` alone. 2: `ElasticBuffer` over NCCL beside it."""
+    return 2 if hasattr(deep_ep, "ElasticBuffer") else 1
+
+
+def missing(device: torch.device) -> dict[str, str]:
+    """Name of a DeepEP exchange to why it cannot run on this GPU at all."""
+    return _missing(torch.cuda.get_device_capability(device))
+
+
+@functools.cache
+def _missing(capability: tuple[int, int]) -> dict[str, str]:
+    if capability < (9, 0):
+        reason = "it needs compute capability 9.0, found {}.{}".format(*capability)
+        return dict.fromkeys(NAMES, reason)
+    try:
+        deep_ep = load_deep_ep()
+    except DeepEpUnavailableError as error:
+        return dict.fromkeys(NAMES, str(error))
+    if generation(deep_ep) == 1 and not _has_nvshmem():
+        reason = f"deep_ep {_installed_version()} was built without NVSHMEM, which it needs"
+        return {"deepep_low_latency": reason}
+    return {}
+
+
+def peers_are_here(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks come here within seconds. DeepEP's own end would spin 100 s for one that died."""
+    try:
+        work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        work.wait()  # raises where it ended because a peer did
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the rows came, which is how their sums go back: DeepEP's handle, and the SMs it was made for."""
+
+    handle: Any
+    combine_config: Any
+
+
+class DeepEpAllToAll(AllToAll):
+    """`Buffer.dispatch` and `Buffer.combine` in one host's NVLink domain.
+
+    group     2, 4 or 8 ranks, a GPU each, that can reach each other's memory
+    order     of this rank's experts by their local ids 0 .., int64
+    """
+
+    name = "deepep"
+    needs_equal_tokens = True
+    graph = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        order: ExpertOrder,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        device: torch.device,
+    ):
+        self._deep_ep, self._group, self._order = load_deep_ep(), group, order
+        self._device = device
+        self._num_ranks, self._num_experts = group.size(), num_experts
+        self._topk_idx_dtype = getattr(self._deep_ep, "topk_idx_t", torch.int64)
+        self.set_num_sms(MAX_SMS)
+        num_bytes = max(
+            config.get_nvl_buffer_size_hint(2 * hidden_size, self._num_ranks)
+            for config in self._configs
+        )
+        self._buffer = self._deep_ep.Buffer(group, num_bytes, explicitly_destroy=True)
+        self.set_num_sms(None)
+
+    def set_num_sms(self, num_sms: int | None) -> None:
+        """From the next dispatch on; rounded down to a multiple of two, at most MAX_SMS. None: DEFAULT_SMS."""
+        num_sms = DEFAULT_SMS if num_sms is None else num_sms
+        assert num_sms > 0, num_sms
+        buffer = self._deep_ep.Buffer
+        # The number is the class's, and read only when a Config is made of it.
+        buffer.set_num_sms(max(2, min(num_sms, MAX_SMS) // 2 * 2))
+        self._configs = (
+            buffer.get_dispatch_config(self._num_ranks),
+            buffer.get_combine_config(self._num_ranks),
+        )
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Pending[ExpertInput]:
+        inputs = (
+            x_TD.contiguous(),
+            topk_idx_TK.to(self._topk_idx_dtype).contiguous(),
+            topk_weights_TK.contiguous(),
+        )
+        if not len(x_TD):  # then on all ranks
+            return Pending.ready(pick_local(*inputs, self._order, None))
+        with behind_current(self.stream):
+            received = self._send(*inputs)
+        sent = Mark(self.stream, inputs)
+
+        def finish() -> ExpertInput:
+            sent.wait()
+            return pick_local(*received[:3], self._order, received[3])
+
+        return Pending(finish)
+
+    def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
+        way: _Way | None = handle.origin
+        sums_ND = handle.partial_sums(y_RD)
+        if way is None:
+            return Pending.ready(sums_ND)
+        with behind_current(self.stream):
+            out_TD, _, _ = self._buffer.combine(sums_ND, way.handle, config=way.combine_config)
+        sent = Mark(self.stream, sums_ND, way)
+
+        def finish() -> torch.Tensor:
+            sent.wait()
+            return out_TD
+
+        return Pending(finish)
+
+    def close(self) -> None:
+        if peers_are_here(self._group, self._device):
+            self._buffer.destroy()
+
+    def _send(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Way]:
+        """x_ND, local topk_idx_NK (-1 in rows nobody sent), topk_weights_NK, and the way back."""
+        num_rows = self._num_ranks * len(x_TD)
+        dispatch_config, combine_config = self._configs
+        per_rank, per_rdma_rank, per_expert, in_rank_TR, _ = self._buffer.get_dispatch_layout(
+            topk_idx_TK, self._num_experts
+        )
+        x_ND, topk_idx_NK, topk_weights_NK, _, handle, _ = self._buffer.dispatch(
+            x_TD,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_rdma_rank,
+            is_token_in_rank=in_rank_TR,
+            num_tokens_per_expert=per_expert,
+            topk_idx=topk_idx_TK,
+            topk_weights=topk_weights_TK,
+            num_worst_tokens=num_rows,
+            config=dispatch_config,
+        )
+        return x_ND, topk_idx_NK, topk_weights_NK, _Way(handle, combine_config)
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    return () if function is None else tuple(inspect.signature(function).parameters)
+
+
+def _installed_version() -> str:
+    for distribution in DISTRIBUTIONS:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return str(getattr(sys.modules.get("deep_ep"), "__version__", "an unknown version"))
+
+
+def _has_nvshmem() -> bool:
+    """Whether 1.2.1's extension was built with it: the one without says so in its assertions, and nowhere else."""
+    extension = getattr(sys.modules.get("deep_ep_cpp"), "__file__", None)
+    return extension is None or b"NVSHMEM is disabled" not in Path(extension).read_bytes()

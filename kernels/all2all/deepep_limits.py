@@ -1,0 +1,107 @@
+"""What DeepEP's kernels refuse, with the numbers, and how much memory they take. Imports nothing of DeepEP.
+
+T tokens of a rank, H hidden, E experts of all ranks, K experts per token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+NAMES = ("deepep", "deepep_low_latency")
+RANKS = (2, 4, 8)  # the kernels are compiled for these
+MAX_SMS = 32  # a normal exchange gets no more; its queues are sized for as many
+MAX_TOP_K, MAX_TOP_K_LOW_LATENCY = 32, 11
+MAX_EXPERTS, MAX_LOCAL_EXPERTS = 1024, 128
+# A warp sums a row 512 bytes at a time with all its lanes, and stages half of it in 8 KiB beside a barrier.
+HIDDEN_MULTIPLE, MAX_HIDDEN = 256, 7936
+LOW_LATENCY_HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)  # one instance of the kernels each
+# It keeps room for all tokens of all ranks at each expert: 2.3 GB of buffers for 128 experts, hidden 2048.
+MAX_TOKENS_LOW_LATENCY = 1024
+QUEUED_TOKENS = 256  # per channel (two SMs) and rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeShape:
+    """What an exchange must carry; None where the caller does not know."""
+
+    num_ranks: int
+    num_nodes: int
+    dtype: torch.dtype
+    hidden_size: int
+    num_experts: int | None = None
+    top_k: int | None = None
+    max_num_tokens: int | None = None
+
+
+def obstacle(name: str, device: str, shape: ExchangeShape) -> str | None:
+    """Why this one of NAMES cannot carry `shape`, or None."""
+    if device != "cuda":
+        return "it runs on GPUs only"
+    if shape.num_ranks not in RANKS:
+        return f"DeepEP serves 2, 4 or 8 ranks of a host, cluster.ranks is {shape.num_ranks}"
+    if shape.dtype != torch.bfloat16:
+        return f"DeepEP sums bfloat16 only, model.dtype is {str(shape.dtype)[6:]}"
+    experts = shape.num_experts
+    if experts is not None and experts % shape.num_ranks:
+        return (
+            f"DeepEP needs as many experts on each rank, {experts} do not divide by "
+            f"cluster.ranks, which is {shape.num_ranks}"
+        )
+    if shape.num_nodes > 1:
+        return f"its ranks must share a host here, cluster.nodes is {shape.num_nodes}"
+    return _low_latency(shape) if name == "deepep_low_latency" else _normal(shape)
+
+
+def _normal(shape: ExchangeShape) -> str | None:
+    hidden = shape.hidden_size
+    if hidden % HIDDEN_MULTIPLE or hidden > MAX_HIDDEN:
+        return (
+            f"it needs a hidden size of a multiple of {HIDDEN_MULTIPLE} up to {MAX_HIDDEN}, "
+            f"the model's is {hidden}"
+        )
+    if shape.num_experts is not None:
+        local = shape.num_experts // shape.num_ranks
+        if shape.num_experts > MAX_EXPERTS or local > MAX_LOCAL_EXPERTS:
+            return (
+                f"it takes up to {MAX_EXPERTS} experts, {MAX_LOCAL_EXPERTS} of them on a rank; "
+                f"there are {shape.num_experts} and {local}"
+            )
+    return _too_many_experts_per_token(shape, MAX_TOP_K)
+
+
+def _low_latency(shape: ExchangeShape) -> str | None:
+    if shape.hidden_size not in LOW_LATENCY_HIDDEN:
+        return (
+            f"it is compiled for a hidden size of {', '.join(map(str, LOW_LATENCY_HIDDEN))}, "
+            f"the model's is {shape.hidden_size}"
+        )
+    if shape.max_num_tokens is not None and shape.max_num_tokens > MAX_TOKENS_LOW_LATENCY:
+        return (
+            f"it keeps room for every token of a step at each expert, so a step may have "
+            f"{MAX_TOKENS_LOW_LATENCY} tokens, scheduler.max_num_batched_tokens is "
+            f"{shape.max_num_tokens}"
+        )
+    return _too_many_experts_per_token(shape, MAX_TOP_K_LOW_LATENCY)
+
+
+def _too_many_experts_per_token(shape: ExchangeShape, most: int) -> str | None:
+    if shape.top_k is not None and shape.top_k > most:
+        return f"a token may have {most} experts, the model's have {shape.top_k}"
+    return None
+
+
+def normal_buffer_bytes(hidden_size: int, num_ranks: int) -> int:
+    """Bytes of a rank's queues in normal mode, nearly: rows, and room for 128 experts and scales of each."""
+    row = 2 * hidden_size + 128 * (8 + 4 + 4) + 8
+    return MAX_SMS // 2 * num_ranks * QUEUED_TOKENS * row
+
+
+def low_latency_rows(max_num_tokens: int) -> int:
+    """Rows per rank that each expert has room for: TMA wants multiples of four."""
+    return -(-max(1, max_num_tokens) // 4) * 4
+
+
+def low_latency_buffer_bytes(hidden_size: int, num_experts: int, max_num_tokens: int) -> int:
+    """Bytes of a rank's two buffers to send from and two to receive in, nearly."""
+    row = 2 * hidden_size + 4 * (hidden_size // 128)
+    return 4 * num_experts * low_latency_rows(max_num_tokens) * row

@@ -1,0 +1,193 @@
+"""DeepEP's low-latency mode: rows go straight into room that each expert keeps for all of them.
+
+For decodes: one kernel sends, another receives when somebody waits, each on nearly all SMs for a moment; counts stay
+on the device and may differ between ranks. Rows come in the `masked` layout, in FP8 if the experts want that, and
+combine applies the weights.
+
+DeepEP has two buffers that take turns, and a send clears the other one's flags: so a send first receives what is
+still outstanding. NVSHMEM is one per process and ends with the first buffer that is destroyed: so the instances of a
+group share one.
+
+T tokens of this rank, D hidden, K experts per token, e local experts, M rows an expert has room for.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kernels.all2all.base import AllToAll, MaskedInput
+from kernels.all2all.deepep import load_deep_ep, peers_are_here
+from kernels.all2all.deepep_limits import low_latency_rows
+from kernels.all2all.side_stream import Mark, behind_current
+from kernels.pending import Pending
+
+MIN_QUEUE_DEPTH = 1024  # DeepEP's default for RDMA work requests
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the rows came: DeepEP's handle, and the tokens' experts and weights, which combine applies."""
+
+    handle: Any
+    topk_idx_TK: torch.Tensor
+    topk_weights_TK: torch.Tensor
+
+
+class _Outstanding:
+    """A send whose rows were not received yet: `receive` does it, once, on the stream that sent."""
+
+    def __init__(self, hook: Callable[[], None], stream: torch.cuda.Stream | None, inputs: Any):
+        self._hook: Callable[[], None] | None = hook
+        self._stream, self._inputs = stream, inputs
+        self._mark: Mark | None = None
+
+    def receive(self) -> None:
+        if self._hook is not None:
+            hook, self._hook = self._hook, None
+            hook()
+            self._mark = Mark(self._stream, self._inputs)
+            self._inputs = None
+
+    def wait(self) -> None:
+        """Receive, and make the current stream wait for it."""
+        self.receive()
+        assert self._mark is not None
+        self._mark.wait()
+
+
+class _SharedBuffer:
+    """The `Buffer` of a group in this process, and what it sent last. max_rows of a rank in one exchange."""
+
+    def __init__(self, group: dist.ProcessGroup, max_rows: int, hidden_size: int, num_experts: int):
+        self._group, self._widths = group, (hidden_size, num_experts)
+        self.max_rows = max_rows
+        deep_ep, num_ranks = load_deep_ep(), group.size()
+        depth = max(MIN_QUEUE_DEPTH, 1 << (2 * max_rows + 1).bit_length())
+        os.environ.setdefault("NVSHMEM_QP_DEPTH", str(depth))
+        self.topk_idx_dtype = getattr(deep_ep, "topk_idx_t", torch.int64)
+        self.buffer = deep_ep.Buffer(
+            group,
+            num_rdma_bytes=deep_ep.Buffer.get_low_latency_rdma_size_hint(
+                max_rows, hidden_size, num_ranks, num_experts
+            ),
+            low_latency_mode=True,
+            num_qps_per_rank=num_experts // num_ranks,
+            explicitly_destroy=True,
+        )
+        self._last: _Outstanding | None = None
+        self._users = 0
+
+    @classmethod
+    def join(
+        cls, group: dist.ProcessGroup, max_rows: int, hidden_size: int, num_experts: int
+    ) -> "_SharedBuffer":
+        """The process's buffer, a new one for the first user: all ranks ask in the same order."""
+        widths = (hidden_size, num_experts)
+        if not _in_use:
+            _in_use.append(cls(group, max_rows, *widths))
+        shared = _in_use[0]
+        assert shared._group is group and shared._widths == widths, (shared._widths, widths)
+        assert max_rows <= shared.max_rows, f"room for {shared.max_rows} rows, not for {max_rows}"
+        shared._users += 1
+        return shared
+
+    def leave(self, device: torch.device) -> None:
+        """The last one ends it, together with the other ranks' last ones."""
+        self._users -= 1
+        if self._users == 0:
+            _in_use.remove(self)
+            if peers_are_here(self._group, device):
+                self.buffer.destroy()
+
+    def send(
+        self,
+        stream: torch.cuda.Stream | None,
+        launch: Callable[..., tuple[Any, ...]],
+        *inputs: Any,
+        **options: Any,
+    ) -> tuple[list[Any], _Outstanding]:
+        """Run `launch`, whose last result is the hook that receives; what comes before it is returned."""
+        if self._last is not None:
+            self._last.receive()
+        with behind_current(stream):
+            *results, hook = launch(*inputs, return_recv_hook=True, **options)
+        self._last = _Outstanding(hook, stream, inputs)
+        return results, self._last
+
+
+_in_use: list[_SharedBuffer] = []  # one at most
+
+
+class DeepEpLowLatencyAllToAll(AllToAll):
+    """`Buffer.low_latency_dispatch` and `low_latency_combine`, with receive hooks.
+
+    max_num_tokens   of a rank in one exchange; ranks may bring fewer, or none
+    use_fp8          rows arrive in e4m3 with a scale per 128 values
+    """
+
+    name = "deepep_low_latency"
+    layout = "masked"
+    graph = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        max_num_tokens: int,
+        use_fp8: bool,
+        device: torch.device,
+    ):
+        self._num_ranks, self._num_experts, self._use_fp8 = group.size(), num_experts, use_fp8
+        self._device = device
+        max_rows = low_latency_rows(max_num_tokens)
+        self._shared = _SharedBuffer.join(group, max_rows, hidden_size, num_experts)
+
+    def dispatch(  # type: ignore[override] # the masked layout
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Pending[MaskedInput]:
+        max_rows = self._shared.max_rows
+        assert len(x_TD) <= max_rows, (len(x_TD), max_rows)
+        topk_idx_TK = topk_idx_TK.to(self._shared.topk_idx_dtype).contiguous()
+        (received, counts_e, handle, _), outstanding = self._shared.send(
+            self.stream,
+            self._shared.buffer.low_latency_dispatch,
+            x_TD.contiguous(),
+            topk_idx_TK,
+            max_rows,
+            self._num_experts,
+            use_fp8=self._use_fp8,
+        )
+        x_eMD, scale_eMS = received if self._use_fp8 else (received, None)
+        way = _Way(handle, topk_idx_TK, topk_weights_TK.contiguous())
+        expected = max(1, self._num_ranks * topk_idx_TK.numel() // self._num_experts)
+
+        def finish() -> MaskedInput:
+            outstanding.wait()
+            return MaskedInput(x_eMD, scale_eMS, counts_e, expected, way)
+
+        return Pending(finish)
+
+    def combine(self, y_eMD: torch.Tensor, handle: _Way) -> Pending[torch.Tensor]:
+        (out_TD, _), outstanding = self._shared.send(
+            self.stream,
+            self._shared.buffer.low_latency_combine,
+            y_eMD,
+            handle.topk_idx_TK,
+            handle.topk_weights_TK,
+            handle.handle,
+        )
+
+        def finish() -> torch.Tensor:
+            outstanding.wait()
+            return out_TD
+
+        return Pending(finish)
+
+    def close(self) -> None:
+        self._shared.leave(self._device)

@@ -1,0 +1,223 @@
+"""DeepEP's `Buffer` on CPU over gloo: what arrives where, and complaints about calls that the real one refuses.
+
+Written after what DeepEP documents of itself; the GPU tests run the same contract on the real one.
+"""
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FP8_BLOCK = 128
+
+
+class FakeConfig:
+    def __init__(self, num_sms: int):
+        self.num_sms = num_sms
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return self.num_sms * hidden_bytes * num_ranks
+
+
+class FakeBuffer:
+    """Counts how many are `alive`, and how many of them in low-latency mode."""
+
+    num_sms = 20
+    alive = 0
+    low_latency_alive = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        explicitly_destroy: bool = False,
+    ):
+        assert explicitly_destroy, "ending in a destructor can hang"
+        self.group, self.num_ranks, self.rank = group, group.size(), group.rank()
+        self.low_latency_mode, self.num_qps_per_rank = low_latency_mode, num_qps_per_rank
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.hook: Callable[[], None] | None = None
+        type(self).alive += 1
+        type(self).low_latency_alive += low_latency_mode
+        assert type(self).low_latency_alive <= 1, "the first to end would end NVSHMEM for both"
+
+    def destroy(self) -> None:
+        type(self).alive -= 1
+        type(self).low_latency_alive -= self.low_latency_mode
+
+    @classmethod
+    def set_num_sms(cls, num_sms: int) -> None:
+        assert num_sms % 2 == 0, num_sms
+        cls.num_sms = num_sms
+
+    @classmethod
+    def get_dispatch_config(cls, num_ranks: int) -> FakeConfig:
+        return FakeConfig(cls.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        max_tokens: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        return max_tokens * hidden * num_experts
+
+    def get_dispatch_layout(self, topk_idx: torch.Tensor, num_experts: int) -> tuple[Any, ...]:
+        assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous()
+        experts = torch.arange(num_experts).view(self.num_ranks, -1)
+        chosen_TE = (topk_idx.unsqueeze(2) == torch.arange(num_experts)).any(1)
+        in_rank = torch.stack([chosen_TE[:, ids].any(1) for ids in experts], 1)
+        return in_rank.sum(0).int(), None, chosen_TE.sum(0).int(), in_rank, None
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        handle: Any = None,
+        num_tokens_per_rank: Any = None,
+        num_tokens_per_rdma_rank: Any = None,
+        is_token_in_rank: Any = None,
+        num_tokens_per_expert: Any = None,
+        topk_idx: Any = None,
+        topk_weights: Any = None,
+        num_worst_tokens: int = 0,
+        config: Any = None,
+    ) -> tuple[Any, ...]:
+        assert x.dtype == torch.bfloat16 and topk_weights.dtype == torch.float32
+        assert all(part.is_contiguous() for part in (x, topk_idx, topk_weights))
+        assert handle is None and num_worst_tokens == self.num_ranks * len(x) > 0
+        assert int(num_tokens_per_rank.sum()) == int(is_token_in_rank.sum())
+        assert config.get_nvl_buffer_size_hint(2 * x.shape[1], self.num_ranks) <= self.num_nvl_bytes
+        num_experts = len(num_tokens_per_expert)
+        local = num_experts // self.num_ranks
+        everybodys = self._gather((is_token_in_rank, x, topk_idx, topk_weights))
+        sent = [[part[in_rank[:, self.rank]] for part in parts] for in_rank, *parts in everybodys]
+        ids = torch.cat([ids for _, ids, _ in sent]) - self.rank * local
+        here = (ids >= 0) & (ids < local)
+        room = num_worst_tokens - len(ids)
+        recv_x = torch.cat(
+            [*(rows for rows, _, _ in sent), x.new_full((room, x.shape[1]), torch.nan)]
+        )
+        recv_ids = torch.cat([ids.where(here, -1), ids.new_full((room, ids.shape[1]), -1)])
+        weights = torch.cat([w for _, _, w in sent]).where(here, 0)
+        recv_weights = torch.cat([weights, weights.new_full((room, ids.shape[1]), torch.nan)])
+        counts = [len(rows) for rows, _, _ in sent]
+        way = (counts, is_token_in_rank, config.num_sms, num_worst_tokens)
+        return recv_x, recv_ids, recv_weights, [], way, None
+
+    def combine(self, x: torch.Tensor, handle: Any, *, config: Any = None) -> tuple[Any, ...]:
+        counts, in_rank, num_sms, num_rows = handle
+        assert config.num_sms == num_sms, "combine must have as many channels as its dispatch"
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) == num_rows
+        back = self._gather(x[: sum(counts)].split(counts))
+        out = torch.zeros(len(in_rank), x.shape[1])
+        for rank, of_rank in enumerate(back):
+            out[in_rank[:, rank]] += of_rank[self.rank].float()
+        return out.to(x.dtype), None, None
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        max_tokens: int,
+        num_experts: int,
+        use_fp8: bool = True,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, ...]:
+        assert self.low_latency_mode and return_recv_hook and self.hook is None, "not received yet"
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and len(x) <= max_tokens
+        assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous()
+        assert self.num_qps_per_rank == num_experts // self.num_ranks
+        local = num_experts // self.num_ranks
+        recv = torch.full((local, self.num_ranks * max_tokens, x.shape[1]), torch.nan).bfloat16()
+        counts = torch.full((local,), -1, dtype=torch.int32)
+        values, scales = recv, None
+        if use_fp8:
+            values = recv.to(torch.float8_e4m3fn)
+            scales = torch.full((local, x.shape[1] // FP8_BLOCK, recv.shape[1]), torch.nan)
+            scales = scales.transpose(1, 2)
+        origin: list[Any] = []
+
+        def receive() -> None:
+            self.hook = None
+            counts.zero_()
+            for source, (rows, ids) in enumerate(self._gather((x, topk_idx))):
+                for token, expert in _pairs(ids):
+                    if expert // local != self.rank or expert < 0:
+                        continue
+                    own = expert % local
+                    place = int(counts[own])
+                    if use_fp8:
+                        values[own, place], scales[own, place] = quantise(rows[token])
+                    else:
+                        values[own, place] = rows[token]
+                    origin.append((source, token, own, place))
+                    counts[own] += 1
+
+        self.hook = receive
+        return (values, scales) if use_fp8 else values, counts, (origin, local), None, receive
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        return_recv_hook: bool = False,
+    ) -> tuple[Any, ...]:
+        assert return_recv_hook and self.hook is None, "not received yet"
+        assert x.dtype == torch.bfloat16 and topk_weights.dtype == torch.float32
+        origin, local = handle
+        out = torch.full((len(topk_idx), x.shape[2]), torch.nan, dtype=x.dtype)
+        sent = [
+            (source, token, self.rank * local + own, x[own, place])
+            for source, token, own, place in origin
+        ]
+
+        def receive() -> None:
+            self.hook = None
+            sums = torch.zeros(out.shape)
+            for part in self._gather(sent):
+                for source, token, expert, row in part:
+                    if source == self.rank:
+                        weight = topk_weights[token][topk_idx[token] == expert]
+                        sums[token] += weight * row.float()
+            out.copy_(sums)
+
+        self.hook = receive
+        return out, None, receive
+
+    def _gather(self, mine: Any) -> list[Any]:
+        gathered: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(gathered, mine, group=self.group)
+        return gathered
+
+
+def _pairs(ids: torch.Tensor):
+    """(row, expert) of each entry, row by row."""
+    return ((row, expert) for row, experts in enumerate(ids.tolist()) for expert in experts)
+
+
+def quantise(row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 values of one row, and a float32 scale per 128 of them."""
+    blocks = row.float().view(-1, FP8_BLOCK)
+    scale = blocks.abs().amax(1).clamp_min(1e-4) / 448
+    return (blocks / scale.unsqueeze(1)).flatten().to(torch.float8_e4m3fn), scale
+
+
+def fake_module() -> types.ModuleType:
+    """What `import deep_ep` gives where it is 1.2.1."""
+    module = types.ModuleType("deep_ep")
+    module.Buffer = FakeBuffer  # type: ignore[attr-defined]
+    return module
+
+
+def install() -> None:
+    """From now on this process finds it, with no buffer alive."""
+    FakeBuffer.alive = FakeBuffer.low_latency_alive = 0
+    sys.modules["deep_ep"] = fake_module()

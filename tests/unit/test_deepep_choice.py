@@ -1,0 +1,182 @@
+"""DeepEP is refused with versions and numbers, and chosen with a grouped GEMM that takes what it brings."""
+
+import re
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import select
+from kernels.all2all import deepep, deepep_limits
+from kernels.all2all.deepep_limits import ExchangeShape
+from kernels.config import KernelsConfig
+from kernels.select import Capabilities, KernelChoiceError, Selection
+from tests.distributed import deep_ep_fake
+
+CUDA = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
+QWEN = ExchangeShape(
+    num_ranks=4,
+    num_nodes=1,
+    dtype=torch.bfloat16,
+    hidden_size=2048,
+    num_experts=128,
+    top_k=8,
+    max_num_tokens=512,
+)
+EITHER = deepep_limits.NAMES
+NORMAL, LOW_LATENCY = ("deepep",), ("deepep_low_latency",)
+SHAPES = [
+    (EITHER, {}, None),
+    (EITHER, {"num_experts": None, "top_k": None, "max_num_tokens": None}, None),
+    (EITHER, {"num_ranks": 3}, "2, 4 or 8 ranks of a host, cluster.ranks is 3"),
+    (EITHER, {"num_nodes": 2}, "share a host here, cluster.nodes is 2"),
+    (EITHER, {"dtype": torch.float16}, "bfloat16 only, model.dtype is float16"),
+    (EITHER, {"num_experts": 130}, "130 do not divide by cluster.ranks, which is 4"),
+    (NORMAL, {"hidden_size": 2112}, "multiple of 256 up to 7936, the model's is 2112"),
+    (NORMAL, {"hidden_size": 8192}, "multiple of 256 up to 7936, the model's is 8192"),
+    (NORMAL, {"num_experts": 640}, "up to 1024 experts, 128 of them on a rank; .* 640 and 160"),
+    (NORMAL, {"num_experts": 2048, "num_ranks": 8}, "up to 1024 experts, .* 2048 and 256"),
+    (NORMAL, {"top_k": 33}, "a token may have 32 experts, the model's have 33"),
+    (NORMAL, {"max_num_tokens": 16384}, None),
+    (LOW_LATENCY, {"hidden_size": 2304}, "hidden size of 2048, 2560, .* the model's is 2304"),
+    (LOW_LATENCY, {"hidden_size": 8192}, None),
+    (LOW_LATENCY, {"top_k": 12}, "a token may have 11 experts, the model's have 12"),
+    (LOW_LATENCY, {"max_num_tokens": 2048}, "1024 tokens, .*max_num_batched_tokens is 2048"),
+]
+
+
+def choose(all2all: str, grouped_gemm: str = "auto", **changes: Any) -> Selection:
+    capabilities = changes.pop("capabilities", CUDA)
+    shape = asdict(QWEN) | {"expert_width": 768} | changes
+    config = KernelsConfig(all2all=all2all, grouped_gemm=grouped_gemm)  # type: ignore[arg-type]
+    return select.select(config, capabilities, **shape)
+
+
+@pytest.mark.parametrize(("names", "changes", "says"), SHAPES, ids=str)
+def test_shapes(names: tuple[str, ...], changes: dict[str, Any], says: str | None):
+    for name in names:
+        found = deepep_limits.obstacle(name, "cuda", replace(QWEN, **changes))
+        assert found is None if says is None else re.search(says, found or ""), found
+        if says is None:
+            assert choose(name, **changes).all2all.name == name
+        else:
+            with pytest.raises(KernelChoiceError, match=says):
+                choose(name, **changes)
+
+
+@pytest.mark.parametrize("name", EITHER)
+def test_it_runs_on_gpus_between_several_ranks(name: str):
+    with pytest.raises(KernelChoiceError, match="on GPUs only"):
+        choose(name, capabilities=Capabilities("cpu", {}))
+    with pytest.raises(KernelChoiceError, match="only one rank"):
+        choose(name, num_ranks=1)
+
+
+def test_the_grouped_gemm_takes_the_layout():
+    assert choose("deepep").grouped_gemm.name == "triton"
+    assert choose("deepep_low_latency").grouped_gemm.name == "deepgemm"
+    for gemm in ("deepgemm", "deepgemm_fp8"):
+        for name in EITHER:
+            assert choose(name, gemm).grouped_gemm.name == gemm
+    says = "deepep_low_latency brings rows in the masked layout, it takes contiguous.*deepgemm"
+    with pytest.raises(KernelChoiceError, match=says) as error:
+        choose("deepep_low_latency", "triton")
+    assert error.value.key == "kernels.grouped_gemm"
+    without = Capabilities("cuda", dict.fromkeys(("deepgemm", "deepgemm_fp8"), "not installed"))
+    with pytest.raises(KernelChoiceError, match="deepgemm: not installed"):
+        choose("deepep_low_latency", capabilities=without)
+
+
+def test_buffers_grow_with_ranks_tokens_and_experts():
+    def buffers(name: str, **changes: Any) -> int:
+        shape = {
+            "num_ranks": 2,
+            "dtype": torch.bfloat16,
+            "hidden_size": 2048,
+            "expert_width": 768,
+            "top_k": 8,
+            "num_experts": 128,
+            "max_num_tokens": 512,
+        }
+        return select.buffer_bytes(choose(name, "deepgemm"), **shape | changes)
+
+    for name in EITHER:
+        assert buffers(name, max_num_tokens=1024) > 1.5 * buffers(name)
+    assert buffers("deepep", num_ranks=4) > 1.5 * buffers("deepep")
+    assert buffers("deepep_low_latency", num_experts=256) == 2 * buffers("deepep_low_latency")
+    # Buffers to send from and receive in, twice each, and what 128 * 512 rows become.
+    rows = 128 * 512
+    assert buffers("deepep_low_latency") == rows * (4 * (4096 + 64) + 2 * (2 * 2048 + 3 * 768))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch):
+    module = deep_ep_fake.fake_module()
+    monkeypatch.setitem(sys.modules, "deep_ep", module)
+    monkeypatch.delitem(sys.modules, "deep_ep_cpp", raising=False)
+    deepep._missing.cache_clear()
+    yield module
+    deepep._missing.cache_clear()
+
+
+def test_a_gpu_too_old(module):
+    assert set(deepep._missing((8, 0))) == set(EITHER)
+    assert deepep._missing((8, 0))["deepep"] == "it needs compute capability 9.0, found 8.0"
+    assert deepep._missing((9, 0)) == {}
+
+
+def test_a_package_that_is_not_there(module, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "deep_ep")
+    monkeypatch.setattr(deepep, "find_spec", lambda name: None)
+    reason = "deep_ep is not installed, 1.2.1 or newer is needed"
+    assert deepep._missing((9, 0)) == dict.fromkeys(EITHER, reason)
+
+
+def test_a_package_that_does_not_load(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delitem(sys.modules, "deep_ep")
+    (tmp_path / "deep_ep.py").write_text("assert False, 'two NCCLs are loaded'\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reason = deepep._missing((9, 0))["deepep"]
+    assert re.fullmatch(
+        r"import deep_ep failed \(.* is installed, 1.2.1 or newer is needed\): .*two NCCLs.*",
+        reason,
+    )
+
+
+def test_a_package_too_old(module):
+    class Old(deep_ep_fake.FakeBuffer):
+        def dispatch(self, x, handle=None):  # type: ignore[override]
+            raise NotImplementedError
+
+    module.Buffer, module.__version__ = Old, "1.1.0"
+    reason = deepep._missing((9, 0))["deepep_low_latency"]
+    assert reason == (
+        "deep_ep 1.1.0 is installed, 1.2.1 or newer is needed: "
+        "it has no Buffer.dispatch(num_worst_tokens)"
+    )
+    del module.Buffer
+    assert "Buffer.low_latency_combine(return_recv_hook)" in _fresh()["deepep"]
+
+
+def test_both_generations(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """1.2.1 may have been built without NVSHMEM, which the low-latency mode needs; 2.x is never."""
+    extension = tmp_path / "deep_ep_cpp.so"
+    extension.write_bytes(b"...num_rdma_ranks == 1 and NVSHMEM is disabled during compilation...")
+    monkeypatch.setitem(sys.modules, "deep_ep_cpp", SimpleNamespace(__file__=str(extension)))
+    assert deepep.generation(module) == 1
+    assert list(_fresh()) == ["deepep_low_latency"]
+    assert "built without NVSHMEM" in _fresh()["deepep_low_latency"]
+    extension.write_bytes(b"...libnvshmem_host.so.3...")
+    assert _fresh() == {}
+    module.ElasticBuffer = object
+    extension.write_bytes(b"NVSHMEM is disabled")
+    assert deepep.generation(module) == 2 and _fresh() == {}
+
+
+def _fresh() -> dict[str, str]:
+    deepep._missing.cache_clear()
+    return deepep._missing((9, 0))
