@@ -76,8 +76,9 @@ class MicrobatchWrapper:
             partial(model.forward, part)
             for model, part in zip(self._models, self._slices, strict=True)
         ]
-        with sm_split(self._kernels, self.comm_sms, self._total_sms):
-            return torch.cat(alternate(forwards, on_cuda=batch.input_ids.is_cuda))
+        stream = self._kernels[0].all2all.stream
+        with sm_split(self._kernels, self.comm_sms, self._total_sms), _nothing_freed_early(stream):
+            return torch.cat(alternate(forwards, on_cuda=stream is not None))
 
 
 def alternate(tasks: Sequence[Callable[[], T]], *, on_cuda: bool = False) -> list[T]:
@@ -135,6 +136,17 @@ class _Slice(greenlet):
             self.throw()
         except BaseException as another:
             error.add_note(f"unwinding another slice raised {another!r}")
+
+
+@contextmanager
+def _nothing_freed_early(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """When slices are unwound, their exchanges may still read what their frames held."""
+    try:
+        yield
+    except BaseException:
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+        raise
 
 
 @contextmanager
