@@ -104,6 +104,7 @@ def _capabilities(device: str) -> select.Capabilities:
 def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:
     tree = config.model_dump()
     tree["model"] = rank_config.model.model_dump()
+    tree["scheduler"] = rank_config.scheduler.model_dump()
     tree["cache"] = rank_config.cache.model_dump()
     tree["cluster"] |= {"device": rank_config.device, "threads_per_rank": rank_config.threads}
     return tree

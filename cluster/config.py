@@ -29,6 +29,9 @@ from workers.models.config import Qwen3MoeConfig, load_model_config
 GIB = 2**30
 MAX_RANKS = 1024
 MAX_THREADS_PER_RANK = 8
+# On a GPU a step of few tokens takes as long as one of some hundreds: it is bound by reading the weights.
+GPU_NUM_SEQS, GPU_BATCHED_TOKENS = 256, 8192
+CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 2048
 __all__ = ["ClusterConfig", "ConfigError", "PhalanxConfig", "ServeConfig", "load_config"]
 
 
@@ -60,12 +63,25 @@ class ClusterConfig(Section):
     )
 
 
+class SchedulerSection(SchedulerConfig):
+    """Limits of one step on one rank; auto = by the device."""
+
+    max_num_seqs: Auto | PositiveInt = Field(  # type: ignore[assignment]
+        "auto",
+        description=f"Sequences running at once on a rank; auto = {GPU_NUM_SEQS} on cuda, {CPU_NUM_SEQS} on cpu.",
+    )
+    max_num_batched_tokens: Auto | PositiveInt = Field(  # type: ignore[assignment]
+        "auto",
+        description=f"Tokens of one step on a rank; auto = {GPU_BATCHED_TOKENS} on cuda, {CPU_BATCHED_TOKENS} on cpu.",
+    )
+
+
 class PhalanxConfig(Section):
     """A Phalanx server: model, ranks, kernels, HTTP."""
 
     model: ModelConfig
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+    scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
@@ -171,7 +187,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         cache = cache.model_copy(update={"num_blocks": num_blocks})
     return RankConfig(
         model=model,
-        scheduler=config.scheduler,
+        scheduler=resolve_scheduler(config.scheduler, device, int(model.max_model_len)),
         cache=cache,
         kernels=config.kernels,
         num_ranks=config.cluster.ranks,
@@ -201,6 +217,30 @@ def _cpu_blocks(config: PhalanxConfig, model_config: Qwen3MoeConfig, model: Mode
         )
         raise ConfigError.of("configuration", [problem])
     return num_blocks
+
+
+def resolve_scheduler(
+    scheduler: SchedulerSection, device: Literal["cpu", "cuda"], max_model_len: int
+) -> SchedulerConfig:
+    """The limits of a step without `auto`; one that is left out makes room for one that is given."""
+    on_gpu = device == "cuda"
+    seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if tokens == "auto":
+        least = max(
+            1 if seqs == "auto" else seqs, 1 if scheduler.chunked_prefill else max_model_len
+        )
+        tokens = max(GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS, least)
+    if seqs == "auto":
+        seqs = min(GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS, tokens)
+    given = scheduler.model_dump() | {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+    return SchedulerConfig(**given)
+
+
+def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:
+    """Sequences running at once on a rank, where all nodes have `num_gpus` together; needs no torch."""
+    device = resolve_device(config, num_gpus)
+    length = load_model_config(config.model.path).max_position_embeddings
+    return resolve_scheduler(config.scheduler, device, length).max_num_seqs
 
 
 def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Literal["cpu", "cuda"]:

@@ -53,6 +53,8 @@ def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
 
 def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
     scheduler = config.scheduler
+    if "auto" in (scheduler.max_num_seqs, scheduler.max_num_batched_tokens):
+        return  # the one makes room for the other
     if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
         yield Problem(
             "scheduler.max_num_seqs",
@@ -81,11 +83,12 @@ def _check_lengths(config: PhalanxConfig, model: Qwen3MoeConfig | None) -> Itera
     if length == "auto":
         return
     scheduler, involves = config.scheduler, ("model.max_model_len", "model.path")
-    if not scheduler.chunked_prefill and scheduler.max_num_batched_tokens < length:
+    budget = scheduler.max_num_batched_tokens
+    if not scheduler.chunked_prefill and budget != "auto" and budget < length:
         yield Problem(
             "scheduler.chunked_prefill",
             f"false needs scheduler.max_num_batched_tokens >= model.max_model_len = {length}, "
-            f"it is {scheduler.max_num_batched_tokens}; raise it, shorten the length, or say true",
+            f"it is {budget}; raise it, shorten the length, or say true",
             ("scheduler.max_num_batched_tokens", *involves),
         )
     cache = config.cache

@@ -8,6 +8,7 @@ import logging
 import os
 from typing import Any
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 
@@ -16,7 +17,7 @@ from cluster.api.gate import Gate
 from cluster.api.record import Recorder
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import load_default_sampling, load_tokenizer
-from cluster.config import PhalanxConfig
+from cluster.config import PhalanxConfig, max_num_seqs
 from cluster.engine_client import EngineClient
 from cluster.http_server import HttpServer
 from cluster.metrics import IngressMetrics
@@ -134,7 +135,8 @@ def deploy(
 
 def _settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...]) -> ApiSettings:
     serve_config = config.serve
-    num_running = config.cluster.ranks * config.scheduler.max_num_seqs
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    num_running = config.cluster.ranks * max_num_seqs(config, num_gpus)
     return ApiSettings(
         **serve_config.limits.model_dump(exclude={"keep_alive_s"}),
         max_open_choices=open_choices_limit(serve_config, num_running),

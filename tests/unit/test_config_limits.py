@@ -1,0 +1,42 @@
+"""Limits of a step that are left out: by the device, and so that those which are given fit."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import load_config, max_num_seqs, resolve_rank_config, resolve_scheduler
+from workers.checkpoint import make_checkpoint
+
+
+@pytest.fixture(scope="module")
+def yaml_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("limits")
+    checkpoint = make_checkpoint(folder / "tiny", num_layers=1, hidden_size=32)
+    path = folder / "config.yaml"
+    path.write_text(f"model: {{path: {checkpoint}}}\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "on_gpu"),
+    [
+        ([], (64, 2048), (256, 8192)),
+        (["max_num_seqs=5000"], (5000, 5000), (5000, 8192)),
+        (["max_num_batched_tokens=100"], (64, 100), (100, 100)),
+        (["max_num_seqs=8", "max_num_batched_tokens=16"], (8, 16), (8, 16)),
+        (["chunked_prefill=false"], (64, 4096), (256, 8192)),
+    ],
+)
+def test_limits_of_a_step_follow_the_device(
+    yaml_path: Path, settings: list[str], on_cpu: tuple[int, int], on_gpu: tuple[int, int]
+) -> None:
+    config = load_config(yaml_path, [f"scheduler.{setting}" for setting in settings])
+    for num_gpus, expected in ((0, on_cpu), (1, on_gpu)):
+        scheduler = resolve_rank_config(config, num_gpus=num_gpus).scheduler
+        assert (scheduler.max_num_seqs, scheduler.max_num_batched_tokens) == expected
+        assert max_num_seqs(config, num_gpus) == expected[0]
+
+
+def test_a_step_holds_the_longest_prompt_that_is_not_cut(yaml_path: Path) -> None:
+    scheduler = load_config(yaml_path, ["scheduler.chunked_prefill=false"]).scheduler
+    assert resolve_scheduler(scheduler, "cpu", 40_960).max_num_batched_tokens == 40_960
