@@ -16,6 +16,16 @@ class LoadSample:
     rows: int
     balancedness: float
 
+    @classmethod
+    def of(cls, offs_Le: torch.Tensor) -> "LoadSample | None":
+        """What int32 `offs_e` of all layers, on the host, say; None when no layer had rows."""
+        rows_Le = offs_Le.diff(dim=1, prepend=offs_Le.new_zeros(len(offs_Le), 1)).float()
+        rows_Le = rows_Le[offs_Le[:, -1] > 0]
+        if not len(rows_Le):
+            return None
+        balancedness = (rows_Le.mean(dim=1) / rows_Le.amax(dim=1)).mean()
+        return cls(int(rows_Le.sum()), float(balancedness))
+
 
 class ExpertLoad:
     """What the layers of one rank report while it watches; costs a layer one look at `watching` while it does not."""
@@ -25,7 +35,7 @@ class ExpertLoad:
         self._offs_Le: list[torch.Tensor] = []
 
     def watch(self) -> None:
-        """From now on the layers report, until `finish`."""
+        """From now on the layers report, until `take`."""
         self._offs_Le.clear()
         self.watching = True
 
@@ -33,16 +43,10 @@ class ExpertLoad:
         """A layer's `ExpertInput.offs_e`, kept as it is; nothing is computed here."""
         self._offs_Le.append(offs_e)
 
-    def finish(self) -> LoadSample | None:
-        """What was seen; None when no layer reported or none had rows. On CUDA this waits for the device."""
+    def take(self) -> torch.Tensor | None:
+        """int32 [L, e] of the layers that reported, on their device, for `LoadSample.of`; None without any."""
         self.watching = False
-        if not self._offs_Le or not self._offs_Le[0].numel():
+        offs_Le, self._offs_Le = self._offs_Le, []
+        if not offs_Le or not offs_Le[0].numel():
             return None
-        offs_Le = torch.stack(self._offs_Le).cpu()
-        self._offs_Le.clear()
-        rows_Le = offs_Le.diff(dim=1, prepend=offs_Le.new_zeros(len(offs_Le), 1)).float()
-        rows_Le = rows_Le[offs_Le[:, -1] > 0]
-        if not len(rows_Le):
-            return None
-        balancedness = (rows_Le.mean(dim=1) / rows_Le.amax(dim=1)).mean()
-        return LoadSample(int(rows_Le.sum()), float(balancedness))
+        return torch.stack(offs_Le)

@@ -1,4 +1,8 @@
-"""The step loop of one rank: drain the inbox, schedule, agree, forward, commit, publish; sleep when all are idle.
+"""The step loop of one rank: drain the inbox, schedule, agree, launch, commit, publish; sleep when all are idle.
+
+On GPUs a step is launched before the tokens of the one before it are read (`asynchronous`), so that the device never
+waits for the host. All that differs is when a rank commits, which no other rank notices: between the vote and the
+collectives nothing is decided by it.
 
 Runs on a thread of its own; `submit`, `abort`, `wake`, `pause`, `resume` and `stop` may be called from any other.
 Knows nothing of Ray: what leaves goes through the two callables it is given.
@@ -11,12 +15,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kernels.pending import Pending
 from workers.grammar import Compiled, GrammarCompiler
 from workers.model_runner import ModelRunner
 from workers.open_requests import OpenRequests
 from workers.request import EngineRequest, RequestOutput
 from workers.scheduler import ScheduledBatch, Scheduler
-from workers.stats import EngineStats
+from workers.stats import EngineStats, HostTimes
+from workers.step_output import StepOutput
 from workers.step_sync import (
     HEALTHY,
     Exchange,
@@ -54,11 +60,22 @@ class Ready:
 Message = EngineRequest | Ready | str | IngressGone
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step under way."""
+
+    batch: ScheduledBatch
+    plan: StepPlan
+    output: Pending[StepOutput]
+    times: HostTimes
+
+
 class Engine:
     """One rank's loop.
 
     publish(ingress_id, outputs)   called once a step for each ingress with outputs; now and then without outputs
     wake_peers(step)               asks every other rank to come to exchange number `step`
+    asynchronous                   commit a step when the next one is launched; the runner must be so too
     """
 
     def __init__(
@@ -73,6 +90,7 @@ class Engine:
         wake_peers: Callable[[int], None],
         stats: EngineStats | None = None,
         grammars: GrammarCompiler | None = None,
+        asynchronous: bool = False,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -83,6 +101,11 @@ class Engine:
         self._publish = publish
         self._wake_peers = wake_peers
         self._grammars = grammars
+        self._max_under_way = int(asynchronous)
+        self._under_way: deque[Launched] = deque()
+        self._committed: list[tuple[Launched, StepOutput, int]] = []
+        self._committing = 0.0  # seconds of this step
+        self._outputs: list[RequestOutput] = []
         self._step = 0
         self.open_requests = OpenRequests()
         self._changed = threading.Condition()
@@ -144,39 +167,60 @@ class Engine:
 
     def step(self) -> StepPlan:
         """One lockstep step of this rank."""
-        started = time.perf_counter()
-        refused = self._drain_inbox()
+        started, self._committing = time.perf_counter(), 0.0
+        self._drain_inbox()
         batch, failure = self._schedule()
         scheduled = time.perf_counter()
+        schedule = scheduled - started - self._committing
         plan = self._agree(batch, failure)
         agreed = time.perf_counter()
-        outputs: list[RequestOutput] = []
         if plan.run:
             self.stats.before_step(batch)
-            outputs = self.scheduler.commit(batch, self.runner.execute(batch, plan))
-            outputs = self.stats.requests.committed(outputs)
-        ran = time.perf_counter()
-        self._send(refused + outputs)
-        if plan.run:
+            output = self.runner.launch(batch, plan)
+            self.scheduler.launched(batch)
+            times = HostTimes(schedule, agreed - scheduled)
+            self._under_way.append(Launched(batch, plan, output, times))
+        self._commit(self._max_under_way if plan.run else 0)
+        self._publish_and_record()
+        return plan
+
+    def _commit(self, max_under_way: int) -> None:
+        """Read the outputs of all but the last so many steps and enter them."""
+        started = time.perf_counter()
+        while len(self._under_way) > max_under_way:
+            launched = self._under_way.popleft()
+            output = launched.output.wait()
+            outputs = self.scheduler.commit(launched.batch, output)
+            generated = sum(len(output.token_ids) for output in outputs)
+            self._outputs += self.stats.requests.committed(outputs)
+            self._committed.append((launched, output, generated))
+        self._committing += time.perf_counter() - started
+
+    def _publish_and_record(self) -> None:
+        """What was refused and committed since the last time."""
+        started = time.perf_counter()
+        outputs, self._outputs = self._outputs, []
+        self._send(outputs)
+        spent = time.perf_counter() - started
+        for launched, output, generated in self._committed:
             self.stats.record_step(
                 self.scheduler,
-                batch,
-                plan,
-                schedule=scheduled - started,
-                exchange=agreed - scheduled,
-                times=self.runner.times,
-                output=time.perf_counter() - ran,
+                launched.batch,
+                launched.plan,
+                launched.times,
+                output,
+                generated=generated,
+                publish=spent / len(self._committed),
             )
-        return plan
+        self._committed.clear()
 
     def _tell(self, message: Message) -> None:
         with self._changed:
             self._inbox.append(message)
             self._changed.notify()
 
-    def _drain_inbox(self) -> list[RequestOutput]:
-        """Take in what arrived; the answer to requests that can never run here."""
-        refused = []
+    def _drain_inbox(self) -> None:
+        """Take in what arrived, and answer requests that can never run here."""
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, str):
@@ -193,8 +237,8 @@ class Engine:
             error = None if message is None else self._add(message)
             if error is not None:
                 self.stats.requests.forget(message.request.request_id)
-                refused.append(RequestOutput(message.request.request_id, [], "error", error))
-        return refused
+                refused = RequestOutput(message.request.request_id, [], "error", error)
+                self._outputs.append(refused)
 
     def _with_grammar(self, request: EngineRequest) -> Ready | None:
         """`request` and its grammar; None while that is being compiled, then it comes by the inbox."""
@@ -224,9 +268,18 @@ class Engine:
             self.open_requests.remove(request_id)
 
     def _schedule(self) -> tuple[ScheduledBatch | None, Exception | None]:
-        """This step's batch. A failure is carried to the vote, where every rank learns of it."""
+        """This step's batch. A failure is carried to the vote, where every rank learns of it.
+
+        Steps under way are committed first where the batch depends on their tokens, or is empty without them.
+        """
         try:
-            return self.scheduler.schedule(), None
+            if self._under_way and self.scheduler.needs_tokens:
+                self._commit(0)
+            batch = self.scheduler.schedule()
+            if self._under_way and not batch.seqs:
+                self._commit(0)
+                batch = self.scheduler.schedule()
+            return batch, None
         except Exception as error:
             return None, error
 

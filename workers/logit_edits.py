@@ -13,6 +13,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from workers.host_copy import to_device
 from workers.penalties import PenalisedRows, Penalties, has_penalties
 from workers.request import SamplingParams
 
@@ -33,11 +34,15 @@ class TokenMask:
     def apply(self, logits_BV: torch.Tensor) -> None:
         """-inf where a token is not allowed; what is NaN stays it."""
         # Added, eight tokens a look-up: filling or choosing by a bool takes ten times as long on a CPU.
-        bytes_GX = self.allowed_GW.contiguous().view(torch.uint8).to(logits_BV.device)
-        penalty_GV = _byte_penalties(logits_BV.device)[bytes_GX.long()].flatten(1)
-        logits_BV.index_add_(
-            0, self.rows_G.to(logits_BV.device), penalty_GV[:, : logits_BV.shape[1]]
-        )
+        device = logits_BV.device
+        bytes_GX = _moved(self.allowed_GW.contiguous(), device).view(torch.uint8)
+        penalty_GV = _byte_penalties(device)[bytes_GX.long()].flatten(1)
+        logits_BV.index_add_(0, _moved(self.rows_G, device), penalty_GV[:, : logits_BV.shape[1]])
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On `device`, without waiting for it."""
+    return tensor if tensor.device == device else to_device(tensor.numpy(), device)
 
 
 @cache
@@ -77,7 +82,7 @@ class _Entries:
 
     def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """To index logits [B, V] with."""
-        return torch.from_numpy(self.rows_N).to(device), torch.from_numpy(self.ids_N).to(device)
+        return to_device(self.rows_N, device), to_device(self.ids_N, device)
 
 
 @dataclass(frozen=True)
@@ -98,6 +103,7 @@ class LogitEdits:
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
         self._vocab_size = vocab_size
+        self._on_host = device.type == "cpu"
         self._penalties = Penalties(max_num_seqs, vocab_size, device)
         self._bias: _BySlot = {}
         self._stops: _BySlot = {}
@@ -120,6 +126,10 @@ class LogitEdits:
         may_stop_at = len(prompt) + params.min_tokens
         stops = params.stop_token_ids if params.min_tokens else ()
         self._put(self._stops, slot, dict.fromkeys(stops, may_stop_at))
+
+    def reads_tokens(self, params: SamplingParams) -> bool:
+        """Whether `apply` needs the last token of a sequence of such parameters on the host."""
+        return self._on_host and has_penalties(params)
 
     def of(self, slots_B: np.ndarray) -> Edits | None:
         """The edits of a batch whose rows are in these slots; None when there are none."""
@@ -147,13 +157,16 @@ class LogitEdits:
             if too_early_N.any():
                 _forbid(logits_BV, edits.stops.where(too_early_N))
         if edits.bias is not None:
-            bias_N = torch.from_numpy(edits.bias.values_N).to(logits_BV.device)
+            bias_N = to_device(edits.bias.values_N, logits_BV.device)
             logits_BV[edits.bias.index(logits_BV.device)] += bias_N
-        if edits.penalties is not None:
+        if edits.penalties is not None and self._on_host:
             which = edits.penalties
             known_PL = token_ids_SL[which.slots, : positions_B[which.rows].max()]
-            token_ids_PL = torch.from_numpy(known_PL).to(logits_BV.device, torch.int64)
+            # Behind a shorter row's tokens may stand the mark of one that was pending there.
+            token_ids_PL = torch.from_numpy(known_PL).to(torch.int64).clamp_(min=0)
             self._penalties.apply(logits_BV, which, token_ids_PL)
+        elif edits.penalties is not None:
+            self._penalties.apply_everywhere(logits_BV, edits.penalties)
 
     def drawn(self, token_B: torch.Tensor, edits: Edits) -> None:
         """The batch got these tokens."""

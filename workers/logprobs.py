@@ -6,42 +6,89 @@ T tokens of a forward, N rows, V vocabulary, D hidden size.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from workers.host_copy import to_device
 from workers.request import TokenLogprobs
 from workers.sequence import Sequence
 
 # [N, D] of the model's result to float32 [N, V].
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
-# By request id.
-CompletePrompts = dict[str, list[TokenLogprobs | None]]
+ToHost = Callable[[torch.Tensor], torch.Tensor]
 
 # Rows whose logits exist at the same time: a whole prompt's would not fit (4096 x 152k float32 = 2.5 GB).
 MAX_LOGITS_ROWS = 256
 
 
+@dataclass(frozen=True)
+class LogprobTensors:
+    """What logits say of N tokens; K alternatives of each, of which token n wants num_top[n]."""
+
+    logprob_N: torch.Tensor
+    rank_N: torch.Tensor
+    top_ids_NK: torch.Tensor
+    top_logprobs_NK: torch.Tensor
+    num_top: list[int]
+
+    def to(self, copy: ToHost) -> "LogprobTensors":
+        """The same, elsewhere."""
+        tensors = (self.logprob_N, self.rank_N, self.top_ids_NK, self.top_logprobs_NK)
+        return LogprobTensors(*map(copy, tensors), self.num_top)
+
+    def lists(self) -> list[TokenLogprobs]:
+        """One for each token."""
+        rows = zip(
+            self.logprob_N.tolist(),
+            self.rank_N.tolist(),
+            self.top_ids_NK.tolist(),
+            self.top_logprobs_NK.tolist(),
+            self.num_top,
+            strict=True,
+        )
+        return [
+            TokenLogprobs(logprob, rank, ids[:count], logprobs[:count])
+            for logprob, rank, ids, logprobs, count in rows
+        ]
+
+
 def token_logprobs(
     logits_NV: torch.Tensor, token_N: torch.Tensor, num_top: list[int]
-) -> list[TokenLogprobs]:
+) -> LogprobTensors:
     """What float32 logits say of int64 tokens >= 0, with the num_top[n] most probable tokens beside token n."""
     logprobs_NV = logits_NV.log_softmax(dim=-1)  # logsumexp takes eight times as long on a CPU
     index_N1 = token_N.unsqueeze(1)
     rank_N = (logits_NV > logits_NV.gather(1, index_N1)).sum(dim=-1) + 1
     top_NK = logits_NV.topk(min(max(num_top, default=0), logits_NV.shape[1])).indices
-    rows = zip(
-        logprobs_NV.gather(1, index_N1).squeeze(1).tolist(),
-        rank_N.tolist(),
-        top_NK.tolist(),
-        logprobs_NV.gather(1, top_NK).tolist(),
+    return LogprobTensors(
+        logprobs_NV.gather(1, index_N1).squeeze(1),
+        rank_N,
+        top_NK,
+        logprobs_NV.gather(1, top_NK),
         num_top,
-        strict=True,
     )
-    return [
-        TokenLogprobs(logprob, rank, ids[:count], logprobs[:count])
-        for logprob, rank, ids, logprobs, count in rows
-    ]
+
+
+@dataclass
+class PromptParts:
+    """A prompt's log-probabilities so far: of `num_targets` tokens, all but the first."""
+
+    parts: list[LogprobTensors]
+    num_targets: int = 0
+
+    def to(self, copy: ToHost) -> "PromptParts":
+        """The same, elsewhere."""
+        return PromptParts([part.to(copy) for part in self.parts], self.num_targets)
+
+    def lists(self) -> list[TokenLogprobs | None]:
+        """One for each token, None for the first."""
+        return [None, *(found for part in self.parts for found in part.lists())]
+
+
+# By request id.
+CompletePrompts = dict[str, PromptParts]
 
 
 class PromptLogprobs:
@@ -49,7 +96,7 @@ class PromptLogprobs:
 
     def __init__(self) -> None:
         # By the sequence's row, until the prompt is complete or another sequence moves in.
-        self._unfinished: dict[int, list[TokenLogprobs | None]] = {}
+        self._unfinished: dict[int, PromptParts] = {}
 
     def admit(self, seq: Sequence) -> None:
         """`seq` moved into its row, to be computed from its first token on if its prompt is wanted.
@@ -59,7 +106,7 @@ class PromptLogprobs:
         self._unfinished.pop(seq.row, None)
         if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
             assert seq.num_computed == 0, "cached tokens have no logits"
-            self._unfinished[seq.row] = [None]
+            self._unfinished[seq.row] = PromptParts([])
 
     def collect(
         self,
@@ -79,13 +126,16 @@ class PromptLogprobs:
             found = self._unfinished.get(seq.row)
             if found is None:
                 continue
-            assert seq.num_computed == len(found) - 1, f"{seq.num_computed=}, have {len(found)}"
+            assert seq.num_computed == found.num_targets, (
+                f"{seq.num_computed=}, {found.num_targets=}"
+            )
             first, last = query_start_loc[index : index + 2]
             prompt = seq.request.prompt_token_ids
             # Each position predicts the next one's token; the prompt's last one predicts the first output.
-            targets = prompt[len(found) : len(found) + last - first]
+            targets = prompt[found.num_targets + 1 : found.num_targets + 1 + last - first]
             num_top = seq.request.params.prompt_logprobs
-            found += _of_targets(targets, num_top, hidden_TD[first:last], compute_logits)
+            found.parts += _of_targets(targets, num_top, hidden_TD[first:last], compute_logits)
+            found.num_targets += len(targets)
             if seq.num_computed + last - first == len(prompt):  # this step samples
                 complete[seq.request.request_id] = self._unfinished.pop(seq.row)
         return complete or None
@@ -93,12 +143,13 @@ class PromptLogprobs:
 
 def _of_targets(
     targets: list[int], num_top: int, hidden_ND: torch.Tensor, compute_logits: ComputeLogits
-) -> list[TokenLogprobs]:
+) -> list[LogprobTensors]:
     """hidden_ND[i] predicts targets[i]; more rows than targets may be there."""
-    found: list[TokenLogprobs] = []
+    found: list[LogprobTensors] = []
     for first in range(0, len(targets), MAX_LOGITS_ROWS):
-        ids = targets[first : first + MAX_LOGITS_ROWS]
-        token_N = torch.tensor(ids, dtype=torch.int64, device=hidden_ND.device)
+        ids = np.array(targets[first : first + MAX_LOGITS_ROWS], dtype=np.int64)
         logits_NV = compute_logits(hidden_ND[first : first + len(ids)])
-        found += token_logprobs(logits_NV, token_N, [num_top] * len(ids))
+        found.append(
+            token_logprobs(logits_NV, to_device(ids, hidden_ND.device), [num_top] * len(ids))
+        )
     return found

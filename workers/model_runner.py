@@ -1,34 +1,31 @@
 """One forward of one rank: tensors in, model, sampling, a StepOutput out. Knows nothing of votes or requests' fate."""
 
 import time
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from kernels.expert_load import LoadSample
+from kernels.pending import Pending
 from kernels.select import Kernels
 from workers.forward_batch import ForwardBatch, ForwardBatchBuilder
 from workers.grammar_mask import GrammarMasks, PendingMask
-from workers.logprobs import CompletePrompts, PromptLogprobs
+from workers.host_copy import HostCopies, StepClock
+from workers.logprobs import PromptLogprobs
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
 from workers.sequence import SequenceTable
-from workers.step_output import StepOutput
+from workers.step_output import RunTimes, StepOutput
 from workers.step_sync import StepPlan
-from workers.token_picker import TokenPicker
+from workers.token_picker import Picked, TokenPicker
 
-
-@dataclass
-class RunTimes:
-    """Seconds of the last forward, by part."""
-
-    prepare: float = 0.0
-    forward: float = 0.0
-    sample: float = 0.0
+_NONE_PICKED = Picked(torch.empty(0, dtype=torch.int64), [])
 
 
 class ModelRunner:
-    """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds."""
+    """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds.
+
+    asynchronous   the next step may be launched before this one's tokens are read: they are kept on the device too
+    """
 
     def __init__(
         self,
@@ -41,66 +38,97 @@ class ModelRunner:
         max_num_seqs: int,
         num_threads: int,
         device: torch.device,
+        asynchronous: bool = False,
     ):
         self.model = model
-        self.times = RunTimes()
         self._attention = kernels.attention
+        self._expert_load = kernels.expert_load
         self._rank = rank
-        self._table = table
+        self._device = device
         self._picker = TokenPicker(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
         self._masks = GrammarMasks(model.config.vocab_size, num_threads)
         self._met_grammar = False
         self._builder = ForwardBatchBuilder(table, max_num_tokens, max_num_seqs, device)
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # The last token drawn in each row of the table.
+        self._last_tokens: torch.Tensor | None = None
+        if asynchronous:
+            self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
 
     @torch.inference_mode()
-    def execute(self, scheduled: ScheduledBatch, plan: StepPlan) -> StepOutput:
-        """Run this rank's part of a step.
+    def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
+        """Start this rank's part of a step; on CPU it is then done, on a GPU the device may still be before it.
 
-        Called on every rank in every step that runs, with tokens or without.
+        Called on every rank in every step that runs, with tokens or without. The steps' outputs are awaited in order,
+        and at most one is outstanding when the next step is launched.
         """
         started = time.perf_counter()
+        self._admit(scheduled)
+        batch = self._builder.build(
+            scheduled,
+            plan.tokens_to_run(self._rank),
+            plan.num_tokens_across_dp,
+            last_tokens=self._last_tokens,
+        )
+        self._attention.plan(batch)
+        mask = self._start_mask(scheduled) if self._met_grammar else None
+        prepare = time.perf_counter() - started
+        clock = StepClock(self._device)
+        clock.mark()
+        hidden_TD, logits_LV = self._forward(batch)
+        clock.mark()
+        picked = _NONE_PICKED if logits_LV is None else self._pick(logits_LV, batch, mask)
+        # A step that completes a prompt also samples its first token.
+        prompts = self._prompt_logprobs.collect(
+            scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
+        )
+        clock.mark()
+        offs_Le = self._expert_load.take() if self._expert_load.watching else None
+
+        copy = HostCopies(self._copy_stream)
+        picked = picked.to(copy)
+        prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
+        offs_Le = None if offs_Le is None else copy(offs_Le)
+        copy.finish()
+
+        def read() -> StepOutput:
+            copy.wait()
+            return StepOutput(
+                *picked.lists(),
+                {name: parts.lists() for name, parts in prompts.items()} or None,
+                RunTimes(prepare, *clock.seconds()),
+                None if offs_Le is None else LoadSample.of(offs_Le),
+            )
+
+        return Pending(read)
+
+    def _admit(self, scheduled: ScheduledBatch) -> None:
         for seq in scheduled.admitted:
             self._picker.admit(seq)
             self._prompt_logprobs.admit(seq)
             self._met_grammar |= seq.grammar is not None
-        batch = self._builder.build(
-            scheduled, plan.tokens_to_run(self._rank), plan.num_tokens_across_dp
-        )
-        self._attention.plan(batch)
-        mask = self._start_mask(scheduled) if self._met_grammar else None
-        prepared = time.perf_counter()
+
+    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_TD, and logits_LV float32 of the sequences that sample, if any do."""
         hidden_TD = self.model.forward(batch)
-        if len(batch.logits_indices) == 0:
-            self._collect_prompts(scheduled, batch, hidden_TD)
-            self.times = RunTimes(prepared - started, time.perf_counter() - prepared)
-            return StepOutput([])
-        logits_LV = self.model.compute_logits(hidden_TD[batch.logits_indices])
-        forwarded = time.perf_counter()
-        rows, positions = self._sampling_keys(scheduled)
+        if not len(batch.logits_indices):
+            return hidden_TD, None
+        return hidden_TD, self.model.compute_logits(hidden_TD[batch.logits_indices])
+
+    def _pick(
+        self, logits_LV: torch.Tensor, batch: ForwardBatch, mask: PendingMask | None
+    ) -> Picked:
         allowed = None if mask is None else mask.wait()
-        token_ids, logprobs = self._picker.pick(logits_LV, rows, positions, allowed)
-        prompts = self._collect_prompts(scheduled, batch, hidden_TD)
-        done = time.perf_counter()
-        self.times = RunTimes(prepared - started, forwarded - prepared, done - forwarded)
-        return StepOutput(token_ids, logprobs, prompts)
+        picked = self._picker.pick(
+            logits_LV, batch.sampling_rows_cpu, batch.sampling_positions_cpu, allowed
+        )
+        if self._last_tokens is not None:
+            # What follows an invalid token is thrown away with it.
+            self._last_tokens.index_copy_(0, batch.sampling_rows, picked.token_B.clamp(min=0))
+        return picked
 
     def _start_mask(self, scheduled: ScheduledBatch) -> PendingMask | None:
         """Begin to compute what the sampling sequences with a grammar may say."""
         pairs = zip(scheduled.seqs, scheduled.samples.tolist(), strict=True)
         return self._masks.start(seq.grammar for seq, samples in pairs if samples)
-
-    def _collect_prompts(
-        self, scheduled: ScheduledBatch, batch: ForwardBatch, hidden_TD: torch.Tensor
-    ) -> CompletePrompts | None:
-        """What this step completed. A step that completes a prompt also samples its first token."""
-        return self._prompt_logprobs.collect(
-            scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
-        )
-
-    def _sampling_keys(self, scheduled: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the sampling sequences and the position that each one's new token will have."""
-        count = len(scheduled.seqs)
-        rows = np.fromiter((seq.row for seq in scheduled.seqs), dtype=np.int64, count=count)
-        positions = self._table.num_computed[rows] + scheduled.num_new_tokens
-        return rows[scheduled.samples], positions[scheduled.samples]

@@ -1,7 +1,7 @@
 """Presence, frequency and repetition penalties on the logits of rows. Knows nothing of requests or the model.
 
 How often a sequence has each token is kept per slot on the device: written when a sequence moves in, then one entry
-a token. Only the logits of tokens that a sequence has are looked at: of 152k logits that is little.
+a token. On a CPU only the logits of tokens that a sequence has are looked at: of 152k logits that is little.
 
 P penalised rows, L tokens of the longest, V vocabulary, S slots.
 """
@@ -9,8 +9,10 @@ P penalised rows, L tokens of the longest, V vocabulary, S slots.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from workers.host_copy import to_device
 from workers.request import SamplingParams
 
 
@@ -72,13 +74,13 @@ class Penalties:
         if not rows:
             return None
         slots = [slots[row] for row in rows]
-        values_P3 = torch.tensor([self._values[slot] for slot in slots])
+        values_P3 = np.array([self._values[slot] for slot in slots], dtype=np.float32)
         return PenalisedRows(
             rows,
             slots,
             self._ids(rows).unsqueeze(1),
             self._ids(slots).unsqueeze(1),
-            values_P3.T.unsqueeze(2).to(self._device),
+            to_device(values_P3, self._device).T.unsqueeze(2),
         )
 
     def apply(
@@ -102,6 +104,12 @@ class Penalties:
         # A token that is there twice is written twice, with the same value.
         logits_BV[which.rows_P1, token_ids_PL] = logits_PL
 
+    def apply_everywhere(self, logits_BV: torch.Tensor, which: PenalisedRows) -> None:
+        """`apply` without being told the tokens, which on a GPU only the device may know: one kernel looks at all."""
+        from kernels.triton.penalise import penalise
+
+        penalise(logits_BV, which.rows_P1, self._seen_SV, which.slots_P1, which.values_3P1)
+
     def count(self, token_B: torch.Tensor, which: PenalisedRows) -> None:
         """The batch got `token_B`, int64; a negative one ends its sequence, so what it counts as does not matter."""
         self._seen_SV[which.slots_P1, token_B[which.rows_P1].clamp(min=0)] += 2
@@ -114,4 +122,4 @@ class Penalties:
             self._seen_SV = torch.cat((self._seen_SV, zeros))
 
     def _ids(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return to_device(np.array(numbers, dtype=np.int64), self._device)

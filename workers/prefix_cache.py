@@ -1,8 +1,8 @@
 """Sequences that begin alike share KV blocks: which ones a sequence can start with, and when others can find its own.
 
-A block can be found from when the step that filled it was committed, whether its tokens came from a prompt or were
-generated. A sequence whose next block is just being computed by another one waits for it instead of computing it too:
-equal prompts that come together, such as several answers to one, are computed once.
+A block can be found once the step that fills it was launched and its tokens are known, whether they came from a prompt
+or were generated. A sequence whose next block is just being computed by another one waits for it instead of computing
+it too: equal prompts that come together, such as several answers to one, are computed once.
 """
 
 from workers.kv_cache import BlockPool, chain_keys, root_key
@@ -52,9 +52,12 @@ class PrefixCache:
             self.num_hits += seq.num_computed
 
     def register(self, seq: Sequence) -> None:
-        """A committed step has filled blocks of `seq` (`seq.next_full` is reached): others can find them."""
+        """Launched steps fill blocks of `seq` (`seq.next_full` is reached): whoever is launched later can find them.
+
+        Those whose last token is pending come with the next commit.
+        """
         first = seq.next_full // self._block_size - 1
-        num_full = seq.num_computed // self._block_size
+        num_full = min(seq.num_computed, seq.num_tokens) // self._block_size
         self._extend_keys(seq, num_full)
         for index in range(first, num_full):
             self._pool.register(seq.block_ids[index], seq.block_keys[index])
@@ -66,6 +69,10 @@ class PrefixCache:
         if self._enabled:
             num_full = seq.next_full // self._block_size - 1
             self._coming.difference_update(seq.block_keys[num_full:])
+
+    def forget(self, seq: Sequence) -> None:
+        """Nobody finds the blocks of `seq` any more, also when it was preempted and has given them back."""
+        self._pool.forget(seq.block_ids or self._pool.find(seq.block_keys))
 
     def forget_all(self) -> None:
         """Nobody finds what was computed so far, and it counts for nothing."""

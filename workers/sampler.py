@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from workers.host_copy import to_device
 from workers.request import SamplingParams
 
 INVALID = -1
@@ -21,6 +22,8 @@ INVALID = -1
 # Columns of the numbers that travel to the device together, all float64.
 _TEMPERATURE, _GREEDY, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _NUM_COLUMNS = range(7)
 _ALL = 2**31  # top_k of a row that has none
+# Rows that are filtered at a time: some 70 bytes for each token of the vocabulary, 0.7 GB for 64 rows of 152k.
+_FILTER_ROWS = 64
 
 # Constants of the SplitMix64 generator: the step of its counter and its finaliser.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -141,21 +144,29 @@ def _draw(
     logits_BV: torch.Tensor, best_B: torch.Tensor, greedy_B: torch.Tensor, params: SamplingBatch
 ) -> torch.Tensor:
     """Random tokens, and `greedy_B` in greedy rows. int64 [B]."""
-    values_B6 = torch.from_numpy(params.values).to(logits_BV.device, non_blocking=True)
+    values_B6 = to_device(params.values, logits_BV.device)
     # Weights relative to the best token, which has 1: a tiny temperature cannot overflow.
     scaled_BV = (logits_BV - best_B[:, None]).div_(values_B6[:, :1].float())
     weights_BV = scaled_BV.exp_()
-    if params.filters is not None and len(params.rows) == len(weights_BV):
-        weights_BV = filter_weights(weights_BV, values_B6, params.filters)
-    elif params.filters is not None:
-        rows_F = torch.from_numpy(params.rows).to(logits_BV.device)
-        kept_FV = filter_weights(weights_BV[rows_F], values_B6[rows_F], params.filters)
-        weights_BV.index_copy_(0, rows_F, kept_FV)
+    if params.filters is not None:
+        weights_BV = _filter_rows(weights_BV, values_B6, params.rows, params.filters)
     cumulative_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
     # Below the sum for every uniform below 1, so a token of weight 0 is never hit.
     target_B = values_B6[:, _UNIFORM] * cumulative_BV[:, -1]
     drawn_B = torch.searchsorted(cumulative_BV, target_B.unsqueeze(1), right=True).squeeze(1)
     return torch.where(values_B6[:, _GREEDY] > 0, greedy_B, drawn_B)
+
+
+def _filter_rows(
+    weights_BV: torch.Tensor, values_B6: torch.Tensor, rows: np.ndarray, filters: Filters
+) -> torch.Tensor:
+    """`filter_weights` on int64 `rows` of the batch, not too many at a time. weights may be overwritten."""
+    if len(rows) == len(weights_BV) <= _FILTER_ROWS:
+        return filter_weights(weights_BV, values_B6, filters)
+    for rows_F in to_device(rows, weights_BV.device).split(_FILTER_ROWS):
+        kept_FV = filter_weights(weights_BV[rows_F], values_B6[rows_F], filters)
+        weights_BV.index_copy_(0, rows_F, kept_FV)
+    return weights_BV
 
 
 def filter_weights(

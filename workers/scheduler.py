@@ -7,6 +7,9 @@ dropped. Who waits takes nothing from who runs, whatever its priority.
 
 Whoever starts shares the blocks of the longest prefix that is in the cache already, its own from before a preemption
 included; see `workers/prefix_cache.py`. Who would gain by waiting a step for such blocks lets others go first.
+
+A step may be scheduled before the tokens of the one before it are known. Blocks and rows change hands at once all the
+same: what steps write and read they do in the order in which they were launched.
 """
 
 import itertools
@@ -34,7 +37,8 @@ _by_order = attrgetter("order")
 class ScheduledBatch:
     """What one step runs: `seqs[i]` computes `num_new_tokens[i]` tokens; the first num_decodes compute one.
 
-    samples[i] says that sequence i reaches its last known token in this step and gets a new one.
+    samples[i] says that sequence i reaches its last token in this step and gets a new one. `admitted` are those that
+    moved into their rows since the last step that was launched.
     """
 
     seqs: list[Sequence]
@@ -75,6 +79,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
+        self._admitted: list[Sequence] = []
         self._arrivals = itertools.count()
         self.num_preemptions = 0
 
@@ -99,21 +104,28 @@ class Scheduler:
         seq = self._by_id.get(request_id)
         if seq is None:
             return None
-        if seq.row >= 0:
-            self._finish(seq)
-        else:
-            self.waiting.remove(seq)
-            del self._by_id[request_id]
+        self._finish(seq)
         return seq
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Somebody can only go on once the tokens of the launched steps are committed."""
+        return any(seq.num_pending and seq.needs_last_token for seq in self.running)
+
     def schedule(self) -> ScheduledBatch:
-        """Choose this step's sequences and give them the blocks they need."""
+        """Choose this step's sequences and give them the blocks they need.
+
+        May choose nobody while tokens are pending, though there is work: then `commit` comes first.
+        """
         budget = self._config.max_num_batched_tokens
         work: list[tuple[Sequence, int]] = []
         preempted = False
         index = 0
         while index < len(self.running) and budget:
             seq = self.running[index]
+            if seq.ends_with_pending(self._max_model_len):
+                index += 1
+                continue
             num_new = min(seq.num_remaining, budget)
             while not self._grow(seq, seq.num_computed + num_new):
                 preempted = True
@@ -124,27 +136,33 @@ class Scheduler:
                 budget -= num_new
                 index += 1
         # Admitting right after a preemption would only undo it.
-        admitted = [] if preempted else self._admit(budget, work)
-        return _batch(work, admitted)
+        if not preempted:
+            self._admit(budget, work)
+        return _batch(work, self._admitted.copy())
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """`batch` is under way; `commit` follows, for all launched batches in their order."""
+        self._admitted.clear()
+        self.table.launched(batch.seqs, batch.num_new_tokens, batch.samples)
 
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
-        """Enter what the step computed."""
-        outputs = []
+        """Enter what a launched step computed. Who has finished or was aborted meanwhile gets nothing."""
+        outputs: list[RequestOutput | None] = []
         tokens = iter(step.token_ids)
-        for seq, num_new, samples in zip(
-            batch.seqs, batch.num_new_tokens.tolist(), batch.samples.tolist(), strict=True
-        ):
-            self.table.advance(seq, num_new)
-            if seq.num_computed >= seq.next_full:
+        for seq, samples in zip(batch.seqs, batch.samples.tolist(), strict=True):
+            if seq.num_computed >= seq.next_full and not seq.finished:
                 self.prefixes.register(seq)
             if samples:
                 outputs.append(self._append(seq, next(tokens)))
-        return step.attach(outputs) if step.has_logprobs else outputs
+        return step.attach(outputs)
 
-    def _append(self, seq: Sequence, token_id: int) -> RequestOutput:
+    def _append(self, seq: Sequence, token_id: int) -> RequestOutput | None:
+        seq.num_pending -= 1
+        if seq.finished:
+            return None
         request_id = seq.request.request_id
         if token_id < 0:
-            self.pool.forget(seq.block_ids)  # their K and V may be broken too
+            self.prefixes.forget(seq)  # their K and V may be broken too
             self._finish(seq)
             error = (
                 f"no token can stand at position {seq.num_tokens}: "
@@ -176,14 +194,14 @@ class Scheduler:
             )
         return None
 
-    def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> list[Sequence]:
-        admitted = []
+    def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> None:
         index = 0  # of those before it, each waits for the blocks of another one
         while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
             if len(self.running) == self._config.max_num_seqs:
                 break
             seq = self.waiting[index]
-            cached = self.prefixes.find(seq)
+            # Who was preempted goes on from all its tokens.
+            cached = None if seq.num_pending else self.prefixes.find(seq)
             if cached is None:
                 index += 1
                 continue
@@ -197,10 +215,8 @@ class Scheduler:
                 break
             del self.waiting[index]
             self._start(seq, cached, need)
-            admitted.append(seq)
             work.append((seq, num_new))
             budget -= num_new
-        return admitted
 
     def _start(self, seq: Sequence, cached: list[int], need: int) -> None:
         """Run `seq` from behind its `cached` blocks, with `need` new ones."""
@@ -209,6 +225,7 @@ class Scheduler:
         seq.num_computed = len(cached) * self._block_size
         self.prefixes.started(seq)
         self.table.add(seq)
+        self._admitted.append(seq)
         insort(self.running, seq, key=_by_order)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
@@ -229,11 +246,17 @@ class Scheduler:
         return seq
 
     def _finish(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self._release(seq)
+        seq.finished = True
+        if seq.row >= 0:
+            self.running.remove(seq)
+            self._release(seq)
+        else:
+            self.waiting.remove(seq)
         del self._by_id[seq.request.request_id]
 
     def _release(self, seq: Sequence) -> None:
+        if seq in self._admitted:
+            self._admitted.remove(seq)
         self.prefixes.stopped(seq)
         self.pool.release(seq.block_ids)
         seq.block_ids = []

@@ -11,7 +11,8 @@ from workers.request import EngineRequest, FinishReason
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request and how far it is. Tokens `[0, num_computed)` have their K and V in the cache.
+    """A request and how far it is. Tokens `[0, num_computed)` have their K and V in the cache, or will have once the
+    steps that were launched are done: whatever is launched later finds them there.
 
     row is its place in the SequenceTable while it runs, -1 while it waits. order says who comes first: smaller
     (priority, arrival).
@@ -20,6 +21,9 @@ class Sequence:
     next_full          when so many tokens are computed, another block is full and gets its key
     num_cached_tokens  tokens found in the prefix cache when it first ran
     grammar            what its output must match, and how far it is; None = anything
+    num_pending        tokens that launched steps draw for it and that the host does not know yet
+    needs_last_token   its next logits are edited by what the host knows of its last token
+    finished           nothing more is to come, whatever launched steps still bring
     """
 
     request: EngineRequest
@@ -33,6 +37,9 @@ class Sequence:
     next_full: int = sys.maxsize
     num_cached_tokens: int = 0
     grammar: Grammar | None = None
+    num_pending: int = 0
+    needs_last_token: bool = False
+    finished: bool = False
 
     @classmethod
     def from_request(cls, request: EngineRequest) -> "Sequence":
@@ -41,7 +48,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """Prompt and output so far, as far as the host knows it."""
         return len(self.token_ids)
 
     @property
@@ -51,8 +58,18 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Known tokens whose K and V are not in the cache."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens, pending ones included, whose K and V are not in the cache."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    def ends_with_pending(self, max_model_len: int) -> bool:
+        """Its pending token is the last one, whichever it is."""
+        num_pending = self.num_pending
+        if not num_pending:
+            return False
+        return (
+            self.num_output_tokens + num_pending >= self.request.params.max_tokens
+            or self.num_tokens + num_pending >= max_model_len
+        )
 
     def finish_reason(self, max_model_len: int) -> FinishReason | None:
         """Why the token just appended is the last one, or None."""
@@ -70,6 +87,8 @@ class SequenceTable:
     """Tokens and blocks of the running sequences, a row each, so that a batch is gathered without Python loops.
 
     token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed int64 [rows].
+
+    Where a row's token is pending, token_ids holds -1 - row: a forward finds it on the device by that number.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int):
@@ -98,11 +117,20 @@ class SequenceTable:
         seq.block_ids.append(block)
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
-        """`seq` has one more token."""
-        self.token_ids[seq.row, seq.num_tokens] = token_id
+        """`seq` has one more token; it may have lost its row."""
+        if seq.row >= 0:
+            self.token_ids[seq.row, seq.num_tokens] = token_id
         seq.token_ids.append(token_id)
 
-    def advance(self, seq: Sequence, num_tokens: int) -> None:
-        """`num_tokens` more of `seq` are in the cache."""
-        seq.num_computed += num_tokens
-        self.num_computed[seq.row] = seq.num_computed
+    def launched(
+        self, seqs: list[Sequence], num_new_tokens: np.ndarray, samples: np.ndarray
+    ) -> None:
+        """A step computes `num_new_tokens` more of each of `seqs`, and draws a token for those with `samples`."""
+        rows = np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
+        ends = self.num_computed[rows] + num_new_tokens
+        self.num_computed[rows] = ends
+        for seq, end, drawn in zip(seqs, ends.tolist(), samples.tolist(), strict=True):
+            seq.num_computed = end
+            seq.num_pending += drawn
+        drawing = rows[samples]
+        self.token_ids[drawing, ends[samples]] = -1 - drawing

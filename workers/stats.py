@@ -2,19 +2,28 @@
 
 import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from kernels.expert_load import ExpertLoad
 from workers.histogram import Histogram
-from workers.model_runner import RunTimes
 from workers.process_info import process_info
 from workers.request_times import RequestTimer
 from workers.scheduler import ScheduledBatch, Scheduler
+from workers.step_output import StepOutput
 from workers.step_sync import ForwardMode, StepPlan
 
 STEP_PARTS = ("schedule", "exchange", "prepare", "forward", "sample", "output")
 STEP_TOKENS = tuple(float(2**i) for i in range(15))
 EXPERT_LOAD_EVERY = 32  # steps between two looks at the experts' load: 1 ms each on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Seconds of one step before it was launched."""
+
+    schedule: float = 0.0
+    exchange: float = 0.0
 
 
 class EngineStats:
@@ -23,6 +32,7 @@ class EngineStats:
     def __init__(self, expert_load: ExpertLoad | None = None) -> None:
         self.requests = RequestTimer()
         self.num_steps = 0
+        self._num_launched = 0
         self.num_idle_steps = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
@@ -46,38 +56,42 @@ class EngineStats:
         """`batch` is about to run."""
         if batch.admitted:
             self.requests.admitted(batch.admitted)
-        if self.num_steps % EXPERT_LOAD_EVERY == 0:
+            self.prompt_tokens += sum(
+                len(seq.request.prompt_token_ids)
+                for seq in batch.admitted
+                if not seq.num_preemptions
+            )
+        if self._num_launched % EXPERT_LOAD_EVERY == 0:
             self._expert_load.watch()
+        self._num_launched += 1
 
     def record_step(
         self,
         scheduler: Scheduler,
         batch: ScheduledBatch,
         plan: StepPlan,
+        host: HostTimes,
+        output: StepOutput,
         *,
-        schedule: float,
-        exchange: float,
-        times: RunTimes,
-        output: float,
+        generated: int,
+        publish: float,
     ) -> None:
-        """Add one step that ran. Times in seconds."""
+        """Add one step that was committed: `generated` tokens for their requests, `publish` seconds until they left."""
         self.num_steps += 1
         mode = batch.forward_mode
         self.num_idle_steps += mode == ForwardMode.IDLE
-        sampled = int(batch.samples.sum())
-        self.generation_tokens += sampled
-        self.prompt_tokens += sum(
-            len(seq.request.prompt_token_ids) for seq in batch.admitted if not seq.num_preemptions
-        )
+        self.generation_tokens += generated
         if plan.padded_tokens:
             self.padding_tokens += plan.padded_tokens - batch.num_tokens
         self.step_tokens.observe(batch.num_tokens)
         self.kinds[mode.name, plan.graph_mode.name, str(plan.microbatch)] += 1
-        parts = (schedule, exchange, times.prepare, times.forward, times.sample, output)
+        times = output.times
+        parts = (host.schedule, host.exchange, times.prepare, times.forward, times.sample, publish)
         for name, seconds in zip(STEP_PARTS, parts, strict=True):
             self.seconds[name] += seconds
-        if self._expert_load.watching:
-            self._look_at_experts()
+        if output.expert_load is not None:
+            self._expert_rows += output.expert_load.rows
+            self._balancedness = output.expert_load.balancedness
         self.record_idle(scheduler)
 
     def record_idle(self, scheduler: Scheduler) -> None:
@@ -121,9 +135,3 @@ class EngineStats:
             "histograms": {name: (h.bounds, h.values()) for name, h in histograms.items()},
             "process": process_info(),
         }
-
-    def _look_at_experts(self) -> None:
-        sample = self._expert_load.finish()
-        if sample is not None:
-            self._expert_rows += sample.rows
-            self._balancedness = sample.balancedness

@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass, replace
 
+from kernels.expert_load import LoadSample
 from workers.request import RequestOutput, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Seconds of one step by part: of the host before the forward, then of the device on GPUs."""
+
+    prepare: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,19 +22,24 @@ class StepOutput:
     token_ids        one for each sampling sequence, -1 = its logits were not finite
     logprobs         one for each of token_ids, None for a sequence that did not ask; None when nobody asked
     prompt_logprobs  by request id, for prompts that this step completed; None when there are none
+    times            how long it took
+    expert_load      of steps in which it was looked at
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
 
-    @property
-    def has_logprobs(self) -> bool:
-        """There is something for `attach` to do."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
+    times: RunTimes = RunTimes()
+    expert_load: LoadSample | None = None
 
-    def attach(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """`outputs`, one for each sampling sequence, with the log-probabilities that each one asked for."""
+    def attach(self, outputs: list[RequestOutput | None]) -> list[RequestOutput]:
+        """`outputs`, one for each sampling sequence, with the log-probabilities that each one asked for.
+
+        None stands for a sequence that needs none any more.
+        """
+        if self.logprobs is None and self.prompt_logprobs is None:
+            return [output for output in outputs if output is not None]
         logprobs = self.logprobs or [None] * len(outputs)
         of_prompts = self.prompt_logprobs or {}
         return [
@@ -36,4 +51,5 @@ class StepOutput:
                 prompt_logprobs=of_prompts.get(output.request_id),
             )
             for output, found in zip(outputs, logprobs, strict=True)
+            if output is not None
         ]

@@ -5,14 +5,43 @@ A batch in which nobody asks for edits or log-probabilities goes straight to the
 B rows, N rows that want log-probabilities, V vocabulary.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from workers.host_copy import to_device
 from workers.logit_edits import LogitEdits, TokenMask
-from workers.logprobs import token_logprobs
+from workers.logprobs import LogprobTensors, ToHost, token_logprobs
 from workers.request import TokenLogprobs
 from workers.sampler import SamplingTable, sample
 from workers.sequence import Sequence, SequenceTable
+
+
+@dataclass(frozen=True)
+class Picked:
+    """A token for each row of a batch, and log-probabilities of those in the rows `asking`.
+
+    token_B   int64, -1 where logits are not finite
+    """
+
+    token_B: torch.Tensor
+    asking: list[int]
+    logprobs: LogprobTensors | None = None
+
+    def to(self, copy: ToHost) -> "Picked":
+        """The same, elsewhere."""
+        logprobs = None if self.logprobs is None else self.logprobs.to(copy)
+        return Picked(copy(self.token_B), self.asking, logprobs)
+
+    def lists(self) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        """The tokens, and one log-probability for each, None for rows that did not ask; None when none did."""
+        if self.logprobs is None:
+            return self.token_B.tolist(), None
+        found: list[TokenLogprobs | None] = [None] * len(self.token_B)
+        for row, logprobs in zip(self.asking, self.logprobs.lists(), strict=True):
+            found[row] = logprobs
+        return self.token_B.tolist(), found
 
 
 class TokenPicker:
@@ -22,6 +51,7 @@ class TokenPicker:
         self, table: SequenceTable, max_num_seqs: int, vocab_size: int, device: torch.device
     ):
         self._table = table
+        self._device = device
         self._sampling = SamplingTable(max_num_seqs)
         self._edits = LogitEdits(max_num_seqs, vocab_size, device)
         self._num_logprobs: dict[int, int] = {}
@@ -31,6 +61,7 @@ class TokenPicker:
         params, num_prompt = seq.request.params, len(seq.request.prompt_token_ids)
         self._sampling.set(seq.row, params)
         self._edits.set(seq.row, params, seq.token_ids[:num_prompt], seq.token_ids[num_prompt:])
+        seq.needs_last_token = seq.grammar is not None or self._edits.reads_tokens(params)
         self._num_logprobs.pop(seq.row, None)
         if params.logprobs is not None:
             self._num_logprobs[seq.row] = params.logprobs
@@ -41,13 +72,15 @@ class TokenPicker:
         slots_B: np.ndarray,
         positions_B: np.ndarray,
         mask: TokenMask | None = None,
-    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        """A token for each row, -1 where logits are not finite, and the log-probabilities if a row asks for any.
+    ) -> Picked:
+        """Draw a token for each row, and look up the log-probabilities of those that ask for any.
 
-        float32 logits, which are overwritten; positions int64, where each new token will stand.
+        float32 logits, which are overwritten; positions int64, where each new token will stand. Does not wait for the
+        device.
         """
         asking = self._asking(slots_B)
-        raw_NV = logits_BV[list(asking)] if asking else None
+        rows_N = to_device(np.array(list(asking)), self._device) if asking else None
+        raw_NV = None if rows_N is None else logits_BV.index_select(0, rows_N)
         if mask is not None:
             mask.apply(logits_BV)
         edits = self._edits.of(slots_B)
@@ -56,9 +89,11 @@ class TokenPicker:
         token_B = sample(logits_BV, self._sampling.batch(slots_B, positions_B))
         if edits is not None:
             self._edits.drawn(token_B, edits)
-        if raw_NV is None:
-            return token_B.tolist(), None
-        return token_B.tolist(), _logprobs(raw_NV, token_B, asking)
+        if rows_N is None or raw_NV is None:
+            return Picked(token_B, [])
+        # An invalid row's are thrown away with it.
+        token_N = token_B.index_select(0, rows_N).clamp_(min=0)
+        return Picked(token_B, list(asking), token_logprobs(raw_NV, token_N, list(asking.values())))
 
     def _asking(self, slots_B: np.ndarray) -> dict[int, int]:
         """Rows that want log-probabilities, and how many tokens beside the one drawn."""
@@ -66,15 +101,3 @@ class TokenPicker:
             return {}
         counts = (self._num_logprobs.get(slot, -1) for slot in slots_B.tolist())
         return {row: count for row, count in enumerate(counts) if count >= 0}
-
-
-def _logprobs(
-    raw_NV: torch.Tensor, token_B: torch.Tensor, asking: dict[int, int]
-) -> list[TokenLogprobs | None]:
-    token_N = token_B[list(asking)].clamp(min=0)  # an invalid row's are thrown away with it
-    result: list[TokenLogprobs | None] = [None] * len(token_B)
-    for row, found in zip(
-        asking, token_logprobs(raw_NV, token_N, list(asking.values())), strict=True
-    ):
-        result[row] = found
-    return result

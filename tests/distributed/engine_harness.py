@@ -167,14 +167,14 @@ def _step_to_the_end(rank: Any, events: list[Event], max_steps: int, result: Ran
 def _record_logits(engine: Any, result: RankResult) -> None:
     """Keep the logits of every sampled token, by request."""
     runner = engine.runner
-    execute, compute = runner.execute, runner.model.compute_logits
+    launch, compute = runner.launch, runner.model.compute_logits
     names: list[str] = []
 
-    def recording_execute(batch: Any, plan: Any) -> Any:
+    def recording_launch(batch: Any, plan: Any) -> Any:
         names[:] = [
             s.request.request_id for s, w in zip(batch.seqs, batch.samples, strict=True) if w
         ]
-        return execute(batch, plan)
+        return launch(batch, plan)
 
     def recording_compute(hidden: Any) -> Any:
         logits = compute(hidden)
@@ -182,4 +182,4 @@ def _record_logits(engine: Any, result: RankResult) -> None:
             result.logits.setdefault(name, []).append(row.cpu().numpy().copy())
         return logits
 
-    runner.execute, runner.model.compute_logits = recording_execute, recording_compute
+    runner.launch, runner.model.compute_logits = recording_launch, recording_compute

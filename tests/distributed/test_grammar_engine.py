@@ -44,11 +44,15 @@ def traffic(schemas: list[dict]) -> list[Event]:
     return [*events, Event(1, 0, broken), Event(2, 1, endless), Event(2, 1, short)]
 
 
-def run(rank_pool, checkpoint, events, num_blocks):
+def run(rank_pool, checkpoint, events, num_blocks, asynchronous=False):
     config = rank_config(
         checkpoint,
         NUM_RANKS,
-        scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 64},
+        scheduler={
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 64,
+            "async_scheduling": asynchronous,
+        },
         cache={"num_blocks": num_blocks, "block_size": 8},
         model={"max_model_len": 256},
     )
@@ -85,3 +89,7 @@ def test_answers_hold_to_their_grammars_also_after_preemption(rank_pool, checkpo
     tight = run(rank_pool, checkpoint, events, 34)
     assert tight[3] > 0
     assert tight[:3] == (tokens, reasons, errors)
+
+    ahead = run(rank_pool, checkpoint, events, 34, asynchronous=True)
+    assert ahead[3] > 0
+    assert ahead[:3] == (tokens, reasons, errors)

@@ -47,15 +47,21 @@ def random_traffic(chance: random.Random) -> list[Event]:
     return sorted(events, key=lambda event: event.step)
 
 
-@pytest.mark.parametrize("all2all", ["shm", "torch_dist"])
-def test_everybody_gets_what_they_would_get_alone(rank_pool, checkpoint, all2all):
+@pytest.mark.parametrize(
+    ("all2all", "asynchronous"), [("shm", False), ("shm", True), ("torch_dist", True)]
+)
+def test_everybody_gets_what_they_would_get_alone(rank_pool, checkpoint, all2all, asynchronous):
     events = random_traffic(random.Random(all2all))
     limits = {"model": {"max_model_len": MAX_LEN}, "cache": {"num_blocks": 26, "block_size": 8}}
     config = rank_config(
         checkpoint,
         NUM_RANKS,
         kernels={"all2all": all2all},
-        scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 48},
+        scheduler={
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": 48,
+            "async_scheduling": asynchronous,
+        },
         **limits,
     )
     results = run_engines(rank_pool, config, events, max_steps=2 * NUM_STEPS, timeout_s=240)

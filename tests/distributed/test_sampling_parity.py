@@ -78,8 +78,15 @@ def logits_of(checkpoint):
         (1, {"scheduler": {"max_num_batched_tokens": 512, "chunked_prefill": False}}),
         (2, {"scheduler": {"max_num_batched_tokens": 37}}),
         (2, {"cache": {"num_blocks": 26}, "scheduler": {"max_num_batched_tokens": 50}}),
+        (
+            2,
+            {
+                "cache": {"num_blocks": 26},
+                "scheduler": {"max_num_batched_tokens": 50, "async_scheduling": True},
+            },
+        ),
     ],
-    ids=["1-chunked", "1-whole", "2-chunked", "2-preempted"],
+    ids=["1-chunked", "1-whole", "2-chunked", "2-preempted", "2-preempted-async"],
 )
 def test_features_equal_transformers(rank_pool, checkpoint, requests, logits_of, ranks, sections):
     config = rank_config(checkpoint, ranks, model={"max_model_len": 400}, **sections)

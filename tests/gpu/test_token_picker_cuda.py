@@ -47,7 +47,7 @@ def run(device: str) -> tuple[list[list[int]], list[list[tuple]]]:
         # Favourites make repeats likely, the spread keeps the order the same on both devices.
         logits = torch.randn(len(seqs), V, generator=generator) + 4 * (torch.arange(V) % 50 == 3)
         positions = np.array([seq.num_tokens for seq in seqs])
-        tokens, logprobs = picker.pick(logits.to(device), rows, positions, mask)
+        tokens, logprobs = picker.pick(logits.to(device), rows, positions, mask).lists()
         for seq, token in zip(seqs, tokens, strict=True):
             table.append_token(seq, token)
         told.append([entry and tuple(entry) for entry in logprobs])

@@ -10,12 +10,16 @@ VOCAB = 7  # few tokens, so that equal prefixes come about by themselves too
 
 
 class PagedModel:
-    """A position's cache content is a hash of the token there and of the content before it; the next token follows."""
+    """A position's cache content is a hash of the token there and of the content before it; the next token follows.
+
+    As on a device, steps are done in the order in which they come, and a token not yet committed is known here alone.
+    """
 
     def __init__(self, scheduler: Scheduler):
         self._table = scheduler.table
         num_slots = scheduler.pool.num_blocks * self._table.block_size
         chance = random.Random(0)
+        self._last_tokens = [0] * len(self._table.token_ids)
         self._content = [chance.getrandbits(60) for _ in range(num_slots)]
         self.num_tokens = 0
 
@@ -29,13 +33,17 @@ class PagedModel:
             last[index] = self._run(
                 rows[index], int(starts[index]), int(batch.num_new_tokens[index])
             )
-        return [last[i] % VOCAB for i, samples in enumerate(batch.samples) if samples]
+        drawn = {rows[i]: last[i] % VOCAB for i, samples in enumerate(batch.samples) if samples}
+        for row, token in drawn.items():
+            self._last_tokens[row] = token
+        return list(drawn.values())
 
     def _run(self, row: int, start: int, count: int) -> int:
         self.num_tokens += count
         before = self._content[self._slot(row, start - 1)] if start else 0
         for position in range(start, start + count):
             token = int(self._table.token_ids[row, position])
+            token = token if token >= 0 else self._last_tokens[-1 - token]
             before = hash((before, token, position)) % 2**61
             self._content[self._slot(row, position)] = before
         return before

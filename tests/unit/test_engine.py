@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from kernels.pending import Pending
 from workers.config import SchedulerConfig
 from workers.engine import Engine
-from workers.model_runner import RunTimes
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.step_output import StepOutput
@@ -45,30 +45,28 @@ class ThreadExchange:
 class CountingRunner:
     """A model whose next token is the length of the sequence."""
 
-    times = RunTimes()
-
     def __init__(self) -> None:
         self.num_forwards = 0
         self.fail = False
 
-    def execute(self, batch, plan) -> StepOutput:
+    def launch(self, batch, plan) -> Pending[StepOutput]:
         self.num_forwards += 1
         if self.fail:
             raise RuntimeError("the forward broke")
-        return StepOutput(
-            [
-                seq.num_tokens
-                for seq, samples in zip(batch.seqs, batch.samples, strict=True)
-                if samples
-            ]
-        )
+        tokens = [
+            seq.num_tokens + seq.num_pending
+            for seq, samples in zip(batch.seqs, batch.samples, strict=True)
+            if samples
+        ]
+        return Pending.ready(StepOutput(tokens))
 
 
 class Group:
     """Engines on threads, started and stopped together."""
 
-    def __init__(self, num_ranks: int):
+    def __init__(self, num_ranks: int, asynchronous: bool):
         exchange = ThreadExchange(num_ranks)
+        self.asynchronous = asynchronous
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, threading.Event] = {}
         self.failures: dict[int, BaseException] = {}
@@ -109,6 +107,7 @@ class Group:
             epoch=0,
             publish=self._publish,
             wake_peers=wake_peers,
+            asynchronous=self.asynchronous,
         )
 
     def _publish(self, ingress_id: str, outputs) -> None:
@@ -124,9 +123,14 @@ class Group:
             self.failures[rank] = error
 
 
+@pytest.fixture(params=[False, True], ids=["in turn", "asynchronous"])
+def asynchronous(request) -> bool:
+    return request.param
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_one_request_wakes_the_group_and_it_sleeps_again(num_ranks):
-    group = Group(num_ranks)
+def test_one_request_wakes_the_group_and_it_sleeps_again(num_ranks, asynchronous):
+    group = Group(num_ranks, asynchronous)
     for round_ in range(3):
         group.submit(round_ % num_ranks, str(round_))
         assert group.wait(str(round_)) == [2, 3, 4]
@@ -140,9 +144,9 @@ def test_one_request_wakes_the_group_and_it_sleeps_again(num_ranks):
     assert not group.failures
 
 
-def test_random_arrivals_never_lose_a_wake():
+def test_random_arrivals_never_lose_a_wake(asynchronous):
     """Requests come at random moments around the edge of sleep; a lost wake would hang the barrier."""
-    group = Group(4)
+    group = Group(4, asynchronous)
     chance = random.Random(5)
     for index in range(400):
         group.submit(chance.randrange(4), str(index), chance.randint(1, 3))
@@ -156,8 +160,8 @@ def test_random_arrivals_never_lose_a_wake():
     assert not group.failures
 
 
-def test_pause_holds_requests_until_resume():
-    group = Group(2)
+def test_pause_holds_requests_until_resume(asynchronous):
+    group = Group(2, asynchronous)
     group.engines[0].pause()
     group.submit(1, "a")
     time.sleep(0.1)
@@ -169,8 +173,8 @@ def test_pause_holds_requests_until_resume():
     assert not group.failures
 
 
-def test_abort_ends_a_request_silently_and_frees_it():
-    group = Group(2)
+def test_abort_ends_a_request_silently_and_frees_it(asynchronous):
+    group = Group(2, asynchronous)
     group.engines[0].pause()
     group.submit(0, "a", 50)
     group.submit(1, "b")
@@ -184,8 +188,8 @@ def test_abort_ends_a_request_silently_and_frees_it():
     assert not any(engine.scheduler.has_work for engine in group.engines)
 
 
-def test_refused_request_is_answered():
-    group = Group(2)
+def test_refused_request_is_answered(asynchronous):
+    group = Group(2, asynchronous)
     group.submit(1, "long", 10_000)
     assert group.wait("long") == [2 + i for i in range(62)]
     params = SamplingParams(max_tokens=1)
@@ -198,8 +202,8 @@ def test_refused_request_is_answered():
     group.join()
 
 
-def test_scheduling_failure_ends_every_rank_and_names_the_one():
-    group = Group(2)
+def test_scheduling_failure_ends_every_rank_and_names_the_one(asynchronous):
+    group = Group(2, asynchronous)
 
     def broken():
         raise ZeroDivisionError("scheduler bug")

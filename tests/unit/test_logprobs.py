@@ -55,14 +55,14 @@ def test_token_logprobs_equal_log_softmax(num_top, seed):
     generator = torch.Generator().manual_seed(seed)
     logits_NV = torch.randn(len(num_top), V, generator=generator) * 9
     token_N = torch.randint(V, (len(num_top),), generator=generator)
-    found = token_logprobs(logits_NV, token_N, num_top)
+    found = token_logprobs(logits_NV, token_N, num_top).lists()
     for index, (row, token) in enumerate(zip(logits_NV, token_N.tolist(), strict=True)):
         check(found[index], row, token, min(num_top[index], V))
 
 
 def test_rank_counts_only_the_strictly_better():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]])
-    ranks = [token_logprobs(logits, torch.tensor([t]), [0])[0].rank for t in range(4)]
+    ranks = [token_logprobs(logits, torch.tensor([t]), [0]).rank_N.item() for t in range(4)]
     assert ranks == [4, 1, 1, 3]
 
 
@@ -81,21 +81,21 @@ def test_raw_logits_for_the_rows_that_ask():
     allowed[0, 0] = 1 << 9
     mask = TokenMask(torch.tensor([4]), allowed)
     positions = np.array([seq.num_tokens for seq in seqs])
-    tokens, found = picker.pick(logits.clone(), np.arange(5), positions, mask)
+    tokens, found = picker.pick(logits.clone(), np.arange(5), positions, mask).lists()
     assert tokens[1] == 7 and tokens[4] == 9
     assert found is not None and found[0] is None
     for row, num_top in ((1, 3), (2, 0), (3, 5), (4, 2)):
         check(found[row], logits[row], tokens[row], num_top)
     # The slot of row 2 goes to somebody who does not ask.
     picker.admit(sequence(2, [1]))
-    assert picker.pick(logits[[2]], np.array([2]), positions[[2]])[1] is None
+    assert picker.pick(logits[[2]], np.array([2]), positions[[2]]).logprobs is None
 
 
 def test_an_invalid_row_does_not_disturb_the_others():
     picker = picker_of([sequence(row, [1], logprobs=1) for row in range(2)])
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = torch.nan
-    tokens, found = picker.pick(logits.clone(), np.arange(2), np.array([1, 1]))
+    tokens, found = picker.pick(logits.clone(), np.arange(2), np.array([1, 1])).lists()
     assert tokens[0] == -1
     check(found[1], logits[1], tokens[1], 1)
     outputs = [RequestOutput("0", [], "error", "NaN"), RequestOutput("1", [tokens[1]])]
@@ -106,7 +106,8 @@ def test_an_invalid_row_does_not_disturb_the_others():
 def test_attach_gives_each_output_its_own():
     one, two = TokenLogprobs(-1.0, 1, [], []), TokenLogprobs(-2.0, 2, [3], [-0.5])
     outputs = [RequestOutput("a", [1]), RequestOutput("b", [2], "stop", num_cached_tokens=4)]
-    assert not StepOutput([1, 2]).has_logprobs
+    assert StepOutput([1, 2]).attach([None, *outputs[1:]]) == outputs[1:]
+    assert StepOutput([1, 2], [one, None]).attach([None, *outputs[1:]]) == outputs[1:]
     assert StepOutput([1, 2], [None, one]).attach(outputs) == [
         RequestOutput("a", [1]),
         RequestOutput("b", [2], "stop", logprobs=[one], num_cached_tokens=4),
@@ -144,7 +145,7 @@ def forward(model: FakeModel, collector: PromptLogprobs, work: list[tuple[Sequen
     found = collector.collect(seqs, starts, torch.cat([*hidden, padding]), model.compute_logits)
     for seq, count in work:
         seq.num_computed += count
-    return found
+    return found and {name: parts.lists() for name, parts in found.items()}
 
 
 def check_prompt(model: FakeModel, seq: Sequence, found, num_top: int) -> None:

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from kernels.pending import Pending
 from workers.config import SchedulerConfig
 from workers.engine import NEWS_EVERY, Engine
-from workers.model_runner import RunTimes
 from workers.open_requests import OpenRequests
 from workers.request import MAX_EXPECTED_OUTPUT, EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
@@ -58,8 +58,6 @@ def test_an_id_in_use_is_our_bug():
 class OneRank:
     """An engine alone, its messages, and the load that each of them would carry."""
 
-    times = RunTimes()
-
     def __init__(self) -> None:
         self.loads: list[tuple[str, int, int]] = []  # ingress, load of others, number of outputs
         self.engine = Engine(
@@ -75,8 +73,8 @@ class OneRank:
     def all_gather(self, row):
         return row[None]
 
-    def execute(self, batch, plan) -> StepOutput:
-        return StepOutput([7] * int(batch.samples.sum()))
+    def launch(self, batch, plan) -> Pending[StepOutput]:
+        return Pending.ready(StepOutput([7] * int(batch.samples.sum())))
 
     def _publish(self, ingress_id, outputs) -> None:
         load = self.engine.open_requests.tell(ingress_id)

@@ -126,7 +126,7 @@ class Rows:
     def pick(self, requests: list["Request"], logits: torch.Tensor, mask=None) -> list[int]:
         rows = np.array([request.seq.row for request in requests])
         positions = np.array([request.seq.num_tokens for request in requests])
-        found, logprobs = self.picker.pick(logits.clone(), rows, positions, mask)
+        found, logprobs = self.picker.pick(logits.clone(), rows, positions, mask).lists()
         assert logprobs is None
         return found
 

@@ -52,7 +52,9 @@ class Server:
 
     def step(self) -> None:
         batch = self.scheduler.schedule()
-        for output in self.scheduler.commit(batch, StepOutput(self.model.execute(batch))):
+        tokens = self.model.execute(batch)
+        self.scheduler.launched(batch)
+        for output in self.scheduler.commit(batch, StepOutput(tokens)):
             self.outputs.setdefault(output.request_id, []).append(output)
 
     def finish(self) -> None:
@@ -193,6 +195,7 @@ def test_a_request_with_invalid_logits_leaves_nothing_behind():
     server.add("broken", PROMPT)
     batch = server.scheduler.schedule()
     server.model.execute(batch)
+    server.scheduler.launched(batch)
     assert server.scheduler.commit(batch, StepOutput([-1]))[0].finish_reason == "error"
     assert server.run("b", PROMPT) == 0
 

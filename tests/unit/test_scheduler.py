@@ -41,6 +41,7 @@ def request(
 
 def step(scheduler: Scheduler, token: int = 9):
     batch = scheduler.schedule()
+    scheduler.launched(batch)
     return batch, scheduler.commit(batch, StepOutput([token] * int(batch.samples.sum())))
 
 
@@ -119,6 +120,7 @@ def test_invalid_logits_end_only_that_request():
     scheduler.add(request("a", 3))
     scheduler.add(request("b", 3))
     batch = scheduler.schedule()
+    scheduler.launched(batch)
     outputs = scheduler.commit(batch, StepOutput([-1, 5]))
     assert outputs[0].finish_reason == "error" and "NaN" in outputs[0].error
     assert outputs[1].token_ids == [5] and scheduler.has_work
@@ -231,6 +233,7 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
         assert bool(batch.seqs) == scheduler.has_work  # whoever has work makes progress
         new = batch.num_new_tokens.tolist()
         assert new == sorted(new, key=lambda n: n != 1) and batch.num_decodes == new.count(1)
+        scheduler.launched(batch)
         for output in scheduler.commit(batch, StepOutput([7] * int(batch.samples.sum()))):
             got[output.request_id] = got.get(output.request_id, 0) + 1
             if output.finish_reason:

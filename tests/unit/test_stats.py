@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.expert_load import ExpertLoad
+from kernels.expert_load import ExpertLoad, LoadSample
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.config import SchedulerConfig
 from workers.histogram import Histogram
-from workers.model_runner import RunTimes
 from workers.process_info import process_info
 from workers.request import EngineRequest, RequestOutput, SamplingParams
 from workers.request_times import RequestTimer
 from workers.scheduler import ScheduledBatch, Scheduler
 from workers.sequence import Sequence
-from workers.stats import EXPERT_LOAD_EVERY, EngineStats
+from workers.stats import EXPERT_LOAD_EVERY, EngineStats, HostTimes
+from workers.step_output import RunTimes, StepOutput
 from workers.step_sync import GraphMode, StepPlan
 
 
@@ -87,9 +87,9 @@ def step(
     stats: EngineStats,
     *seqs: Sequence,
     plan: StepPlan | None = None,
-    layers: Callable[[], None] = lambda: None,
+    model: Callable[[], LoadSample | None] = lambda: None,
 ) -> None:
-    """One step that samples a token for each of `seqs`; `layers` stands in for the model."""
+    """One step that samples a token for each of `seqs`; `model` runs in it."""
     scheduler = Scheduler(SchedulerConfig(), num_blocks=8, block_size=4, max_model_len=16)
     num_new = np.array([seq.num_tokens for seq in seqs], dtype=np.int64)
     batch = ScheduledBatch(
@@ -97,10 +97,9 @@ def step(
     )
     plan = plan or StepPlan(True, (batch.num_tokens,))
     stats.before_step(batch)
-    layers()
-    stats.record_step(
-        scheduler, batch, plan, schedule=1, exchange=2, times=RunTimes(3, 4, 5), output=6
-    )
+    output = StepOutput([7] * len(seqs), times=RunTimes(3, 4, 5), expert_load=model())
+    host = HostTimes(schedule=1, exchange=2)
+    stats.record_step(scheduler, batch, plan, host, output, generated=len(seqs), publish=6)
 
 
 def test_steps_are_counted_by_kind_and_size():
@@ -130,16 +129,18 @@ def test_expert_load_is_looked_at_now_and_then():
     stats = EngineStats(load)
     looked = 0
 
-    def layers() -> None:
+    def model() -> LoadSample | None:
         nonlocal looked
-        if load.watching:
-            looked += 1
-            load.add(torch.tensor([4, 8, 8, 12], dtype=torch.int32))  # 4, 4, 0 and 4 rows
-            load.add(torch.tensor([0, 0, 0, 0], dtype=torch.int32))
-            load.add(torch.tensor([2, 4, 6, 8], dtype=torch.int32))
+        if not load.watching:
+            return None
+        looked += 1
+        load.add(torch.tensor([4, 8, 8, 12], dtype=torch.int32))  # 4, 4, 0 and 4 rows
+        load.add(torch.tensor([0, 0, 0, 0], dtype=torch.int32))
+        load.add(torch.tensor([2, 4, 6, 8], dtype=torch.int32))
+        return LoadSample.of(load.take())
 
     for _ in range(2 * EXPERT_LOAD_EVERY):
-        step(stats, layers=layers)
+        step(stats, model=model)
     found = stats.snapshot()
     assert looked == 2 and found["expert_rows_sampled"] == 40
     assert found["expert_balancedness"] == pytest.approx((0.75 + 1) / 2)
@@ -148,13 +149,13 @@ def test_expert_load_is_looked_at_now_and_then():
 def test_expert_load_without_rows_or_layers():
     load = ExpertLoad()
     load.watch()
-    assert load.finish() is None
+    assert load.take() is None
     load.watch()
     load.add(torch.zeros(4, dtype=torch.int32))
-    assert load.finish() is None
+    assert LoadSample.of(load.take()) is None
     load.watch()
     load.add(torch.zeros(0, dtype=torch.int32))  # a rank without experts
-    assert load.finish() is None and not load.watching
+    assert load.take() is None and not load.watching
 
 
 def test_the_model_reports_while_it_is_watched(tmp_path):
@@ -162,10 +163,10 @@ def test_the_model_reports_while_it_is_watched(tmp_path):
     load = rank.model.layers[0][1].expert_load
     batch = make_batch([[1, 2, 3, 4, 5]], [0])
     rank.logits(batch)
-    assert load.finish() is None
+    assert load.take() is None
     load.watch()
     rank.logits(batch)
-    sample = load.finish()
+    sample = LoadSample.of(load.take())
     # Every expert is here: each token reaches 3 of them in each of 3 layers.
     assert sample.rows == 5 * 3 * 3
     assert 3 / 8 <= sample.balancedness < 1

@@ -1,0 +1,263 @@
+"""Steps launched before the last one's tokens are known give what steps in turn give, whatever happens meanwhile."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.pending import Pending
+from tests.unit.paged_model import VOCAB, PagedModel
+from workers.config import SchedulerConfig
+from workers.engine import Engine
+from workers.exchange import LocalExchange
+from workers.request import EngineRequest, SamplingParams
+from workers.scheduler import ScheduledBatch, Scheduler
+from workers.step_output import StepOutput
+from workers.step_sync import PlanConfig
+
+BLOCK, MAX_LEN = 4, 40
+
+
+class PagedRunner:
+    """Runs a PagedModel; `waited` outputs were read. Marks as the picker does who needs its last token."""
+
+    def __init__(self, scheduler: Scheduler, invalid: frozenset[str] = frozenset()):
+        self.model = PagedModel(scheduler)
+        self.launched: list[ScheduledBatch] = []
+        self.admitted: list[str] = []
+        self.most_outstanding = self._outstanding = 0
+        self._invalid = invalid
+
+    def launch(self, batch: ScheduledBatch, plan) -> Pending[StepOutput]:
+        self.launched.append(batch)
+        self._outstanding += 1
+        self.most_outstanding = max(self.most_outstanding, self._outstanding)
+        for seq in batch.admitted:
+            assert seq in batch.seqs
+            self.admitted.append(seq.request.request_id)
+            seq.needs_last_token = seq.request.params.presence_penalty > 0
+        for seq in batch.seqs:
+            assert not (seq.num_pending and seq.needs_last_token)
+        tokens = self.model.execute(batch)
+        names = [seq.request.request_id for seq in np.array(batch.seqs)[batch.samples]]
+        tokens = [-1 if name in self._invalid else t for name, t in zip(names, tokens, strict=True)]
+
+        def read() -> StepOutput:
+            self._outstanding -= 1
+            return StepOutput(tokens)
+
+        return Pending(read)
+
+
+@dataclass
+class Run:
+    """An engine stepped by hand."""
+
+    asynchronous: bool
+    num_blocks: int = 64
+    limits: dict = field(default_factory=dict)
+    caching: bool = True
+    invalid: frozenset[str] = frozenset()
+
+    def __post_init__(self):
+        limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **self.limits}
+        self.scheduler = Scheduler(
+            SchedulerConfig(**limits),
+            num_blocks=self.num_blocks,
+            block_size=BLOCK,
+            max_model_len=MAX_LEN,
+            prefix_caching=self.caching,
+        )
+        self.runner = PagedRunner(self.scheduler, self.invalid)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, str] = {}
+        self.engine = Engine(
+            self.scheduler,
+            self.runner,
+            LocalExchange(),
+            PlanConfig(equal_tokens=False),
+            epoch=0,
+            publish=self._publish,
+            wake_peers=lambda step: None,
+            asynchronous=self.asynchronous,
+        )
+
+    def submit(self, name: str, prompt: list[int], priority: int = 0, **params) -> None:
+        values = {"max_tokens": 6, **params}
+        self.engine.submit(
+            EngineRequest(
+                request_id=name,
+                ingress_id="i",
+                prompt_token_ids=prompt,
+                params=SamplingParams(**values),
+                priority=priority,
+            )
+        )
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not self.engine.step().run:
+                assert not self.scheduler.has_work and not self.engine._under_way
+                assert self.scheduler.pool.num_free == self.num_blocks, "blocks leaked"
+                return
+        raise AssertionError("it never ends")
+
+    def _publish(self, _ingress_id, outputs):
+        for output in outputs:
+            assert output.request_id not in self.ends, "an answer after the last one"
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+
+
+# Prompts begin alike, so that blocks are shared; few tokens, so that stop tokens come.
+arrivals = st.tuples(
+    st.integers(1, 30),
+    st.integers(1, 10),
+    st.frozensets(st.integers(0, VOCAB - 1), max_size=2),
+    st.sampled_from([0.0, 0.0, 0.0, 0.5]),
+    st.integers(0, 2),
+)
+events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 12)), max_size=40)
+
+
+def play(run: Run, happenings) -> set[str]:
+    """Submit, step and abort; the names of those aborted."""
+    aborted = set()
+    for number, event in enumerate(happenings):
+        if event == "step":
+            run.engine.step()
+        elif isinstance(event, int):
+            run.engine.abort(str(event))
+            aborted.add(str(event))
+        else:
+            length, max_tokens, stops, penalty, priority = event
+            prompt = [(number % 2 + i) % VOCAB for i in range(length)]
+            run.submit(
+                str(number),
+                prompt,
+                priority,
+                max_tokens=max_tokens,
+                stop_token_ids=stops,
+                presence_penalty=penalty,
+            )
+    run.finish()
+    return aborted
+
+
+@settings(max_examples=200, deadline=None)
+@given(events, st.integers(11, 24), st.integers(1, 4), st.sampled_from([3, 16]), st.booleans())
+def test_random_traffic(happenings, num_blocks, max_num_seqs, budget, caching):
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    runs = [Run(a, num_blocks, limits, caching) for a in (False, True)]
+    aborted, _ = (play(run, happenings) for run in runs)
+    for name in runs[0].tokens.keys() | runs[1].tokens.keys():
+        expected, found = (run.tokens.get(name, []) for run in runs)
+        if name in aborted:
+            shorter = min(len(expected), len(found))
+            assert expected[:shorter] == found[:shorter]
+        else:
+            assert expected == found and runs[0].ends[name] == runs[1].ends[name]
+
+
+def test_two_thousand_random_steps():
+    """Long enough for many preemptions, each with a token under way."""
+    chance = random.Random(3)
+    happenings = []
+    for number in range(700):
+        stops = frozenset(chance.sample(range(VOCAB), chance.choice([0, 0, 1])))
+        happenings.append((chance.randint(1, 24), chance.randint(1, 15), stops, 0.0, number % 3))
+        happenings += ["step"] * chance.choice([0, 2, 8])
+        if chance.random() < 0.1:
+            happenings.append(chance.randrange(number + 1))
+    runs = [Run(a, 14) for a in (False, True)]
+    aborted, _ = (play(run, happenings) for run in runs)
+    assert min(run.scheduler.num_preemptions for run in runs) > 50
+    assert len(runs[1].runner.launched) > 2000
+    assert [run.runner.most_outstanding for run in runs] == [1, 2]
+    for name in runs[0].tokens.keys() - aborted:
+        assert runs[0].tokens[name] == runs[1].tokens[name], name
+
+
+def test_the_next_step_is_launched_before_the_tokens_are_read():
+    run = Run(True)
+    run.submit("a", [1, 2, 3], max_tokens=3)
+    run.engine.step()
+    assert not run.tokens
+    run.engine.step()
+    assert len(run.tokens["a"]) == 1 and len(run.runner.launched) == 2
+    run.engine.step()
+    assert len(run.tokens["a"]) == 2
+    # The third is its last, whichever it is: no surplus step, its token comes at once.
+    run.engine.step()
+    assert run.ends == {"a": "length"} and len(run.runner.launched) == 3
+
+
+def test_a_surplus_token_is_thrown_away():
+    probe = Run(False)
+    probe.submit("a", [1, 2, 3])
+    probe.finish()
+    stop = probe.tokens["a"][1]
+    run = Run(True)
+    run.submit("a", [1, 2, 3], stop_token_ids=frozenset([stop]))
+    run.finish()
+    expected = probe.tokens["a"][: probe.tokens["a"].index(stop) + 1]
+    assert run.tokens["a"] == expected and run.ends == {"a": "stop"}
+    assert len(run.runner.launched) == len(expected) + 1
+    assert run.engine.stats.snapshot()["generation_tokens"] == len(expected)
+
+
+def test_who_needs_its_last_token_makes_the_rank_commit_first():
+    run = Run(True)
+    run.submit("a", [1, 2, 3], presence_penalty=0.5)
+    run.finish()
+    assert run.runner.most_outstanding == 1 and len(run.tokens["a"]) == 6
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+def test_an_abort_under_way_leaves_nothing(steps):
+    run = Run(True)
+    run.submit("a", [1, 2, 3])
+    run.submit("b", [3, 2, 1])
+    for _ in range(steps):
+        run.engine.step()
+    run.engine.abort("a")
+    seen = len(run.tokens.get("a", []))
+    run.finish()
+    assert len(run.tokens.get("a", [])) == seen and len(run.tokens["b"]) == 6
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_invalid_logits_end_only_that_request(asynchronous):
+    run = Run(asynchronous, invalid=frozenset(["bad"]))
+    run.submit("bad", list(range(6)))
+    run.submit("good", list(range(6)), max_tokens=4)
+    run.finish()
+    assert run.ends == {"bad": "error", "good": "length"} and len(run.tokens["good"]) == 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_batch_that_a_pause_throws_away_is_admitted_again(asynchronous):
+    """Who moved into its row then is still told to the runner."""
+    run = Run(asynchronous)
+    run.engine.pause()
+    run.submit("a", [1, 2, 3])
+    assert run.engine.step().pause
+    run.engine.resume()
+    run.finish()
+    assert run.runner.admitted == ["a"] and len(run.tokens["a"]) == 6
+
+
+def test_a_pause_publishes_what_is_under_way():
+    run = Run(True)
+    run.submit("a", [1, 2, 3])
+    run.engine.step()
+    run.engine.pause()
+    assert run.engine.step().pause
+    assert len(run.tokens["a"]) == 1
+    run.engine.resume()
+    run.finish()
+    assert len(run.tokens["a"]) == 6
