@@ -21,7 +21,7 @@ from kernels import select
 from kernels.placement import ExpertPlacement
 from workers.config import RankConfig, not_for_answers
 from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.tensors import kv_block_bytes, rank_weight_bytes
+from workers.models.tensors import kv_block_bytes, rank_weight_bytes, stores_fp8_experts
 
 INT64 = 8
 MEGABYTE = 10**6
@@ -78,6 +78,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         hidden_size=model.hidden_size,
         expert_width=model.moe_intermediate_size,
         head_dim=model.head_dim,
+        fp8_checkpoint=stores_fp8_experts(model),
         num_experts=model.num_experts,
         top_k=model.num_experts_per_tok,
         max_num_tokens=rank_config.scheduler.max_num_batched_tokens,
@@ -124,7 +125,9 @@ def _rank_rows(
     rows = []
     for rank in range(config.num_ranks):
         node, index = divmod(rank, per_node)
-        weight_bytes = rank_weight_bytes(model, placement, rank, config.model.dtype)
+        weight_bytes = rank_weight_bytes(
+            model, placement, rank, config.model.dtype, fp8_experts=selection.fp8_experts
+        )
         row = RankRow(
             rank=rank,
             node=node,

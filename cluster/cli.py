@@ -127,6 +127,7 @@ def make_checkpoint(
     weights: Annotated[
         bool, typer.Option(help="--no-weights: only what model.weights: dummy needs.")
     ] = True,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Projections in FP8 blocks.")] = False,
     seed: int = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
 ) -> None:
@@ -153,6 +154,7 @@ def make_checkpoint(
             dtype=dtype,
             num_shards=shards,
             weights=weights,
+            fp8=fp8,
             seed=seed,
             overwrite=overwrite,
         )

@@ -21,6 +21,7 @@ class KernelsConfig(BaseModel):
     all2all: All2AllName = Field("auto", description="Exchange of tokens around the experts.")
     grouped_gemm: GroupedGemmName = Field(
         "auto",
-        description="The experts' matrix products. deepgemm_fp8 rounds bfloat16 weights to FP8 after loading them.",
+        description="The experts' matrix products. deepgemm_fp8 rounds weights to FP8 while loading them; auto takes "
+        "it for checkpoints in FP8.",
     )
     attention: AttentionName = Field("auto", description="Attention over the paged KV cache.")

@@ -69,6 +69,11 @@ class Selection:
     grouped_gemm: Choice
     attention: Choice
 
+    @property
+    def fp8_experts(self) -> bool:
+        """Whether the experts' weights are held in FP8."""
+        return gemms.GEMMS[self.grouped_gemm.name].fp8_weights
+
     def names(self) -> dict[str, str]:
         """Family to backend name."""
         return {
@@ -157,6 +162,7 @@ def select(
     hidden_size: int,
     expert_width: int,
     head_dim: int | None = None,
+    fp8_checkpoint: bool = False,
     num_experts: int | None = None,
     top_k: int | None = None,
     max_num_tokens: int | None = None,
@@ -164,7 +170,8 @@ def select(
     """Decide each family's backend, with the reason.
 
     hidden_size and expert_width are the experts' D and I; num_nodes the hosts the ranks are spread over; head_dim is
-    attention's, None for one that every backend takes; max_num_tokens bounds a rank's rows of a step. What is None
+    attention's, None for one that every backend takes; max_num_tokens bounds a rank's rows of a step;
+    fp8_checkpoint says that the experts are stored in FP8. What is None
     counts as something that every backend takes.
     Raises KernelChoiceError when a backend named in `config` cannot run.
     """
@@ -186,7 +193,7 @@ def select(
     grouped_gemm = _choose(
         "grouped_gemm",
         config.grouped_gemm,
-        gemms.order(capabilities.device),
+        gemms.order(capabilities.device, fp8_checkpoint=fp8_checkpoint),
         lambda name: (
             _grouped_gemm_obstacle(name, capabilities, dtype, hidden_size, expert_width)
             or _layout_obstacle(name, all2all.name)

@@ -15,9 +15,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from kernels.block_fp8 import quantise_blocks
 from workers.models.config import Qwen3MoeConfig, parse_model_config
 from workers.models.initial_weights import NUM_BYTES, draw
-from workers.models.tensors import expected_tensors
+from workers.models.quantization import SCALE_SUFFIX
+from workers.models.tensors import TensorSpec, tensor_specs
 
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
@@ -69,6 +71,13 @@ _FIXED_FIELDS: dict[str, Any] = {
     "eos_token_id": NUM_BYTES + SPECIAL_TOKENS.index(IM_END),
     "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
 }
+_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
 
 
 def make_checkpoint(
@@ -91,6 +100,7 @@ def make_checkpoint(
     tie_word_embeddings: bool = False,
     overwrite: bool = False,
     weights: bool = True,
+    fp8: bool = False,
     **config_fields: Any,
 ) -> Path:
     """Write a random Qwen3-MoE checkpoint to `path` and return the folder.
@@ -98,6 +108,7 @@ def make_checkpoint(
     `intermediate_size` is the width of the dense MLP of layers that have no experts
     (`mlp_only_layers`, `decoder_sparse_step`). `config_fields` go into config.json as they are,
     e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
+    `fp8`: projections are stored in FP8 with scales of 128 x 128 blocks, all else in `dtype`.
     Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
     `overwrite`. Impossible values raise ValueError by name.
     """
@@ -122,6 +133,8 @@ def make_checkpoint(
     }
     if "rope_parameters" not in config_fields:
         config["rope_theta"] = 1_000_000.0
+    if fp8:
+        config["quantization_config"] = _FP8
     config |= config_fields
     _validate(config)
     _write(Path(path), config, num_shards if weights else 0, seed, overwrite)
@@ -133,7 +146,7 @@ def _write(
 ) -> None:
     """Everything; no weights in 0 shards. Nothing is written where something is wrong."""
     model = parse_model_config(config, {}, "config.json")
-    num_tensors = len(expected_tensors(model))
+    num_tensors = len(tensor_specs(model))
     if num_shards > num_tensors:
         raise ValueError(f"num_shards: {num_shards} is not between 1 and {num_tensors} tensors")
     _prepare_folder(folder, overwrite)
@@ -228,8 +241,8 @@ def _validate(config: dict[str, Any]) -> None:
 
 def _write_weights(folder: Path, config: Qwen3MoeConfig, num_shards: int, seed: int) -> None:
     """One file, or several of about equal bytes with an index. Only one shard is in memory."""
-    shapes, dtype = expected_tensors(config), DTYPES[config.dtype]
-    counts = {name: math.prod(shape) for name, shape in shapes.items()}
+    specs = tensor_specs(config)
+    counts = {name: math.prod(spec.shape) for name, spec in specs.items()}
     total = sum(counts.values())
     shards: list[list[str]] = [[] for _ in range(num_shards)]
     done, index = 0, 0
@@ -239,23 +252,33 @@ def _write_weights(folder: Path, config: Qwen3MoeConfig, num_shards: int, seed: 
             index += 1
         shards[index].append(name)
         done += counts[name]
-    generator = torch.Generator()
     weight_map: dict[str, str] = {}
+    num_bytes = 0
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors"
         if num_shards > 1:
             file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
-        tensors = {
-            name: draw(
-                name, shapes[name], tied=config.tie_word_embeddings, seed=seed, generator=generator
-            ).to(dtype)
-            for name in names
-        }
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensors |= _draw(name, specs[name], config, seed)
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(names, file)
+        weight_map |= dict.fromkeys(tensors, file)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if num_shards > 1:
-        index_json = {"metadata": {"total_size": total * dtype.itemsize}, "weight_map": weight_map}
+        index_json = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index_json)
+
+
+def _draw(
+    name: str, spec: TensorSpec, config: Qwen3MoeConfig, seed: int
+) -> dict[str, torch.Tensor]:
+    """A tensor in the checkpoint's dtype; or in FP8, and its scales."""
+    tied = config.tie_word_embeddings
+    tensor = draw(name, spec.shape, tied=tied, seed=seed, generator=torch.Generator())
+    if not spec.quantised:
+        return {name: tensor.to(DTYPES[config.dtype])}
+    rounded = quantise_blocks(tensor)
+    return {name: rounded.values, name + SCALE_SUFFIX: rounded.scales}
 
 
 def _prepare_folder(folder: Path, overwrite: bool) -> None:

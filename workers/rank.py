@@ -27,7 +27,7 @@ from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.initial_weights import draw_weights
 from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
-from workers.models.tensors import kv_block_bytes, rank_weight_bytes
+from workers.models.tensors import kv_block_bytes, rank_weight_bytes, stores_fp8_experts
 from workers.rank_info import KERNELS, KV_CACHE, WEIGHTS, RankInfo, Rendezvous
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
@@ -80,6 +80,7 @@ class Rank:
             hidden_size=self.model_config.hidden_size,
             expert_width=self.model_config.moe_intermediate_size,
             head_dim=self.model_config.head_dim,
+            fp8_checkpoint=stores_fp8_experts(self.model_config),
             num_experts=self.model_config.num_experts,
             top_k=self.model_config.num_experts_per_tok,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
@@ -102,10 +103,7 @@ class Rank:
         if self.device.type == "cuda":
             self._attention_compiled = self._compile_attention()
         self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
-        num_bytes = rank_weight_bytes(
-            self.model_config, self.placement, self.rank, self.config.model.dtype
-        )
-        with memory_for("the weights", _LOWER_WEIGHTS, num_bytes):
+        with memory_for("the weights", _LOWER_WEIGHTS, self._weight_bytes()):
             self._load(progress)
 
     def _load(self, progress: Progress | None) -> None:
@@ -123,11 +121,11 @@ class Rank:
             for warning in not_for_answers(self.config.model):
                 logger.warning("%s", warning)
         where = {"config": self.model_config, "placement": self.placement, "rank": self.rank}
+        where |= {"device": self.device, "progress": progress}
         if self.config.model.weights == "dummy":
-            draw_weights(self.model, **where, device=self.device, progress=progress)
+            draw_weights(self.model, **where)
         else:
-            load_weights(self.model, self.config.model.path, **where, progress=progress)
-        self.model.finish_loading()
+            load_weights(self.model, self.config.model.path, **where)
 
     def _forced_routing(self) -> Callable[..., ForcedRouting] | None:
         """What makes a layer's law where model.routing names one."""
@@ -373,10 +371,19 @@ class Rank:
             )
         return fitting
 
+    def _weight_bytes(self) -> int:
+        return rank_weight_bytes(
+            self.model_config,
+            self.placement,
+            self.rank,
+            self.config.model.dtype,
+            fp8_experts=self.selection.fp8_experts,
+        )
+
     def _memory_bytes(self, num_blocks: int) -> dict[str, int]:
         model, dtype = self.model_config, self.config.model.dtype
         block = kv_block_bytes(model, self.config.cache.block_size, dtype)
         return {
-            "weights": rank_weight_bytes(model, self.placement, self.rank, dtype),
+            "weights": self._weight_bytes(),
             "kv_cache": num_blocks * block,
         }

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kernels.all2all.base import Layout
+from kernels.block_fp8 import BlockWeights
 
 
 class GroupedGemm(ABC):
@@ -14,6 +15,7 @@ class GroupedGemm(ABC):
     `layouts` are the forms of input it takes; with `masked_fp8`, masked rows must come in e4m3 with scales;
     `row_alignment` is what the first place of each expert must be a multiple of, on GPUs. Where `compiles_by_rows`, any
     new number of rows may compile another kernel; elsewhere the kernel changes at most once until the number doubles.
+    `fp8_weights`: it computes with weights in FP8.
     """
 
     name: str
@@ -21,17 +23,18 @@ class GroupedGemm(ABC):
     row_alignment: int = 1
     masked_fp8: bool = False
     compiles_by_rows: bool = False
+    fp8_weights: bool = False
 
     @abstractmethod
     def __call__(self, expert_input: Any, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
-        """y_RD of an ExpertInput in x's dtype and expert order. w13 and w2 are what `prepare` made of the weights.
+        """y_RD of an ExpertInput in x's dtype and expert order. w13 and w2 have the form of `empty_weights`.
 
         R == 0 and e == 0 are allowed and give an empty result. Where the input has a `routing`, y has its
         places, and what lies at places without a row is undefined. Of a MaskedInput y_eMD.
         """
 
     def prepare(self, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor) -> tuple[Any, Any]:
-        """The weights in the form that this product computes with, once after loading; may free the given ones.
+        """Whole weights in the form that this product computes with, for those who have them so.
 
         w13 [e, 2I, D] holds gate rows first, then up rows; w2 [e, D, I].
         """
@@ -45,8 +48,8 @@ class GroupedGemm(ABC):
         *,
         device: torch.device | str,
         dtype: torch.dtype,
-    ) -> torch.Tensor:
-        """Uninitialised [num_experts, rows, columns], in the memory order that this product likes."""
+    ) -> torch.Tensor | BlockWeights:
+        """Uninitialised [num_experts, rows, columns], in the form and memory order that this product computes with."""
         return torch.empty(num_experts, rows, columns, device=device, dtype=dtype)
 
     def set_num_sms(self, num_sms: int) -> None:  # noqa: B027

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional as F
 
+from kernels.block_fp8 import BLOCK
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.deepgemm import (
-    BLOCK,
     DeepGemm,
     DeepGemmFp8,
     DeepGemmUnavailableError,
@@ -82,10 +82,17 @@ def _deep_gemm_missing(capability: tuple[int, int]) -> str | None:
     return None
 
 
-def order(device: str) -> dict[str, str]:
-    """What `auto` tries, best first, with the reason. Never FP8: it changes the model's answers."""
+def order(device: str, *, fp8_checkpoint: bool = False) -> dict[str, str]:
+    """What `auto` tries, best first, with the reason.
+
+    FP8 only for a checkpoint whose experts are stored in it: it would change the answers of others.
+    """
     if device == "cuda":
+        fp8 = {
+            "deepgemm_fp8": "the checkpoint's experts are in FP8, and are computed with as they are"
+        }
         return {
+            **(fp8 if fp8_checkpoint else {}),
             # docs/results/gpu-experts.md
             "triton": "the fastest in bfloat16 on an H200 at any size of step: 92 us a layer for 998 rows, "
             "335 us for 16,347 (deepgemm 127 and 377, torch_grouped 137 and 424)",

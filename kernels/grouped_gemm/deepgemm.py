@@ -1,24 +1,22 @@
 """The experts' MLP on DeepGEMM, in bfloat16 or in FP8 with a scale per block of 128: Hopper and newer.
 
-FP8 weights have a scale per 128x128 block, rows one per 128 values; both are quantised here, the weights once. Its
-kernels are compiled at first use, into a folder that all ranks of a host share.
+FP8 weights have a scale per 128x128 block, as a checkpoint has them or rounded while they are loaded; rows have one
+per 128 values and are quantised here. Its kernels are compiled at first use, into a folder that all ranks of a host
+share.
 
 R places, D hidden, I expert width, e local experts, M rows an expert has room for.
 """
 
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kernels.all2all.base import ExpertInput, MaskedInput
+from kernels.block_fp8 import BlockWeights, quantise_blocks
 from kernels.cache_folder import cache_folder
 from kernels.grouped_gemm.base import GroupedGemm
 
-MAX_E4M3 = 448.0
-MIN_AMAX = 1e-4  # as in kernels.triton.fp8
-BLOCK = 128
 NEEDED = (
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
@@ -46,29 +44,6 @@ def load_deep_gemm() -> Any:
     if lacking:
         raise DeepGemmUnavailableError(f"it is too old or not the GPU one: no {', '.join(lacking)}")
     return deep_gemm
-
-
-@dataclass(frozen=True)
-class BlockWeights:
-    """e4m3 [e, rows, columns] with float32 scales [e, rows / 128, columns / 128]."""
-
-    values: torch.Tensor
-    scales: torch.Tensor
-
-
-def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
-    """Round [e, rows, columns], multiples of 128, expert by expert: little memory on top of the result."""
-    num_experts, rows, columns = weights.shape
-    assert rows % BLOCK == 0 and columns % BLOCK == 0, weights.shape
-    values = torch.empty(weights.shape, dtype=torch.float8_e4m3fn, device=weights.device)
-    scales = torch.empty(num_experts, rows // BLOCK, columns // BLOCK, device=weights.device)
-    blocked = (rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-    for expert in range(num_experts):
-        blocks = weights[expert].float().view(blocked)
-        scale = blocks.abs().amax((1, 3), keepdim=True).clamp_(MIN_AMAX) / MAX_E4M3
-        values[expert] = (blocks * (1.0 / scale)).view(rows, columns).to(values.dtype)
-        scales[expert] = scale.view(scales.shape[1:])
-    return BlockWeights(values, scales)
 
 
 class DeepGemm(GroupedGemm):
@@ -134,6 +109,7 @@ class DeepGemmFp8(DeepGemm):
     """FP8 products of bfloat16 rows; masked rows come quantised."""
 
     name = "deepgemm_fp8"
+    fp8_weights = True
     masked_fp8 = True
 
     def __init__(self) -> None:
@@ -142,6 +118,17 @@ class DeepGemmFp8(DeepGemm):
         from kernels.triton.silu_mul_fp8 import silu_mul_fp8
 
         self._scatter, self._silu_mul = scatter_fp8, silu_mul_fp8
+
+    def empty_weights(
+        self,
+        num_experts: int,
+        rows: int,
+        columns: int,
+        *,
+        device: torch.device | str,
+        dtype: torch.dtype,
+    ) -> BlockWeights:
+        return BlockWeights.empty(num_experts, rows, columns, device=device)
 
     def prepare(
         self, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor

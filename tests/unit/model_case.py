@@ -118,7 +118,14 @@ class OneRank:
         self.model = Qwen3MoeForCausalLM(
             config, kernels, placement=placement, rank=0, device=device, dtype=dtype, **options
         )
-        load_weights(self.model, path, config=config, placement=placement, rank=0)
+        load_weights(
+            self.model,
+            path,
+            config=config,
+            placement=placement,
+            rank=0,
+            device=torch.device(device),
+        )
 
     @torch.inference_mode()
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -101,7 +101,14 @@ def test_without_weights_a_checkpoint_names_the_way_out(tmp_path: Path) -> None:
     assert {"config.json", "tokenizer.json"} <= {file.name for file in path.iterdir()}
     config, placement = load_model_config(path), ExpertPlacement(SMALL["num_experts"], 1)
     with pytest.raises(CheckpointError, match=r"model\.weights: dummy"):
-        load_weights(Rank(config, placement, 0), path, config=config, placement=placement, rank=0)
+        load_weights(
+            Rank(config, placement, 0),
+            path,
+            config=config,
+            placement=placement,
+            rank=0,
+            device=torch.device("cpu"),
+        )
 
 
 def test_the_published_shape_is_what_its_readme_writes(tmp_path: Path) -> None:

@@ -26,6 +26,12 @@ BASE: dict[str, Any] = {
 }
 
 
+def fp8(**changes: Any) -> dict[str, Any]:
+    """The quantisation of the published FP8 checkpoints, changed."""
+    fields = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    return {"quantization_config": {**fields, "activation_scheme": "dynamic", **changes}}
+
+
 def load(tmp_path: Path, **changes: Any) -> Qwen3MoeConfig:
     raw = {key: value for key, value in {**BASE, **changes}.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -81,6 +87,40 @@ def test_old_rope_form(tmp_path: Path) -> None:
     assert config.rope.scaling == {"factor": 2.0}
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"modules_to_not_convert": None},
+        {"fmt": None, "scale_fmt": "ue8m0"},
+        {"dequantize": False},
+    ],
+)
+def test_published_quantisation(tmp_path: Path, changes: dict[str, Any]) -> None:
+    found = load(tmp_path, **fp8(**changes)).quantization
+    assert found is not None
+    for name in ("self_attn.q_proj.weight", "mlp.experts.7.down_proj.weight", "mlp.up_proj.weight"):
+        assert found.covers(f"model.layers.3.{name}")
+    for name in ("mlp.gate.weight", "input_layernorm.weight", "self_attn.q_proj.bias"):
+        assert not found.covers(f"model.layers.3.{name}")
+    assert not found.covers("lm_head.weight") and not found.covers("model.embed_tokens.weight")
+    assert load(tmp_path).quantization is None
+
+
+def test_modules_that_are_not_quantised(tmp_path: Path) -> None:
+    skipped = ["lm_head", "model.layers.1.self_attn", "model.layers.0.mlp.gate", "up_proj"]
+    found = load(tmp_path, **fp8(modules_to_not_convert=skipped)).quantization
+    assert found is not None
+    names = {
+        "model.layers.1.self_attn.q_proj": False,
+        "model.layers.11.self_attn.q_proj": True,
+        "model.layers.0.mlp.gate_proj": True,
+        "model.layers.0.mlp.experts.2.up_proj": False,
+        "model.layers.0.mlp.experts.2.down_proj": True,
+    }
+    assert {name: found.covers(f"{name}.weight") for name in names} == names
+
+
 def test_generation_config_decides_eos(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     assert load(tmp_path, eos_token_id=7).eos_token_ids == (7, 5)
@@ -95,7 +135,15 @@ def test_generation_config_decides_eos(tmp_path: Path) -> None:
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, ["architectures", "Sequence"]),
         ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', '"silu"']),
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
-        ({"quantization_config": {"quant_method": "fp8"}}, ["quantization_config", "fp8"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, [".quant_method is 'gptq'", "fp8"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, [".weight_block_size is None", "128"]),
+        ({"quantization_config": "fp8"}, ["quantization_config is 'fp8'"]),
+        (fp8(weight_block_size=[64, 64]), [".weight_block_size is [64, 64]", "[128, 128]"]),
+        (fp8(fmt="e5m2"), ["quantization_config.fmt is 'e5m2'", "e4m3"]),
+        (fp8(activation_scheme="static"), [".activation_scheme is 'static'", "dynamic"]),
+        (fp8(kv_cache_scheme={"type": "float"}), [".kv_cache_scheme is", "unknown key"]),
+        (fp8(modules_to_not_convert="lm_head"), [".modules_to_not_convert is 'lm_head'"]),
+        (fp8(modules_to_not_convert=["model.*.mlp"]), ["'model.*.mlp'", "plain module names"]),
         ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping", "30.0", "unknown"]),
         ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
         ({"torch_dtype": "int8"}, ["torch_dtype", "int8"]),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from workers.models.quantization import BlockQuantization, parse_quantization
 from workers.models.rope_config import RopeConfig, is_number, parse_rope
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -23,7 +24,6 @@ DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
 FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False, None),
-    "quantization_config": (None,),
     "chunk_size_feed_forward": (0, None),
     "is_encoder_decoder": (False, None),
     "partial_rotary_factor": (1, None),
@@ -53,6 +53,7 @@ OTHER_READ_KEYS = frozenset(
         "eos_token_id",
         "layer_types",
         "num_local_experts",
+        "quantization_config",
     }
 )
 
@@ -83,6 +84,7 @@ class Qwen3MoeConfig:
     num_experts_per_tok: int
     norm_topk_prob: bool
     rope: RopeConfig
+    quantization: BlockQuantization | None
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
 
@@ -230,6 +232,7 @@ def _read_fields(
         "num_experts_per_tok": read.integer("num_experts_per_tok", 8),
         "norm_topk_prob": read.boolean("norm_topk_prob", False),
         "rope": parse_rope(raw, max_positions, problems),
+        "quantization": parse_quantization(raw, problems),
         "dtype": _read_dtype(raw, problems),
         "eos_token_ids": stops or read.integers("eos_token_id"),
     }
@@ -257,7 +260,7 @@ def _read_dtype(raw: Mapping[str, Any], problems: list[str]) -> DtypeName:
 
 
 def _check_fixed_and_unknown(raw: Mapping[str, Any], problems: list[str]) -> None:
-    fields = Qwen3MoeConfig.__dataclass_fields__.keys() - {"rope", "eos_token_ids"}
+    fields = Qwen3MoeConfig.__dataclass_fields__.keys() - {"rope", "eos_token_ids", "quantization"}
     known = fields | HARMLESS_KEYS | ROPE_KEYS | OTHER_READ_KEYS
     for key, value in raw.items():
         if key in FIXED_VALUES:

@@ -10,11 +10,12 @@ small model is bound by Python and operator overhead. Run inside `torch.inferenc
 from collections.abc import Callable, Iterator
 from copy import copy
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.nn import functional as F
 
+from kernels.block_fp8 import BlockWeights
 from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
 from kernels.select import Kernels
@@ -23,9 +24,9 @@ from workers.layers.norm import RMSNorm
 from workers.layers.rope import build_rope_table, norm_and_rotate
 from workers.layers.router import route_tokens
 from workers.models.config import Qwen3MoeConfig
-from workers.models.slots import WeightSlot
+from workers.models.slots import BlockSlot, Slot, WeightSlot
 
-Slots = Iterator[tuple[str, WeightSlot]]
+Slots = Iterator[tuple[str, Slot]]
 Sum = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -83,7 +84,7 @@ class Qwen3MoeForCausalLM:
         self._rope_table = build_rope_table(config, num_positions, self.device)
 
     def with_kernels(self, kernels: Kernels) -> "Qwen3MoeForCausalLM":
-        """A view of the same weights that calls other attention and all-to-all; after `finish_loading`."""
+        """A view of the same weights that calls other attention and all-to-all."""
         view = copy(self)
         view.layers = [
             (attention.with_kernels(kernels), mlp.with_kernels(kernels))
@@ -104,15 +105,9 @@ class Qwen3MoeForCausalLM:
         """float32 [L, V] from rows of forward's result; the final norm runs on these rows only."""
         return linear(self.norm(hidden_LD), self.lm_head_VD).float()
 
-    def finish_loading(self) -> None:
-        """Once all slots are filled: bring the experts' weights into the form that their product wants."""
-        for _, mlp in self.layers:
-            if isinstance(mlp, MoeBlock):
-                mlp.finish_loading()
-
-    def weight_slots(self) -> dict[str, WeightSlot]:
+    def weight_slots(self) -> dict[str, Slot]:
         """Disk name -> where its values go, for every tensor that this rank holds."""
-        slots = {"model.embed_tokens.weight": WeightSlot.plain(self.embed_VD)}
+        slots: dict[str, Slot] = {"model.embed_tokens.weight": WeightSlot.plain(self.embed_VD)}
         for layer, (attention, mlp) in enumerate(self.layers):
             prefix = f"model.layers.{layer}."
             for name, slot in (*attention.weight_slots(), *mlp.weight_slots()):
@@ -269,11 +264,6 @@ class MoeBlock:
             self.grouped_gemm.empty_weights, num_local, device=make.device, dtype=make.dtype
         )
         self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
-        self.expert_weights: tuple[Any, Any] = self.w13_e2ID, self.w2_eDI
-
-    def finish_loading(self) -> None:
-        self.expert_weights = self.grouped_gemm.prepare(self.w13_e2ID, self.w2_eDI)
-        del self.w13_e2ID, self.w2_eDI
 
     def with_kernels(self, kernels: Kernels) -> "MoeBlock":
         """The same weights, another exchange and expert product of the same kinds."""
@@ -288,7 +278,7 @@ class MoeBlock:
         expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)
-        y_RD = self.grouped_gemm(expert_input, *self.expert_weights)
+        y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
         return x_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 
     def _route(self, h_TD: torch.Tensor, batch: ModelBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -309,7 +299,11 @@ class MoeBlock:
         yield "mlp.gate.weight", WeightSlot.plain(self.router_ED)
         for local, expert in enumerate(self.experts):
             prefix = f"mlp.experts.{expert}."
-            gate, up = self.w13_e2ID[local].chunk(2)
-            yield f"{prefix}gate_proj.weight", WeightSlot.plain(gate)
-            yield f"{prefix}up_proj.weight", WeightSlot.plain(up)
-            yield f"{prefix}down_proj.weight", WeightSlot.plain(self.w2_eDI[local])
+            w13_2ID, w2_DI = self.w13_e2ID[local], self.w2_eDI[local]
+            if isinstance(w13_2ID, BlockWeights):
+                gate, up, down = map(BlockSlot, (*w13_2ID.split_rows(), w2_DI))
+            else:
+                gate, up, down = map(WeightSlot.plain, (*w13_2ID.chunk(2), w2_DI))
+            yield f"{prefix}gate_proj.weight", gate
+            yield f"{prefix}up_proj.weight", up
+            yield f"{prefix}down_proj.weight", down

@@ -1,10 +1,15 @@
-"""Where a checkpoint's tensor goes in a model's fused parameters. Knows no model and no file."""
+"""Where a checkpoint's tensor goes in a model's fused parameters. Knows no model and no file.
 
-from collections.abc import Callable
+A checkpoint's tensor may be in FP8 with scales or not, and so may the parameter: every slot takes both.
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
 
 Progress = Callable[[int, int], None]
 
@@ -52,8 +57,37 @@ class WeightSlot:
         if self.scale != 1.0:
             self.target.mul_(self.scale)
 
+    def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """As `fill` with what FP8 values [N, K] and the scales of their blocks stand for."""
+        self.fill(dequantise(values, scales))
+
+
+@dataclass(frozen=True)
+class BlockSlot:
+    """A destination for one matrix that the model computes with in FP8."""
+
+    target: BlockWeights
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the destination."""
+        return self.target.values.nbytes + self.target.scales.nbytes
+
+    def fill(self, disk_tensor: torch.Tensor) -> None:
+        """Round to FP8."""
+        rounded = quantise_blocks(disk_tensor)
+        self.fill_blocks(rounded.values, rounded.scales)
+
+    def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
+        """Copy as they are."""
+        self.target.values.copy_(values)
+        self.target.scales.copy_(scales)
+
+
+Slot = WeightSlot | BlockSlot
+
 
 class SlottedModel(Protocol):
     """A model that says where each disk tensor goes."""
 
-    def weight_slots(self) -> dict[str, WeightSlot]: ...
+    def weight_slots(self) -> Mapping[str, Slot]: ...

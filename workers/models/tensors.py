@@ -6,24 +6,35 @@ neither torch nor safetensors. V vocabulary, D hidden, d head dim.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.placement import ExpertPlacement
 from workers.models.config import DtypeName, Qwen3MoeConfig
+from workers.models.quantization import SCALE_SUFFIX
 
+FP8_BLOCK, FP8_SCALE_BYTES = 128, 4  # as in kernels.block_fp8, which needs torch
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape on disk; `expert` is the expert it belongs to, None when every rank holds it."""
+    """Shape on disk; `expert` is the expert it belongs to, None when every rank holds it.
+
+    `quantised`: in FP8 on disk, with a tensor of scales beside it.
+    """
 
     shape: tuple[int, ...]
     expert: int | None = None
+    quantised: bool = False
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Of the scales: one for each block, also for those cut at the edges."""
+        return tuple(-(-size // FP8_BLOCK) for size in self.shape)
 
 
 def tensor_specs(config: Qwen3MoeConfig) -> dict[str, TensorSpec]:
-    """Every tensor of the checkpoint under its Hugging Face name, in the order of the forward."""
+    """Every tensor of the checkpoint but scales under its Hugging Face name, in the order of the forward."""
     D, V = config.hidden_size, config.vocab_size
     specs = {"model.embed_tokens.weight": TensorSpec((V, D))}
     for layer in range(config.num_hidden_layers):
@@ -32,32 +43,70 @@ def tensor_specs(config: Qwen3MoeConfig) -> dict[str, TensorSpec]:
     specs["model.norm.weight"] = TensorSpec((D,))
     if not config.tie_word_embeddings:
         specs["lm_head.weight"] = TensorSpec((V, D))
-    return specs
+    quantization = config.quantization
+    if quantization is None:
+        return specs
+    return {
+        name: replace(spec, quantised=quantization.covers(name)) for name, spec in specs.items()
+    }
+
+
+def stores_fp8_experts(config: Qwen3MoeConfig) -> bool:
+    """Whether the checkpoint has all of its experts in FP8."""
+    if config.quantization is None:
+        return False
+    return all(spec.quantised for spec in tensor_specs(config).values() if spec.expert is not None)
 
 
 def expected_tensors(config: Qwen3MoeConfig) -> dict[str, tuple[int, ...]]:
-    """Disk name -> shape of every tensor of the checkpoint."""
-    return {name: spec.shape for name, spec in tensor_specs(config).items()}
+    """Disk name -> shape of every tensor of the checkpoint, scales included."""
+    shapes = {}
+    for name, spec in tensor_specs(config).items():
+        shapes[name] = spec.shape
+        if spec.quantised:
+            shapes[name + SCALE_SUFFIX] = spec.scale_shape
+    return shapes
 
 
 def rank_tensors(
     config: Qwen3MoeConfig, placement: ExpertPlacement, rank: int
 ) -> dict[str, tuple[int, ...]]:
-    """Disk name -> shape of what one rank reads: all shared tensors and its own experts'."""
-    local = placement.local_experts(rank)
-    return {
-        name: spec.shape
-        for name, spec in tensor_specs(config).items()
-        if spec.expert is None or spec.expert in local
-    }
+    """Disk name -> shape of what one rank holds: all shared tensors and its own experts'."""
+    specs = _rank_specs(config, placement, rank)
+    return {name: spec.shape for name, spec in specs.items()}
 
 
 def rank_weight_bytes(
-    config: Qwen3MoeConfig, placement: ExpertPlacement, rank: int, dtype: DtypeName
+    config: Qwen3MoeConfig,
+    placement: ExpertPlacement,
+    rank: int,
+    dtype: DtypeName,
+    *,
+    fp8_experts: bool = False,
 ) -> int:
-    """Bytes of one rank's weights in memory (norms, a few KiB, may take twice their share)."""
-    shapes = rank_tensors(config, placement, rank).values()
-    return sum(map(math.prod, shapes)) * DTYPE_BYTES[dtype]
+    """Bytes of one rank's weights in memory (norms, a few KiB, may take twice their share).
+
+    fp8_experts   the experts' product computes with FP8 weights; all else is held in `dtype`, whatever the
+                  checkpoint holds
+    """
+    total = 0
+    for spec in _rank_specs(config, placement, rank).values():
+        if fp8_experts and spec.expert is not None:
+            total += math.prod(spec.shape) + FP8_SCALE_BYTES * math.prod(spec.scale_shape)
+        else:
+            total += math.prod(spec.shape) * DTYPE_BYTES[dtype]
+    return total
+
+
+def _rank_specs(
+    config: Qwen3MoeConfig, placement: ExpertPlacement, rank: int
+) -> dict[str, TensorSpec]:
+    local = placement.local_experts(rank)
+    return {
+        name: spec
+        for name, spec in tensor_specs(config).items()
+        if spec.expert is None or spec.expert in local
+    }
 
 
 def kv_block_bytes(config: Qwen3MoeConfig, block_size: int, dtype: DtypeName) -> int:

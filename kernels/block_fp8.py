@@ -1,0 +1,69 @@
+"""Weights in FP8 with a scale per block of 128 x 128, as DeepSeek's and Qwen3's releases hold them.
+
+A value is its e4m3 times its block's scale; blocks at the lower and right edges may be cut. Plain torch, on any device.
+
+N rows, K columns; leading dimensions are those of the caller.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional as F
+
+BLOCK = 128
+MAX_E4M3 = 448.0
+MIN_AMAX = 1e-4  # as in kernels.triton.fp8
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """e4m3 [..., N, K] with float32 scales [..., ceil(N / 128), ceil(K / 128)]."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def empty(cls, *shape: int, device: torch.device | str) -> "BlockWeights":
+        """Uninitialised."""
+        scales = (*shape[:-2], *(num_blocks(size) for size in shape[-2:]))
+        return cls(
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
+            torch.empty(scales, dtype=torch.float32, device=device),
+        )
+
+    def __getitem__(self, index: int) -> "BlockWeights":
+        return BlockWeights(self.values[index], self.scales[index])
+
+    def split_rows(self) -> tuple["BlockWeights", "BlockWeights"]:
+        """Views of the upper and the lower half, which must be of whole blocks."""
+        assert self.values.shape[-2] % (2 * BLOCK) == 0, self.values.shape
+        values, scales = self.values.chunk(2, -2), self.scales.chunk(2, -2)
+        return BlockWeights(values[0], scales[0]), BlockWeights(values[1], scales[1])
+
+
+def num_blocks(size: int) -> int:
+    """How many blocks a row or column of `size` values has."""
+    return -(-size // BLOCK)
+
+
+def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
+    """Round [..., N, K] of any floating dtype, matrix by matrix: little memory on top of the result."""
+    result = BlockWeights.empty(*weights.shape, device=weights.device)
+    matrices = (weights, result.values, result.scales)
+    flat = (tensor.view(-1, *tensor.shape[-2:]) for tensor in matrices)
+    for matrix_NK, values_NK, scales in zip(*flat, strict=True):
+        (rows, columns), (n, k) = matrix_NK.shape, scales.shape
+        padding = (0, k * BLOCK - columns, 0, n * BLOCK - rows)
+        blocks = F.pad(matrix_NK.float(), padding).view(n, BLOCK, k, BLOCK)
+        scale = blocks.abs().amax((1, 3), keepdim=True).clamp_(MIN_AMAX) / MAX_E4M3
+        rounded_NK = (blocks * (1.0 / scale)).view(n * BLOCK, k * BLOCK)[:rows, :columns]
+        values_NK.copy_(rounded_NK)
+        scales.copy_(scale.view(n, k))
+    return result
+
+
+def dequantise(values_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [N, K] of e4m3 values and scales of any floating dtype."""
+    rows, columns = values_NK.shape
+    scale_NK = scales.float().repeat_interleave(BLOCK, 0)[:rows]
+    return values_NK.float() * scale_NK.repeat_interleave(BLOCK, 1)[:, :columns]
