@@ -297,7 +297,8 @@ def _why(error: BaseException) -> str:
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause
     if isinstance(error, ActorDiedError):
-        return "its process died"
+        # Of what was raised in the actor's constructor only the text comes; its last line says what.
+        return str(error).splitlines()[-1] if error.actor_init_failed else "its process died"
     return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
 
 

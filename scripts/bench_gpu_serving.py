@@ -1,0 +1,216 @@
+"""Served speed on GPUs: starts the server, runs loads over HTTP, compares with the hardware's floors, writes JSON.
+
+Each load keeps a number of requests in flight, all of the same lengths, with random prompts and answers of full
+length. The loads are made for four GPUs; with fewer ranks fewer requests are in flight. Run it as
+scripts/bench_gpu_serving; on a CPU with a small checkpoint it is a dry run of itself:
+
+    scripts/bench_gpu_serving --config configs/local.yaml --ranks 1 --set cluster.device=cpu --lengths 0.02 --scale 0.01
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import bench_servers
+from bench_servers import ROOT, ServerProcess, free_port
+from gpu_serving_report import markdown
+
+from cluster.bench import loop, machine
+from cluster.bench.load import Driver
+from cluster.bench.metrics import RoundResult
+from cluster.bench.roofline import Hardware, floor_of
+from cluster.bench.settings import Load
+from workers.models.config import load_model_config
+
+LOADS = ((512, 1024, 1024), (128, 128, 512), (256, 4096, 8))  # in flight, input, output tokens
+LOADS_RANKS = 4
+START_TIMEOUT_S = 900.0  # the first start on a machine compiles
+GPU_PACKAGES = ("triton", "flashinfer-python", "sgl-deep-gemm", "sgl-deep-ep", "numpy", "pyzmq")
+STAGE = re.compile(r"^  (\S.*?) +([\d.]+) s$", re.MULTILINE)
+
+
+def main() -> None:
+    """Command line."""
+    options = parse()
+    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
+        report = measure(options, Path(folder) / "server.log")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    table = markdown(report)
+    options.output.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
+    print(table)
+    print(f"\nwrote {options.output} and {options.output.with_suffix('.md')}", file=sys.stderr)
+
+
+def parse() -> argparse.Namespace:
+    """Options, with those that were left out filled in."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpu-bench.yaml")
+    parser.add_argument("--ranks", type=int, help="default: the GPUs that are here")
+    parser.add_argument("--scale", type=float, help="factor of requests in flight: ranks / 4")
+    parser.add_argument("--lengths", type=float, default=1.0, help="factor of prompts and answers")
+    parser.add_argument("--waves", type=int, default=2, help="requests for each one in flight")
+    parser.add_argument("--loads", default="0,1,2", help="which of the loads, from 0")
+    parser.add_argument("--set", action="append", default=[], help="setting of the server")
+    parser.add_argument("--log", type=Path, help="keep the server's output here")
+    results = ROOT / "docs" / "results" / "gpu-serving.json"
+    parser.add_argument("--output", type=Path, default=results)
+    options = parser.parse_args()
+    options.ranks = options.ranks or len(machine.hardware()["gpus"])
+    if not options.ranks:
+        parser.error("no GPU was found; --ranks says how many ranks to start")
+    options.scale = options.scale or options.ranks / LOADS_RANKS
+    return options
+
+
+def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
+    """Start, load, stop; the report."""
+    settings = [f"cluster.ranks={options.ranks}", *options.set]
+    checked = phalanx("check", options.config, settings, "--json")
+    resolved = json.loads(
+        subprocess.run(checked, check=True, capture_output=True, text=True).stdout
+    )
+    port = free_port()
+    command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
+    bench_servers.START_TIMEOUT_S = START_TIMEOUT_S
+    log = options.log or log
+    server = ServerProcess(command, port, resolved["config"]["serve"]["model_name"], log)
+    try:
+        print(f"first answer after {server.start_s:.1f} s", file=sys.stderr)
+        loads = [run_load(server, load, resolved) for load in make_loads(options)]
+    finally:
+        stop_s = server.stop()
+    output = log.read_text(errors="replace")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "method": __doc__,
+        "hardware": machine.hardware(),
+        "versions": machine.versions() | gpu_versions(),
+        "assumed_hardware": asdict(Hardware()),
+        "ranks": options.ranks,
+        "scale": options.scale,
+        "start_to_first_answer_s": round(server.start_s, 2),
+        "start_stages_s": {name: float(seconds) for name, seconds in STAGE.findall(output)},
+        "stop_s": stop_s and round(stop_s, 2),
+        "loads": loads,
+        "resolved": resolved,
+    }
+
+
+def phalanx(command: str, config: Path, settings: list[str], *options: str) -> list[str]:
+    """A command line of this installation."""
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "cluster.cli", command, str(config), *options, *overrides]
+
+
+def gpu_versions() -> dict[str, str]:
+    """Of the packages that kernels come from."""
+    found = {}
+    for package in GPU_PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def make_loads(options: argparse.Namespace) -> list[Load]:
+    """The chosen loads, scaled."""
+    loads = []
+    for index in map(int, options.loads.split(",")):
+        in_flight, input_len, output_len = LOADS[index]
+        concurrency = max(1, round(in_flight * options.scale))
+        load = Load(
+            endpoint="completions",
+            requests=options.waves * concurrency,
+            concurrency=concurrency,
+            input_len=max(1, round(input_len * options.lengths)),
+            output_len=max(2, round(output_len * options.lengths)),
+            warmup=min(concurrency, 16),
+            rounds=1,
+            seed=index,
+            temperature=0.0,
+            ignore_eos=True,
+            prompts="ids",
+            vocab_size=256,
+            timeout_s=600.0,
+        )
+        loads.append(load)
+    return loads
+
+
+def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dict[str, Any]:
+    """One load: what clients saw, where the ranks' time went, and the floor."""
+    before = rank_stats(server.url)
+    result = loop.run(send(load, server.url))
+    after = rank_stats(server.url)
+    lengths = {"input_len": load.input_len, "output_len": load.output_len}
+    floor = floor_of(
+        load_model_config(resolved["config"]["model"]["path"]),
+        len(before),
+        in_flight=load.concurrency,
+        **lengths,
+        max_num_batched_tokens=resolved["config"]["scheduler"]["max_num_batched_tokens"],
+    )
+    print(
+        f"{load.concurrency} / {load.input_len} / {load.output_len}: "
+        f"{result.output_tokens_per_s:,.0f} output tok/s, {result.total_tokens_per_s:,.0f} in all",
+        file=sys.stderr,
+    )
+    return {
+        "in_flight": load.concurrency,
+        **lengths,
+        "requests": load.requests,
+        "result": asdict(result),
+        "ranks": steps_between(before, after),
+        "floor": asdict(floor),
+    }
+
+
+async def send(load: Load, url: str) -> RoundResult:
+    """Warm up with other prompts, then the round."""
+    driver = Driver(load, {})
+    (target,) = await driver.prepare({"phalanx": url}, None)
+    await driver.run_round(target, -1, load.warmup)
+    return await driver.run_round(target, 0, load.requests)
+
+
+def rank_stats(url: str) -> list[dict[str, Any]]:
+    """Counters of all ranks."""
+    with urllib.request.urlopen(f"{url}/ranks", timeout=30) as answer:
+        return json.load(answer)["ranks"]
+
+
+def steps_between(before: list[dict], after: list[dict]) -> list[dict[str, Any]]:
+    """Of each rank: its steps in between, warm-up included, and milliseconds of a step by part."""
+    found = []
+    for old, new in zip(before, after, strict=True):
+        steps = new["steps"] - old["steps"]
+        parts = {
+            name: 1e3 * (seconds - old["step_seconds"][name]) / max(1, steps)
+            for name, seconds in new["step_seconds"].items()
+        }
+        found.append(
+            {
+                "steps": steps,
+                "idle_steps": new["idle_steps"] - old["idle_steps"],
+                "preemptions": new["preemptions"] - old["preemptions"],
+                "ms_per_step": {name: round(value, 4) for name, value in parts.items()},
+            }
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The table of a report of bench_gpu_serving: loads against floors, the start by stages, a step by parts."""
+
+from typing import Any
+
+# vLLM 0.26 (data parallel 4, expert parallel, CUDA graphs) on four H200 with the same weights' shapes:
+# output tok/s or, for the last, total tok/s.
+PEER = {
+    (512, 1024, 1024): "24,030 out",
+    (128, 128, 512): "11,767 out",
+    (256, 4096, 8): "152,231 total",
+}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All tables."""
+    hardware, versions = report["hardware"], report["versions"]
+    gpus = hardware["gpus"]
+    where = f"{len(gpus)} x {gpus[0].split(',')[0]}" if gpus else hardware["cpu"]
+    software = ", ".join(f"{name} {found}" for name, found in versions.items())
+    backends = report["resolved"]["backends"]
+    chosen = ", ".join(f"{family} {choice['name']}" for family, choice in backends.items())
+    config = report["resolved"]["config"]
+    assumed = report["assumed_hardware"]
+    return "\n".join(
+        [
+            "# Served speed on GPUs",
+            "",
+            f"{where}, {report['ranks']} rank(s), {report['date'][:10]}; {software}.",
+            f"Backends: {chosen}. Model {config['model']['path'].rsplit('/', 1)[-1]}, weights "
+            f"{config['model']['weights']}, routing {config['model']['routing']['kind']}; through HTTP, "
+            "random prompts, answers of full length.",
+            f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
+            f"{assumed['link_bytes'] / 1e9:g} GB/s of links, all overlapped, nothing else.",
+            "",
+            *_loads(report),
+            "",
+            *_start(report),
+            "",
+            *_steps(report),
+        ]
+    )
+
+
+def _loads(report: dict[str, Any]) -> list[str]:
+    lines = [
+        "| in flight / in / out | output tok/s | floor | total tok/s | floor | of the floor "
+        "| first token p50 / p99 (ms) | per token p50 / p99 (ms) | floor of a decode step (ms) "
+        "| errors | vLLM 0.26, 4 GPUs |",
+        "|---|" + "---:|" * 10,
+    ]
+    for load in report["loads"]:
+        result, floor = load["result"], load["floor"]
+        key = (load["in_flight"], load["input_len"], load["output_len"])
+        step = floor["decode_step"]
+        cells = [
+            f"{result['output_tokens_per_s']:,.0f}",
+            f"{floor['output_tokens_per_s']:,.0f}",
+            f"{result['total_tokens_per_s']:,.0f}",
+            f"{floor['total_tokens_per_s']:,.0f}",
+            f"{result['total_tokens_per_s'] / floor['total_tokens_per_s']:.0%}",
+            _pair(result["ttft_ms"]),
+            _pair(result["tpot_ms"]),
+            f"{1e3 * max(step.values()):.2f}",
+            str(sum(result["errors"].values())),
+            PEER.get(key, "-"),
+        ]
+        lines.append(f"| {' / '.join(map(str, key))} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _start(report: dict[str, Any]) -> list[str]:
+    stages = ", ".join(f"{name} {s:.1f}" for name, s in report["start_stages_s"].items())
+    total = report["start_to_first_answer_s"]
+    return [f"Start to first answer: {total:.1f} s (stages in s: {stages})."]
+
+
+def _steps(report: dict[str, Any]) -> list[str]:
+    names = list(report["loads"][0]["ranks"][0]["ms_per_step"]) if report["loads"] else []
+    lines = [
+        "| mean of a step, rank 0 (ms) | steps | " + " | ".join(names) + " | preemptions |",
+        "|---|---:|" + "---:|" * (len(names) + 1),
+    ]
+    for load in report["loads"]:
+        rank = load["ranks"][0]
+        parts = " | ".join(f"{rank['ms_per_step'][name]:.3f}" for name in names)
+        label = f"{load['in_flight']} / {load['input_len']} / {load['output_len']}"
+        lines.append(f"| {label} | {rank['steps']} | {parts} | {rank['preemptions']} |")
+    return lines
+
+
+def _pair(latency: dict[str, float | None]) -> str:
+    return " / ".join("-" if latency[k] is None else f"{latency[k]:.1f}" for k in ("p50", "p99"))

@@ -1,0 +1,56 @@
+"""The floors that served figures are compared with, against figures counted by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.bench.roofline import Hardware, floor_of
+from workers.models.config import load_model_config
+
+QWEN3 = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
+EXPERT = 3 * 2048 * 768
+ATTENTION = 2048 * 128 * (32 + 4 + 4 + 32)
+LAYERS = 48
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model_config(QWEN3)
+
+
+def test_a_decode_step_reads_weights_and_cache(model) -> None:
+    floor = floor_of(model, 4, in_flight=512, input_len=1024, output_len=1024)
+    weights = 2 * (LAYERS * (32 * EXPERT + ATTENTION + 2048 * 128) + 151936 * 2048)
+    cache = 128 * 1536 * LAYERS * 2 * 4 * 128 * 2
+    assert floor.decode_step.memory_s == pytest.approx((weights + cache) / 4.0e12, rel=1e-3)
+    assert floor.decode_step.floor_s == floor.decode_step.memory_s
+    assert floor.decode_step.memory_s == pytest.approx(9.0e-3, rel=0.02)
+
+
+def test_a_prompt_computes(model) -> None:
+    floor = floor_of(model, 4, in_flight=256, input_len=4096, output_len=8)
+    per_token = 2 * LAYERS * (ATTENTION + 8 * EXPERT + 2048 * 128 + 2 * 32 * 128 * 2048)
+    assert floor.prefill.compute_s == pytest.approx(64 * 4096 * per_token / 750e12)
+    assert floor.prefill.floor_s == floor.prefill.compute_s
+    rows = 2.72 * 2 * LAYERS * 4096  # ranks reached beside the own, out and back
+    assert floor.prefill.link_s == pytest.approx(64 * 4096 * rows / 380e9, rel=2e-3)
+    assert 350_000 < floor.total_tokens_per_s < 450_000
+
+
+def test_one_rank_sends_nothing_and_few_tokens_read_few_experts(model) -> None:
+    one = floor_of(model, 1, in_flight=1, input_len=1, output_len=2).decode_step
+    assert one.link_s == 0
+    touched = 2 * (LAYERS * (8 * EXPERT + ATTENTION + 2048 * 128) + 151936 * 2048)
+    assert one.memory_s == pytest.approx(touched / 4.0e12, rel=1e-3)
+
+
+def test_rates_follow_from_the_parts(model) -> None:
+    load = {"in_flight": 128, "input_len": 128, "output_len": 512}
+    floor = floor_of(model, 4, **load)
+    seconds = floor.prefill.floor_s + 511 * floor.decode_step.floor_s
+    assert floor.output_tokens_per_s == pytest.approx(128 * 512 / seconds)
+    assert floor.total_tokens_per_s == pytest.approx(128 * 640 / seconds)
+    twice = replace(Hardware(), memory_bytes=8.0e12)
+    faster = floor_of(model, 4, **load, hardware=twice)
+    assert faster.decode_step.memory_s == pytest.approx(floor.decode_step.memory_s / 2)
