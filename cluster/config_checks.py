@@ -116,10 +116,10 @@ def _check_kernels(config: PhalanxConfig) -> Iterator[Problem]:
             f"{name} exchanges between ranks, cluster.ranks is 1; expected auto or local",
             ("cluster.ranks",),
         )
-    elif name == "shm" and nodes > 1:
+    elif name in ("shm", "copy_engine", "symm") and nodes > 1:
         yield Problem(
             "kernels.all2all",
-            f"shm needs all ranks on one host, cluster.nodes is {nodes}; expected auto or another",
+            f"{name} needs all ranks on one host, cluster.nodes is {nodes}; expected auto or another",
             ("cluster.nodes",),
         )
     if name == "shm" and config.cluster.device == "cuda":

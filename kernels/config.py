@@ -5,7 +5,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 All2AllName = Literal[
-    "auto", "local", "torch_dist", "allgather", "shm", "deepep", "deepep_low_latency"
+    "auto",
+    "local",
+    "torch_dist",
+    "allgather",
+    "shm",
+    "copy_engine",
+    "symm",
+    "deepep",
+    "deepep_low_latency",
 ]
 GroupedGemmName = Literal[
     "auto", "reference", "torch_grouped", "native", "triton", "deepgemm", "deepgemm_fp8"

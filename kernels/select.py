@@ -4,22 +4,18 @@
 Knows nothing of YAML files, Ray or requests.
 """
 
-import os
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from kernels.all2all import choice as exchanges
 from kernels.all2all import deepep_choice
-from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import AllToAll, Layout
 from kernels.all2all.deepep_limits import ExchangeShape
-from kernels.all2all.local import LocalAllToAll
 from kernels.all2all.payload import RowFormat
-from kernels.all2all.shm import ShmAllToAll, slot_bytes
-from kernels.all2all.torch_dist import TorchDistAllToAll
+from kernels.all2all.shm import slot_bytes
 from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.flashinfer import FlashInferAttention, flashinfer_missing
 from kernels.attention.flashinfer import shape_obstacle as flashinfer_obstacle
@@ -30,9 +26,8 @@ from kernels.expert_load import ExpertLoad
 from kernels.grouped_gemm import choice as gemms
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.native.library import NativeUnavailableError, load
-from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
-from kernels.shm import SHM_FOLDER, SharedMemoryGroup, segment_bytes
+from kernels.shm import SharedMemoryGroup
 
 
 class KernelChoiceError(ValueError):
@@ -125,21 +120,7 @@ class Kernels:
 def probe(device: torch.device | str) -> Capabilities:
     """Look at this machine for a device type ("cpu" or "cuda")."""
     device = torch.device(device)
-    missing = gemms.missing(device)
-    if not dist.is_available():
-        missing["torch_dist"] = missing["allgather"] = "torch was built without distributed"
-    elif device.type == "cuda" and not dist.is_nccl_available():
-        missing["torch_dist"] = missing["allgather"] = "torch was built without NCCL"
-    if device.type != "cpu":
-        missing["shm"] = "it exchanges CPU tensors only"
-        missing |= deepep_choice.missing(device)
-        if reason := gemms.triton_missing():
-            reason = f"rows are sorted by expert in Triton: {reason}"
-            missing |= dict.fromkeys(("local", "torch_dist", "allgather", "deepep"), reason)
-    elif platform.machine() not in ("x86_64", "AMD64"):
-        missing["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
-    elif not os.access(SHM_FOLDER, os.W_OK):
-        missing["shm"] = f"{SHM_FOLDER} is not writable"
+    missing = gemms.missing(device) | exchanges.missing(device)
     if device.type == "cpu":
         try:
             load()
@@ -187,8 +168,8 @@ def select(
     all2all = _choose(
         "all2all",
         config.all2all,
-        _all2all_order(capabilities.device, num_ranks),
-        lambda name: _all2all_obstacle(name, capabilities, shape),
+        exchanges.order(capabilities.device, num_ranks),
+        lambda name: exchanges.obstacle(name, capabilities.device, capabilities.missing, shape),
     )
     grouped_gemm = _choose(
         "grouped_gemm",
@@ -220,7 +201,7 @@ def build(selection: Selection, context: KernelContext) -> Kernels:
         "flashinfer": FlashInferAttention,
     }
     grouped_gemm = gemms.build(selection.grouped_gemm.name)
-    all2all = _build_all2all(selection.all2all.name, context, grouped_gemm)
+    all2all = exchanges.build(selection.all2all.name, context, grouped_gemm)
     assert all2all.layout in grouped_gemm.layouts, selection.names()
     return Kernels(all2all, grouped_gemm, attentions[selection.attention.name](context.attention))
 
@@ -247,23 +228,13 @@ def buffer_bytes(
 
     Balanced routing, except for GPUs' own products: their shapes are those of the most rows there can be.
     """
-    row_format = RowFormat(hidden_size, top_k, dtype)
-    row_bytes, x_bytes = row_format.row_bytes, hidden_size * dtype.itemsize
-    gathered = num_ranks * max_num_tokens
-    exchange = {
-        "local": 0,
-        "shm": segment_bytes(num_ranks, slot_bytes(num_ranks, row_format, max_num_tokens))
-        // num_ranks,
-        "torch_dist": 2 * min(num_ranks, top_k) * max_num_tokens * (row_bytes + x_bytes),
-        "allgather": (gathered + max_num_tokens) * (row_bytes + x_bytes),
-        **deepep_choice.buffer_bytes(
-            num_ranks=num_ranks,
-            hidden_size=hidden_size,
-            row_bytes=row_bytes,
-            max_num_tokens=max_num_tokens,
-            num_experts=num_experts,
-        ),
-    }[selection.all2all.name]
+    exchange = exchanges.buffer_bytes(
+        selection.all2all.name,
+        RowFormat(hidden_size, top_k, dtype),
+        num_ranks=num_ranks,
+        max_num_tokens=max_num_tokens,
+        num_experts=num_experts,
+    )
     routed_rows, widths = max_num_tokens * top_k, 2 * hidden_size + 3 * expert_width
     if selection.grouped_gemm.name in gemms.ON_DEVICE:
         routed_rows *= num_ranks
@@ -273,40 +244,6 @@ def buffer_bytes(
         routed_rows = num_experts * deepep_choice.low_latency_rows(max_num_tokens)
     activations = routed_rows * widths * dtype.itemsize
     return exchange + activations
-
-
-def _build_all2all(name: str, context: KernelContext, grouped_gemm: GroupedGemm) -> AllToAll:
-    placement, max_num_tokens = context.placement, context.max_num_tokens
-    experts = placement.local_experts(context.rank)
-    order = ExpertOrder(
-        experts,
-        num_experts=placement.num_experts,
-        device=context.device,
-        dtype=torch.int64 if name == "local" else torch.int32,
-        alignment=grouped_gemm.row_alignment,
-    )
-    if name == "local":
-        return LocalAllToAll(order)
-    if name in deepep_choice.NAMES:
-        return deepep_choice.build(
-            name,
-            context.group,
-            placement,
-            grouped_gemm,
-            device=context.device,
-            hidden_size=context.hidden_size,
-            max_num_tokens=max_num_tokens,
-        )
-    row_format = RowFormat(context.hidden_size, context.top_k, context.dtype)
-    if name == "shm":
-        assert context.shared_memory is not None, "shm needs a SharedMemoryGroup"
-        return ShmAllToAll(context.shared_memory, experts, row_format, max_num_tokens)
-    assert context.group is not None, f"{name} needs a process group"
-    if name == "allgather":
-        return AllGatherAllToAll(context.group, order, row_format)
-    return TorchDistAllToAll(
-        context.group, placement, order, row_format, context.device, max_num_tokens
-    )
 
 
 def _choose(
@@ -327,38 +264,6 @@ def _choose(
     if found is not None:
         raise KernelChoiceError(family, wanted, found, [x for x in order if obstacle(x) is None])
     return Choice(wanted, "named in the configuration")
-
-
-def _all2all_order(device: str, num_ranks: int) -> dict[str, str]:
-    """What `auto` tries, best first."""
-    if num_ranks == 1:
-        return {"local": "one rank holds all experts"}
-    if device == "cuda":
-        return {
-            "allgather": "no counts to read on the host before the experts",
-            "torch_dist": "moves each row only to the ranks of its experts",
-        }
-    return {
-        "shm": "all ranks share a host: rows go through shared memory without a copy into sockets",
-        "torch_dist": "moves each row only to the ranks of its experts",
-        "allgather": "equal shapes on all ranks",
-    }
-
-
-def _all2all_obstacle(name: str, capabilities: Capabilities, shape: ExchangeShape) -> str | None:
-    """Why this all-to-all cannot run, or None."""
-    num_ranks, num_nodes = shape.num_ranks, shape.num_nodes
-    if name in capabilities.missing:
-        return capabilities.missing[name]
-    if name == "local" and num_ranks > 1:
-        return f"it serves one rank, cluster.ranks is {num_ranks}"
-    if name != "local" and num_ranks == 1:
-        return "there is only one rank, so there is nothing to exchange"
-    if name in deepep_choice.NAMES:
-        return deepep_choice.obstacle(name, capabilities.device, shape)
-    if name == "shm" and num_nodes > 1:
-        return f"its ranks must share a host, cluster.nodes is {num_nodes}"
-    return None
 
 
 def _native_obstacle(name: str, capabilities: Capabilities, dtype: torch.dtype) -> str | None:

@@ -23,6 +23,7 @@ class AllGatherAllToAll(AllToAll):
 
     name = "allgather"
     needs_equal_tokens = True
+    graph = True  # over NCCL, which has a stream of its own beside `stream`
 
     def __init__(
         self,

@@ -76,14 +76,18 @@ class AllToAll(ABC):
     `layout` is the form of `ExpertInput` it produces; `needs_equal_tokens` says that every rank must
     call with the same number of rows (padding rows carry `topk_idx == -1` and reach no expert); `graph`
     that dispatch and combine never wait on the host, so that CUDA graphs can hold them.
+    `sm_choices` are the limits on its SMs worth trying beside compute, none where it takes no limit.
     `stream`, where set, is what an exchange runs on, behind all that the current stream was given by then.
-    All ranks of the group call dispatch and combine in the same order; several may be under way.
+    All ranks of the group call dispatch and combine in the same order; `max_in_flight` dispatches may wait for
+    their combine at once, None for any number.
     """
 
     name: str
     layout: Layout = "contiguous"
     needs_equal_tokens: bool = False
     graph: bool = False
+    max_in_flight: int | None = None
+    sm_choices: tuple[int, ...] = ()
     stream: torch.cuda.Stream | None = None
 
     @abstractmethod

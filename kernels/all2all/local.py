@@ -15,6 +15,7 @@ class LocalAllToAll(AllToAll):
     """The exchange of a group of one rank."""
 
     name = "local"
+    graph = True
 
     def __init__(self, order: ExpertOrder):
         self._order = order

@@ -48,11 +48,25 @@ class RowFormat:
     ) -> torch.Tensor:
         """New uint8 [N, W] on x's device."""
         rows_NW = torch.empty(x_ND.shape[0], self.row_bytes, dtype=torch.uint8, device=x_ND.device)
-        for field, value in zip(
-            self.fields(rows_NW), (x_ND, topk_idx_NK, topk_weights_NK), strict=True
-        ):
-            field.copy_(value)
+        self.pack_into(rows_NW, x_ND, topk_idx_NK, topk_weights_NK)
         return rows_NW
+
+    def pack_into(
+        self,
+        rows_NW: torch.Tensor,
+        x_ND: torch.Tensor,
+        topk_idx_NK: torch.Tensor,
+        topk_weights_NK: torch.Tensor,
+    ) -> None:
+        """Fill uint8 [N, W], contiguous, on x's device."""
+        fields = self.fields(rows_NW)
+        if x_ND.is_cuda:
+            from kernels.triton.pack_rows import pack_rows
+
+            pack_rows(x_ND, topk_idx_NK.contiguous(), topk_weights_NK.contiguous(), fields)
+            return
+        for field, value in zip(fields, (x_ND, topk_idx_NK, topk_weights_NK), strict=True):
+            field.copy_(value)
 
 
 @dataclass(frozen=True)

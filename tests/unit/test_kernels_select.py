@@ -33,7 +33,9 @@ def choose(
         (CUDA, 1, 1, "local"),
         (CPU, 2, 1, "shm"),
         (CPU, 4, 2, "torch_dist"),
-        (CUDA, 4, 1, "allgather"),
+        (CUDA, 4, 1, "copy_engine"),
+        (CUDA, 4, 2, "allgather"),
+        (Capabilities("cuda", {"copy_engine": "no peer access"}), 4, 1, "allgather"),
         (Capabilities("cpu", {"shm": "no /dev/shm"}), 2, 1, "torch_dist"),
     ],
 )
@@ -86,6 +88,12 @@ def test_auto_attention(capabilities: Capabilities, changes: dict, expected: str
         ({"all2all": "local"}, "kernels.all2all", "cluster.ranks is 2.*shm"),
         ({"all2all": "shm", "num_nodes": 2}, "kernels.all2all", "cluster.nodes is 2.*torch_dist"),
         ({"all2all": "shm", "num_ranks": 1}, "kernels.all2all", "only one rank.*local"),
+        ({"all2all": "symm"}, "kernels.all2all", "on GPUs only.*shm"),
+        (
+            {"all2all": "copy_engine", "capabilities": CUDA, "num_nodes": 2},
+            "kernels.all2all",
+            "must share a host, cluster.nodes is 2.*allgather",
+        ),
         ({"all2all": "shm", "capabilities": CUDA}, "kernels.all2all", "CPU tensors.*allgather"),
         (
             {"grouped_gemm": "torch_grouped", "expert_width": 60},
@@ -150,7 +158,7 @@ def test_probe_refuses_shared_memory_where_it_is_unsafe(monkeypatch: pytest.Monk
     assert "aarch64" in select.probe("cpu").missing["shm"]
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert select.probe("cpu").missing == {}
-    monkeypatch.setattr("kernels.select.SHM_FOLDER", "/no/such/folder")
+    monkeypatch.setattr("kernels.all2all.choice.SHM_FOLDER", "/no/such/folder")
     assert "not writable" in select.probe("cpu").missing["shm"]
 
 
@@ -189,3 +197,18 @@ def test_buffer_bytes_grow_with_what_is_exchanged():
     for name in ("shm", "torch_dist", "allgather"):
         assert alone < buffers(name, 2) < buffers(name, 4)
         assert buffers(name, 2, 512) > 1.9 * buffers(name, 2, 256)
+
+
+def test_buffer_bytes_of_memory_that_gpus_share():
+    def buffers(all2all: str, num_ranks: int) -> int:
+        selection = choose(CUDA, num_ranks, all2all=all2all)
+        return select.buffer_bytes(
+            selection, num_ranks=num_ranks, top_k=4, max_num_tokens=256, **SHAPE
+        )
+
+    for num_ranks in (2, 4):
+        rows = num_ranks * 256
+        sums = rows * 128 * 2
+        experts = rows * 4 * (128 + 64) * 2
+        assert buffers("symm", num_ranks) == rows * (256 + 32) + sums + experts
+        assert buffers("copy_engine", num_ranks) == buffers("symm", num_ranks) + sums

@@ -1,0 +1,154 @@
+"""What each all-to-all needs, in which order `auto` tries them, what they keep, and how they are built.
+
+Used by `kernels.select` alone.
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from kernels.all2all import deepep_choice
+from kernels.all2all.allgather import AllGatherAllToAll
+from kernels.all2all.base import AllToAll
+from kernels.all2all.copy_engine import CopyEngineAllToAll
+from kernels.all2all.deepep_limits import ExchangeShape
+from kernels.all2all.local import LocalAllToAll
+from kernels.all2all.payload import RowFormat
+from kernels.all2all.peer_memory import peer_memory_missing
+from kernels.all2all.shm import ShmAllToAll, slot_bytes
+from kernels.all2all.symm import SymmAllToAll, peer_bytes
+from kernels.all2all.torch_dist import TorchDistAllToAll
+from kernels.grouped_gemm.base import GroupedGemm
+from kernels.grouped_gemm.choice import triton_missing
+from kernels.permute import ExpertOrder
+from kernels.shm import SHM_FOLDER, segment_bytes
+
+if TYPE_CHECKING:
+    from kernels.select import KernelContext
+
+PEER_MEMORY: dict[str, type[SymmAllToAll]] = {
+    "copy_engine": CopyEngineAllToAll,
+    "symm": SymmAllToAll,
+}
+
+
+def missing(device: torch.device) -> dict[str, str]:
+    """Backend name to why it cannot run on this machine at all."""
+    found: dict[str, str] = {}
+    if not dist.is_available():
+        found["torch_dist"] = found["allgather"] = "torch was built without distributed"
+    elif device.type == "cuda" and not dist.is_nccl_available():
+        found["torch_dist"] = found["allgather"] = "torch was built without NCCL"
+    if device.type != "cpu":
+        found["shm"] = "it exchanges CPU tensors only"
+        found |= deepep_choice.missing(device)
+        if reason := peer_memory_missing():
+            found |= dict.fromkeys(PEER_MEMORY, reason)
+        if reason := triton_missing():
+            reason = f"rows are sorted by expert in Triton: {reason}"
+            needs_triton = ("local", "torch_dist", "allgather", "deepep", *PEER_MEMORY)
+            found |= dict.fromkeys(needs_triton, reason)
+    elif platform.machine() not in ("x86_64", "AMD64"):
+        found["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
+    elif not os.access(SHM_FOLDER, os.W_OK):
+        found["shm"] = f"{SHM_FOLDER} is not writable"
+    return found
+
+
+def order(device: str, num_ranks: int) -> dict[str, str]:
+    """What `auto` tries, best first, and why."""
+    if num_ranks == 1:
+        return {"local": "one rank holds all experts"}
+    if device == "cuda":
+        return {
+            "copy_engine": "GPUs of one host share memory: kernels move few rows, copy engines many without an SM",
+            "allgather": "no counts to read on the host before the experts",
+            "torch_dist": "moves each row only to the ranks of its experts",
+        }
+    return {
+        "shm": "all ranks share a host: rows go through shared memory without a copy into sockets",
+        "torch_dist": "moves each row only to the ranks of its experts",
+        "allgather": "equal shapes on all ranks",
+    }
+
+
+def obstacle(name: str, device: str, absent: Mapping[str, str], shape: ExchangeShape) -> str | None:
+    """Why this all-to-all cannot run, or None. `absent` is what `missing` found."""
+    num_ranks, num_nodes = shape.num_ranks, shape.num_nodes
+    if name in absent:
+        return absent[name]
+    if name == "local" and num_ranks > 1:
+        return f"it serves one rank, cluster.ranks is {num_ranks}"
+    if name != "local" and num_ranks == 1:
+        return "there is only one rank, so there is nothing to exchange"
+    if name in deepep_choice.NAMES:
+        return deepep_choice.obstacle(name, device, shape)
+    if name in PEER_MEMORY and device != "cuda":
+        return "it runs on GPUs only"
+    if name in ("shm", *PEER_MEMORY) and num_nodes > 1:
+        return f"its ranks must share a host, cluster.nodes is {num_nodes}"
+    return None
+
+
+def buffer_bytes(
+    name: str, row_format: RowFormat, *, num_ranks: int, max_num_tokens: int, num_experts: int
+) -> int:
+    """Bytes of one rank's buffers, and of the rows and sums that come, in a full step."""
+    hidden_size, row_bytes = row_format.hidden_size, row_format.row_bytes
+    x_bytes = hidden_size * row_format.dtype.itemsize
+    gathered = num_ranks * max_num_tokens
+    peers = sum(peer_bytes(num_ranks, row_format, max_num_tokens))
+    slots = slot_bytes(num_ranks, row_format, max_num_tokens)
+    return {
+        "local": 0,
+        "shm": segment_bytes(num_ranks, slots) // num_ranks,
+        "torch_dist": 2 * min(num_ranks, row_format.top_k) * max_num_tokens * (row_bytes + x_bytes),
+        "allgather": (gathered + max_num_tokens) * (row_bytes + x_bytes),
+        "symm": peers,
+        "copy_engine": peers + gathered * x_bytes,
+        **deepep_choice.buffer_bytes(
+            num_ranks=num_ranks,
+            hidden_size=hidden_size,
+            row_bytes=row_bytes,
+            max_num_tokens=max_num_tokens,
+            num_experts=num_experts,
+        ),
+    }[name]
+
+
+def build(name: str, context: "KernelContext", grouped_gemm: GroupedGemm) -> AllToAll:
+    """The exchange of one rank; collective, except for `local`."""
+    placement, max_num_tokens = context.placement, context.max_num_tokens
+    experts = placement.local_experts(context.rank)
+    expert_order = ExpertOrder(
+        experts,
+        num_experts=placement.num_experts,
+        device=context.device,
+        dtype=torch.int64 if name == "local" else torch.int32,
+        alignment=grouped_gemm.row_alignment,
+    )
+    if name == "local":
+        return LocalAllToAll(expert_order)
+    if name in deepep_choice.NAMES:
+        return deepep_choice.build(
+            name,
+            context.group,
+            placement,
+            grouped_gemm,
+            device=context.device,
+            hidden_size=context.hidden_size,
+            max_num_tokens=max_num_tokens,
+        )
+    row_format = RowFormat(context.hidden_size, context.top_k, context.dtype)
+    if name == "shm":
+        assert context.shared_memory is not None, "shm needs a SharedMemoryGroup"
+        return ShmAllToAll(context.shared_memory, experts, row_format, max_num_tokens)
+    assert context.group is not None, f"{name} needs a process group"
+    if name == "allgather":
+        return AllGatherAllToAll(context.group, expert_order, row_format)
+    kind = PEER_MEMORY.get(name, TorchDistAllToAll)
+    return kind(context.group, placement, expert_order, row_format, context.device, max_num_tokens)

@@ -1,0 +1,83 @@
+"""Rows through memory that the GPUs of a host share, moved by their copy engines: large exchanges use no SM.
+
+Rows lie as in `kernels.all2all.symm`. The rank packs its rows in place, copies them to every peer, and the
+stream itself tells the peers and waits for them. Sums of the rows' local experts come back the same way, each
+to its owner, which adds them. Exchanges of few rows are `symm`'s kernels: starting copies costs more there.
+
+T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R places.
+"""
+
+from typing import Any
+
+import torch
+
+from kernels.all2all.base import ExpertInput
+from kernels.all2all.payload import Gathered
+from kernels.all2all.side_stream import Mark, behind_current
+from kernels.all2all.stream_signals import StreamSignals
+from kernels.all2all.symm import SymmAllToAll
+from kernels.pending import Pending
+
+KERNEL_ROWS = 256  # up to here kernels are faster, on two H200
+
+
+class CopyEngineAllToAll(SymmAllToAll):
+    """Copies and stream memory operations; all ranks on one host. Building it is collective."""
+
+    name = "copy_engine"
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.kernel_rows = KERNEL_ROWS
+        # The kernels' words come first.
+        self._rows_here = StreamSignals(self._memory, 8 * self._num_ranks)
+        self._sums_here = StreamSignals(self._memory, 12 * self._num_ranks)
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Pending[ExpertInput]:
+        num_rows = x_TD.shape[0]
+        if num_rows <= self.kernel_rows:
+            return super().dispatch(x_TD, topk_idx_TK, topk_weights_TK)
+        self._begin(num_rows)
+        size = num_rows * self._format.row_bytes
+        start = self._rows_at + self._rank * size
+        own = slice(start, start + size)
+        rows_TW = self._memory.local[own].view(num_rows, -1)
+        self._format.pack_into(rows_TW, x_TD, topk_idx_TK, topk_weights_TK)
+        with behind_current(self.stream):
+            for peer in self._peers():
+                self._memory.of(peer)[own].copy_(self._memory.local[own])
+            self._rows_here.exchange(torch.cuda.current_stream())
+        return self._pick(num_rows, Mark(self.stream))
+
+    def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
+        num_rows: int = handle.origin
+        if num_rows <= self.kernel_rows:
+            return super().combine(y_RD, handle)
+        self._busy = False
+        sums_rTD = handle.partial_sums(y_RD).view(self._num_ranks, num_rows, -1)
+        size = sums_rTD[0].numel() * sums_rTD.element_size()
+        start = self._sums_at + self._rank * size
+        with behind_current(self.stream):
+            for peer in self._peers():
+                sums = sums_rTD[peer].view(-1).view(torch.uint8)
+                self._memory.of(peer)[start : start + size].copy_(sums)
+            self._sums_here.exchange(torch.cuda.current_stream())
+        mark = Mark(self.stream, sums_rTD)
+
+        def finish() -> torch.Tensor:
+            from kernels.triton.sum_parts import sum_parts
+
+            mark.wait()
+            return sum_parts(self._gathered_sums(num_rows), sums_rTD[self._rank], self._rank)
+
+        return Pending(finish)
+
+    def close(self) -> None:
+        super().close()
+        del self._rows_here, self._sums_here
+
+    def _peers(self) -> list[int]:
+        """All other ranks, the next one first: no two ranks copy to one at once."""
+        return [(self._rank + step) % self._num_ranks for step in range(1, self._num_ranks)]

@@ -1,0 +1,71 @@
+"""GPU memory of each rank of a host, mapped into all of them: torch's symmetric memory, without multicast.
+
+Knows nothing of what lies in it.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+HEADER_BYTES = 4096  # words by which ranks tell each other that something has arrived
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+
+
+class PeerMemoryError(RuntimeError):
+    """The ranks' GPUs cannot map each other's memory."""
+
+
+def peer_memory_missing() -> str | None:
+    """Why the GPUs that are seen here cannot share memory, or None. Ranks may see one GPU each."""
+    try:
+        from torch.distributed._symmetric_memory import rendezvous  # noqa: F401
+    except ImportError as error:
+        return f"torch {torch.__version__} has no symmetric memory: {error}"
+    devices = range(torch.cuda.device_count())
+    for device in devices:
+        for peer in devices:
+            if device != peer and not torch.cuda.can_device_access_peer(device, peer):
+                return f"GPU {device} cannot access the memory of GPU {peer}"
+    return None
+
+
+class PeerMemory:
+    """`num_bytes` and a header of zeros on each rank. Building it is collective.
+
+    local     uint8 [HEADER_BYTES + num_bytes], this rank's
+    bases_r   int64 addresses of all ranks' memory in this process, on the device
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, num_bytes: int):
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        self.rank, self.num_ranks = group.rank(), group.size()
+        assert 16 * self.num_ranks <= HEADER_BYTES, self.num_ranks
+        assert os.environ.get(NO_MULTICAST) == "1", f"{NO_MULTICAST} must be 1"
+        # Ranks that see one GPU each all call it device 0, which torch takes for the same one.
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        shape = (HEADER_BYTES + num_bytes,)
+        try:
+            self.local = symm_mem._SymmetricMemory.empty_strided_p2p(
+                shape, (1,), torch.uint8, device
+            ).zero_()
+            torch.cuda.synchronize(device)  # before any rank can write here
+            self._handle = symm_mem.rendezvous(self.local, group)
+        except RuntimeError as error:
+            raise PeerMemoryError(
+                f"rank {self.rank} cannot share {shape[0]} bytes of {device} with the ranks of its host "
+                f"({error}); kernels.all2all: allgather needs no shared memory"
+            ) from error
+        self.bases_r = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._peers = [
+            self._handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.num_ranks)
+        ]
+
+    def of(self, rank: int) -> torch.Tensor:
+        """uint8, the memory of `rank`; what is copied to and from others' moves without an SM."""
+        return self._peers[rank]
+
+    def address(self, rank: int, offset: int) -> int:
+        """Where byte `offset` of the memory of `rank` is in this process."""
+        return int(self._handle.buffer_ptrs[rank]) + offset

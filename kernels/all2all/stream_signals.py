@@ -1,0 +1,64 @@
+"""Tell all ranks that what this stream did before is done, and wait for theirs: no kernel, the stream does it.
+
+The driver's stream memory operations, which a CUDA graph captures with the values they had; so each word
+goes from 0 to 1 and back. Knows nothing of what is awaited.
+"""
+
+import ctypes
+import functools
+
+import torch
+
+from kernels.all2all.peer_memory import PeerMemory
+
+_WAIT_32, _WRITE_32, _EQUAL = 1, 2, 1  # CU_STREAM_MEM_OP_*, CU_STREAM_WAIT_VALUE_EQ
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams: what waits and writes have in common, padded to the union's 48 bytes."""
+
+    _fields_ = (
+        ("operation", ctypes.c_uint),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("padding", ctypes.c_uint64),
+    )
+
+
+class StreamSignals:
+    """One word of each rank for each other rank, from byte `words_at` of their memory on."""
+
+    def __init__(self, memory: PeerMemory, words_at: int):
+        others = [rank for rank in range(memory.num_ranks) if rank != memory.rank]
+        own = [memory.address(memory.rank, words_at + 4 * rank) for rank in others]
+        operations = [
+            *(
+                _Operation(_WRITE_32, memory.address(rank, words_at + 4 * memory.rank), 1)
+                for rank in others
+            ),
+            *(_Operation(_WAIT_32, address, 1, _EQUAL) for address in own),
+            *(_Operation(_WRITE_32, address, 0) for address in own),
+        ]
+        self._operations = (_Operation * len(operations))(*operations)
+
+    def exchange(self, stream: torch.cuda.Stream) -> None:
+        """What `stream` did before is visible to the others, and theirs to what it does next.
+
+        Between two exchanges over the same words every rank must have heard from every other in
+        another way, or a word would be set before it was taken back.
+        """
+        driver = _driver()
+        code = driver.cuStreamBatchMemOp_v2(
+            ctypes.c_void_p(stream.cuda_stream), len(self._operations), self._operations, 0
+        )
+        if code:
+            text = ctypes.c_char_p()
+            driver.cuGetErrorString(code, ctypes.byref(text))
+            raise RuntimeError(f"cuStreamBatchMemOp: {(text.value or b'?').decode()} ({code})")
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,196 @@
+"""Rows through memory that the GPUs of a host share, moved by kernels of ours: one each way, on as many SMs as told.
+
+Row t of rank r lies at place r * T + t of every rank's memory, so nothing is counted and the host reads
+nothing; x goes only where an expert of the row is, ids and weights everywhere. A rank's sum of each row's
+local experts goes straight to the row's owner, which adds the ranks' sums.
+
+One set of buffers is enough: a rank writes rows into a peer's memory after it has got that peer's sums of
+the exchange before, so after the peer has read its rows; it sends sums after it has got the peer's next
+rows, so after the peer has added the sums before. Each direction is one signal, no barrier.
+
+T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R places.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.all2all.peer_memory import HEADER_BYTES, PeerMemory
+from kernels.all2all.side_stream import Mark, behind_current
+from kernels.device_routing import DeviceRouting
+from kernels.pending import Pending
+from kernels.permute import ExpertOrder
+from kernels.placement import ExpertPlacement
+
+WARPS = 16  # of one SM
+VALUES_OF_A_WARP = 512
+
+
+def peer_bytes(num_ranks: int, row_format: RowFormat, max_num_tokens: int) -> tuple[int, int]:
+    """Bytes of the rows, and of the sums, that come to one rank."""
+    rows = num_ranks * max_num_tokens
+    sums = rows * row_format.hidden_size * row_format.dtype.itemsize
+    return rows * row_format.row_bytes, -(-sums // 16) * 16
+
+
+class SymmAllToAll(AllToAll):
+    """Two kernels over symmetric memory; all ranks on one host. Building it is collective."""
+
+    name = "symm"
+    needs_equal_tokens = True
+    graph = True
+    max_in_flight = 1
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        placement: ExpertPlacement,
+        order: ExpertOrder,
+        row_format: RowFormat,
+        device: torch.device,
+        max_num_tokens: int,
+    ):
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._format, self._order = row_format, order
+        self._max_num_tokens = max_num_tokens
+        row_bytes, sum_bytes = peer_bytes(self._num_ranks, row_format, max_num_tokens)
+        self._memory = PeerMemory(group, device, row_bytes + sum_bytes)
+        self._rows_at, self._sums_at = HEADER_BYTES, HEADER_BYTES + row_bytes
+        new: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        self._starts = torch.tensor(placement.starts, **new)
+        self._calls = torch.zeros(1, **new)
+        words = self._memory.local[: 8 * self._num_ranks].view(torch.int32)
+        self._row_words, self._sum_words = words.chunk(2)
+        self._all_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.set_num_sms(None)
+        self._busy = False
+
+    def set_num_sms(self, num_sms: int | None) -> None:
+        """The kernels' programs from the next call on; None for as many as all SMs take."""
+        from kernels.triton.signals import MAX_PROGRAMS
+
+        hidden = self._format.hidden_size
+        warps = min(WARPS, max(1, hidden // VALUES_OF_A_WARP))
+        warps = 1 << (warps - 1).bit_length()
+        rows = WARPS // warps
+        if num_sms is None:  # many small programs: a decode's rows get one each
+            limit, rows = min(MAX_PROGRAMS, self._all_sms * rows), 1
+        else:  # an SM's worth of warps in each
+            limit, warps = min(num_sms, self._all_sms), WARPS
+        self._limit, self._rows, self._warps = limit, rows, warps
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Pending[ExpertInput]:
+        self._begin(x_TD.shape[0])
+        inputs = x_TD.contiguous(), topk_idx_TK.contiguous(), topk_weights_TK.contiguous()
+        with behind_current(self.stream):
+            self._push_rows(*inputs)
+        return self._pick(x_TD.shape[0], Mark(self.stream, inputs))
+
+    def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
+        self._busy = False
+        out_TD = y_RD.new_empty(handle.origin, y_RD.shape[1])
+        with behind_current(self.stream):
+            self._push_sums(y_RD, handle, out_TD)
+        mark = Mark(self.stream, y_RD, handle)
+
+        def finish() -> torch.Tensor:
+            mark.wait()
+            return out_TD
+
+        return Pending(finish)
+
+    def close(self) -> None:
+        # What peers map of it lives on until they let go of it.
+        del self._memory, self._row_words, self._sum_words
+
+    def _begin(self, num_rows: int) -> None:
+        assert num_rows <= self._max_num_tokens, (num_rows, self._max_num_tokens)
+        assert not self._busy, f"{self.name}: a dispatch is under way whose combine did not come"
+        self._busy = True
+
+    def _gathered_rows(self, num_rows: int) -> torch.Tensor:
+        """uint8 [N, W]: all ranks' rows here, if each has num_rows."""
+        width = self._format.row_bytes
+        end = self._rows_at + self._num_ranks * num_rows * width
+        return self._memory.local[self._rows_at : end].view(-1, width)
+
+    def _gathered_sums(self, num_rows: int) -> torch.Tensor:
+        """[r, T, D]: all ranks' sums of this rank's rows."""
+        width = self._format.hidden_size * self._format.dtype.itemsize
+        end = self._sums_at + self._num_ranks * num_rows * width
+        sums = self._memory.local[self._sums_at : end].view(self._format.dtype)
+        return sums.view(self._num_ranks, num_rows, self._format.hidden_size)
+
+    def _pick(self, num_rows: int, mark: Mark) -> Pending[ExpertInput]:
+        def finish() -> ExpertInput:
+            mark.wait()
+            fields = self._format.fields(self._gathered_rows(num_rows))
+            return pick_local(*fields, self._order, num_rows)
+
+        return Pending(finish)
+
+    def _push_rows(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> None:
+        from kernels.triton.push_rows import push_rows_kernel
+
+        num_rows = x_TD.shape[0]
+        push_rows_kernel[self._grid(num_rows)](
+            x_TD,
+            topk_idx_TK,
+            topk_weights_TK,
+            self._memory.bases_r,
+            self._starts,
+            self._calls,
+            self._row_words,
+            num_rows,
+            self._rank,
+            self._rows_at,
+            0,
+            **self._constants(),
+        )
+
+    def _push_sums(self, y_RD: torch.Tensor, handle: Gathered, out_TD: torch.Tensor) -> None:
+        from kernels.triton.push_sums import push_sums_kernel
+
+        routing, num_rows = handle.routing, out_TD.shape[0]
+        assert isinstance(routing, DeviceRouting) and y_RD.is_contiguous()
+        push_sums_kernel[self._grid(self._num_ranks * num_rows)](
+            y_RD,
+            routing.place_NK,
+            self._memory.local[self._rows_at :],
+            self._gathered_sums(num_rows),
+            self._memory.bases_r,
+            self._starts,
+            self._calls,
+            self._sum_words,
+            out_TD,
+            num_rows,
+            self._rank,
+            self._sums_at,
+            4 * self._num_ranks,
+            **self._constants(),
+        )
+
+    def _grid(self, num_rows: int) -> tuple[int]:
+        return (max(1, min(self._limit, -(-num_rows // self._rows))),)
+
+    def _constants(self) -> dict[str, int]:
+        hidden, top_k, x_bytes = self._format.hidden_size, self._format.top_k, self._format.x_bytes
+        return {
+            "HIDDEN": hidden,
+            "TOP_K": top_k,
+            "NUM_RANKS": self._num_ranks,
+            "ROW_BYTES": self._format.row_bytes,
+            "IDS_AT": x_bytes,
+            "WEIGHTS_AT": x_bytes + 4 * top_k,
+            "ROWS": self._rows,
+            "BLOCK": 1 << (hidden - 1).bit_length(),
+            "BLOCK_K": 1 << (top_k - 1).bit_length(),
+            "num_warps": self._warps,
+        }

@@ -1,0 +1,66 @@
+"""Packs each row's x, ids and weights into its bytes: one launch instead of three. See `kernels.all2all.payload`.
+
+N rows, D hidden, K experts per row, W bytes of a row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+MAX_BLOCK = 4096
+
+
+@triton.jit
+def pack_rows_kernel(
+    x_ptr,
+    x_stride,
+    ids_ptr,
+    weights_ptr,
+    x_out_ptr,
+    ids_out_ptr,
+    weights_out_ptr,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One block of columns of one row; the first one brings the ids and weights along."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < HIDDEN)
+    element_bytes: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+    tl.store(x_out_ptr + row * (ROW_BYTES // element_bytes) + columns, x, mask=columns < HIDDEN)
+    if tl.program_id(1) == 0:
+        choices = tl.arange(0, BLOCK_K)
+        chosen, out_at = choices < TOP_K, row * (ROW_BYTES // 4) + choices
+        ids = tl.load(ids_ptr + row * TOP_K + choices, mask=chosen)
+        tl.store(ids_out_ptr + out_at, ids.to(tl.int32), mask=chosen)
+        weights = tl.load(weights_ptr + row * TOP_K + choices, mask=chosen)
+        tl.store(weights_out_ptr + out_at, weights, mask=chosen)
+
+
+def pack_rows(
+    x_ND: torch.Tensor,
+    topk_idx_NK: torch.Tensor,
+    topk_weights_NK: torch.Tensor,
+    fields: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """Fill `fields`, the views of uint8 [N, W] that RowFormat gives. x's rows may be strided, W bytes are not."""
+    (num_rows, hidden), top_k = x_ND.shape, topk_idx_NK.shape[1]
+    assert x_ND.stride(1) == 1 and topk_idx_NK.is_contiguous() and topk_weights_NK.is_contiguous()
+    block = min(MAX_BLOCK, triton.next_power_of_2(hidden))
+    if num_rows:
+        pack_rows_kernel[(num_rows, triton.cdiv(hidden, block))](
+            x_ND,
+            x_ND.stride(0),
+            topk_idx_NK,
+            topk_weights_NK,
+            *fields,
+            HIDDEN=hidden,
+            TOP_K=top_k,
+            ROW_BYTES=fields[0].stride(0) * x_ND.element_size(),
+            BLOCK=block,
+            BLOCK_K=triton.next_power_of_2(top_k),
+            num_warps=4 if block > 512 else 1,
+        )

@@ -1,0 +1,69 @@
+"""Writes each row into the memory of the ranks that hold any of its experts, and waits for theirs: one kernel.
+
+A row has the same place everywhere, so nothing is counted before: where a rank holds none of a row's experts
+only the ids and weights go there, and what lies at the row's x is undefined. See `kernels.all2all.symm`.
+
+T rows of this rank, D hidden, K experts per row, r ranks.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.triton.signals import signal_ranks, wait_for_ranks
+
+
+@triton.jit(do_not_specialize=["num_rows", "rank"])
+def push_rows_kernel(
+    x_ptr,
+    ids_ptr,
+    weights_ptr,
+    bases_ptr,
+    starts_ptr,
+    calls_ptr,
+    words_ptr,
+    num_rows,
+    rank,
+    rows_at,
+    words_at,
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NUM_RANKS: tl.constexpr,
+    ROW_BYTES: tl.constexpr,
+    IDS_AT: tl.constexpr,
+    WEIGHTS_AT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """ROWS rows at a time; program 0 stays until all ranks' rows are here."""
+    program = tl.program_id(0)
+    # Read before the barrier of the signal: a warp that came late would read what another has stored below.
+    call = tl.load(calls_ptr) + 1
+    columns = tl.arange(0, BLOCK)[None, :]
+    choices = tl.arange(0, BLOCK_K)[None, :]
+    element = x_ptr.dtype
+    for first in range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = (first + tl.arange(0, ROWS))[:, None]
+        inside = row < num_rows
+        pair = row * TOP_K + choices
+        chosen = inside & (choices < TOP_K)
+        ids = tl.load(ids_ptr + pair, mask=chosen, other=-1).to(tl.int32)
+        weights = tl.load(weights_ptr + pair, mask=chosen, other=0)
+        here = inside & (columns < HIDDEN)
+        x = tl.load(x_ptr + row.to(tl.int64) * HIDDEN + columns, mask=here, other=0)
+        for step in tl.static_range(1, NUM_RANKS + 1):
+            peer = (rank + step) % NUM_RANKS
+            row_at = rows_at + (rank * num_rows + row).to(tl.int64) * ROW_BYTES
+            row_at += tl.load(bases_ptr + peer)
+            ids_out = (row_at + IDS_AT).to(tl.pointer_type(tl.int32))
+            tl.store(ids_out + choices, ids, mask=chosen)
+            weights_out = (row_at + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
+            tl.store(weights_out + choices, weights, mask=chosen)
+            local = (ids >= tl.load(starts_ptr + peer)) & (ids < tl.load(starts_ptr + peer + 1))
+            wanted = tl.max(local.to(tl.int32), 1)[:, None] > 0
+            x_out = tl.multiple_of(row_at.to(element) + columns, (16, 16))
+            tl.store(x_out, x, mask=here & wanted)
+    signal_ranks(bases_ptr, words_at + 4 * rank, NUM_RANKS)
+    if program == 0:
+        wait_for_ranks(words_ptr, call, NUM_RANKS)
+        tl.store(calls_ptr, call)
