@@ -30,7 +30,6 @@ from kernels.all2all.side_stream import Mark, behind_current
 from kernels.pending import Pending
 from kernels.permute import ExpertOrder
 
-DEFAULT_SMS = 24
 NEEDED_VERSION = "1.2.1"
 DISTRIBUTIONS = ("deep_ep", "sgl-deep-ep")
 NEEDED = {  # of Buffer: method to a parameter that came late
@@ -145,17 +144,20 @@ class DeepEpAllToAll(AllToAll):
         self._device = device
         self._num_ranks, self._num_experts = group.size(), num_experts
         self._topk_idx_dtype = getattr(self._deep_ep, "topk_idx_t", torch.int64)
-        self.set_num_sms(MAX_SMS)
+        self.set_num_sms(None)
         num_bytes = max(
             config.get_nvl_buffer_size_hint(2 * hidden_size, self._num_ranks)
             for config in self._configs
         )
         self._buffer = self._deep_ep.Buffer(group, num_bytes, explicitly_destroy=True)
-        self.set_num_sms(None)
 
     def set_num_sms(self, num_sms: int | None) -> None:
-        """From the next dispatch on; rounded down to a multiple of two, at most MAX_SMS. None: DEFAULT_SMS."""
-        num_sms = DEFAULT_SMS if num_sms is None else num_sms
+        """From the next dispatch on; rounded down to a multiple of two, at most MAX_SMS, which None means too.
+
+        Two H200, 4096 tokens each, hidden 2048, top-8 of 128: dispatch and combine take 602 + 444 us on 8 SMs,
+        340 + 248 on 16, 251 + 178 on 24, 204 + 140 on 32; up to 32 tokens 29 + 20 us on any number.
+        """
+        num_sms = MAX_SMS if num_sms is None else num_sms
         assert num_sms > 0, num_sms
         buffer = self._deep_ep.Buffer
         # The number is the class's, and read only when a Config is made of it.

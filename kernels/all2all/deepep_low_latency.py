@@ -6,7 +6,7 @@ combine applies the weights.
 
 DeepEP has two buffers that take turns, and a send clears the other one's flags: so a send first receives what is
 still outstanding. NVSHMEM is one per process and ends with the first buffer that is destroyed: so the instances of a
-group share one.
+group share one. On a host without RDMA it says that its transport IBGDA failed; NVLink serves then.
 
 T tokens of this rank, D hidden, K experts per token, e local experts, M rows an expert has room for.
 """

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kernels.all2all import deepep
 from kernels.all2all.base import MaskedInput
-from kernels.all2all.deepep import DEFAULT_SMS, DeepEpAllToAll
+from kernels.all2all.deepep import DeepEpAllToAll
 from kernels.all2all.deepep_limits import MAX_SMS
 from kernels.all2all.deepep_low_latency import DeepEpLowLatencyAllToAll
 from kernels.grouped_gemm.base import GroupedGemm
@@ -63,7 +63,7 @@ class MaskedReference(GroupedGemm):
 
     def __call__(self, expert_input: MaskedInput, w13_e2ID, w2_eDI) -> torch.Tensor:
         rows_eMD = expert_input.x_eMD
-        y_eMD = torch.full(rows_eMD.shape, torch.nan, dtype=torch.bfloat16)
+        y_eMD = torch.full_like(rows_eMD, torch.nan, dtype=torch.bfloat16)
         for local, count in enumerate(expert_input.counts_e.tolist()):
             x_MD = rows_eMD[local, :count].float()
             if expert_input.scale_eMS is not None:
@@ -207,7 +207,7 @@ def run_num_sms(rank: int, num_ranks: int, info: GroupInfo) -> list[int]:
 
 
 def test_sms_are_even_limited_and_those_of_the_dispatch(rank_pool: RankPool):
-    assert rank_pool.run(run_num_sms, 2) == [[DEFAULT_SMS, 4, 6, 2, MAX_SMS]] * 2
+    assert rank_pool.run(run_num_sms, 2) == [[MAX_SMS, 4, 6, 2, MAX_SMS]] * 2
 
 
 def run_lonely_close(rank: int, num_ranks: int, info: GroupInfo) -> int:
