@@ -10,6 +10,7 @@ import torch
 from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.sdpa import SdpaAttention
+from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
@@ -87,6 +88,7 @@ class OneRank:
         max_seqs: int = 8,
         device: str = "cpu",
         backend: type[Attention] = SdpaAttention,
+        grouped_gemm: GroupedGemm | None = None,
         **options: Any,
     ):
         config = self.config = load_model_config(path)
@@ -105,13 +107,17 @@ class OneRank:
                 for _ in range(config.num_hidden_layers)
             ]
         )
+        grouped_gemm = grouped_gemm or ReferenceGroupedGemm()
         kernels = self.kernels = Kernels(
             LocalAllToAll(
                 ExpertOrder(
-                    range(config.num_experts), num_experts=config.num_experts, device=device
+                    range(config.num_experts),
+                    num_experts=config.num_experts,
+                    device=device,
+                    alignment=grouped_gemm.row_alignment,
                 )
             ),
-            ReferenceGroupedGemm(),
+            grouped_gemm,
             self.attention,
         )
         placement = ExpertPlacement(config.num_experts, 1)

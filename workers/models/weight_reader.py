@@ -150,27 +150,13 @@ class _Reader:
             source.slot.fill(*found) if len(found) == 1 else source.slot.fill_blocks(*found)
 
     def _send(self, every: list[StoredTensor], starts: list[int], buffer: torch.Tensor) -> None:
-        """Through the pinned buffer, in one copy unless a tensor is larger than that."""
-        base = used = 0
-        for stored, start in zip(every, starts, strict=True):
-            read = 0
-            while read < stored.num_bytes:
-                if used and start + read - base >= PIECE:
-                    self._copy(buffer, base, used)
-                    used = 0
-                if not used:
-                    base = start + read
-                    self._sent.synchronize()
-                at = start + read - base
-                count = min(stored.num_bytes - read, PIECE - at)
-                self._read(stored, read, self._pinned[at : at + count])
-                read, used = read + count, at + count
-        if used:
-            self._copy(buffer, base, used)
-
-    def _copy(self, buffer: torch.Tensor, base: int, used: int) -> None:
-        buffer[base : base + used].copy_(self._pinned[:used], non_blocking=True)
-        self._sent.record()
+        for base, reads in copies([stored.num_bytes for stored in every], starts):
+            self._sent.synchronize()
+            for index, skip, at, count in reads:
+                self._read(every[index], skip, self._pinned[at : at + count])
+            used = at + count
+            buffer[base : base + used].copy_(self._pinned[:used], non_blocking=True)
+            self._sent.record()
 
     def _read(self, stored: StoredTensor, skip: int, target: torch.Tensor) -> None:
         """Bytes from `skip` of a tensor on into all of `target`, uint8 on the CPU."""
@@ -191,6 +177,30 @@ class _Reader:
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+
+
+def copies(
+    sizes: Sequence[int], starts: Sequence[int]
+) -> Iterator[tuple[int, list[tuple[int, int, int, int]]]]:
+    """How tensors of `sizes` bytes reach their `starts` (ascending) in one buffer, in copies of PIECE bytes at most.
+
+    For each copy: its place in the buffer, and what to read for it: (tensor, bytes of it to skip, place in the copy,
+    bytes).
+    """
+    base, end, reads = 0, 0, []
+    for index, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        skip = 0
+        while skip < size:
+            if reads and start + skip >= end:
+                yield base, reads
+                reads = []
+            if not reads:
+                base, end = start + skip, start + skip + PIECE
+            count = min(size - skip, end - start - skip)
+            reads.append((index, skip, start + skip - base, count))
+            skip += count
+    if reads:
+        yield base, reads
 
 
 def _typed(buffer: torch.Tensor, stored: StoredTensor, start: int) -> torch.Tensor:

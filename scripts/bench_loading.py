@@ -1,0 +1,167 @@
+"""Times how fast one rank's weights come onto a GPU: read from a checkpoint in the page cache, or drawn there.
+
+    python scripts/bench_loading.py --out results.json
+
+The checkpoint has the shape of configs/models/qwen3-30b-a3b with fewer layers, in several files, and is written first.
+The baseline copies each tensor out of a mapped file. Random weights are drawn for all layers.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from kernels.placement import ExpertPlacement
+from workers.models.config import Qwen3MoeConfig, load_model_config
+from workers.models.initial_weights import draw_weights
+from workers.models.slots import WeightSlot
+from workers.models.tensors import rank_tensors
+from workers.models.weight_files import read_headers
+from workers.models.weight_reader import SlotSource, fill_slots
+
+MODEL = Path(__file__).resolve().parents[1] / "configs" / "models" / "qwen3-30b-a3b"
+
+
+class Rank:
+    """Tensors of the shapes a rank holds: views of one allocation, as a model's fused parameters are."""
+
+    def __init__(self, config: Qwen3MoeConfig, num_ranks: int, device: torch.device):
+        self.placement = ExpertPlacement(config.num_experts, num_ranks)
+        shapes = rank_tensors(config, self.placement, 0)
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        parts = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).split(sizes)
+        self.tensors = {
+            name: part.view(shape)
+            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+        }
+
+    def weight_slots(self) -> dict[str, WeightSlot]:
+        return {name: WeightSlot.plain(tensor) for name, tensor in self.tensors.items()}
+
+
+def write(folder: Path, rank: Rank, num_files: int) -> int:
+    """Everything the rank holds, in files as a release has them; returns the bytes."""
+    names = list(rank.tensors)
+    share = -(-len(names) // num_files)
+    weight_map = {}
+    for number in range(num_files):
+        part = names[number * share : (number + 1) * share]
+        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+        save_file({name: rank.tensors[name].cpu() for name in part}, folder / file)
+        weight_map |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return sum(tensor.nbytes for tensor in rank.tensors.values())
+
+
+def read_threaded(folder: Path, rank: Rank, device: torch.device, num_threads: int) -> None:
+    stored = read_headers(folder)
+    slots = rank.weight_slots()
+    sources = [SlotSource(slot, [stored[name]]) for name, slot in slots.items()]
+    fill_slots(sources, device, num_threads=num_threads)
+
+
+def read_mapped(folder: Path, rank: Rank) -> None:
+    """One thread, a tensor at a time out of the mapped file."""
+    stored = read_headers(folder)
+    for file in sorted({stored[name].file for name in rank.tensors}):
+        with safe_open(file, framework="pt") as content:
+            for name, tensor in rank.tensors.items():
+                if stored[name].file == file:
+                    tensor.copy_(content.get_tensor(name))
+    torch.cuda.synchronize()
+
+
+def speed(call: Callable[[], None], num_bytes: int, repeats: int = 3) -> dict[str, float]:
+    """Median seconds of some calls, and GB/s."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    taken = statistics.median(times)
+    return {"bytes": num_bytes, "s": round(taken, 3), "gb_s": round(num_bytes / taken / 1e9, 2)}
+
+
+def measure_reading(config: Qwen3MoeConfig, folder: Path, device: torch.device) -> dict:
+    """All of the checkpoint by some numbers of threads, and out of the mapped file."""
+    rank = Rank(config, 1, device)
+    for tensor in rank.tensors.values():
+        tensor.normal_()
+    started = time.perf_counter()
+    num_bytes = write(folder, rank, num_files=4)
+    found: dict = {"write_s": round(time.perf_counter() - started, 1)}
+    kept = {name: rank.tensors[name].clone() for name in list(rank.tensors)[::40]}
+    for tensor in rank.tensors.values():
+        tensor.zero_()
+    for threads in (1, 2, 4, 8):
+        call = partial(read_threaded, folder, rank, device, threads)
+        found[f"threads_{threads}"] = speed(call, num_bytes)
+    assert all(torch.equal(rank.tensors[name], tensor) for name, tensor in kept.items())
+    found["mapped"] = speed(partial(read_mapped, folder, rank), num_bytes, repeats=1)
+    return found
+
+
+def measure_part(config: Qwen3MoeConfig, folder: Path, device: torch.device) -> dict:
+    """What one of four ranks reads of it."""
+    rank = Rank(config, 4, device)
+    num_bytes = sum(tensor.nbytes for tensor in rank.tensors.values())
+    return speed(partial(read_threaded, folder, rank, device, 8), num_bytes)
+
+
+def measure_drawing(config: Qwen3MoeConfig, device: torch.device) -> dict:
+    """Random weights of all layers."""
+    rank = Rank(config, 1, device)
+    num_bytes = sum(tensor.nbytes for tensor in rank.tensors.values())
+    where = {"config": config, "placement": rank.placement, "rank": 0, "device": device}
+    return speed(partial(draw_weights, rank, **where), num_bytes, repeats=2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=6, help="layers of the written checkpoint")
+    parser.add_argument(
+        "--folder", default=None, help="where to write it; default: the temporary folder"
+    )
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = load_model_config(MODEL)
+    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "gpu": subprocess.run(smi, capture_output=True, text=True).stdout.splitlines()[0],
+        "cores": len(os.sched_getaffinity(0)),
+        "torch": torch.__version__,
+        "layers": args.layers,
+        "drawing": measure_drawing(config, device),
+    }
+    torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        smaller = replace(config, num_hidden_layers=args.layers)
+        result["reading"] = measure_reading(smaller, Path(folder), device)
+        torch.cuda.empty_cache()
+        result["one_rank_of_four"] = measure_part(smaller, Path(folder), device)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.out is not None:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Weights on a GPU: read through pinned memory, in FP8 or not, or drawn there; the same as on the CPU."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kernels.block_fp8 import dequantise
+from kernels.grouped_gemm import choice
+from kernels.grouped_gemm.base import GroupedGemm
+from kernels.placement import ExpertPlacement
+from tests.gpu.test_grouped_gemm_cuda import CASES, Layer, build, calc_diff
+from tests.gpu.test_model_cuda import batches, on_gpu
+from tests.unit.model_case import OneRank, small_checkpoint
+from workers.models import weight_reader
+from workers.models.initial_weights import draw_weights
+from workers.models.slots import BlockSlot, WeightSlot
+from workers.models.weight_files import read_headers
+from workers.models.weight_reader import SlotSource, fill_slots
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SHAPE = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 64}
+
+
+@pytest.mark.parametrize("piece", [4096, 2**20])
+@pytest.mark.parametrize("num_threads", [1, 6])
+def test_every_tensor_is_filled(tmp_path, monkeypatch, num_threads, piece):
+    monkeypatch.setattr(weight_reader, "PIECE", piece)
+    sizes = [0, 1, 5, 1024, 1023, 3000, 70_001, 8, 2048] * 12
+    tensors = {f"t{i}": torch.randn(size).bfloat16() for i, size in enumerate(sizes)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    stored = read_headers(tmp_path)
+    found = {name: torch.empty(t.shape, device="cuda") for name, t in tensors.items()}
+    sources = [SlotSource(WeightSlot.plain(found[name]), [stored[name]]) for name in tensors]
+    for _ in range(3):
+        for tensor in found.values():
+            tensor.fill_(float("nan"))
+        fill_slots(sources, torch.device("cuda"), num_threads=num_threads)
+        assert all(torch.equal(found[name].cpu(), t.float()) for name, t in tensors.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_model_holds_what_the_cpu_holds(tmp_path: Path, fp8: bool, dtype: torch.dtype):
+    path = small_checkpoint(tmp_path, fp8=fp8, **SHAPE)
+    there = OneRank(path, dtype, device="cuda").model.weight_slots()
+    here = OneRank(path, dtype).model.weight_slots()
+    for name, slot in there.items():
+        if not name.endswith("norm.weight"):  # scaled where they are not fused
+            assert torch.equal(slot.target.cpu(), here[name].target), name
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_fp8_experts_are_near_what_their_weights_stand_for(tmp_path: Path, fp8: bool):
+    """deepgemm_fp8 on FP8 weights against bfloat16 products of the same weights multiplied out."""
+    path = small_checkpoint(tmp_path, fp8=True, dtype="bfloat16", **SHAPE)
+    gemm = build("deepgemm_fp8") if fp8 else build("triton")
+    model = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm)
+    held = [slot for slot in model.model.weight_slots().values() if isinstance(slot, BlockSlot)]
+    assert len(held) == (3 * 8 * 3 if fp8 else 0)
+    reference = OneRank(path)
+    for batch in batches():
+        found, expected = model.logits(on_gpu(batch)).cpu(), reference.logits(batch)
+        assert found.isfinite().all()
+        assert calc_diff(found, expected) < (5e-3 if fp8 else 1e-3)
+
+
+@pytest.mark.parametrize("label", ["few_rows", "decode", "prefill"])
+@torch.inference_mode()
+def test_fp8_products_of_stored_weights(label: str):
+    """Weights that are in FP8 already lose nothing: what is left is the rounding of rows."""
+    layer = Layer(build("deepgemm_fp8"), CASES[label])
+    layer.w13, layer.w2 = (
+        torch.stack([dequantise(v, s) for v, s in zip(w.values, w.scales, strict=True)])
+        for w in layer.prepared
+    )
+    inputs = layer.draw(1)
+    assert calc_diff(layer(*inputs), layer.expected(*inputs)) < 1e-3
+
+
+@pytest.mark.parametrize("name", ["triton", "deepgemm_fp8"])
+def test_drawn_weights_are_the_same_on_any_rank(tmp_path: Path, name: str):
+    gemm: GroupedGemm = choice.build(name) if name == "triton" else build(name)
+    path = small_checkpoint(tmp_path, **SHAPE)
+    whole = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm)
+    again = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm)
+    where = {"placement": ExpertPlacement(8, 1), "rank": 0, "device": torch.device("cuda")}
+    for model in (whole, again):
+        draw_weights(model.model, config=model.config, **where)
+    first, second = whole.model.weight_slots(), again.model.weight_slots()
+    for key, slot in first.items():
+        pairs = [(slot.target, second[key].target)]
+        if isinstance(slot, BlockSlot):
+            pairs = [(slot.target.values.float(), second[key].target.values.float())]
+        assert all(torch.equal(one, other) and one.any() for one, other in pairs)
+    for batch in batches():
+        logits = whole.logits(on_gpu(batch))
+        assert logits.isfinite().all() and torch.equal(logits, again.logits(on_gpu(batch)))
