@@ -296,3 +296,68 @@ void sum_rows(const float *y, const int64_t *row, const float *weight, int64_t R
             sum[i] += w * y[r * D + i];
     }
 }
+
+/* Rows of an exchange, row_bytes apart: x_bytes of x, its K expert ids, its K weights */
+void pack_rows(const char *x, const int64_t *ids, const float *weights, int64_t T, int64_t K, int64_t x_bytes,
+               int64_t row_bytes, char *rows)
+{
+    for (int64_t t = 0; t < T; t++, rows += row_bytes) {
+        int32_t *id = (int32_t *)(rows + x_bytes);
+        memcpy(rows, x + t * x_bytes, x_bytes);
+        for (int64_t k = 0; k < K; k++)
+            id[k] = ids[t * K + k];
+        memcpy(id + K, weights + t * K, K * sizeof *weights);
+    }
+}
+
+/* Of the rows that all ranks packed, counts[r] of them at rows + r * slot_bytes, the pairs whose expert is in
+ * first .. first + experts, grouped by expert in the order of ranks and rows. row [R] counts a pair's row over all ranks,
+ * place [R] is where it lies, in bytes; all three have room for every pair. ends [experts] as in route_pairs. Returns R. */
+int64_t route_rows(const char *rows, int64_t slot_bytes, const int64_t *counts, int64_t ranks, int64_t K,
+                   int64_t x_bytes, int64_t row_bytes, int64_t first, int64_t experts, int64_t *row, int64_t *place,
+                   float *weight, int32_t *ends)
+{
+    int32_t start = 0;
+    memset(ends, 0, experts * sizeof *ends);
+    for (int pass = 0; pass < 2; pass++) {
+        int64_t n = 0;
+        for (int64_t r = 0; r < ranks; r++)
+            for (int64_t t = 0; t < counts[r]; t++, n++) {
+                int64_t at = r * slot_bytes + t * row_bytes;
+                const int32_t *id = (const int32_t *)(rows + at + x_bytes);
+                for (int64_t k = 0; k < K; k++) {
+                    int32_t *end = ends + (id[k] - first);
+                    if (id[k] < first || id[k] >= first + experts)
+                        continue;
+                    if (pass) {
+                        row[*end] = n;
+                        place[*end] = at;
+                        memcpy(weight + *end, id + K + k, sizeof *weight);
+                    }
+                    ++*end;
+                }
+            }
+        for (int64_t e = 0; e < experts && !pass; e++) {
+            int32_t count = ends[e];
+            ends[e] = start; /* as in route_pairs */
+            start += count;
+        }
+    }
+    return start;
+}
+
+/* out[r] = the x_bytes at rows + place[r] */
+void take_rows(const char *rows, const int64_t *place, int64_t R, int64_t x_bytes, char *out)
+{
+    for (int64_t r = 0; r < R; r++)
+        memcpy(out + r * x_bytes, rows + place[r], x_bytes);
+}
+
+/* out[count] = sum over the ranks of count floats, stride apart */
+void sum_slots(const float *sums, int64_t stride, int64_t ranks, int64_t count, float *out)
+{
+    memcpy(out, sums, count * sizeof *out);
+    for (int64_t r = 1; r < ranks; r++)
+        for (int64_t i = 0; i < count; i++)
+            out[i] += sums[r * stride + i];
+}

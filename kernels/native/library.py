@@ -35,8 +35,12 @@ _SIGNATURES = {
     "store_kv": [_POINTER, _INT] * 2 + [_POINTER] + [_INT] * 2 + [_POINTER] * 2,
     "route_pairs": [_POINTER, *[_INT] * 4, *[_POINTER] * 3],
     "sum_rows": [_POINTER] * 3 + [_INT] * 3 + [_POINTER],
+    "pack_rows": [_POINTER] * 3 + [_INT] * 4 + [_POINTER],
+    "route_rows": [_POINTER, _INT, _POINTER, *[_INT] * 6, *[_POINTER] * 4],
+    "take_rows": [_POINTER] * 2 + [_INT] * 2 + [_POINTER],
+    "sum_slots": [_POINTER, *[_INT] * 3, _POINTER],
 }
-_RESULTS = {"route_pairs": _INT}
+_RESULTS = {"route_pairs": _INT, "route_rows": _INT}
 
 
 class NativeUnavailableError(RuntimeError):

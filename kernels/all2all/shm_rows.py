@@ -1,0 +1,231 @@
+"""What the `shm` exchange does with rows in its slots: numpy's operators, or our own C code where that is there.
+
+Of the bookkeeping of a decode step, with 8 rows of 128 and two ranks, numpy's operators take 60 us a layer (torch's
+100), the C code 20.
+
+T tokens of this rank, r ranks, N rows of all ranks, D hidden, K experts per token, R routed rows.
+"""
+
+from ctypes import CDLL, c_int64
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kernels.all2all.base import ExpertInput
+from kernels.all2all.payload import RowFormat
+from kernels.native.library import load_or_none
+from kernels.permute import expert_bounds, route_numpy, sum_rows
+
+
+@dataclass(frozen=True)
+class Routed:
+    """What brings the answers back: the gathered row and the weight of each routed row; N; this rank's rows of N."""
+
+    row_R: torch.Tensor
+    weight_R: torch.Tensor
+    num_rows: int
+    share: slice
+
+
+class SlotRows(Protocol):
+    """Reads and writes slots; `parity` names one of the two sets."""
+
+    def put(
+        self,
+        parity: int,
+        x_TD: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+    ) -> None:
+        """Write this rank's rows."""
+
+    def take(self, parity: int, counts: list[int]) -> ExpertInput:
+        """Copy the rows of this rank's experts out of everybody's slots, of which rank r has counts[r] rows."""
+
+    def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
+        """Write the weighted sums of this rank's experts for all N rows."""
+
+    def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
+        """Add up what all ranks have for this rank's rows: [T, D]."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The memory: dispatch uint8 [2, r, bytes], combine uint8 [2, r, bytes]; and who reads it."""
+
+    dispatch: np.ndarray
+    combine: np.ndarray
+    rank: int
+    experts: range
+    row_format: RowFormat
+    max_num_tokens: int
+
+    def share(self, counts: list[int]) -> slice:
+        """This rank's rows among those of all."""
+        start = sum(counts[: self.rank])
+        return slice(start, start + counts[self.rank])
+
+
+def slot_rows(slots: Slots) -> SlotRows:
+    """The fastest there is."""
+    native = load_or_none() if slots.row_format.dtype == torch.float32 else None
+    return NumpyRows(slots) if native is None else NativeRows(slots, native)
+
+
+class NativeRows:
+    """float32, in C."""
+
+    def __init__(self, slots: Slots, native: CDLL):
+        self._slots, self._native = slots, native
+        row_format = slots.row_format
+        self._shape = row_format.top_k, row_format.x_bytes, row_format.row_bytes
+        self._range = slots.experts.start, len(slots.experts)
+        self._num_ranks = slots.dispatch.shape[1]
+        self._slot_bytes = slots.dispatch.shape[2]
+        self._rows = [parity.ctypes.data for parity in slots.dispatch]
+        self._own_rows = [parity[slots.rank].ctypes.data for parity in slots.dispatch]
+        self._sums = [parity.ctypes.data for parity in slots.combine]
+        self._own_sums = [parity[slots.rank].ctypes.data for parity in slots.combine]
+        self._sums_stride = slots.combine.shape[2] // 4
+        self._counts_type = c_int64 * self._num_ranks
+
+    def put(
+        self,
+        parity: int,
+        x_TD: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+    ) -> None:
+        """See SlotRows."""
+        x_TD, topk_idx_TK = x_TD.contiguous(), topk_idx_TK.contiguous()
+        topk_weights_TK = topk_weights_TK.contiguous()
+        assert topk_idx_TK.dtype == torch.int64 and topk_weights_TK.dtype == torch.float32
+        self._native.pack_rows(
+            x_TD.data_ptr(),
+            topk_idx_TK.data_ptr(),
+            topk_weights_TK.data_ptr(),
+            x_TD.shape[0],
+            *self._shape,
+            self._own_rows[parity],
+        )
+
+    def take(self, parity: int, counts: list[int]) -> ExpertInput:
+        """See SlotRows."""
+        slots, native, rows = self._slots, self._native, self._rows[parity]
+        num_rows = sum(counts)
+        row_place_2P = torch.empty(2, num_rows * self._shape[0], dtype=torch.int64)
+        row_P, place_P = row_place_2P.unbind()
+        weight_P = torch.empty(row_P.shape[0])
+        offs_e = torch.empty(len(slots.experts), dtype=torch.int32)
+        num_routed = native.route_rows(
+            rows,
+            self._slot_bytes,
+            self._counts_type(*counts),
+            self._num_ranks,
+            *self._shape,
+            *self._range,
+            row_P.data_ptr(),
+            place_P.data_ptr(),
+            weight_P.data_ptr(),
+            offs_e.data_ptr(),
+        )
+        x_RD = torch.empty(num_routed, slots.row_format.hidden_size)
+        native.take_rows(rows, place_P.data_ptr(), num_routed, self._shape[1], x_RD.data_ptr())
+        routed = Routed(row_P[:num_routed], weight_P[:num_routed], num_rows, slots.share(counts))
+        return ExpertInput(x_RD, offs_e, routed)
+
+    def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
+        """See SlotRows."""
+        y_RD = y_RD.contiguous()
+        assert y_RD.dtype == torch.float32, y_RD.dtype
+        self._native.sum_rows(
+            y_RD.data_ptr(),
+            routed.row_R.data_ptr(),
+            routed.weight_R.data_ptr(),
+            *y_RD.shape,
+            routed.num_rows,
+            self._own_sums[parity],
+        )
+
+    def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
+        """See SlotRows."""
+        share, width = routed.share, self._slots.row_format.hidden_size
+        out_TD = torch.empty(share.stop - share.start, width)
+        start = self._sums[parity] + 4 * share.start * width
+        self._native.sum_slots(
+            start, self._sums_stride, self._num_ranks, out_TD.numel(), out_TD.data_ptr()
+        )
+        return out_TD
+
+
+class _Fields:
+    """One of the two sets of dispatch slots, field by field; rank r's row t is row r * max + t of `x`."""
+
+    def __init__(self, slots_rB: torch.Tensor, row_format: RowFormat, max_num_tokens: int):
+        self.x, topk_idx, topk_weights = row_format.fields(slots_rB.view(-1, row_format.row_bytes))
+        per_rank = (slots_rB.shape[0], max_num_tokens)
+        self.x_of = self.x.unflatten(0, per_rank).unbind(0)
+        self.topk_idx_of = list(topk_idx.unflatten(0, per_rank).numpy())
+        self.topk_weights_of = list(topk_weights.unflatten(0, per_rank).numpy())
+
+
+class NumpyRows:
+    """Any dtype, anywhere."""
+
+    def __init__(self, slots: Slots):
+        self._slots = slots
+        row_format, max_num_tokens = slots.row_format, slots.max_num_tokens
+        self._bounds = expert_bounds(slots.experts, "cpu", torch.int32).numpy()
+        self._fields = [
+            _Fields(slots_rB, row_format, max_num_tokens)
+            for slots_rB in torch.from_numpy(slots.dispatch)
+        ]
+        sums = torch.from_numpy(slots.combine).view(row_format.dtype)
+        self._sums_rND = sums.unflatten(2, (-1, row_format.hidden_size)).unbind(0)
+        self._own_sums_ND = [sums_rND[slots.rank] for sums_rND in self._sums_rND]
+        num_ranks = slots.dispatch.shape[1]
+        self._place_of = list(np.arange(num_ranks * max_num_tokens).reshape(num_ranks, -1))
+
+    def put(
+        self,
+        parity: int,
+        x_TD: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+    ) -> None:
+        """See SlotRows."""
+        fields, rank, num_tokens = self._fields[parity], self._slots.rank, x_TD.shape[0]
+        fields.x_of[rank][:num_tokens].copy_(x_TD)
+        fields.topk_idx_of[rank][:num_tokens] = topk_idx_TK.numpy()
+        fields.topk_weights_of[rank][:num_tokens] = topk_weights_TK.numpy()
+
+    def take(self, parity: int, counts: list[int]) -> ExpertInput:
+        """See SlotRows."""
+        fields = self._fields[parity]
+        pair_R, row_R, offs_e = route_numpy(_gather(fields.topk_idx_of, counts), self._bounds)
+        weight_R = _gather(fields.topk_weights_of, counts).reshape(-1)[pair_R]
+        place_R = _gather(self._place_of, counts)[row_R]
+        routed = Routed(
+            torch.from_numpy(row_R),
+            torch.from_numpy(weight_R),
+            sum(counts),
+            self._slots.share(counts),
+        )
+        x_RD = fields.x.index_select(0, torch.from_numpy(place_R))
+        return ExpertInput(x_RD, torch.from_numpy(offs_e), routed)
+
+    def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
+        """See SlotRows."""
+        own_sums_ND = self._own_sums_ND[parity][: routed.num_rows]
+        sum_rows(y_RD, routed.row_R, routed.num_rows, routed.weight_R, out=own_sums_ND)
+
+    def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
+        """See SlotRows."""
+        return self._sums_rND[parity][:, routed.share].sum(0)
+
+
+def _gather(of: list[np.ndarray], counts: list[int]) -> np.ndarray:
+    """The first `counts[r]` rows of each rank's array, one after the other."""
+    return np.concatenate([rows[:count] for rows, count in zip(of, counts, strict=True)])
