@@ -19,6 +19,7 @@ from workers.config import (
     Auto,
     CacheConfig,
     ModelConfig,
+    OverlapConfig,
     PositiveInt,
     RankConfig,
     SchedulerConfig,
@@ -84,6 +85,7 @@ class PhalanxConfig(Section):
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
     cache: CacheConfig = Field(default_factory=CacheConfig)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     serve: ServeConfig = Field(default_factory=ServeConfig)
 
 
@@ -190,6 +192,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         scheduler=resolve_scheduler(config.scheduler, device, int(model.max_model_len)),
         cache=cache,
         kernels=config.kernels,
+        overlap=config.overlap,
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
         device=device,

@@ -19,6 +19,7 @@ from kernels.pending import Pending
 from workers.grammar import Compiled, GrammarCompiler
 from workers.model_runner import ModelRunner
 from workers.open_requests import OpenRequests
+from workers.overlap import OverlapPolicy, never
 from workers.request import EngineRequest, RequestOutput
 from workers.scheduler import ScheduledBatch, Scheduler
 from workers.stats import EngineStats, HostTimes
@@ -26,6 +27,7 @@ from workers.step_output import StepOutput
 from workers.step_sync import (
     HEALTHY,
     Exchange,
+    ForwardMode,
     GraphMode,
     LockstepError,
     PlanConfig,
@@ -76,6 +78,7 @@ class Engine:
     publish(ingress_id, outputs)   called once a step for each ingress with outputs; now and then without outputs
     wake_peers(step)               asks every other rank to come to exchange number `step`
     asynchronous                   commit a step when the next one is launched; the runner must be so too
+    overlap                        when this rank wants its steps in slices; the runner must have `microbatches` for it
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Engine:
         stats: EngineStats | None = None,
         grammars: GrammarCompiler | None = None,
         asynchronous: bool = False,
+        overlap: OverlapPolicy | None = None,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -102,6 +106,7 @@ class Engine:
         self._wake_peers = wake_peers
         self._grammars = grammars
         self._max_under_way = int(asynchronous)
+        self._overlap = overlap or never("this engine has none")
         self._under_way: deque[Launched] = deque()
         self._committed: list[tuple[Launched, StepOutput, int]] = []
         self._committing = 0.0  # seconds of this step
@@ -285,6 +290,7 @@ class Engine:
 
     def _agree(self, batch: ScheduledBatch | None, failure: Exception | None) -> StepPlan:
         num_tokens = batch.num_tokens if batch else 0
+        mode = batch.forward_mode if batch else ForwardMode.IDLE
         self._voted_pause = self._pausing
         vote = Vote(
             epoch=self._epoch,
@@ -292,7 +298,8 @@ class Engine:
             num_tokens=num_tokens,
             graph_tokens=num_tokens,
             graph_mode=GraphMode.NONE,
-            forward_mode=batch.forward_mode if batch else 0,
+            wants_microbatch=self._overlap.wants(mode, num_tokens),
+            forward_mode=mode,
             has_work=self.scheduler.has_work,
             wants_pause=self._voted_pause,
             wants_stop=self._stopping,

@@ -11,6 +11,7 @@ from workers.forward_batch import ForwardBatch, ForwardBatchBuilder
 from workers.grammar_mask import GrammarMasks, PendingMask
 from workers.host_copy import HostCopies, StepClock
 from workers.logprobs import PromptLogprobs
+from workers.microbatch import MicrobatchWrapper
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
 from workers.sequence import SequenceTable
@@ -25,6 +26,7 @@ class ModelRunner:
     """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds.
 
     asynchronous   the next step may be launched before this one's tokens are read: they are kept on the device too
+    microbatches   the same model in slices, for the plans that say so
     """
 
     def __init__(
@@ -39,8 +41,10 @@ class ModelRunner:
         num_threads: int,
         device: torch.device,
         asynchronous: bool = False,
+        microbatches: MicrobatchWrapper | None = None,
     ):
         self.model = model
+        self.microbatches = microbatches
         self._attention = kernels.attention
         self._expert_load = kernels.expert_load
         self._rank = rank
@@ -71,12 +75,13 @@ class ModelRunner:
             plan.num_tokens_across_dp,
             last_tokens=self._last_tokens,
         )
-        self._attention.plan(batch)
+        microbatches = self.microbatches if plan.microbatch else None
+        (microbatches or self._attention).plan(batch)
         mask = self._start_mask(scheduled) if self._met_grammar else None
         prepare = time.perf_counter() - started
         clock = StepClock(self._device)
         clock.mark()
-        hidden_TD, logits_LV = self._forward(batch)
+        hidden_TD, logits_LV = self._forward(batch, microbatches or self.model)
         clock.mark()
         picked = _NONE_PICKED if logits_LV is None else self._pick(logits_LV, batch, mask)
         # A step that completes a prompt also samples its first token.
@@ -109,9 +114,11 @@ class ModelRunner:
             self._prompt_logprobs.admit(seq)
             self._met_grammar |= seq.grammar is not None
 
-    def _forward(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(
+        self, batch: ForwardBatch, model: Qwen3MoeForCausalLM | MicrobatchWrapper
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_TD, and logits_LV float32 of the sequences that sample, if any do."""
-        hidden_TD = self.model.forward(batch)
+        hidden_TD = model.forward(batch)
         if not len(batch.logits_indices):
             return hidden_TD, None
         return hidden_TD, self.model.compute_logits(hidden_TD[batch.logits_indices])

@@ -29,6 +29,7 @@ from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes, stores_fp8_experts
 from workers.rank_info import KERNELS, KV_CACHE, WEIGHTS, RankInfo, Rendezvous
+from workers.rank_overlap import RankOverlap
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.stats import EngineStats
@@ -91,7 +92,9 @@ class Rank:
             compare_settings(process_group.gather_objects(self._settings()))
             self.shared_memory = self._share_memory()
         with memory_for("the exchange's buffers", _LOWER_STEPS):
-            self.kernels = select.build(self.selection, self._kernel_context())
+            context = self._kernel_context()
+            self.kernels = select.build(self.selection, context)
+            self.overlap = RankOverlap(config, self.selection, context, self.kernels)
 
     def run_stage(self, name: str, progress: Progress) -> None:
         """One of rank_info.start_stages, which all ranks go through in their order."""
@@ -156,7 +159,7 @@ class Rank:
                 tell(done, len(sizes) + 1)
                 self._warm_up(runner, scheduler, size)
         tell(len(sizes) + 1, len(sizes) + 1)
-        self.kernels.attention.bind(())
+        self.overlap.bind(())
 
     def size_cache(self, progress: Progress | None = None) -> None:
         """Collective: size and allocate the KV cache, and run a step with it."""
@@ -165,6 +168,7 @@ class Rank:
         with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
             runner, scheduler = self._runner(num_blocks)
             self._warm_up(runner, scheduler, min(64, self.config.scheduler.max_num_batched_tokens))
+        self.overlap.tune(runner, scheduler, self.max_model_len, self._settings())
         self._sized = runner, scheduler
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
@@ -191,6 +195,7 @@ class Rank:
             stats=EngineStats(self.kernels.expert_load),
             grammars=self.grammars,
             asynchronous=self.asynchronous,
+            overlap=self.overlap.policy,
         )
         return RankInfo(
             rank=self.rank,
@@ -205,6 +210,7 @@ class Rank:
         """Leave the group and free what is shared with other ranks."""
         if self.grammars is not None:
             self.grammars.close()
+        self.overlap.close()
         self.kernels.all2all.close()
         process_group.leave(self.shared_memory)
 
@@ -212,7 +218,7 @@ class Rank:
         """What must be equal on all ranks, flat, with dotted names."""
         config = self.config
         flat: dict[str, object] = {"torch": torch.__version__}
-        for section in ("model", "scheduler", "cache", "kernels"):
+        for section in ("model", "scheduler", "cache", "kernels", "overlap"):
             values = getattr(config, section).model_dump()
             flat.update({f"{section}.{key}": value for key, value in values.items()})
         flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
@@ -264,13 +270,14 @@ class Rank:
         )
 
     def _plan_config(self) -> PlanConfig:
-        return PlanConfig(equal_tokens=self.kernels.all2all.needs_equal_tokens)
+        equal_tokens = self.kernels.all2all.needs_equal_tokens
+        return PlanConfig(equal_tokens, self.config.overlap.num_microbatches)
 
     def _runner(self, num_blocks: int) -> tuple[ModelRunner, Scheduler]:
         """A fresh cache of `num_blocks`, and who works with it."""
         config = self.config
         block_size = config.cache.block_size
-        self.kernels.attention.bind(
+        self.overlap.bind(
             allocate_kv_caches(self.model_config, num_blocks, block_size, self.dtype, self.device)
         )
         scheduler = Scheduler(
@@ -290,6 +297,7 @@ class Rank:
             num_threads=config.threads,
             device=self.device,
             asynchronous=self.asynchronous,
+            microbatches=self.overlap.wrapper(self.model),
         )
         return runner, scheduler
 
@@ -352,7 +360,7 @@ class Rank:
         num_blocks = self._warm_up_blocks()
         with memory_for("a step", _LOWER_STEPS):
             self._warm_up(*self._runner(num_blocks), max_tokens)
-        self.kernels.attention.bind(())
+        self.overlap.bind(())
         free, total = torch.cuda.mem_get_info(self.device)
         others = total - free - torch.cuda.memory_reserved(self.device)
         block_bytes = kv_block_bytes(self.model_config, block_size, self.config.model.dtype)

@@ -52,5 +52,5 @@ class GroupedGemm(ABC):
         """Uninitialised [num_experts, rows, columns], in the form and memory order that this product computes with."""
         return torch.empty(num_experts, rows, columns, device=device, dtype=dtype)
 
-    def set_num_sms(self, num_sms: int) -> None:  # noqa: B027
-        """Limit the SMs the product may use, where the backend can."""
+    def set_num_sms(self, num_sms: int | None) -> None:  # noqa: B027
+        """Limit the SMs the product may use, where the backend can; None: all of them."""

@@ -59,8 +59,10 @@ class DeepGemm(GroupedGemm):
         self._deep_gemm, self._silu_mul = load_deep_gemm(), silu_mul
         self.row_alignment = int(self._deep_gemm.get_mk_alignment_for_contiguous_layout())
 
-    def set_num_sms(self, num_sms: int) -> None:
+    def set_num_sms(self, num_sms: int | None) -> None:
         """At most this many SMs from the next call on, for all of the process; a new number may compile."""
+        if num_sms is None:
+            num_sms = torch.cuda.get_device_properties().multi_processor_count
         self._deep_gemm.set_num_sms(num_sms)
 
     def __call__(

@@ -25,10 +25,10 @@ class TritonGroupedGemm(GroupedGemm):
         self._all_sms = num_sms or torch.cuda.get_device_properties().multi_processor_count
         self._num_sms = self._all_sms
 
-    def set_num_sms(self, num_sms: int) -> None:
+    def set_num_sms(self, num_sms: int | None) -> None:
         """At most this many SMs from the next call on."""
-        assert num_sms > 0, num_sms
-        self._num_sms = min(num_sms, self._all_sms)
+        assert num_sms is None or num_sms > 0, num_sms
+        self._num_sms = min(num_sms or self._all_sms, self._all_sms)
 
     def __call__(
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor

@@ -30,6 +30,7 @@ class RankResult:
     logprobs: dict[str, list[Any]] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[Any]] = field(default_factory=dict)
     num_steps: int = 0
+    num_microbatched: int = 0
     num_preemptions: int = 0
     prefix_cache_hits: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
@@ -44,6 +45,7 @@ def rank_config(
         "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
         "cache": {"block_size": 16, "num_blocks": 1024},
         "kernels": {},
+        "overlap": {"mode": "off"},
     }
     for name, changes in sections.items():
         values[name] = {**values[name], **changes}
@@ -133,6 +135,8 @@ def _run_rank(
         if keep_logits:
             _record_logits(rank.engine, result)
         _step_to_the_end(rank, events, max_steps, result)
+        kinds = rank.engine.stats.kinds.items()
+        result.num_microbatched = sum(count for (_, _, cut), count in kinds if cut == "True")
         result.num_preemptions = rank.engine.scheduler.num_preemptions
         result.prefix_cache_hits = rank.engine.scheduler.prefixes.num_hits
         pool = rank.engine.scheduler.pool

@@ -48,9 +48,18 @@ def random_traffic(chance: random.Random) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("all2all", "asynchronous"), [("shm", False), ("shm", True), ("torch_dist", True)]
+    ("all2all", "asynchronous", "microbatch"),
+    [
+        ("shm", False, False),
+        ("shm", True, True),
+        ("torch_dist", True, False),
+        ("torch_dist", False, True),
+        ("allgather", True, True),
+    ],
 )
-def test_everybody_gets_what_they_would_get_alone(rank_pool, checkpoint, all2all, asynchronous):
+def test_everybody_gets_what_they_would_get_alone(
+    rank_pool, checkpoint, all2all, asynchronous, microbatch
+):
     events = random_traffic(random.Random(all2all))
     limits = {"model": {"max_model_len": MAX_LEN}, "cache": {"num_blocks": 26, "block_size": 8}}
     config = rank_config(
@@ -62,11 +71,14 @@ def test_everybody_gets_what_they_would_get_alone(rank_pool, checkpoint, all2all
             "max_num_batched_tokens": 48,
             "async_scheduling": asynchronous,
         },
+        overlap={"mode": "on" if microbatch else "off", "min_decode_tokens": 3},
         **limits,
     )
     results = run_engines(rank_pool, config, events, max_steps=2 * NUM_STEPS, timeout_s=240)
     assert len({result.num_steps for result in results}) == 1
     assert sum(result.num_preemptions for result in results) > 0
+    for result in results:
+        assert (100 < result.num_microbatched < result.num_steps) == microbatch
 
     requests = {e.request.request_id: e.request for e in events if e.request is not None}
     aborted = {event.abort for event in events if event.abort is not None}

@@ -9,7 +9,14 @@ from kernels.all2all.base import AllToAll
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.pending import Pending, hands_over
 from kernels.select import Kernels
-from tests.unit.model_case import BLOCK_SIZE, BLOCKS_PER_SEQ, OneRank, make_batch, small_checkpoint
+from tests.unit.model_case import (
+    BLOCK_SIZE,
+    BLOCKS_PER_SEQ,
+    Batch,
+    OneRank,
+    make_batch,
+    small_checkpoint,
+)
 from workers.microbatch import MicrobatchWrapper, alternate, sm_split
 
 
@@ -196,14 +203,17 @@ BATCHES = {
 
 @pytest.mark.parametrize("num_slices", [2, 3])
 @pytest.mark.parametrize("name", BATCHES)
-@torch.inference_mode()
 def test_slices_compute_what_one_forward_does(tmp_path: Path, name: str, num_slices: int):
     rank = OneRank(small_checkpoint(tmp_path))
+    with torch.inference_mode():
+        check_slices(rank, make_batch(*BATCHES[name]), num_slices)
+
+
+def check_slices(rank: OneRank, batch: Batch, num_slices: int) -> None:
     generator = torch.Generator().manual_seed(3)
     for cache in rank.attention.kv_caches:
         cache.copy_(torch.randn(cache.shape, generator=generator))
     caches = [cache.clone() for cache in rank.attention.kv_caches]
-    batch = make_batch(*BATCHES[name])
     rank.attention.plan(batch)
     expected_TD = rank.model.forward(batch)
     written = [cache.clone() for cache in rank.attention.kv_caches]

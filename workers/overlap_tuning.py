@@ -1,0 +1,180 @@
+"""Measures at the start from which sizes of step on slices are faster than the whole, and keeps what it found.
+
+Collective: every rank times the same steps, and what counts is the slowest. Knows the runner's steps only as functions.
+"""
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from kernels.cache_folder import cache_folder
+from workers.model_runner import ModelRunner
+from workers.overlap import OverlapPolicy, Sample, with_measured
+from workers.request import EngineRequest, SamplingParams
+from workers.scheduler import Scheduler
+from workers.step_sync import ForwardMode, StepPlan
+
+BUDGET_S = 30.0  # larger steps than those measured by then are taken to be like the last one
+REPEATS = 3
+PROMPT_LEN = 1024  # tokens of a prompt in measured prefills
+CONTEXT_LEN = 128  # tokens before measured decodes
+SMALLEST = {"decode": 16, "prefill": 128}
+TIMED = {
+    "decode": (ForwardMode.DECODE,),
+    "prefill": (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE),
+}
+
+# Seconds of this rank's step of so many tokens in a phase, whole (False) or in slices (True).
+Run = Callable[[str, int, bool], float]
+Gather = Callable[[object], Sequence]
+
+
+def sizes_to_measure(phase: str, largest: int) -> list[int]:
+    """Powers of two from the phase's smallest to below `largest`, then that."""
+    sizes, size = [], SMALLEST[phase]
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return [*sizes, largest] if largest >= SMALLEST[phase] else []
+
+
+def tune(
+    policy: OverlapPolicy,
+    phases: Iterable[str],
+    largest: Mapping[str, int],
+    run: Run,
+    gather: Gather,
+    budget_s: float = BUDGET_S,
+) -> OverlapPolicy:
+    """`policy` with measured thresholds of `phases`; the same on all ranks. `largest` is the biggest step of each."""
+    started = time.monotonic()
+    for phase in sorted(phases):
+        samples = []
+        for size in sizes_to_measure(phase, largest[phase]):
+            mine = run(phase, size, False), run(phase, size, True), time.monotonic() - started
+            whole_s, sliced_s, spent_s = (max(column) for column in zip(*gather(mine), strict=True))
+            samples.append(Sample(size, whole_s, sliced_s))
+            if spent_s > budget_s:
+                break
+        policy = with_measured(policy, phase, samples)
+    return policy
+
+
+def best_comm_sms(
+    choices: Sequence[int],
+    num_tokens: int,
+    run: Run,
+    gather: Gather,
+    limit: Callable[[int | None], None],
+) -> int | None:
+    """Which limit on the exchange's multiprocessors, set by `limit`, makes a prefill in slices fastest; None = none."""
+    seconds = {}
+    for choice in (None, *choices):
+        limit(choice)
+        seconds[choice] = max(gather(run("prefill", num_tokens, True)))
+    return min(seconds, key=lambda choice: seconds[choice])
+
+
+def decode_context(max_prompt_len: int) -> int:
+    """Tokens of the sequences that measured decodes go on from."""
+    return max(1, min(CONTEXT_LEN, max_prompt_len // 2))
+
+
+class StepTimer:
+    """Times real steps of one rank's runner: a `Run`."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        plan: Callable[[int, bool], StepPlan],
+        max_prompt_len: int,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        vocab_size: int,
+    ):
+        self._runner, self._scheduler, self._plan = runner, scheduler, plan
+        self._max_prompt_len, self._max_num_seqs = max_prompt_len, max_num_seqs
+        self._max_num_tokens = max_num_tokens
+        self._vocab_size = vocab_size
+
+    def __call__(self, phase: str, num_tokens: int, microbatch: bool) -> float:
+        """Seconds of one step, the median of some after a first one."""
+        found = []
+        if phase == "decode":
+            length = decode_context(self._max_prompt_len)
+            # The first to start decode while the last ones' prompts are computed.
+            alone = -(-num_tokens * (length + 1) // self._max_num_tokens) + 1
+            lengths = [length] * num_tokens
+            found = self._steps(lengths, alone + 1 + REPEATS, phase, num_tokens, microbatch)
+        else:
+            for _ in range(1 + REPEATS):
+                found += self._steps(self._prompts(num_tokens), 1, phase, num_tokens, microbatch)
+        return statistics.median(found[1 : 1 + REPEATS])
+
+    def _prompts(self, num_tokens: int) -> list[int]:
+        """Lengths of prompts that fill one step."""
+        length = max(PROMPT_LEN, -(-num_tokens // self._max_num_seqs))
+        length = min(length, self._max_prompt_len)
+        full, rest = divmod(num_tokens, length)
+        return [length] * full + [rest] * bool(rest)
+
+    def _steps(
+        self, lengths: list[int], max_tokens: int, phase: str, num_tokens: int, microbatch: bool
+    ) -> list[float]:
+        """Run requests to their end; seconds of the steps of `num_tokens` in this phase, which alone may be cut."""
+        generator = np.random.default_rng(num_tokens)
+        for index, length in enumerate(lengths):
+            request = EngineRequest(
+                request_id=f"measure-{index}",
+                ingress_id="",
+                prompt_token_ids=generator.integers(0, self._vocab_size, length).tolist(),
+                params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+            )
+            refused = self._scheduler.add(request)
+            assert refused is None, refused
+        found = []
+        while self._scheduler.has_work:
+            batch = self._scheduler.schedule()
+            counts = batch.forward_mode in TIMED[phase] and batch.num_tokens == num_tokens
+            plan = self._plan(batch.num_tokens, microbatch and counts)
+            output = self._runner.launch(batch, plan)
+            self._scheduler.launched(batch)
+            result = output.wait()
+            self._scheduler.commit(batch, result)
+            if counts:
+                found.append(result.times.prepare + result.times.forward)
+        self._scheduler.prefixes.forget_all()
+        return found
+
+
+def cache_path(facts: Mapping[str, object]) -> Path:
+    """Where a policy measured under these facts is kept."""
+    text = json.dumps({key: repr(value) for key, value in facts.items()}, sort_keys=True)
+    return cache_folder() / f"overlap-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+
+
+def load_policy(path: Path) -> OverlapPolicy | None:
+    """What `save_policy` wrote; None where there is nothing to be read."""
+    try:
+        return OverlapPolicy(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def save_policy(path: Path, policy: OverlapPolicy) -> None:
+    """Keep it for the next start; a folder that cannot be written to costs only time then."""
+    draft = path.with_suffix(".draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(asdict(policy), indent=2))
+        draft.replace(path)
+    except OSError:
+        return

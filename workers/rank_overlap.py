@@ -1,0 +1,193 @@
+"""A rank's microbatches, from its configuration to the policy that its engine votes by. Free where they are off."""
+
+import logging
+import platform
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from kernels.select import KernelContext, Kernels, Selection
+from kernels.slices import build_slices
+from workers import overlap_tuning, process_group
+from workers.config import RankConfig
+from workers.microbatch import MicrobatchWrapper, SliceableModel
+from workers.model_runner import ModelRunner
+from workers.overlap import configured
+from workers.scheduler import Scheduler
+from workers.step_sync import StepPlan
+
+MIN_CONTEXT = 16  # tokens: decodes of shorter ones would outgrow model.max_model_len
+
+logger = logging.getLogger(__name__)
+
+
+class RankOverlap:
+    """The kernels of a rank's slices, and when it wants its steps cut (`policy`)."""
+
+    def __init__(
+        self, config: RankConfig, selection: Selection, context: KernelContext, whole: Kernels
+    ):
+        self._config = config
+        self._rank, self._device, self._whole = context.rank, context.device, whole
+        self.policy, self._unknown = configured(config.overlap, selection.all2all.name)
+        self._slices: list[Kernels] = []
+        if self.policy.enabled or self._unknown:
+            count = config.overlap.num_microbatches
+            self._slices = build_slices(selection, context, whole, count)
+            self._check_comm_sms()
+
+    def _check_comm_sms(self) -> None:
+        """Raises ValueError where overlap.comm_sms leaves nothing to the compute."""
+        wanted, all2all = self.policy.comm_sms, self._slices[0].all2all
+        if wanted is None:
+            return
+        num_sms = _num_sms(self._device)
+        if not all2all.sm_choices:
+            reason = f"{all2all.name} takes no limit, so overlap.comm_sms is ignored"
+            self.policy = self.policy.with_comm_sms(None, reason)
+        elif wanted >= num_sms:
+            raise ValueError(
+                f"overlap.comm_sms: {wanted} leaves none of this GPU's {num_sms} multiprocessors to the "
+                f"experts; {all2all.sm_choices[0]} to {all2all.sm_choices[-1]} are usual"
+            )
+
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        """The caches of all attention: of whole steps and of slices."""
+        for own in (self._whole, *self._slices):
+            own.attention.bind(kv_caches)
+
+    def wrapper(self, model: SliceableModel) -> MicrobatchWrapper | None:
+        """What runs `model` in slices, if that may ever happen."""
+        if not self._slices:
+            return None
+        return MicrobatchWrapper(
+            model, self._slices, comm_sms=self.policy.comm_sms, total_sms=_num_sms(self._device)
+        )
+
+    def tune(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        max_model_len: int,
+        facts: Mapping[str, object],
+    ) -> None:
+        """Collective: measure what is open, or take over what a start under the same `facts` has measured.
+
+        Either way slices have then run at all sizes, so that nothing of theirs compiles in traffic.
+        """
+        if self._slices:
+            self._tune(runner, scheduler, max_model_len, facts)
+        if not self.policy.enabled:
+            self.close()
+            runner.microbatches = None
+        if self._rank == 0 and self._config.overlap.mode != "off":
+            for line in self.policy.lines():
+                logger.info("microbatches in %s", line)
+
+    def close(self) -> None:
+        """Release what slices' exchanges share with other ranks."""
+        slices, self._slices = self._slices, []
+        for own in slices:
+            if own.all2all is not self._whole.all2all:
+                own.all2all.close()
+
+    def _tune(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        max_model_len: int,
+        facts: Mapping[str, object],
+    ) -> None:
+        limits = self._config.scheduler
+        run = overlap_tuning.StepTimer(
+            runner,
+            scheduler,
+            plan=self._plan,
+            max_prompt_len=max_model_len - 2,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_tokens=limits.max_num_batched_tokens,
+            vocab_size=runner.model.config.vocab_size,
+        )
+        largest = self._largest(scheduler, max_model_len)
+        choices: Sequence[int] = ()
+        if self._config.overlap.comm_sms == "auto":
+            choices = self._slices[0].all2all.sm_choices
+        if self._unknown or choices:
+            hardware = {"hardware": _hardware(self._device), "model": runner.model.config}
+            path = overlap_tuning.cache_path({**facts, **hardware})
+            kept = self._gather(overlap_tuning.load_policy(path) if self._rank == 0 else None)[0]
+            if kept is None:
+                self._measure(runner, choices, largest, run)
+                if self._rank == 0:
+                    overlap_tuning.save_policy(path, self.policy)
+                return
+            self.policy = kept
+            runner.microbatches.comm_sms = kept.comm_sms
+        if self.policy.enabled and self._device.type == "cuda":
+            for phase in ("decode", "prefill"):
+                for size in overlap_tuning.sizes_to_measure(phase, largest[phase]):
+                    run(phase, size, True)
+
+    def _measure(
+        self,
+        runner: ModelRunner,
+        choices: Sequence[int],
+        largest: Mapping[str, int],
+        run: overlap_tuning.Run,
+    ) -> None:
+        if choices:
+            self._choose_comm_sms(runner, choices, largest["prefill"], run)
+        self.policy = overlap_tuning.tune(self.policy, self._unknown, largest, run, self._gather)
+
+    def _gather(self, value: object) -> Sequence:
+        """`value` of every rank."""
+        return process_group.gather_objects(value) if self._config.num_ranks > 1 else [value]
+
+    def _plan(self, num_tokens: int, microbatch: bool) -> StepPlan:
+        """A step of so many tokens on every rank."""
+        equal = microbatch or self._whole.all2all.needs_equal_tokens
+        counts = (num_tokens,) * self._config.num_ranks
+        return StepPlan(True, counts, num_tokens if equal else 0, microbatch=microbatch)
+
+    def _choose_comm_sms(
+        self,
+        runner: ModelRunner,
+        choices: Sequence[int],
+        num_tokens: int,
+        run: overlap_tuning.Run,
+    ) -> None:
+        wrapper = runner.microbatches
+
+        def limit(comm_sms: int | None) -> None:
+            wrapper.comm_sms = comm_sms
+
+        best = overlap_tuning.best_comm_sms(choices, num_tokens, run, self._gather, limit)
+        limit(best)
+        self.policy = self.policy.with_comm_sms(best, f"fastest of {choices} and no limit")
+
+    def _largest(self, scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
+        """The biggest step of each phase that limits and cache allow."""
+        limits, block_size = self._config.scheduler, self._config.cache.block_size
+        num_blocks = scheduler.pool.num_blocks
+        context = overlap_tuning.decode_context(max_model_len - 2)
+        # Measured decodes grow while the last ones' prompts are computed, by less than their context; none may preempt.
+        per_decode = -(-2 * context // block_size)
+        decodes = min(
+            limits.max_num_seqs, limits.max_num_batched_tokens // 2, num_blocks // per_decode
+        )
+        return {
+            "decode": decodes if context >= MIN_CONTEXT else 0,
+            "prefill": min(limits.max_num_batched_tokens, num_blocks * block_size // 2),
+        }
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
