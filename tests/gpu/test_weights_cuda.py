@@ -1,5 +1,6 @@
 """Weights on a GPU: read through pinned memory, in FP8 or not, or drawn there; the same as on the CPU."""
 
+import random
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from safetensors.torch import save_file
 from kernels.block_fp8 import dequantise
 from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
+from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
+from tests.distributed.rank_pool import RankPool
 from tests.gpu.test_grouped_gemm_cuda import CASES, Layer, build, calc_diff
 from tests.gpu.test_model_cuda import batches, on_gpu
 from tests.unit.model_case import OneRank, small_checkpoint
@@ -101,3 +104,29 @@ def test_drawn_weights_are_the_same_on_any_rank(tmp_path: Path, name: str):
     for batch in batches():
         logits = whole.logits(on_gpu(batch))
         assert logits.isfinite().all() and torch.equal(logits, again.logits(on_gpu(batch)))
+
+
+def test_an_engine_answers_in_fp8(tmp_path: Path):
+    """From the configuration to tokens, and mostly the first tokens of the same weights in bfloat16."""
+    path = small_checkpoint(tmp_path, fp8=True, dtype="bfloat16", **SHAPE)
+    build("deepgemm_fp8")
+    source = random.Random(1)
+    prompts = [[source.randrange(256) for _ in range(20)] for _ in range(30)]
+    events = [Event(0, 0, make_request(str(i), ids)) for i, ids in enumerate(prompts)]
+    pool, first = RankPool(1), []
+    try:
+        for gemm in ("deepgemm_fp8", "triton"):
+            config = rank_config(
+                path,
+                1,
+                "cuda",
+                model={"dtype": "bfloat16", "max_model_len": 64, "routing": {"kind": "uniform"}},
+                kernels={"grouped_gemm": gemm, "attention": "sdpa"},
+                cache={"num_blocks": "auto", "memory_fraction": 0.2},
+            )
+            (result,) = run_engines(pool, config, events)
+            assert not result.errors and all(len(ids) == 16 for ids in result.tokens.values())
+            first.append([result.tokens[str(index)][0] for index in range(len(prompts))])
+    finally:
+        pool.close()
+    assert sum(one == other for one, other in zip(*first, strict=True)) > 20

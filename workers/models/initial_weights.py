@@ -82,3 +82,4 @@ def draw_weights(
             progress(done, total)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # a large vocabulary in float32

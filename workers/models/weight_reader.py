@@ -61,6 +61,7 @@ def fill_slots(
         future.result()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # the threads' buffers, which only their streams could use again
 
 
 class _Work:
