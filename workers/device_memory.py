@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 
 GIGABYTE = 1e9
+LOWER_STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+LOWER_GRAPHS = f"{LOWER_STEPS}, or set scheduler.cuda_graphs to false"
 
 
 class OutOfDeviceMemoryError(ValueError):

@@ -12,14 +12,14 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kernels.pending import Pending
+from workers.cuda_graphs import graph_vote
 from workers.grammar import Compiled, GrammarCompiler
 from workers.model_runner import ModelRunner
 from workers.open_requests import OpenRequests
-from workers.overlap import OverlapPolicy, never
 from workers.request import EngineRequest, RequestOutput
 from workers.scheduler import ScheduledBatch, Scheduler
 from workers.stats import EngineStats, HostTimes
@@ -28,7 +28,6 @@ from workers.step_sync import (
     HEALTHY,
     Exchange,
     ForwardMode,
-    GraphMode,
     LockstepError,
     PlanConfig,
     StepPlan,
@@ -78,7 +77,7 @@ class Engine:
     publish(ingress_id, outputs)   called once a step for each ingress with outputs; now and then without outputs
     wake_peers(step)               asks every other rank to come to exchange number `step`
     asynchronous                   commit a step when the next one is launched; the runner must be so too
-    overlap                        when this rank wants its steps in slices; the runner must have `microbatches` for it
+    graph_sizes                    rows of the decode graphs that the runner has, rising; equal on all ranks
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Engine:
         stats: EngineStats | None = None,
         grammars: GrammarCompiler | None = None,
         asynchronous: bool = False,
-        overlap: OverlapPolicy | None = None,
+        graph_sizes: Sequence[int] = (),
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -105,8 +104,8 @@ class Engine:
         self._publish = publish
         self._wake_peers = wake_peers
         self._grammars = grammars
+        self._graph_sizes = graph_sizes
         self._max_under_way = int(asynchronous)
-        self._overlap = overlap or never("this engine has none")
         self._under_way: deque[Launched] = deque()
         self._committed: list[tuple[Launched, StepOutput, int]] = []
         self._committing = 0.0  # seconds of this step
@@ -291,14 +290,14 @@ class Engine:
     def _agree(self, batch: ScheduledBatch | None, failure: Exception | None) -> StepPlan:
         num_tokens = batch.num_tokens if batch else 0
         mode = batch.forward_mode if batch else ForwardMode.IDLE
+        graph_mode, graph_tokens = graph_vote(self._graph_sizes, mode, num_tokens)
         self._voted_pause = self._pausing
         vote = Vote(
             epoch=self._epoch,
             step=self._step,
             num_tokens=num_tokens,
-            graph_tokens=num_tokens,
-            graph_mode=GraphMode.NONE,
-            wants_microbatch=self._overlap.wants(mode, num_tokens),
+            graph_tokens=graph_tokens,
+            graph_mode=graph_mode,
             forward_mode=mode,
             has_work=self.scheduler.has_work,
             wants_pause=self._voted_pause,

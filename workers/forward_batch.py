@@ -123,28 +123,24 @@ class ForwardBatchBuilder:
         last_tokens   int64 [table rows], the tokens drawn last; None: no token is pending, or a graph looks them up
         """
         table = self._table
-        num_seqs = len(batch.seqs)
-        num_tokens = batch.num_tokens
+        num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
         assert num_tokens <= rows_to_run, f"{num_tokens} tokens do not fit in {rows_to_run} rows"
-        rows = np.fromiter((seq.row for seq in batch.seqs), dtype=np.int64, count=num_seqs)
-        num_new = batch.num_new_tokens
+        rows, num_new = table.rows_of(batch.seqs), batch.num_new_tokens
         starts = table.num_computed[rows]
         query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start_loc[1:])
 
         row_of_token, positions = _spread(batch, rows, starts, query_start_loc)
         blocks, offsets = np.divmod(positions, table.block_size)
-        seq_lens = (starts + num_new).astype(np.int32)
+        ends = starts + num_new
+        seq_lens = ends.astype(np.int32)
         max_blocks = -(-int(seq_lens.max(initial=1)) // table.block_size)
 
         take = self._staging.take
         take(1)[:] = num_tokens
-        for column, values in (
-            (take(rows_to_run), table.token_ids[row_of_token, positions]),
-            (take(rows_to_run), positions),
-        ):
-            column[:num_tokens] = values
-            column[num_tokens:] = 0
+        for values in (table.token_ids[row_of_token, positions], positions):
+            column = take(rows_to_run)
+            column[:num_tokens], column[num_tokens:] = values, 0
         take(num_tokens)[:] = table.block_table[row_of_token, blocks] * table.block_size + offsets
         sampling_rows = rows[batch.samples]
         take(len(sampling_rows))[:] = query_start_loc[1:][batch.samples] - 1
@@ -167,7 +163,7 @@ class ForwardBatchBuilder:
             sampling_rows=on_device[5],
             block_table=on_device[6],
             sampling_rows_cpu=sampling_rows,
-            sampling_positions_cpu=(starts + num_new)[batch.samples],
+            sampling_positions_cpu=ends[batch.samples],
             seq_lens_cpu=seq_lens,
             query_start_loc_cpu=query_start_loc,
             num_tokens_across_dp=num_tokens_across_dp,

@@ -1,24 +1,28 @@
 """One forward of one rank: tensors in, model, sampling, a StepOutput out. Knows nothing of votes or requests' fate."""
 
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from kernels.expert_load import LoadSample
 from kernels.pending import Pending
 from kernels.select import Kernels
+from workers.cuda_graphs import DecodeGraph, DecodeGraphs
 from workers.forward_batch import ForwardBatch, ForwardBatchBuilder
 from workers.grammar_mask import GrammarMasks, PendingMask
 from workers.host_copy import HostCopies, StepClock
 from workers.logprobs import PromptLogprobs
-from workers.microbatch import MicrobatchWrapper
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
 from workers.sequence import SequenceTable
 from workers.step_output import RunTimes, StepOutput
-from workers.step_sync import StepPlan
+from workers.step_sync import GraphMode, StepPlan
 from workers.token_picker import Picked, TokenPicker
 
+# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that are looked at.
+Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _NONE_PICKED = Picked(torch.empty(0, dtype=torch.int64), [])
 
 
@@ -26,7 +30,6 @@ class ModelRunner:
     """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds.
 
     asynchronous   the next step may be launched before this one's tokens are read: they are kept on the device too
-    microbatches   the same model in slices, for the plans that say so
     """
 
     def __init__(
@@ -41,10 +44,11 @@ class ModelRunner:
         num_threads: int,
         device: torch.device,
         asynchronous: bool = False,
-        microbatches: MicrobatchWrapper | None = None,
     ):
         self.model = model
-        self.microbatches = microbatches
+        self._kernels = kernels
+        self._max_blocks = table.block_table.shape[1]
+        self._graphs: DecodeGraphs | None = None
         self._attention = kernels.attention
         self._expert_load = kernels.expert_load
         self._rank = rank
@@ -73,15 +77,14 @@ class ModelRunner:
             scheduled,
             plan.tokens_to_run(self._rank),
             plan.num_tokens_across_dp,
-            last_tokens=self._last_tokens,
+            last_tokens=None if plan.graph_mode == GraphMode.FULL else self._last_tokens,
         )
-        microbatches = self.microbatches if plan.microbatch else None
-        (microbatches or self._attention).plan(batch)
+        forward = self._plan(batch, plan)
         mask = self._start_mask(scheduled) if self._met_grammar else None
         prepare = time.perf_counter() - started
         clock = StepClock(self._device)
         clock.mark()
-        hidden_TD, logits_LV = self._forward(batch, microbatches or self.model)
+        hidden_TD, logits_LV, offs_Le = forward()
         clock.mark()
         picked = _NONE_PICKED if logits_LV is None else self._pick(logits_LV, batch, mask)
         # A step that completes a prompt also samples its first token.
@@ -89,7 +92,6 @@ class ModelRunner:
             scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
         )
         clock.mark()
-        offs_Le = self._expert_load.take() if self._expert_load.watching else None
 
         copy = HostCopies(self._copy_stream)
         picked = picked.to(copy)
@@ -114,14 +116,37 @@ class ModelRunner:
             self._prompt_logprobs.admit(seq)
             self._met_grammar |= seq.grammar is not None
 
-    def _forward(
-        self, batch: ForwardBatch, model: Qwen3MoeForCausalLM | MicrobatchWrapper
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_TD, and logits_LV float32 of the sequences that sample, if any do."""
-        hidden_TD = model.forward(batch)
+    def make_graphs(self, max_rows: int) -> DecodeGraphs:
+        """Room for graphs of up to so many decodes, to be captured; steps whose plan says so replay them."""
+        self._graphs = DecodeGraphs(
+            self.model,
+            self._kernels,
+            self._builder,
+            last_tokens=self._last_tokens,
+            max_rows=max_rows,
+            max_blocks=self._max_blocks,
+        )
+        return self._graphs
+
+    def _plan(self, batch: ForwardBatch, plan: StepPlan) -> Callable[[], Forwarded]:
+        """Plan attention; what runs the forward."""
+        if plan.graph_mode == GraphMode.FULL:
+            assert self._graphs is not None, "a step replays graphs, but none were captured"
+            return partial(self._replay, self._graphs.plan(batch, plan.padded_tokens), batch)
+        self._attention.plan(batch)
+        return partial(self._forward, batch)
+
+    def _forward(self, batch: ForwardBatch) -> Forwarded:
+        hidden_TD = self.model.forward(batch)
+        offs_Le = self._expert_load.take() if self._expert_load.watching else None
         if not len(batch.logits_indices):
-            return hidden_TD, None
-        return hidden_TD, self.model.compute_logits(hidden_TD[batch.logits_indices])
+            return hidden_TD, None, offs_Le
+        return hidden_TD, self.model.compute_logits(hidden_TD[batch.logits_indices]), offs_Le
+
+    def _replay(self, graph: DecodeGraph, batch: ForwardBatch) -> Forwarded:
+        watching, self._expert_load.watching = self._expert_load.watching, False
+        hidden_TD, logits_LV = graph.replay(batch)
+        return hidden_TD, logits_LV, graph.offs_Le if watching else None
 
     def _pick(
         self, logits_LV: torch.Tensor, batch: ForwardBatch, mask: PendingMask | None

@@ -5,7 +5,7 @@ The stages are collective: every rank goes through them in the same order.
 
 import logging
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 
 import torch
@@ -17,28 +17,28 @@ from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
 from workers import process_group
 from workers.config import RankConfig, not_for_answers
-from workers.device_memory import memory_for
+from workers.cuda_graphs import graph_obstacle, graphs_to_capture
+from workers.device_memory import LOWER_GRAPHS, LOWER_STEPS, memory_for
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
 from workers.grammar import GrammarCompiler
 from workers.kv_cache import allocate_kv_caches
+from workers.kv_sizing import blocks_that_fit, check_room, own_bytes
 from workers.model_runner import ModelRunner
 from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.initial_weights import draw_weights
 from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes, stores_fp8_experts
-from workers.rank_info import KERNELS, KV_CACHE, WEIGHTS, RankInfo, Rendezvous
-from workers.rank_overlap import RankOverlap
-from workers.request import EngineRequest, SamplingParams
+from workers.rank_info import GRAPHS, KERNELS, KV_CACHE, WEIGHTS, RankInfo, Rendezvous
 from workers.scheduler import Scheduler
 from workers.stats import EngineStats
-from workers.step_sync import PlanConfig, StepPlan, compare_settings
+from workers.step_sync import PlanConfig, compare_settings
 from workers.warm_up import warm_up_sizes
+from workers.warm_up_steps import WarmUpSteps, bind_beside
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
-_LOWER_STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
 _LOWER_WEIGHTS = (
     "More ranks (cluster.ranks) hold fewer experts each; a narrower model.dtype, or "
     "kernels.grouped_gemm: deepgemm_fp8, takes less"
@@ -64,6 +64,8 @@ class Rank:
         self.shared_memory: SharedMemoryGroup | None = None
         self._attention_compiled: Future[None] | None = None
         self._sized: tuple[ModelRunner, Scheduler] | None = None
+        self._graph_sizes: tuple[int, ...] = ()
+        self._graph_bytes = 0
         torch.set_num_threads(config.threads)
 
     def join_group(self, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -91,14 +93,17 @@ class Rank:
             process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
             compare_settings(process_group.gather_objects(self._settings()))
             self.shared_memory = self._share_memory()
-        with memory_for("the exchange's buffers", _LOWER_STEPS):
-            context = self._kernel_context()
-            self.kernels = select.build(self.selection, context)
-            self.overlap = RankOverlap(config, self.selection, context, self.kernels)
+        with memory_for("the exchange's buffers", LOWER_STEPS):
+            self.kernels = select.build(self.selection, self._kernel_context())
 
     def run_stage(self, name: str, progress: Progress) -> None:
         """One of rank_info.start_stages, which all ranks go through in their order."""
-        stages = {WEIGHTS: self.load, KERNELS: self.compile_kernels, KV_CACHE: self.size_cache}
+        stages = {
+            WEIGHTS: self.load,
+            KERNELS: self.compile_kernels,
+            KV_CACHE: self.size_cache,
+            GRAPHS: self.capture_graphs,
+        }
         stages[name](progress)
 
     def load(self, progress: Progress | None = None) -> None:
@@ -153,28 +158,46 @@ class Rank:
         tell = progress or (lambda done, total: None)
         tell(0, len(sizes) + 1)
         self._wait_for_attention()
-        with memory_for("a step", _LOWER_STEPS):
-            runner, scheduler = self._runner(self._warm_up_blocks())
+        with memory_for("a step", LOWER_STEPS):
+            runner, scheduler = self._runner(self._warm_up_steps().num_blocks)
             for done, size in enumerate(sizes, 1):
                 tell(done, len(sizes) + 1)
-                self._warm_up(runner, scheduler, size)
+                self._warm_up_steps().prefill(runner, scheduler, size)
         tell(len(sizes) + 1, len(sizes) + 1)
-        self.overlap.bind(())
+        self.kernels.attention.bind(())
 
     def size_cache(self, progress: Progress | None = None) -> None:
         """Collective: size and allocate the KV cache, and run a step with it."""
         self._wait_for_attention()
+        self._graph_sizes = graphs_to_capture(self.config.scheduler, self.kernels, self.device)
         num_blocks = self._num_blocks()
         with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
             runner, scheduler = self._runner(num_blocks)
-            self._warm_up(runner, scheduler, min(64, self.config.scheduler.max_num_batched_tokens))
-        self.overlap.tune(runner, scheduler, self.max_model_len, self._settings())
+            num_tokens = min(64, self.config.scheduler.max_num_batched_tokens)
+            self._warm_up_steps().prefill(runner, scheduler, num_tokens)
         self._sized = runner, scheduler
+
+    def capture_graphs(self, progress: Progress | None = None) -> None:
+        """Collective: capture the forwards of decode steps, where the kernels can and the configuration wants it."""
+        assert self._sized is not None, "size_cache comes first"
+        sizes = self._graph_sizes
+        if not sizes:
+            if self.device.type == "cuda" and self.rank == 0:
+                logger.info("no CUDA graphs: %s", graph_obstacle(self.kernels) or "switched off")
+            return
+        with memory_for("CUDA graphs", LOWER_GRAPHS):
+            graphs = self._sized[0].make_graphs(sizes[-1])
+            self._graph_bytes = graphs.capture(sizes, progress)
+        logger.info(
+            "captured CUDA graphs for %d sizes of up to %d decodes: %.2f GB",
+            *(len(sizes), sizes[-1], self._graph_bytes / 1e9),
+        )
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Make the engine, after all stages before it; sizes the cache first where that was left out."""
         if self._sized is None:
             self.size_cache()
+            self.capture_graphs()
         assert self._sized is not None
         runner, scheduler = self._sized
         num_blocks = scheduler.pool.num_blocks
@@ -195,7 +218,7 @@ class Rank:
             stats=EngineStats(self.kernels.expert_load),
             grammars=self.grammars,
             asynchronous=self.asynchronous,
-            overlap=self.overlap.policy,
+            graph_sizes=self._graph_sizes,
         )
         return RankInfo(
             rank=self.rank,
@@ -210,7 +233,6 @@ class Rank:
         """Leave the group and free what is shared with other ranks."""
         if self.grammars is not None:
             self.grammars.close()
-        self.overlap.close()
         self.kernels.all2all.close()
         process_group.leave(self.shared_memory)
 
@@ -218,7 +240,7 @@ class Rank:
         """What must be equal on all ranks, flat, with dotted names."""
         config = self.config
         flat: dict[str, object] = {"torch": torch.__version__}
-        for section in ("model", "scheduler", "cache", "kernels", "overlap"):
+        for section in ("model", "scheduler", "cache", "kernels"):
             values = getattr(config, section).model_dump()
             flat.update({f"{section}.{key}": value for key, value in values.items()})
         flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
@@ -271,13 +293,13 @@ class Rank:
 
     def _plan_config(self) -> PlanConfig:
         equal_tokens = self.kernels.all2all.needs_equal_tokens
-        return PlanConfig(equal_tokens, self.config.overlap.num_microbatches)
+        return PlanConfig(equal_tokens)
 
     def _runner(self, num_blocks: int) -> tuple[ModelRunner, Scheduler]:
         """A fresh cache of `num_blocks`, and who works with it."""
         config = self.config
         block_size = config.cache.block_size
-        self.overlap.bind(
+        self.kernels.attention.bind(
             allocate_kv_caches(self.model_config, num_blocks, block_size, self.dtype, self.device)
         )
         scheduler = Scheduler(
@@ -297,51 +319,23 @@ class Rank:
             num_threads=config.threads,
             device=self.device,
             asynchronous=self.asynchronous,
-            microbatches=self.overlap.wrapper(self.model),
         )
         return runner, scheduler
 
-    def _warm_up(self, runner: ModelRunner, scheduler: Scheduler, num_tokens: int) -> None:
-        """A prefill of about `num_tokens` and a decode, the same on every rank at the same time."""
-        params = SamplingParams(max_tokens=2)
-        length = min(num_tokens, self.max_model_len - 2)
-        for index in range(min(num_tokens // length, self.config.scheduler.max_num_seqs)):
-            request = EngineRequest(
-                request_id=f"warm-up-{index}",
-                ingress_id="",
-                prompt_token_ids=[0] * length,
-                params=params,
-            )
-            scheduler.add(request)
-        while scheduler.has_work:
-            batch = scheduler.schedule()
-            num_rows = batch.num_tokens
-            padded = num_rows if self._plan_config().equal_tokens else 0
-            plan = StepPlan(True, (num_rows,) * self.config.num_ranks, padded)
-            output = runner.launch(batch, plan)
-            scheduler.launched(batch)
-            scheduler.commit(batch, output.wait())
-        scheduler.prefixes.forget_all()
-
-    def _warm_up_blocks(self) -> int:
-        """KV blocks that any warm-up step fits into."""
-        scheduler = self.config.scheduler
-        per_sequence = -(-2 * scheduler.max_num_batched_tokens // self.config.cache.block_size)
-        return per_sequence + scheduler.max_num_seqs
+    def _warm_up_steps(self) -> WarmUpSteps:
+        return WarmUpSteps(
+            self.config.num_ranks,
+            self._plan_config().equal_tokens,
+            self.max_model_len,
+            self.config.scheduler,
+            self.config.cache.block_size,
+        )
 
     def _compile_attention(self) -> Future[None]:
         """Build attention's kernels over a cache of one block, beside whatever comes next."""
         block_size = self.config.cache.block_size
         caches = allocate_kv_caches(self.model_config, 1, block_size, self.dtype, self.device)
-
-        def bind() -> None:
-            torch.cuda.set_device(self.device)
-            self.kernels.attention.bind(caches)
-
-        pool = ThreadPoolExecutor(1, thread_name_prefix="compile-attention")
-        future = pool.submit(bind)
-        pool.shutdown(wait=False)
-        return future
+        return bind_beside(self.kernels.attention, caches)
 
     def _wait_for_attention(self) -> None:
         if self._attention_compiled is not None:
@@ -354,29 +348,20 @@ class Rank:
         if configured != "auto":
             return configured
         assert self.device.type == "cuda", "on CPU the configuration says how many blocks"
-        torch.cuda.reset_peak_memory_stats(self.device)
-        max_tokens = self.config.scheduler.max_num_batched_tokens
         block_size = self.config.cache.block_size
-        num_blocks = self._warm_up_blocks()
-        with memory_for("a step", _LOWER_STEPS):
-            self._warm_up(*self._runner(num_blocks), max_tokens)
-        self.overlap.bind(())
-        free, total = torch.cuda.mem_get_info(self.device)
-        others = total - free - torch.cuda.memory_reserved(self.device)
         block_bytes = kv_block_bytes(self.model_config, block_size, self.config.model.dtype)
-        ours = torch.cuda.max_memory_allocated(self.device) - num_blocks * block_bytes
-        torch.cuda.empty_cache()
-        room = int(total * self.config.cache.memory_fraction) - others - ours
-        fitting = room // block_bytes
+        num_blocks = self._warm_up_steps().num_blocks
+        needed = own_bytes(self._warm_up_steps(), *self._runner(num_blocks), self._graph_sizes)
+        self.kernels.attention.bind(())
+        fitting = blocks_that_fit(
+            self.device,
+            self.config.cache.memory_fraction,
+            block_bytes=block_bytes,
+            own_bytes=needed - num_blocks * block_bytes,
+        )
         if self.config.num_ranks > 1:
             fitting = min(process_group.gather_objects(fitting))
-        need = -(-self.max_model_len // block_size)
-        if fitting < need:
-            raise ValueError(
-                f"the GPU has room for {max(0, fitting)} KV blocks, one request of model.max_model_len "
-                f"{self.max_model_len} needs {need}: lower model.max_model_len or "
-                "scheduler.max_num_batched_tokens, or raise cache.memory_fraction"
-            )
+        check_room(fitting, self.max_model_len, block_size)
         return fitting
 
     def _weight_bytes(self) -> int:
@@ -394,4 +379,5 @@ class Rank:
         return {
             "weights": self._weight_bytes(),
             "kv_cache": num_blocks * block,
+            "cuda_graphs": self._graph_bytes,
         }

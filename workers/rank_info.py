@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 WEIGHTS = "weights"
 KERNELS = "kernels"
 KV_CACHE = "KV cache"
+GRAPHS = "CUDA graphs"
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class RankInfo:
 
 def start_stages(device: str) -> tuple[str, ...]:
     """What a rank does between meeting the others and its first step, in this order on all ranks."""
-    return (WEIGHTS, KERNELS, KV_CACHE) if device == "cuda" else (WEIGHTS, KV_CACHE)
+    return (WEIGHTS, KERNELS, KV_CACHE, GRAPHS) if device == "cuda" else (WEIGHTS, KV_CACHE)
 
 
 def total_progress(stage: str, of_ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -111,6 +111,10 @@ class SequenceTable:
         self._free_rows.append(seq.row)
         seq.row = -1
 
+    def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
+        """int64 [B]."""
+        return np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
+
     def append_block(self, seq: Sequence, block: int) -> None:
         """`seq` holds one more block."""
         self.block_table[seq.row, len(seq.block_ids)] = block
@@ -126,7 +130,7 @@ class SequenceTable:
         self, seqs: list[Sequence], num_new_tokens: np.ndarray, samples: np.ndarray
     ) -> None:
         """A step computes `num_new_tokens` more of each of `seqs`, and draws a token for those with `samples`."""
-        rows = np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
+        rows = self.rows_of(seqs)
         ends = self.num_computed[rows] + num_new_tokens
         self.num_computed[rows] = ends
         for seq, end, drawn in zip(seqs, ends.tolist(), samples.tolist(), strict=True):

@@ -123,8 +123,11 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
 
     graph_mode = GraphMode(min(columns["graph_mode"]))
     padded = max(columns["graph_tokens"] if graph_mode else num_tokens)
-    microbatch = all(columns["wants_microbatch"]) and _last_slice_has_tokens(
-        min(filter(None, num_tokens)), padded, config.num_microbatches
+    # Steps that replay graphs are bound by the weights they read: slices would read them twice.
+    microbatch = (
+        not graph_mode
+        and all(columns["wants_microbatch"])
+        and _last_slice_has_tokens(min(filter(None, num_tokens)), padded, config.num_microbatches)
     )
     equal = config.equal_tokens or graph_mode > GraphMode.NONE or microbatch
     return StepPlan(True, tuple(num_tokens), padded if equal else 0, graph_mode, microbatch)

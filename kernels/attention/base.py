@@ -43,6 +43,8 @@ class Attention(ABC):
     """plan() once a forward, then one call a layer, which also writes the new K and V to the cache."""
 
     name: str
+    # Whether decodes can be planned for CUDA graphs: reserve_graphs, graph_forms, graph_cuts, plan_graph.
+    graph: bool = False
     # Whether it has `norm_rotate_store` and `attend`, which together do all that comes after the QKV projection.
     fuses_qk_norm: bool = False
 

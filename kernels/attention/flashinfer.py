@@ -78,6 +78,7 @@ class FlashInferAttention(Attention):
     """Prefill and decode wrappers over one workspace; one instance plans for one forward at a time."""
 
     name = "flashinfer"
+    graph = True
     fuses_qk_norm = True
 
     def __init__(self, spec: AttentionSpec):

@@ -21,6 +21,7 @@ class GroupedGemm(ABC):
     name: str
     layouts: tuple[Layout, ...] = ("contiguous",)
     row_alignment: int = 1
+    graph: bool = True  # on GPUs: never waits for the device, so that CUDA graphs can hold it
     masked_fp8: bool = False
     compiles_by_rows: bool = False
     fp8_weights: bool = False

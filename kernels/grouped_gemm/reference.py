@@ -14,6 +14,7 @@ class ReferenceGroupedGemm(GroupedGemm):
     """One pair of products per expert that has rows."""
 
     name = "reference"
+    graph = False
 
     def __call__(
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor

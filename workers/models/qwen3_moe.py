@@ -34,10 +34,10 @@ class ModelBatch(Protocol):
     """What the model itself reads of a ForwardBatch; attention was given the rest by `plan`.
 
     input_ids, positions   int64 [T] on the device
-    num_tokens             real tokens; rows beyond are padding and reach no expert
+    num_tokens             real tokens; rows beyond are padding and reach no expert. For graphs an integer tensor [1]
     """
 
-    num_tokens: int
+    num_tokens: int | torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
 
@@ -101,9 +101,12 @@ class Qwen3MoeForCausalLM:
             x_TD, delta_TD = mlp.forward(x_TD, delta_TD, batch)
         return x_TD if delta_TD is None else x_TD.add_(delta_TD)
 
-    def compute_logits(self, hidden_LD: torch.Tensor) -> torch.Tensor:
-        """float32 [L, V] from rows of forward's result; the final norm runs on these rows only."""
-        return linear(self.norm(hidden_LD), self.lm_head_VD).float()
+    def compute_logits(
+        self, hidden_LD: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """float32 [L, V], in `out` if given, from rows of forward's result; the final norm runs on these rows only."""
+        logits_LV = linear(self.norm(hidden_LD), self.lm_head_VD)
+        return logits_LV.float() if out is None else out.copy_(logits_LV)
 
     def weight_slots(self) -> dict[str, Slot]:
         """Disk name -> where its values go, for every tensor that this rank holds."""

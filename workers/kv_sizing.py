@@ -1,0 +1,69 @@
+"""How many KV blocks a GPU has room for beside weights, the largest steps and CUDA graphs. Knows nothing of ranks.
+
+All of it is measured, not estimated: the caller runs the largest step and the one that samples most (see
+WarmUpSteps), and the two largest graphs are captured once to be thrown away.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from workers.device_memory import LOWER_GRAPHS, LOWER_STEPS, memory_for
+from workers.model_runner import ModelRunner
+from workers.scheduler import Scheduler
+from workers.warm_up_steps import WarmUpSteps
+
+_MARGIN = 1.1  # of what the graphs were measured to take
+
+
+def own_bytes(
+    steps: WarmUpSteps,
+    runner: ModelRunner,
+    scheduler: Scheduler,
+    graph_sizes: Sequence[int],
+) -> int:
+    """Bytes that this rank needs at most, its KV cache included. Collective; the runner is of no use afterwards."""
+    torch.cuda.reset_peak_memory_stats()
+    with memory_for("a step", LOWER_STEPS):
+        steps.sample(runner, scheduler)
+        steps.prefill(runner, scheduler, steps.limits.max_num_batched_tokens)
+    peak = torch.cuda.max_memory_allocated()
+    with memory_for("CUDA graphs", LOWER_GRAPHS):
+        return peak + graph_bytes(runner, graph_sizes)
+
+
+def graph_bytes(runner: ModelRunner, sizes: Sequence[int]) -> int:
+    """What graphs of these sizes (rising) will take. Collective; the runner is of no use afterwards.
+
+    They share a pool that the largest one fills; each further one takes what the second takes.
+    """
+    if not sizes:
+        return 0
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    graphs = runner.make_graphs(sizes[-1])
+    graphs.capture(sizes[-1:])
+    largest = free - torch.cuda.mem_get_info()[0]
+    each = graphs.capture(sizes[-2:-1]) if len(sizes) > 1 else 0
+    return int(_MARGIN * (largest + max(0, each) * (len(sizes) - 1)))
+
+
+def blocks_that_fit(
+    device: torch.device, memory_fraction: float, *, block_bytes: int, own_bytes: int
+) -> int:
+    """KV blocks in what `memory_fraction` of the GPU leaves when `own_bytes` and other programs are taken off."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return (int(total * memory_fraction) - others - own_bytes) // block_bytes
+
+
+def check_room(num_blocks: int, max_model_len: int, block_size: int) -> None:
+    """Raises ValueError, with what to change, when the longest request does not fit into so many blocks."""
+    need = -(-max_model_len // block_size)
+    if num_blocks < need:
+        raise ValueError(
+            f"the GPU has room for {max(0, num_blocks)} KV blocks, one request of model.max_model_len "
+            f"{max_model_len} needs {need}: lower model.max_model_len, scheduler.max_num_batched_tokens or "
+            "scheduler.max_num_seqs, or raise cache.memory_fraction"
+        )
