@@ -65,7 +65,7 @@ def order(device: str, num_ranks: int) -> dict[str, str]:
         return {"local": "one rank holds all experts"}
     if device == "cuda":
         return {
-            "copy_engine": "GPUs of one host share memory: kernels move few rows, copy engines many without an SM",
+            "copy_engine": "GPUs of a host share memory: one kernel each way, beside other slices' compute no SM",
             "allgather": "no counts to read on the host before the experts",
             "torch_dist": "moves each row only to the ranks of its experts",
         }

@@ -43,6 +43,7 @@ class SymmAllToAll(AllToAll):
     needs_equal_tokens = True
     graph = True
     max_in_flight = 1
+    sm_choices: tuple[int, ...] = (8, 16, 32)
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The kernels' contracts on GPUs: grouped GEMMs and attention on one, exchanges over NCCL on two."""
+"""The kernels' contracts on one GPU: grouped GEMMs and attention. For exchanges see `test_all2all_cuda`."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import torch
 
 from kernels import select
 from kernels.config import KernelsConfig
-from tests.distributed.rank_pool import GroupInfo, RankPool
+from tests.distributed.rank_pool import GroupInfo
 from tests.distributed.test_all2all import CASES, Case, run_cases
 from tests.unit.test_kernels_attention import BATCHES, check
 
@@ -44,21 +44,3 @@ def test_float32_falls_back_to_triton():
         expert_width=64,
     )
     assert selection.grouped_gemm.name == "triton"
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["torch_dist", "allgather"])
-def test_two_ranks_over_nccl(name: str):
-    cases = {label: case for label, case in CASES.items() if len(case.tokens) == 2}
-    sixteen_bit = {f"{label}-bf16": _bf16(case) for label, case in cases.items()}
-    pool = RankPool(2)
-    try:
-        for gemm, drawn in (
-            ("reference", cases),
-            ("triton", cases),
-            ("torch_grouped", sixteen_bit),
-        ):
-            args = (name, gemm, drawn, "cuda")
-            pool.run(run_cases, 2, *args, backend="nccl", timeout_s=120)
-    finally:
-        pool.close()

@@ -34,7 +34,14 @@ def references(checkpoint: Path) -> list[Reference]:
 
 @pytest.mark.parametrize(
     ("ranks", "all2all"),
-    [(1, "local"), *((r, name) for r in (2, 3, 4) for name in ("allgather", "torch_dist"))],
+    [
+        (1, "local"),
+        *(
+            (r, name)
+            for r in (2, 3, 4)
+            for name in ("allgather", "torch_dist", "copy_engine", "symm")
+        ),
+    ],
 )
 def test_tokens_equal_transformers(checkpoint, references, ranks, all2all):
     if torch.cuda.device_count() < ranks:

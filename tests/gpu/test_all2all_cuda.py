@@ -1,0 +1,275 @@
+"""Every exchange on GPUs, a rank each: the contract, graphs, streams, SMs, and many random rounds.
+
+The checks replace the experts by something whose sum is known: expert e multiplies a row by (e + 1) / E.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from kernels import select
+from kernels.all2all.base import AllToAll
+from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
+from kernels.attention.base import AttentionSpec
+from kernels.config import KernelsConfig
+from kernels.placement import ExpertPlacement
+from tests.distributed.rank_pool import GroupInfo, RankPool
+from tests.distributed.test_all2all import CASES, run_cases
+
+NUM_GPUS = torch.cuda.device_count()
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, found {NUM_GPUS}"),
+]
+NAMES = ["torch_dist", "allgather", "symm", "copy_engine", "copies"]
+HIDDEN, NUM_EXPERTS, TOP_K, MAX_TOKENS = 256, 16, 4, KERNEL_ROWS + 64
+ROUNDS = 1000
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(min(4, NUM_GPUS))
+    yield pool
+    pool.close()
+
+
+def skip_missing(name: str) -> None:
+    missing = select.probe("cuda").missing
+    if reason := missing.get("copy_engine" if name == "copies" else name):
+        pytest.skip(reason)
+
+
+def build(name: str, rank: int, num_ranks: int) -> AllToAll:
+    """`copies` is `copy_engine` that always copies."""
+    wanted = "copy_engine" if name == "copies" else name
+    shape = {"num_ranks": num_ranks, "dtype": torch.bfloat16, "hidden_size": HIDDEN}
+    config = KernelsConfig(all2all=wanted, grouped_gemm="triton")
+    selection = select.select(config, select.probe("cuda"), expert_width=64, **shape)
+    context = select.KernelContext(
+        device=torch.device("cuda", torch.cuda.current_device()),
+        rank=rank,
+        group=dist.group.WORLD,
+        shared_memory=None,
+        placement=ExpertPlacement(NUM_EXPERTS, num_ranks),
+        attention=AttentionSpec(1, 1, 8, 4, 1.0),
+        top_k=TOP_K,
+        max_num_tokens=MAX_TOKENS,
+        **shape,
+    )
+    all2all = select.build(selection, context).all2all
+    if isinstance(all2all, CopyEngineAllToAll) and name == "copies":
+        all2all.stream, all2all.kernel_rows = torch.cuda.Stream(priority=-1), -1
+    return all2all
+
+
+def draw(num_tokens: int, generator: torch.Generator, *, crowded: bool = False) -> Inputs:
+    """Rows with different experts each, a tenth of them absent; `crowded`: the first ones only."""
+    new = {"device": "cuda", "generator": generator}
+    x_TD = torch.randn(num_tokens, HIDDEN, **new).bfloat16()
+    scores = torch.rand(num_tokens, NUM_EXPERTS, **new)
+    if crowded:
+        scores[:, TOP_K:] = -1
+    topk_idx_TK = scores.topk(TOP_K, dim=-1).indices
+    absent_TK = torch.rand(num_tokens, TOP_K, **new) < 0.1
+    weights_TK = torch.rand(num_tokens, TOP_K, **new)
+    return x_TD, topk_idx_TK.masked_fill(absent_TK, -1), weights_TK
+
+
+def expected(inputs: Inputs) -> torch.Tensor:
+    x_TD, topk_idx_TK, weights_TK = inputs
+    return x_TD.float() * (weights_TK * (topk_idx_TK + 1) / NUM_EXPERTS).sum(1, keepdim=True)
+
+
+def experts_of(routed, first_expert: int) -> torch.Tensor:
+    """What the experts make of the rows; no wait for the device."""
+    rows_RD = routed.in_order()
+    places_R = torch.arange(rows_RD.shape[0], dtype=torch.int32, device="cuda")
+    expert_R = torch.searchsorted(routed.places().ends_e, places_R, right=True)
+    scale_R1 = ((first_expert + expert_R + 1) / NUM_EXPERTS).unsqueeze(1)
+    return (rows_RD.float().nan_to_num() * scale_R1).bfloat16()
+
+
+def exchange(all2all: AllToAll, inputs: Inputs) -> torch.Tensor:
+    routed = all2all.dispatch(*inputs).wait()
+    y_RD = experts_of(routed, first_expert())
+    return all2all.combine(y_RD, routed.handle).wait()
+
+
+def first_expert() -> int:
+    placement = ExpertPlacement(NUM_EXPERTS, dist.get_world_size())
+    return placement.local_experts(dist.get_rank()).start
+
+
+def error_of(out_TD: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """The largest error, relative above 1; a tensor, so that nobody waits."""
+    wanted_TD = expected(inputs)
+    return ((out_TD.float() - wanted_TD).abs() / (1 + wanted_TD.abs())).amax()
+
+
+def check_random_rounds(all2all: AllToAll, rank: int) -> None:
+    """Any number of rows, one expert's and everybody's, against the known sum."""
+    same, own = torch.Generator().manual_seed(7), torch.Generator("cuda").manual_seed(rank)
+    worst = torch.zeros((), device="cuda")
+    for index in range(ROUNDS):
+        num_tokens = int(torch.randint(0, MAX_TOKENS if index % 8 == 0 else 40, (), generator=same))
+        if not all2all.needs_equal_tokens:
+            num_tokens = (num_tokens + 5 * rank) % MAX_TOKENS
+        inputs = draw(num_tokens, own, crowded=index % 5 == 0)
+        out_TD = exchange(all2all, inputs)
+        assert out_TD.shape == (num_tokens, HIDDEN)
+        if num_tokens:
+            worst = torch.maximum(worst, error_of(out_TD, inputs))
+    assert worst.item() < 2e-2, worst.item()
+
+
+def check_no_wait_on_the_host(all2all: AllToAll, rank: int) -> None:
+    inputs = draw(24, torch.Generator("cuda").manual_seed(rank))
+    exchange(all2all, inputs)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out_TD = exchange(all2all, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert error_of(out_TD, inputs).item() < 2e-2
+
+
+def check_graph(all2all: AllToAll, rank: int, num_tokens: int) -> None:
+    """An odd number of exchanges in a graph, replayed on new inputs between eager ones: bit-equal."""
+    generator = torch.Generator("cuda").manual_seed(rank)
+    static = draw(num_tokens, generator)
+    exchange(all2all, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [exchange(all2all, static) for _ in range(3)]
+    for index in range(6):
+        inputs = draw(num_tokens, generator, crowded=index % 2 == 1)
+        for old, new in zip(static, inputs, strict=True):
+            old.copy_(new)
+        graph.replay()
+        eager_TD = exchange(all2all, inputs)
+        assert all(torch.equal(out_TD, eager_TD) for out_TD in outs)
+        assert error_of(eager_TD, inputs).item() < 2e-2
+
+
+def check_two_instances(all2all: AllToAll, name: str, rank: int, num_ranks: int) -> None:
+    """Two slices' exchanges on one stream beside the current one, interleaved as microbatches are."""
+    before, stream = all2all.stream, torch.cuda.Stream(priority=-1)
+    slices = [all2all, build(name, rank, num_ranks)]
+    generator = torch.Generator("cuda").manual_seed(rank)
+    for one in slices:
+        one.stream = stream
+    worst = torch.zeros((), device="cuda")
+    for index in range(60):
+        drawn = [draw(8 + index % 3 * KERNEL_ROWS // 2, generator) for _ in slices]
+        sent = [one.dispatch(*inputs) for one, inputs in zip(slices, drawn, strict=True)]
+        returned = []
+        for one, pending in zip(slices, sent, strict=True):
+            routed = pending.wait()
+            y_RD = experts_of(routed, first_expert())
+            returned.append(one.combine(y_RD, routed.handle))
+            del routed, y_RD
+        for inputs, pending in zip(drawn, returned, strict=True):
+            worst = torch.maximum(worst, error_of(pending.wait(), inputs))
+    assert worst.item() < 2e-2, worst.item()
+    all2all.stream = before
+    slices[1].close()
+
+
+def check_num_sms(all2all: AllToAll, rank: int) -> None:
+    for num_tokens in (3, KERNEL_ROWS):
+        inputs = draw(num_tokens, torch.Generator("cuda").manual_seed(rank))
+        wanted_TD = exchange(all2all, inputs)
+        for num_sms in (4, 8, 16, 20, 24, None):
+            all2all.set_num_sms(num_sms)
+            assert torch.equal(exchange(all2all, inputs), wanted_TD), num_sms
+
+
+def check_no_kernel_moves_rows(all2all: AllToAll, rank: int) -> None:
+    """On the exchange's stream the profiler sees copies between GPUs and nothing else."""
+    inputs = draw(MAX_TOKENS, torch.Generator("cuda").manual_seed(rank))
+    exchange(all2all, inputs)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        exchange(all2all, inputs)
+        torch.cuda.synchronize()
+    on_stream = defaultdict(list)
+    for event in profile.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            on_stream[event.device_resource_id()].append(event.name())
+    copies = [names for names in on_stream.values() if any("PtoP" in name for name in names)]
+    assert len(copies) == 1 and len(copies[0]) == 2 * (dist.get_world_size() - 1), on_stream
+    assert all(name.startswith("Memcpy PtoP") for name in copies[0]), copies
+
+
+def check_exchange(rank: int, num_ranks: int, info: GroupInfo, name: str) -> None:
+    """All checks of one backend, in one rank's process."""
+    torch.cuda.set_device(rank)
+    all2all = build(name, rank, num_ranks)
+    check_random_rounds(all2all, rank)
+    check_two_instances(all2all, name, rank, num_ranks)
+    check_num_sms(all2all, rank)
+    if all2all.graph:
+        check_no_wait_on_the_host(all2all, rank)
+        for num_tokens in (5, MAX_TOKENS):
+            check_graph(all2all, rank, num_tokens)
+    if name == "copies":
+        check_no_kernel_moves_rows(all2all, rank)
+    all2all.close()
+
+
+def check_one_visible_gpu(rank: int, num_ranks: int, info: GroupInfo, name: str) -> None:
+    """As Ray's actors are: each process sees one GPU, and all call it device 0."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    assert torch.cuda.device_count() == 1
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl",
+        store=dist.FileStore(info.store_path, num_ranks),
+        rank=rank,
+        world_size=num_ranks,
+        device_id=torch.device("cuda", 0),
+    )
+    try:
+        all2all = build(name, rank, num_ranks)
+        for num_tokens in (5, MAX_TOKENS):
+            inputs = draw(num_tokens, torch.Generator("cuda").manual_seed(rank))
+            assert error_of(exchange(all2all, inputs), inputs).item() < 2e-2
+        all2all.close()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_contract(pool: RankPool, name: str):
+    skip_missing(name)
+    for num_ranks in range(2, pool.max_ranks + 1):
+        cases = {label: case for label, case in CASES.items() if len(case.tokens) == num_ranks}
+        half = {label: replace(case, dtype=torch.bfloat16) for label, case in cases.items()}
+        for gemm, drawn in (("reference", cases), ("triton", cases), ("torch_grouped", half)):
+            args = (name, gemm, drawn, "cuda")
+            pool.run(run_cases, num_ranks, *args, backend="nccl", timeout_s=150)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exchange(pool: RankPool, name: str):
+    skip_missing(name)
+    for num_ranks in {2, pool.max_ranks}:
+        pool.run(check_exchange, num_ranks, name, backend="nccl", timeout_s=150)
+
+
+@pytest.mark.parametrize("name", ["symm", "copies"])
+def test_ranks_that_see_one_gpu_each(name: str):
+    skip_missing(name)
+    fresh = RankPool(2)  # CUDA reads which GPUs are visible once
+    try:
+        fresh.run(check_one_visible_gpu, 2, name, with_group=False, timeout_s=90)
+    finally:
+        fresh.close()
