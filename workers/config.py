@@ -94,6 +94,26 @@ class CacheConfig(Section):
     )
 
 
+class OverlapConfig(Section):
+    """Microbatches: one slice of a step communicates while another one computes."""
+
+    mode: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="auto = at sizes where it was faster when measured at the start; on = wherever a step can be cut.",
+    )
+    num_microbatches: int = Field(2, ge=2, le=8, description="Slices of a step.")
+    min_decode_tokens: Auto | PositiveInt = Field(
+        "auto", description="Fewest sequences of a rank, all decoding, that are worth cutting."
+    )
+    min_prefill_tokens: Auto | PositiveInt = Field(
+        "auto", description="Fewest tokens of a rank's step with prompts that are worth cutting."
+    )
+    comm_sms: Auto | PositiveInt = Field(
+        "auto",
+        description="Multiprocessors of the exchange while slices overlap, where its backend takes a limit.",
+    )
+
+
 class RankConfig(Section):
     """Everything one rank needs, resolved: no `auto` but in kernels, model.path absolute."""
 
@@ -101,6 +121,7 @@ class RankConfig(Section):
     scheduler: SchedulerConfig
     cache: CacheConfig
     kernels: KernelsConfig
+    overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     num_ranks: int = Field(ge=1)
     num_nodes: int = Field(1, ge=1)
     device: Literal["cpu", "cuda"]

@@ -20,6 +20,7 @@ from workers.cuda_graphs import graph_vote
 from workers.grammar import Compiled, GrammarCompiler
 from workers.model_runner import ModelRunner
 from workers.open_requests import OpenRequests
+from workers.overlap import OverlapPolicy, never
 from workers.request import EngineRequest, RequestOutput
 from workers.scheduler import ScheduledBatch, Scheduler
 from workers.stats import EngineStats, HostTimes
@@ -77,6 +78,7 @@ class Engine:
     publish(ingress_id, outputs)   called once a step for each ingress with outputs; now and then without outputs
     wake_peers(step)               asks every other rank to come to exchange number `step`
     asynchronous                   commit a step when the next one is launched; the runner must be so too
+    overlap                        when this rank wants its steps in slices; the runner must have `microbatches` for it
     graph_sizes                    rows of the decode graphs that the runner has, rising; equal on all ranks
     """
 
@@ -93,6 +95,7 @@ class Engine:
         stats: EngineStats | None = None,
         grammars: GrammarCompiler | None = None,
         asynchronous: bool = False,
+        overlap: OverlapPolicy | None = None,
         graph_sizes: Sequence[int] = (),
     ):
         self.scheduler = scheduler
@@ -106,6 +109,7 @@ class Engine:
         self._grammars = grammars
         self._graph_sizes = graph_sizes
         self._max_under_way = int(asynchronous)
+        self._overlap = overlap or never("this engine has none")
         self._under_way: deque[Launched] = deque()
         self._committed: list[tuple[Launched, StepOutput, int]] = []
         self._committing = 0.0  # seconds of this step
@@ -298,6 +302,7 @@ class Engine:
             num_tokens=num_tokens,
             graph_tokens=graph_tokens,
             graph_mode=graph_mode,
+            wants_microbatch=self._overlap.wants(mode, num_tokens),
             forward_mode=mode,
             has_work=self.scheduler.has_work,
             wants_pause=self._voted_pause,

@@ -14,6 +14,7 @@ from workers.forward_batch import ForwardBatch, ForwardBatchBuilder
 from workers.grammar_mask import GrammarMasks, PendingMask
 from workers.host_copy import HostCopies, StepClock
 from workers.logprobs import PromptLogprobs
+from workers.microbatch import MicrobatchWrapper
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
 from workers.sequence import SequenceTable
@@ -30,6 +31,7 @@ class ModelRunner:
     """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds.
 
     asynchronous   the next step may be launched before this one's tokens are read: they are kept on the device too
+    microbatches   the same model in slices, for the plans that say so
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class ModelRunner:
         num_threads: int,
         device: torch.device,
         asynchronous: bool = False,
+        microbatches: MicrobatchWrapper | None = None,
     ):
         self.model = model
+        self.microbatches = microbatches
         self._kernels = kernels
         self._max_blocks = table.block_table.shape[1]
         self._graphs: DecodeGraphs | None = None
@@ -133,11 +137,14 @@ class ModelRunner:
         if plan.graph_mode == GraphMode.FULL:
             assert self._graphs is not None, "a step replays graphs, but none were captured"
             return partial(self._replay, self._graphs.plan(batch, plan.padded_tokens), batch)
-        self._attention.plan(batch)
-        return partial(self._forward, batch)
+        microbatches = self.microbatches if plan.microbatch else None
+        (microbatches or self._attention).plan(batch)
+        return partial(self._forward, microbatches or self.model, batch)
 
-    def _forward(self, batch: ForwardBatch) -> Forwarded:
-        hidden_TD = self.model.forward(batch)
+    def _forward(
+        self, model: Qwen3MoeForCausalLM | MicrobatchWrapper, batch: ForwardBatch
+    ) -> Forwarded:
+        hidden_TD = model.forward(batch)
         offs_Le = self._expert_load.take() if self._expert_load.watching else None
         if not len(batch.logits_indices):
             return hidden_TD, None, offs_Le

@@ -31,6 +31,7 @@ from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes, stores_fp8_experts
 from workers.rank_info import GRAPHS, KERNELS, KV_CACHE, WEIGHTS, RankInfo, Rendezvous
+from workers.rank_overlap import RankOverlap
 from workers.scheduler import Scheduler
 from workers.stats import EngineStats
 from workers.step_sync import PlanConfig, compare_settings
@@ -94,7 +95,9 @@ class Rank:
             compare_settings(process_group.gather_objects(self._settings()))
             self.shared_memory = self._share_memory()
         with memory_for("the exchange's buffers", LOWER_STEPS):
-            self.kernels = select.build(self.selection, self._kernel_context())
+            context = self._kernel_context()
+            self.kernels = select.build(self.selection, context)
+            self.overlap = RankOverlap(config, self.selection, context, self.kernels)
 
     def run_stage(self, name: str, progress: Progress) -> None:
         """One of rank_info.start_stages, which all ranks go through in their order."""
@@ -164,7 +167,7 @@ class Rank:
                 tell(done, len(sizes) + 1)
                 self._warm_up_steps().prefill(runner, scheduler, size)
         tell(len(sizes) + 1, len(sizes) + 1)
-        self.kernels.attention.bind(())
+        self.overlap.bind(())
 
     def size_cache(self, progress: Progress | None = None) -> None:
         """Collective: size and allocate the KV cache, and run a step with it."""
@@ -175,6 +178,7 @@ class Rank:
             runner, scheduler = self._runner(num_blocks)
             num_tokens = min(64, self.config.scheduler.max_num_batched_tokens)
             self._warm_up_steps().prefill(runner, scheduler, num_tokens)
+        self.overlap.tune(runner, scheduler, self.max_model_len, self._settings())
         self._sized = runner, scheduler
 
     def capture_graphs(self, progress: Progress | None = None) -> None:
@@ -219,6 +223,7 @@ class Rank:
             grammars=self.grammars,
             asynchronous=self.asynchronous,
             graph_sizes=self._graph_sizes,
+            overlap=self.overlap.policy,
         )
         return RankInfo(
             rank=self.rank,
@@ -233,6 +238,7 @@ class Rank:
         """Leave the group and free what is shared with other ranks."""
         if self.grammars is not None:
             self.grammars.close()
+        self.overlap.close()
         self.kernels.all2all.close()
         process_group.leave(self.shared_memory)
 
@@ -240,7 +246,7 @@ class Rank:
         """What must be equal on all ranks, flat, with dotted names."""
         config = self.config
         flat: dict[str, object] = {"torch": torch.__version__}
-        for section in ("model", "scheduler", "cache", "kernels"):
+        for section in ("model", "scheduler", "cache", "kernels", "overlap"):
             values = getattr(config, section).model_dump()
             flat.update({f"{section}.{key}": value for key, value in values.items()})
         flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
@@ -293,13 +299,13 @@ class Rank:
 
     def _plan_config(self) -> PlanConfig:
         equal_tokens = self.kernels.all2all.needs_equal_tokens
-        return PlanConfig(equal_tokens)
+        return PlanConfig(equal_tokens, self.config.overlap.num_microbatches)
 
     def _runner(self, num_blocks: int) -> tuple[ModelRunner, Scheduler]:
         """A fresh cache of `num_blocks`, and who works with it."""
         config = self.config
         block_size = config.cache.block_size
-        self.kernels.attention.bind(
+        self.overlap.bind(
             allocate_kv_caches(self.model_config, num_blocks, block_size, self.dtype, self.device)
         )
         scheduler = Scheduler(
@@ -319,6 +325,7 @@ class Rank:
             num_threads=config.threads,
             device=self.device,
             asynchronous=self.asynchronous,
+            microbatches=self.overlap.wrapper(self.model),
         )
         return runner, scheduler
 
@@ -352,7 +359,7 @@ class Rank:
         block_bytes = kv_block_bytes(self.model_config, block_size, self.config.model.dtype)
         num_blocks = self._warm_up_steps().num_blocks
         needed = own_bytes(self._warm_up_steps(), *self._runner(num_blocks), self._graph_sizes)
-        self.kernels.attention.bind(())
+        self.overlap.bind(())
         fitting = blocks_that_fit(
             self.device,
             self.config.cache.memory_fraction,
