@@ -5,7 +5,7 @@ stream itself tells the peers and waits for them. Sums of the rows' local expert
 to its owner, which adds them.
 
 That is what pays while other work has the SMs, that is with `stream` set. Exchanges that nothing runs beside,
-or of few rows, are `symm`'s kernels: on two H200 these take a fifth to two thirds less time alone, at any size.
+or of few rows, are `symm`'s kernels: on two H200 these take 13 to 72 % less time alone, least for 8,192 rows.
 
 T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R places.
 """
@@ -21,7 +21,7 @@ from kernels.all2all.stream_signals import StreamSignals
 from kernels.all2all.symm import SymmAllToAll
 from kernels.pending import Pending
 
-KERNEL_ROWS = 256  # up to here copies gain nothing beside compute either, on two H200
+KERNEL_ROWS = 256  # up to here kernels are as good beside compute, on two H200
 
 
 class CopyEngineAllToAll(SymmAllToAll):
