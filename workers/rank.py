@@ -158,15 +158,18 @@ class Rank:
         """Collective: run all that compiles at first use, at every size of step that has kernels of its own."""
         max_tokens = self.config.scheduler.max_num_batched_tokens
         sizes = warm_up_sizes(max_tokens, dense=self.kernels.grouped_gemm.compiles_by_rows)
+        steps, total = self._warm_up_steps(), len(sizes) + 2
         tell = progress or (lambda done, total: None)
-        tell(0, len(sizes) + 1)
+        tell(0, total)
         self._wait_for_attention()
         with memory_for("a step", LOWER_STEPS):
-            runner, scheduler = self._runner(self._warm_up_steps().num_blocks)
+            runner, scheduler = self._runner(steps.num_blocks)
             for done, size in enumerate(sizes, 1):
-                tell(done, len(sizes) + 1)
-                self._warm_up_steps().prefill(runner, scheduler, size)
-        tell(len(sizes) + 1, len(sizes) + 1)
+                tell(done, total)
+                steps.prefill(runner, scheduler, size)
+            tell(total - 1, total)
+            steps.sample(runner, scheduler)
+        tell(total, total)
         self.overlap.bind(())
 
     def size_cache(self, progress: Progress | None = None) -> None:

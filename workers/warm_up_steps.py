@@ -8,6 +8,7 @@ import torch
 
 from kernels.attention.base import Attention
 from workers.config import SchedulerConfig
+from workers.logprobs import MAX_LOGITS_ROWS
 from workers.model_runner import ModelRunner
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
@@ -31,6 +32,8 @@ def bind_beside(attention: Attention, kv_caches: Sequence[torch.Tensor]) -> Futu
 _HEAVIEST = SamplingParams(
     max_tokens=2, temperature=1.0, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=20
 )
+
+_HEAVIEST_PROMPT = SamplingParams(max_tokens=1, prompt_logprobs=20)
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,10 @@ class WarmUpSteps:
         self._run(runner, scheduler, _requests(count, length, params))
 
     def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        """As many sequences as may run at once, which ask for everything in sampling that takes memory."""
+        """As many sequences as may run at once, asking for all that takes memory in sampling; then a prompt's logprobs."""
         self._run(runner, scheduler, _requests(self.limits.max_num_seqs, 1, _HEAVIEST))
+        length = min(MAX_LOGITS_ROWS, self.limits.max_num_batched_tokens, self.max_model_len - 2)
+        self._run(runner, scheduler, _requests(1, length, _HEAVIEST_PROMPT))
 
     def _run(
         self, runner: ModelRunner, scheduler: Scheduler, requests: Sequence[EngineRequest]

@@ -1,0 +1,119 @@
+"""A rank on a GPU compiles all of its kernels before it is ready, and none while it serves."""
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.cuda_environment import share_compiled_kernels
+from tests.distributed.engine_harness import make_request, rank_config
+from tests.distributed.rank_pool import RankPool
+from workers.checkpoint import make_checkpoint
+from workers.config import RankConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+CACHES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+NUM_REQUESTS = 120
+LONGEST = 700  # prompts, in steps of at most 512 tokens
+STYLES: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    {"temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 0.1},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logprobs": 5},
+    {"temperature": 0.0, "prompt_logprobs": 2, "logit_bias": ((7, 2.0),)},
+    {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": frozenset({5})},
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start-up") / "model"
+    return make_checkpoint(
+        folder, num_layers=2, hidden_size=256, head_dim=128, moe_intermediate_size=128
+    )
+
+
+@pytest.mark.parametrize("grouped_gemm", ["auto", "deepgemm"])
+def test_nothing_compiles_once_it_is_ready(
+    checkpoint: Path, grouped_gemm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if grouped_gemm == "deepgemm":
+        pytest.importorskip("deep_gemm")
+    for name in CACHES[:2]:  # flashinfer's, which take minutes, may have been compiled before
+        monkeypatch.setenv(name, str(tmp_path / name))
+    config = rank_config(
+        checkpoint,
+        1,
+        "cuda",
+        model={"dtype": "bfloat16"},
+        scheduler={"max_num_seqs": 32, "max_num_batched_tokens": 512},
+        cache={"num_blocks": "auto", "memory_fraction": 0.2},
+        kernels={"grouped_gemm": grouped_gemm},
+    )
+    pool = RankPool(1)
+    try:
+        (found,) = pool.run(_serve, 1, config, with_group=False, timeout_s=280)
+    finally:
+        pool.close()
+    before, after, num_tokens = found
+    assert before, "a fresh cache was filled by the start"
+    assert after - before == set(), "compiled in the middle of traffic"
+    assert num_tokens >= NUM_REQUESTS
+
+
+def _serve(
+    rank_index: int, num_ranks: int, info: Any, config: RankConfig
+) -> tuple[set[str], set[str], int]:
+    """Compiled files when ready and after traffic of all kinds, and how many tokens came."""
+    share_compiled_kernels(os.environ)
+    from workers.rank import Rank
+    from workers.rank_info import Rendezvous, start_stages
+
+    rank = Rank(rank_index, config)
+    rank.join_group(Rendezvous("", 0, "start-up"), 30)
+    try:
+        for stage in start_stages("cuda"):
+            rank.run_stage(stage, lambda done, total: None)
+        tokens: list[int] = []
+
+        def publish(ingress_id: str, outputs: list[Any]) -> None:
+            assert not any(output.error for output in outputs), outputs
+            tokens.extend(token for output in outputs for token in output.token_ids)
+
+        rank.start_engine(publish, lambda step: None)
+        before = _compiled()
+        _send_traffic(rank.engine)
+        torch.cuda.synchronize()
+        return before, _compiled(), len(tokens)
+    finally:
+        rank.close()
+
+
+def _send_traffic(engine: Any) -> None:
+    """Requests of all lengths and styles, arriving between steps."""
+    source = random.Random(0)
+    left = NUM_REQUESTS
+    running = True
+    while left or running:
+        for _ in range(min(left, source.choice((0, 0, 1, 1, 2, 9)))):
+            left -= 1
+            prompt = [source.randrange(256) for _ in range(int(LONGEST ** source.random()))]
+            style = STYLES[left % len(STYLES)]
+            request = make_request(str(left), prompt, max_tokens=source.randint(1, 24), **style)
+            engine.submit(request)
+        running = engine.step().run
+
+
+def _compiled() -> set[str]:
+    """Everything in the folders of compiled kernels, but locks and logs."""
+    folders = [Path(os.environ[name]) for name in CACHES]
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
+    return {str(file) for file in files if file.suffix not in (".lock", ".log")}
