@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.api_keys import VARIABLE, load_digests
+from cluster.check_backends import alternatives, capabilities
 from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
 from cluster.tracing import check_tracing
 from kernels import select
@@ -45,11 +46,17 @@ class RankRow:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Everything the command prints."""
+    """Everything the command prints.
+
+    alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
+    assumed        what could not be looked at on this machine
+    """
 
     config: dict[str, Any]
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
+    alternatives: dict[str, dict[str, str]]
+    assumed: str
     warnings: list[str]
 
     def to_json(self) -> dict[str, Any]:
@@ -69,20 +76,20 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     rank_config = resolve_rank_config(config)
     model = load_model_config(config.model.path)
     dtype = getattr(torch, str(rank_config.model.dtype))
-    selection = select.select(
-        config.kernels,
-        _capabilities(rank_config.device),
-        num_ranks=rank_config.num_ranks,
-        num_nodes=rank_config.num_nodes,
-        dtype=dtype,
-        hidden_size=model.hidden_size,
-        expert_width=model.moe_intermediate_size,
-        head_dim=model.head_dim,
-        fp8_checkpoint=stores_fp8_experts(model),
-        num_experts=model.num_experts,
-        top_k=model.num_experts_per_tok,
-        max_num_tokens=rank_config.scheduler.max_num_batched_tokens,
-    )
+    found, assumed = capabilities(rank_config.device)
+    shape: dict[str, Any] = {
+        "num_ranks": rank_config.num_ranks,
+        "num_nodes": rank_config.num_nodes,
+        "dtype": dtype,
+        "hidden_size": model.hidden_size,
+        "expert_width": model.moe_intermediate_size,
+        "head_dim": model.head_dim,
+        "fp8_checkpoint": stores_fp8_experts(model),
+        "num_experts": model.num_experts,
+        "top_k": model.num_experts_per_tok,
+        "max_num_tokens": rank_config.scheduler.max_num_batched_tokens,
+    }
+    selection = select.select(config.kernels, found, **shape)
     ranks = _rank_rows(rank_config, model, dtype, selection)
     reasons = selection.reasons()
     return CheckReport(
@@ -92,14 +99,10 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
             family: {"name": name, "reason": reasons[family]}
             for family, name in selection.names().items()
         },
+        alternatives=alternatives(selection, found, shape),
+        assumed=assumed,
         warnings=list(_warnings(config, rank_config, model, ranks, num_api_keys)),
     )
-
-
-def _capabilities(device: str) -> select.Capabilities:
-    if device == "cuda" and not torch.cuda.is_available():
-        return select.Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
-    return select.probe(device)
 
 
 def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:
@@ -267,7 +270,11 @@ def render(report: CheckReport, console: Console) -> None:
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():
-        console.print(f"  {family:<14}{choice['name']:<15}{choice['reason']}")
+        console.print(f"  {family:<14}{choice['name']:<20}{choice['reason']}")
+        for name, obstacle in report.alternatives[family].items():
+            console.print(f"  {'':<14}{name:<20}{obstacle or 'could run'}", style="dim")
+    if report.assumed:
+        console.print(f"assumed: {report.assumed}")
     for warning in report.warnings:
         console.print(f"warning: {warning}", style="yellow")
 

@@ -36,7 +36,7 @@ class KernelChoiceError(ValueError):
     def __init__(self, family: str, name: str, reason: str, instead: list[str]):
         self.key = f"kernels.{family}"
         works = f"What works: {' or '.join(['auto', *instead])}" if instead else "Nothing works"
-        self.value = name
+        self.value, self.reason = name, reason
         super().__init__(f"{self.key}: {name!r} cannot run here: {reason}. {works}")
 
 

@@ -61,7 +61,7 @@ class WarmUpSteps:
         self._run(runner, scheduler, _requests(count, length, params))
 
     def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        """As many sequences as may run at once, asking for all that takes memory in sampling; then a prompt's logprobs."""
+        """As many sequences as may run at once, asking for all that takes memory in sampling; a prompt's logprobs."""
         self._run(runner, scheduler, _requests(self.limits.max_num_seqs, 1, _HEAVIEST))
         length = min(MAX_LOGITS_ROWS, self.limits.max_num_batched_tokens, self.max_model_len - 2)
         self._run(runner, scheduler, _requests(1, length, _HEAVIEST_PROMPT))

@@ -146,6 +146,27 @@ def test_check_warns_of_missing_gpus(yaml_path: Path, monkeypatch: pytest.Monkey
     report = checking.check(settings)
     assert any("this machine has 1 GPU(s)" in warning for warning in report.warnings)
     assert report.ranks[0].kv_bytes is None
+    assert "compute capability 9.0" in report.assumed
+
+
+def test_check_says_why_other_backends_cannot_run(
+    yaml_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = {"native": "no C compiler was found"}
+    monkeypatch.setattr(
+        checking.select,
+        "probe",
+        lambda device: checking.select.Capabilities(device, missing),
+    )
+    report = checking.check(load_config(yaml_path, ["cluster.device=cpu", "cluster.ranks=2"]))
+    assert not report.assumed
+    assert report.alternatives["grouped_gemm"]["native"] == "no C compiler was found"
+    assert report.alternatives["grouped_gemm"]["reference"] == ""
+    assert "serves one rank" in report.alternatives["all2all"]["local"]
+    for family, names in report.alternatives.items():
+        assert report.backends[family]["name"] not in names
+    shown = run("check", yaml_path).stdout
+    assert "no C compiler was found" in shown and "could run" in shown
 
 
 def test_check_warns_of_too_little_memory(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
