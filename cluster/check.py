@@ -32,7 +32,8 @@ MEGABYTE = 10**6
 class RankRow:
     """One rank: where it runs, which experts it holds, what it keeps in memory.
 
-    `kv_bytes` is None where the size is measured when the rank starts.
+    `kv_bytes` is None where the size is measured when the rank starts. `graph_bytes` is what the CUDA graphs' common
+    pool of memory takes, 0 without graphs; what CUDA itself keeps for each graph is measured at the start.
     """
 
     rank: int
@@ -42,6 +43,7 @@ class RankRow:
     weight_bytes: int
     kv_bytes: int | None
     buffer_bytes: int
+    graph_bytes: int
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,14 @@ def _rank_rows(
         kv_bytes = config.cache.num_blocks * kv_block_bytes(
             model, config.cache.block_size, config.model.dtype
         )
-    buffer_bytes = _buffer_bytes(config, model, dtype, selection)
+    scheduler = config.scheduler
+    buffer_bytes = _buffer_bytes(
+        config, model, dtype, selection, tokens=scheduler.max_num_batched_tokens
+    )
+    graph_bytes = 0
+    if config.device == "cuda" and scheduler.cuda_graphs is not False:
+        largest = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        graph_bytes = _buffer_bytes(config, model, dtype, selection, tokens=largest)
     rows = []
     for rank in range(config.num_ranks):
         node, index = divmod(rank, per_node)
@@ -137,8 +146,11 @@ def _rank_rows(
             device=f"cuda:{index}" if config.device == "cuda" else "cpu",
             experts=_expert_range(placement.local_experts(rank)),
             weight_bytes=weight_bytes,
-            kv_bytes=_gpu_kv_bytes(config, weight_bytes) if kv_bytes is None else kv_bytes,
+            kv_bytes=_gpu_kv_bytes(config, weight_bytes + buffer_bytes + graph_bytes)
+            if kv_bytes is None
+            else kv_bytes,
             buffer_bytes=buffer_bytes,
+            graph_bytes=graph_bytes,
         )
         rows.append(row)
     return rows
@@ -148,12 +160,12 @@ def _expert_range(experts: range) -> str:
     return f"{experts.start}-{experts.stop - 1}" if experts else "none"
 
 
-def _gpu_kv_bytes(config: RankConfig, weight_bytes: int) -> int | None:
+def _gpu_kv_bytes(config: RankConfig, other_bytes: int) -> int | None:
     """An upper bound where a GPU can be asked; the rank measures after a profiling forward."""
     if config.device != "cuda" or not torch.cuda.is_available():
         return None
     total = torch.cuda.get_device_properties(0).total_memory
-    return max(0, int(total * config.cache.memory_fraction) - weight_bytes)
+    return max(0, int(total * config.cache.memory_fraction) - other_bytes)
 
 
 def _buffer_bytes(
@@ -161,14 +173,15 @@ def _buffer_bytes(
     model: Qwen3MoeConfig,
     dtype: torch.dtype,
     selection: select.Selection,
+    *,
+    tokens: int,
 ) -> int:
-    """What a rank keeps or briefly needs beside weights and cache in its largest step.
+    """What a rank keeps or briefly needs beside weights and cache in a step of so many tokens.
 
     Inputs of the step, the logits of a full batch in float32, the hidden states, and what the chosen
     kernels need for exchange and routed rows.
     """
-    scheduler = config.scheduler
-    tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    seqs = config.scheduler.max_num_seqs
     blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
     inputs = INT64 * (3 * tokens + seqs + 2 * seqs * blocks)
     logits = 4 * seqs * model.vocab_size
@@ -292,7 +305,7 @@ def _rank_table(ranks: list[RankRow]) -> Table:
     table = Table(title="ranks", title_justify="left", title_style="bold", box=None)
     for name in ("rank", "node", "device", "experts"):
         table.add_column(name)
-    for name in ("weights", "KV blocks", "buffers"):
+    for name in ("weights", "KV blocks", "buffers", "graphs"):
         table.add_column(name, justify="right")
     for row in ranks:
         kv = "measured at start" if row.kv_bytes is None else _size(row.kv_bytes)
@@ -304,6 +317,7 @@ def _rank_table(ranks: list[RankRow]) -> Table:
             _size(row.weight_bytes),
             kv,
             _size(row.buffer_bytes),
+            _size(row.graph_bytes) if row.graph_bytes else "none",
         )
     return table
 

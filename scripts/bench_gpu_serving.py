@@ -92,6 +92,8 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     finally:
         stop_s = server.stop()
     output = log.read_text(errors="replace")
+    model = resolved["config"]["model"]
+    model["path"] = Path(model["path"]).name
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "method": __doc__,

@@ -26,7 +26,7 @@ def markdown(report: dict[str, Any]) -> str:
             "# Served speed on GPUs",
             "",
             f"{where}, {report['ranks']} rank(s), {report['date'][:10]}; {software}.",
-            f"Backends: {chosen}. Model {config['model']['path'].rsplit('/', 1)[-1]}, weights "
+            f"Backends: {chosen}. Model {config['model']['path']}, weights "
             f"{config['model']['weights']}, routing {config['model']['routing']['kind']}; through HTTP, "
             "random prompts, answers of full length.",
             f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "

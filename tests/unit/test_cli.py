@@ -147,6 +147,15 @@ def test_check_warns_of_missing_gpus(yaml_path: Path, monkeypatch: pytest.Monkey
     assert any("this machine has 1 GPU(s)" in warning for warning in report.warnings)
     assert report.ranks[0].kv_bytes is None
     assert "compute capability 9.0" in report.assumed
+    row = report.ranks[0]
+    assert 0 < row.graph_bytes < row.buffer_bytes, "a graph has fewer rows than the largest step"
+    off = checking.check(
+        load_config(
+            yaml_path,
+            ["cluster.device=cuda", "model.dtype=bfloat16", "scheduler.cuda_graphs=false"],
+        )
+    )
+    assert off.ranks[0].graph_bytes == 0
 
 
 def test_check_says_why_other_backends_cannot_run(
