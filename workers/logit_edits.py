@@ -197,6 +197,7 @@ def _forbid(logits_BV: torch.Tensor, entries: _Entries) -> None:
     """-inf, but for rows that would have no token left: a grammar that is at its end allows only the end."""
     rows_N, ids_N = entries.index(logits_BV.device)
     before_N = logits_BV[rows_N, ids_N]
-    logits_BV[rows_N, ids_N] = FORBIDDEN
+    # A number assigned by index would wait for the device.
+    logits_BV[rows_N, ids_N] = torch.full_like(before_N, FORBIDDEN)
     empty_B = logits_BV.amax(dim=-1) == FORBIDDEN
     logits_BV[rows_N, ids_N] = torch.where(empty_B[rows_N], before_N, FORBIDDEN)
