@@ -101,6 +101,28 @@ def top(
 
 
 @app.command()
+def trace(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the step on each rank.")
+    ] = None,
+    mode: Annotated[
+        Literal["prefill", "decode"], typer.Option(help="Prompts, or one token of each sequence.")
+    ] = "prefill",
+    out: Annotated[Path, typer.Option(help="Where to write, without the ending.")] = Path("trace"),
+) -> None:
+    """Run a step on the configured ranks, whole and in microbatches, and draw when what ran."""
+    settings = _load(config, overrides)
+    from cluster.config import ConfigError
+    from cluster.serve import ServerError
+    from cluster.trace import trace as run
+
+    with _user_errors(ServerError, code=1), _user_errors(ConfigError, ValueError):
+        run(settings, mode, tokens, out, typer.echo)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON schema of the YAML."""
     from cluster.config import json_schema

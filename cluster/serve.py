@@ -58,7 +58,7 @@ def run_server(config: PhalanxConfig) -> None:
         with _stage("ray and checks"):
             # The check imports torch, which takes about as long as Ray's processes.
             checking = _in_background(lambda: _check(config, len(digests)))
-            _start_ray(config)
+            start_ray(config)
             stop.install()  # again, since Ray has put its own handlers in their place
             while not checking.done() and not stop.is_set():
                 time.sleep(POLL_S)
@@ -96,7 +96,8 @@ def _check(config: PhalanxConfig, num_api_keys: int) -> list[str]:
     return check(config, num_api_keys).warnings
 
 
-def _start_ray(config: PhalanxConfig) -> None:
+def start_ray(config: PhalanxConfig) -> None:
+    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)

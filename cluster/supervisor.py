@@ -24,6 +24,7 @@ from kernels.cuda_environment import MULTICAST_OFF
 from workers.actor import RankActor
 from workers.log import set_up_logging
 from workers.rank_info import RankInfo, Rendezvous, start_stages, total_progress
+from workers.schedule import RankTrace
 from workers.secure_socket import StreamAddress
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,7 @@ class Supervisor:
             # A user's mistake is told by its message alone, which the console shows anyway.
             level = logging.DEBUG if isinstance(error, ValueError) else logging.ERROR
             logger.log(level, "start failed at stage %s", self._status.stage, exc_info=True)
-            self._release("failed", f"start failed at stage {self._status.stage!r}: {_why(error)}")
+            self._release("failed", f"start failed at stage {self._status.stage!r}: {why(error)}")
             return
         watchers = [
             asyncio.create_task(self._watch_ranks()),
@@ -181,7 +182,8 @@ class Supervisor:
         ]
         await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
 
-    async def _bring_up(self) -> None:
+    async def prepare(self) -> None:
+        """Bring the ranks up to where their engines can be made."""
         config, timeout_s = self._rank_config, self._config.cluster.start_timeout_s
         await self._stage("placement", self._place(timeout_s))
         await self._stage("processes", self._locate())
@@ -191,6 +193,14 @@ class Supervisor:
         await self._stage("group", self._all("join_group", rendezvous, timeout_s))
         for stage in start_stages(config.device):
             await self._stage(stage, self._all("run_stage", stage))
+
+    async def trace(self, phase: str, num_tokens: int) -> list[RankTrace]:
+        """A step of so many tokens on every rank, whole and in slices; after `prepare`."""
+        return await self._stage("trace", self._all("trace", phase, num_tokens))
+
+    async def _bring_up(self) -> None:
+        await self.prepare()
+        config = self._rank_config
         inboxes = self._inboxes
         peers = [inboxes[:rank] + inboxes[rank + 1 :] for rank in range(config.num_ranks)]
         started = [
@@ -257,7 +267,7 @@ class Supervisor:
         if self._status.state == "ready":
             rank = next(index for index, task in enumerate(done) if task in finished)
             error = finished.pop().exception()
-            reason = _why(error) if error is not None else "left its loop"
+            reason = why(error) if error is not None else "left its loop"
             self._release("failed", f"rank {rank}: {reason}")
 
     async def _watch_leases(self) -> None:
@@ -292,7 +302,7 @@ async def _gather(refs: list["ray.ObjectRef"]) -> list[Any]:
     return await asyncio.gather(*(_wait(ref) for ref in refs))
 
 
-def _why(error: BaseException) -> str:
+def why(error: BaseException) -> str:
     """What happened, without the remote traceback that Ray puts around it; the log has that."""
     if isinstance(error, RayTaskError) and error.cause is not None:
         error = error.cause

@@ -18,6 +18,7 @@ from workers.inbox import Inbox, InboxSender
 from workers.log import set_up_logging
 from workers.rank_info import RankInfo, Rendezvous
 from workers.request import RequestOutput
+from workers.schedule import RankTrace
 from workers.secure_socket import StreamAddress
 from workers.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.token_stream import TokenSender
@@ -78,6 +79,12 @@ class RankActor:
     async def progress(self) -> tuple[int, int]:
         """How much of the stage is done, and in all: bytes of weights, or pieces of work; (0, 0) where unknown."""
         return self._progress
+
+    async def trace(self, phase: str, num_tokens: int) -> RankTrace:
+        """Collective, in place of `start`: a step of so many tokens, whole and in slices."""
+        from workers.trace_step import trace_step
+
+        return await asyncio.to_thread(trace_step, self._rank, phase, num_tokens)
 
     async def start(self, peers: list[StreamAddress]) -> RankInfo:
         """Collective: start the step loop. `peers` are the other ranks' inboxes."""

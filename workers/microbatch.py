@@ -17,6 +17,7 @@ from greenlet import getcurrent, greenlet
 from kernels.pending import hands_over, set_hand_over
 from kernels.select import Kernels
 from workers.batch_slices import BatchSlice, SliceableBatch, cut
+from workers.schedule_recorder import ScheduleRecorder
 
 T = TypeVar("T")
 
@@ -50,6 +51,7 @@ class MicrobatchWrapper:
         total_sms: int = 0,
     ):
         self.comm_sms = comm_sms
+        self._model = model
         self._total_sms = total_sms
         self._kernels = kernels
         self._models = [model.with_kernels(own) for own in kernels]
@@ -59,6 +61,13 @@ class MicrobatchWrapper:
     def num_slices(self) -> int:
         """How many slices a step is cut into."""
         return len(self._kernels)
+
+    def recorded(self, recorder: ScheduleRecorder) -> "MicrobatchWrapper":
+        """The same, whose exchanges `recorder` follows."""
+        kernels = [recorder.kernels(own, index) for index, own in enumerate(self._kernels)]
+        return MicrobatchWrapper(
+            self._model, kernels, comm_sms=self.comm_sms, total_sms=self._total_sms
+        )
 
     def plan(self, batch: SliceableBatch) -> None:
         """Cut `batch` and plan attention for each slice."""

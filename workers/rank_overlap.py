@@ -84,6 +84,21 @@ class RankOverlap:
             for line in self.policy.lines():
                 logger.info("microbatches in %s", line)
 
+    def timer(
+        self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int
+    ) -> overlap_tuning.StepTimer:
+        """What times steps that are the same on all ranks; every rank calls it alike."""
+        limits = self._config.scheduler
+        return overlap_tuning.StepTimer(
+            runner,
+            scheduler,
+            plan=self._plan,
+            max_prompt_len=max_model_len - 2,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_tokens=limits.max_num_batched_tokens,
+            vocab_size=runner.model.config.vocab_size,
+        )
+
     def close(self) -> None:
         """Release what slices' exchanges share with other ranks."""
         slices, self._slices = self._slices, []
@@ -98,17 +113,8 @@ class RankOverlap:
         max_model_len: int,
         facts: Mapping[str, object],
     ) -> None:
-        limits = self._config.scheduler
-        run = overlap_tuning.StepTimer(
-            runner,
-            scheduler,
-            plan=self._plan,
-            max_prompt_len=max_model_len - 2,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_tokens=limits.max_num_batched_tokens,
-            vocab_size=runner.model.config.vocab_size,
-        )
-        largest = self._largest(scheduler, max_model_len)
+        run = self.timer(runner, scheduler, max_model_len)
+        largest = self.largest(scheduler, max_model_len)
         choices: Sequence[int] = ()
         if self._config.overlap.comm_sms == "auto":
             choices = self._slices[0].all2all.sm_choices
@@ -124,7 +130,7 @@ class RankOverlap:
             self.policy = kept
             runner.microbatches.comm_sms = kept.comm_sms
         if self.policy.enabled and self._device.type == "cuda":
-            for phase in ("decode", "prefill"):
+            for phase in overlap_tuning.PHASES:
                 for size in overlap_tuning.sizes_to_measure(phase, largest[phase]):
                     run(phase, size, True)
 
@@ -165,7 +171,7 @@ class RankOverlap:
         limit(best)
         self.policy = self.policy.with_comm_sms(best, f"fastest of {choices} and no limit")
 
-    def _largest(self, scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
+    def largest(self, scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
         """The biggest step of each phase that limits and cache allow."""
         limits, block_size = self._config.scheduler, self._config.cache.block_size
         num_blocks = scheduler.pool.num_blocks

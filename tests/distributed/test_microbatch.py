@@ -12,7 +12,8 @@ from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
 from workers.process_group import host_store
 from workers.rank_info import Rendezvous
-from workers.schedule_recorder import ScheduleRecorder, hidden_share
+from workers.schedule import hidden_share
+from workers.schedule_recorder import ScheduleRecorder
 
 EXCHANGES = [
     (ranks, name)

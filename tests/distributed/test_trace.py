@@ -1,0 +1,82 @@
+"""`trace_step` on real ranks, and what is drawn of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster import trace_drawing
+from cluster.trace import summary
+from tests.distributed.engine_harness import rank_config
+from tests.distributed.rank_pool import RankError
+from workers.checkpoint import make_checkpoint
+from workers.config import RankConfig
+from workers.process_group import host_store
+from workers.rank_info import Rendezvous
+from workers.schedule import RankTrace
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "model"
+    return make_checkpoint(path, num_layers=LAYERS, hidden_size=64, num_experts=6, head_dim=32)
+
+
+def _trace(rank_index, num_ranks, info, config, rendezvous, phase, num_tokens) -> RankTrace:
+    from workers.rank import Rank
+    from workers.trace_step import trace_step
+
+    rank = Rank(rank_index, config)
+    rank.join_group(rendezvous, 30)
+    try:
+        rank.load()
+        return trace_step(rank, phase, num_tokens)
+    finally:
+        rank.close()
+
+
+def traces(pool, config: RankConfig, phase: str, num_tokens: int) -> list[RankTrace]:
+    store = host_store("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1", store.port, f"test-{store.port}")
+    arguments = (config.num_ranks, config, rendezvous, phase, num_tokens)
+    return pool.run(_trace, *arguments, with_group=False)
+
+
+@pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
+@pytest.mark.parametrize(("phase", "num_tokens"), [("prefill", 96), ("decode", 9)])
+def test_both_forms_of_a_step_are_traced(
+    rank_pool, checkpoint, tmp_path, all2all, phase, num_tokens
+):
+    config = rank_config(checkpoint, 2, kernels={"all2all": all2all}, overlap={"mode": "on"})
+    found = traces(rank_pool, config, phase, num_tokens)
+    for rank, trace in enumerate(found):
+        assert (trace.rank, trace.num_tokens, trace.all2all) == (rank, num_tokens, all2all)
+        assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
+        one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(2)]
+        assert trace.microbatched.order() == one_layer * LAYERS
+        assert 0 < trace.plain.exposed < trace.plain.seconds
+    check_files(found, tmp_path)
+    assert len(summary(found)) == 2 and "% hidden" in summary(found)[1]
+
+
+def check_files(found: list[RankTrace], folder: Path) -> None:
+    json_path, png_path = trace_drawing.write(found, folder / "new" / "trace", "a title")
+    assert png_path.read_bytes().startswith(b"\x89PNG")
+    events = json.loads(json_path.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"compute", "waiting", "exchanges of slice 0", "exchanges of slice 1"} <= names
+    assert {event["pid"] for event in spans} == {0, 1, 2, 3}
+    threads: dict[tuple[int, int], float] = {}
+    for span in sorted(spans, key=lambda event: event["ts"]):
+        thread = span["pid"], span["tid"]
+        assert span["ts"] >= threads.get(thread, 0) - 1e-3, "spans of a thread overlap"
+        threads[thread] = span["ts"] + span["dur"]
+
+
+def test_a_size_that_does_not_fit_is_refused(rank_pool, checkpoint):
+    config = rank_config(checkpoint, 2, kernels={"all2all": "shm"}, overlap={"mode": "on"})
+    with pytest.raises(RankError, match=r"a decode step has 2 to 16 tokens .* got 17"):
+        traces(rank_pool, config, "decode", 17)

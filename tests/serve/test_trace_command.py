@@ -1,0 +1,35 @@
+"""`phalanx trace` from the command line to its files, over Ray."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from workers.checkpoint import make_checkpoint
+
+
+def run(config: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "cluster.cli", "trace", str(config), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_a_step_is_traced_and_a_wrong_size_refused(tmp_path: Path):
+    make_checkpoint(tmp_path / "model", num_layers=2)
+    config = tmp_path / "config.yaml"
+    values = {
+        "model": {"path": "model"},
+        "cluster": {"ranks": 2, "device": "cpu"},
+        "kernels": {"all2all": "allgather"},
+        "cache": {"num_blocks": 512},
+        "scheduler": {"max_num_seqs": 8},
+    }
+    config.write_text(yaml.safe_dump(values))
+    done = run(config, "--tokens", "256", "--out", str(tmp_path / "out" / "step"))
+    assert done.returncode == 0, done.stderr
+    assert "% hidden" in done.stdout and "all-to-all allgather" in done.stdout
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"step.json", "step.png"}
+
+    done = run(config, "--mode", "decode", "--tokens", "9")
+    assert done.returncode == 1
+    assert "a decode step has 2 to 8 tokens with this configuration, got 9" in done.stderr
