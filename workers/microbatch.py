@@ -20,6 +20,7 @@ from workers.batch_slices import BatchSlice, SliceableBatch, cut
 from workers.schedule_recorder import ScheduleRecorder
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 class SliceableModel(Protocol):
@@ -87,27 +88,29 @@ class MicrobatchWrapper:
         ]
         stream = self._kernels[0].all2all.stream
         with sm_split(self._kernels, self.comm_sms, self._total_sms), _nothing_freed_early(stream):
-            return torch.cat(alternate(forwards, on_cuda=stream is not None))
+            return torch.cat(alternate(forwards, batch.input_ids.device))
 
 
-def alternate(tasks: Sequence[Callable[[], T]], *, on_cuda: bool = False) -> list[T]:
+def alternate(tasks: Sequence[Callable[[], T]], device: torch.device = CPU) -> list[T]:
     """Run the tasks by turns on this thread, changing at each `Pending.wait`; their results in order.
 
-    The first error is raised at once; tasks that have begun are unwound by GreenletExit. With `on_cuda` each finds the
-    stream as it left it.
+    The first error is raised at once; tasks that have begun are unwound by GreenletExit. No task may hand over in
+    another mode, or on another stream of `device`, than the caller's: the others would inherit it.
     """
     assert not hands_over(), "slices cannot be cut again"
-    mode = torch.is_inference_mode_enabled()
-    stream = torch.cuda.current_stream() if on_cuda else None
     slices = [_Slice(task) for task in tasks]
-    turns = deque(slices)
+    turns, modes = deque(slices), _modes(device)
+    before = modes()
     set_hand_over(getcurrent().switch)
     try:
         while turns:
             current = turns.popleft()
-            if current.run_on(on_cuda):
+            result = current.switch()
+            if current.dead:
+                current.result = result
+            else:
                 turns.append(current)
-            assert torch.is_inference_mode_enabled() == mode, "a slice left a context manager open"
+            assert modes() == before, "a slice left a context manager open"
     except BaseException as error:
         set_hand_over(None)  # what unwinds must not come back here
         for other in turns:
@@ -115,29 +118,21 @@ def alternate(tasks: Sequence[Callable[[], T]], *, on_cuda: bool = False) -> lis
         raise
     finally:
         set_hand_over(None)
-        if stream is not None:
-            torch.cuda.set_stream(stream)
     return [part.result for part in slices]
 
 
+def _modes(device: torch.device) -> Callable[[], object]:
+    """What tells the modes of this thread that slices share. Asked at each turn: public calls cost a microsecond."""
+    if device.type != "cuda":
+        return torch.is_inference_mode_enabled
+    index, current_stream = device.index, torch._C._cuda_getCurrentRawStream
+    return lambda: (torch.is_inference_mode_enabled(), current_stream(index))
+
+
 class _Slice(greenlet):
-    """One task and what its turns leave."""
+    """One task, and its result when it has ended."""
 
-    def __init__(self, task: Callable[[], T]):
-        super().__init__(task)
-        self.result: T | None = None
-        self._stream: torch.cuda.Stream | None = None
-
-    def run_on(self, on_cuda: bool) -> bool:
-        """Go on until it hands over (True) or ends (False)."""
-        if on_cuda and self._stream is not None:
-            torch.cuda.set_stream(self._stream)
-        result = self.switch()
-        if on_cuda:
-            self._stream = torch.cuda.current_stream()
-        if self.dead:
-            self.result = result
-        return not self.dead
+    result: T | None = None
 
     def unwind(self, error: BaseException) -> None:
         """Run its `finally` blocks; what they raise is noted on `error`."""
