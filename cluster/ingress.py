@@ -17,7 +17,7 @@ from cluster.api.gate import Gate
 from cluster.api.record import Recorder
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import load_default_sampling, load_tokenizer
-from cluster.config import PhalanxConfig, max_num_seqs, resolve_device
+from cluster.config import PhalanxConfig, max_num_seqs
 from cluster.engine_client import EngineClient
 from cluster.http_server import HttpServer
 from cluster.metrics import IngressMetrics
@@ -31,9 +31,6 @@ STOPPING = "the server is stopping"
 LAST_WORDS_S = 1.0  # for telling the clients of requests that took too long to finish
 # What Serve waits beyond the drain before it kills a replica: closing connections takes a few seconds at worst.
 KILL_AFTER_S = 10.0
-# Niceness beside CPU ranks: whatever takes a core from one of them holds up all. Fewer, longer pieces of text then
-# leave when the machine is full; measured with two ranks on two cores 8 to 12 % more tokens.
-BEHIND_RANKS = 15
 
 
 @serve.deployment(
@@ -65,8 +62,6 @@ class Ingress:
         self._gate = Gate(settings.max_open_choices)
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         await connected
-        if resolve_device(config, int(ray.cluster_resources().get("GPU", 0))) == "cpu":
-            os.nice(BEHIND_RANKS)
         self._drain_timeout_s = config.serve.drain_timeout_s
         self._drained: asyncio.Task[None] | None = None
         self._server: HttpServer | None = None

@@ -6,13 +6,6 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#include <time.h>
-#ifdef __linux__
-#include <limits.h>
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #define OUTPUTS 4 /* outputs of a tile: with two rows, eight independent sums hide the latency of a multiply-add */
 #define TILES_AHEAD 2 /* weights come from beyond the private caches; asking early took 27 % off a decode's experts */
@@ -367,61 +360,4 @@ void sum_slots(const float *sums, int64_t stride, int64_t ranks, int64_t count, 
     for (int64_t r = 1; r < ranks; r++)
         for (int64_t i = 0; i < count; i++)
             out[i] += sums[r * stride + i];
-}
-
-static int64_t now_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000LL + now.tv_nsec / 1000;
-}
-
-/* Sleep until *word is no longer `seen`, post_word wakes it, or `us` have passed. The low half is compared: an order of
- * bytes that x86 has, as has the exchange that calls this. */
-static void sleep_on(const int64_t *word, int64_t seen, int64_t us)
-{
-#ifdef __linux__
-    struct timespec time = {us / 1000000, us % 1000000 * 1000};
-    syscall(SYS_futex, word, FUTEX_WAIT, (int32_t)seen, &time, NULL, 0);
-#else
-    struct timespec time = {0, 50000};
-    nanosleep(&time, NULL);
-#endif
-}
-
-/* Wait until *word, which another process counts up with post_word, has reached `least`: 1; or 0 after timeout_us.
- * Spins for spin_us, then sleeps, so that the core is free for others. `sleepers` [1] lies beside the word. */
-int64_t wait_word(const int64_t *word, int64_t least, int64_t *sleepers, int64_t spin_us, int64_t timeout_us)
-{
-    int64_t start = now_us(), waited = 0;
-    for (int64_t turn = 0; waited < timeout_us; turn++) {
-        int64_t seen = __atomic_load_n(word, __ATOMIC_ACQUIRE);
-        if (seen >= least)
-            return 1;
-        if (waited < spin_us) {
-#ifdef __x86_64__
-            __builtin_ia32_pause();
-#endif
-            if (turn % 8)
-                continue;
-        } else {
-            __atomic_fetch_add(sleepers, 1, __ATOMIC_SEQ_CST); /* before the last look: see post_word */
-            seen = __atomic_load_n(word, __ATOMIC_SEQ_CST);
-            if (seen < least)
-                sleep_on(word, seen, timeout_us - waited);
-            __atomic_fetch_sub(sleepers, 1, __ATOMIC_SEQ_CST);
-        }
-        waited = now_us() - start;
-    }
-    return __atomic_load_n(word, __ATOMIC_ACQUIRE) >= least;
-}
-
-/* Store, then look for sleepers, in this order for everybody: who counted itself too late to be woken sees the value. */
-void post_word(int64_t *word, int64_t value, const int64_t *sleepers)
-{
-    __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
-#ifdef __linux__
-    if (__atomic_load_n(sleepers, __ATOMIC_SEQ_CST))
-        syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
-#endif
 }

@@ -39,10 +39,8 @@ _SIGNATURES = {
     "route_rows": [_POINTER, _INT, _POINTER, *[_INT] * 6, *[_POINTER] * 4],
     "take_rows": [_POINTER] * 2 + [_INT] * 2 + [_POINTER],
     "sum_slots": [_POINTER, *[_INT] * 3, _POINTER],
-    "wait_word": [_POINTER, _INT, _POINTER, _INT, _INT],
-    "post_word": [_POINTER, _INT, _POINTER],
 }
-_RESULTS = {"route_pairs": _INT, "route_rows": _INT, "wait_word": _INT}
+_RESULTS = {"route_pairs": _INT, "route_rows": _INT}
 
 
 class NativeUnavailableError(RuntimeError):

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -124,18 +123,9 @@ def test_rows_of_all_ranks(rank_pool: RankPool, num_ranks: int):
     assert found == [[]] * num_ranks  # unlinked while in use
 
 
-def _stress_without_a_compiler(rank: int, num_ranks: int, info: GroupInfo, exchanges: int) -> None:
-    with mock.patch.object(shm, "load_or_none", return_value=None):
-        _stress(rank, num_ranks, info, exchanges)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_slots_survive_2000_exchanges(rank_pool: RankPool, num_ranks: int):
     rank_pool.run(_stress, num_ranks, 2000, with_group=False)
-
-
-def test_slots_survive_where_nobody_can_be_woken(rank_pool: RankPool):
-    rank_pool.run(_stress_without_a_compiler, 2, 500, with_group=False)
 
 
 def test_a_late_rank_is_named(rank_pool: RankPool):
