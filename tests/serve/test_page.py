@@ -121,9 +121,11 @@ def test_stop_keeps_what_came_and_regenerate_replaces_it(page, server):
 
 
 def test_the_bars_of_the_ranks_move(page, server):
+    seen = threading.Event()
+
     def work() -> None:
         body = {"prompt": "x", "n": 4, "max_tokens": 300, "ignore_eos": True}
-        for _ in range(2):
+        while not seen.is_set():
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
 
     def widths(kind: str) -> str:
@@ -136,10 +138,13 @@ def test_the_bars_of_the_ranks_move(page, server):
     page.wait(f"{widths('tokens')}.every(it => it == 0)")
     load = threading.Thread(target=work)
     load.start()
-    for kind in ("tokens", "requests", "cache", "exchange"):
-        page.wait(f"{widths(kind)}.every(it => it > 0 && it <= 100)")
-    assert int(text_of(page, "#total").replace(",", "")) > 0
-    load.join()
+    try:
+        for kind in ("tokens", "requests", "cache", "exchange"):
+            page.wait(f"{widths(kind)}.every(it => it > 0 && it <= 100)")
+        assert int(text_of(page, "#total").replace(",", "")) > 0
+    finally:
+        seen.set()
+        load.join()
     page.wait(f"{widths('tokens')}.every(it => it == 0)")
     assert page.js("document.getElementById('line').getAttribute('d').split('L').length") > 2
 

@@ -72,6 +72,7 @@ def config_of(rope: RopeConfig, head_dim: int) -> Qwen3MoeConfig:
         rope=rope,
         dtype="float32",
         eos_token_ids=(),
+        quantization=None,
     )
 
 
