@@ -58,14 +58,21 @@ class OverlapPolicy:
         """The same with another limit on the exchange."""
         return replace(self, comm_sms=comm_sms, reasons={**self.reasons, "comm_sms": reason})
 
+    def without_decode(self, reason: str) -> "OverlapPolicy":
+        """The same, but decodes stay whole."""
+        return replace(self, min_decode_tokens=None, reasons={**self.reasons, "decode": reason})
+
     def lines(self) -> list[str]:
         """What it comes to, for the log."""
-        values = {
-            "decode": _since(self.min_decode_tokens, "sequences"),
-            "prefill": _since(self.min_prefill_tokens, "tokens"),
-            "comm_sms": "no limit" if self.comm_sms is None else str(self.comm_sms),
-        }
-        return [f"{name}: {value} ({self.reasons[name]})" for name, value in values.items()]
+        reasons = self.reasons
+        if not self.enabled and reasons["decode"] == reasons["prefill"]:
+            return [f"no microbatches: {reasons['decode']}"]
+        limit = "no limit" if self.comm_sms is None else str(self.comm_sms)
+        return [
+            f"microbatches in decode {_since(self.min_decode_tokens, 'sequences')} ({reasons['decode']})",
+            f"microbatches in prefill {_since(self.min_prefill_tokens, 'tokens')} ({reasons['prefill']})",
+            f"SMs of the exchange beside microbatches: {limit} ({reasons['comm_sms']})",
+        ]
 
 
 def never(reason: str) -> OverlapPolicy:

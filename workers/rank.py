@@ -176,6 +176,8 @@ class Rank:
         """Collective: size and allocate the KV cache, and run a step with it."""
         self._wait_for_attention()
         self._graph_sizes = graphs_to_capture(self.config.scheduler, self.kernels, self.device)
+        if self._graph_sizes:
+            self.overlap.leave_decodes_to_graphs()
         num_blocks = self._num_blocks()
         with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
             runner, scheduler = self._runner(num_blocks)

@@ -30,6 +30,7 @@ class RankOverlap:
         self._config = config
         self._rank, self._device, self._whole = context.rank, context.device, whole
         self.policy, self._unknown = configured(config.overlap, selection.all2all.name)
+        self._whole_decodes = False
         self._slices: list[Kernels] = []
         if self.policy.enabled or self._unknown:
             count = config.overlap.num_microbatches
@@ -50,6 +51,11 @@ class RankOverlap:
                 f"overlap.comm_sms: {wanted} leaves none of this GPU's {num_sms} multiprocessors to the "
                 f"experts; {all2all.sm_choices[0]} to {all2all.sm_choices[-1]} are usual"
             )
+
+    def leave_decodes_to_graphs(self) -> None:
+        """Decodes replay graphs, which hold whole steps; only eager steps are cut."""
+        self._unknown -= {"decode"}
+        self._whole_decodes = True
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """The caches of all attention: of whole steps and of slices."""
@@ -77,12 +83,14 @@ class RankOverlap:
         """
         if self._slices:
             self._tune(runner, scheduler, max_model_len, facts)
+        if self._slices and self._whole_decodes:
+            self.policy = self.policy.without_decode("decodes replay CUDA graphs of whole steps")
         if not self.policy.enabled:
             self.close()
             runner.microbatches = None
         if self._rank == 0 and self._config.overlap.mode != "off":
             for line in self.policy.lines():
-                logger.info("microbatches in %s", line)
+                logger.info(line)
 
     def timer(
         self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int
