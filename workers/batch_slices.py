@@ -14,21 +14,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from kernels.attention.base import AttentionBatch
 from workers.step_sync import slice_borders
 
 
-class SliceableBatch(Protocol):
-    """What a slice is made of; see ForwardBatch."""
+class SliceableBatch(AttentionBatch, Protocol):
+    """What a slice is made of: all that attention and the model read of a ForwardBatch."""
 
-    num_tokens: int
-    num_seqs: int
-    num_decodes: int
     input_ids: torch.Tensor
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens_cpu: np.ndarray
-    query_start_loc_cpu: np.ndarray
 
 
 @dataclass(frozen=True)

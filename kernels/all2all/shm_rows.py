@@ -6,9 +6,9 @@ Of the bookkeeping of a decode step, with 8 rows of 128 and two ranks, numpy's o
 T tokens of this rank, r ranks, N rows of all ranks, D hidden, K experts per token, R routed rows.
 """
 
+from abc import ABC, abstractmethod
 from ctypes import CDLL, c_int64
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,28 +29,6 @@ class Routed:
     share: slice
 
 
-class SlotRows(Protocol):
-    """Reads and writes slots; `parity` names one of the two sets."""
-
-    def put(
-        self,
-        parity: int,
-        x_TD: torch.Tensor,
-        topk_idx_TK: torch.Tensor,
-        topk_weights_TK: torch.Tensor,
-    ) -> None:
-        """Write this rank's rows."""
-
-    def take(self, parity: int, counts: list[int]) -> ExpertInput:
-        """Copy the rows of this rank's experts out of everybody's slots, of which rank r has counts[r] rows."""
-
-    def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
-        """Write the weighted sums of this rank's experts for all N rows."""
-
-    def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
-        """Add up what all ranks have for this rank's rows: [T, D]."""
-
-
 @dataclass(frozen=True)
 class Slots:
     """The memory: dispatch uint8 [2, r, bytes], combine uint8 [2, r, bytes]; and who reads it."""
@@ -68,17 +46,51 @@ class Slots:
         return slice(start, start + counts[self.rank])
 
 
+class SlotRows(ABC):
+    """Reads and writes slots; `parity` names one of the two sets."""
+
+    def __init__(self, slots: Slots):
+        self._slots = slots
+        sums = torch.from_numpy(slots.combine).view(slots.row_format.dtype)
+        self._sums_rND = sums.unflatten(2, (-1, slots.row_format.hidden_size)).unbind(0)
+        self._own_sums_ND = [sums_rND[slots.rank] for sums_rND in self._sums_rND]
+
+    @abstractmethod
+    def put(
+        self,
+        parity: int,
+        x_TD: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+    ) -> None:
+        """Write this rank's rows."""
+
+    @abstractmethod
+    def take(self, parity: int, counts: list[int]) -> ExpertInput:
+        """Copy the rows of this rank's experts out of everybody's slots, of which rank r has counts[r] rows."""
+
+    def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
+        """Write the weighted sums of this rank's experts for all N rows."""
+        own_sums_ND = self._own_sums_ND[parity][: routed.num_rows]
+        sum_rows(y_RD, routed.row_R, routed.num_rows, routed.weight_R, out=own_sums_ND)
+
+    @abstractmethod
+    def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
+        """Add up what all ranks have for this rank's rows: [T, D]."""
+
+
 def slot_rows(slots: Slots) -> SlotRows:
     """The fastest there is."""
     native = load_or_none() if slots.row_format.dtype == torch.float32 else None
     return NumpyRows(slots) if native is None else NativeRows(slots, native)
 
 
-class NativeRows:
+class NativeRows(SlotRows):
     """float32, in C."""
 
     def __init__(self, slots: Slots, native: CDLL):
-        self._slots, self._native = slots, native
+        super().__init__(slots)
+        self._native = native
         row_format = slots.row_format
         self._shape = row_format.top_k, row_format.x_bytes, row_format.row_bytes
         self._range = slots.experts.start, len(slots.experts)
@@ -87,7 +99,6 @@ class NativeRows:
         self._rows = [parity.ctypes.data for parity in slots.dispatch]
         self._own_rows = [parity[slots.rank].ctypes.data for parity in slots.dispatch]
         self._sums = [parity.ctypes.data for parity in slots.combine]
-        self._own_sums = [parity[slots.rank].ctypes.data for parity in slots.combine]
         self._sums_stride = slots.combine.shape[2] // 4
         self._counts_type = c_int64 * self._num_ranks
 
@@ -136,19 +147,6 @@ class NativeRows:
         routed = Routed(row_P[:num_routed], weight_P[:num_routed], num_rows, slots.share(counts))
         return ExpertInput(x_RD, offs_e, routed)
 
-    def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
-        """See SlotRows."""
-        y_RD = y_RD.contiguous()
-        assert y_RD.dtype == torch.float32, y_RD.dtype
-        self._native.sum_rows(
-            y_RD.data_ptr(),
-            routed.row_R.data_ptr(),
-            routed.weight_R.data_ptr(),
-            *y_RD.shape,
-            routed.num_rows,
-            self._own_sums[parity],
-        )
-
     def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
         """See SlotRows."""
         share, width = routed.share, self._slots.row_format.hidden_size
@@ -171,20 +169,17 @@ class _Fields:
         self.topk_weights_of = list(topk_weights.unflatten(0, per_rank).numpy())
 
 
-class NumpyRows:
+class NumpyRows(SlotRows):
     """Any dtype, anywhere."""
 
     def __init__(self, slots: Slots):
-        self._slots = slots
+        super().__init__(slots)
         row_format, max_num_tokens = slots.row_format, slots.max_num_tokens
         self._bounds = expert_bounds(slots.experts, "cpu", torch.int32).numpy()
         self._fields = [
             _Fields(slots_rB, row_format, max_num_tokens)
             for slots_rB in torch.from_numpy(slots.dispatch)
         ]
-        sums = torch.from_numpy(slots.combine).view(row_format.dtype)
-        self._sums_rND = sums.unflatten(2, (-1, row_format.hidden_size)).unbind(0)
-        self._own_sums_ND = [sums_rND[slots.rank] for sums_rND in self._sums_rND]
         num_ranks = slots.dispatch.shape[1]
         self._place_of = list(np.arange(num_ranks * max_num_tokens).reshape(num_ranks, -1))
 
@@ -215,11 +210,6 @@ class NumpyRows:
         )
         x_RD = fields.x.index_select(0, torch.from_numpy(place_R))
         return ExpertInput(x_RD, torch.from_numpy(offs_e), routed)
-
-    def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
-        """See SlotRows."""
-        own_sums_ND = self._own_sums_ND[parity][: routed.num_rows]
-        sum_rows(y_RD, routed.row_R, routed.num_rows, routed.weight_R, out=own_sums_ND)
 
     def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
         """See SlotRows."""
