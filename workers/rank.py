@@ -176,14 +176,18 @@ class Rank:
         """Collective: size and allocate the KV cache, and run a step with it."""
         self._wait_for_attention()
         self._graph_sizes = graphs_to_capture(self.config.scheduler, self.kernels, self.device)
-        if self._graph_sizes:
-            self.overlap.leave_decodes_to_graphs()
         num_blocks = self._num_blocks()
         with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
             runner, scheduler = self._runner(num_blocks)
             num_tokens = min(64, self.config.scheduler.max_num_batched_tokens)
             self._warm_up_steps().prefill(runner, scheduler, num_tokens)
-        self.overlap.tune(runner, scheduler, self.max_model_len, self._settings())
+        self.overlap.tune(
+            runner,
+            scheduler,
+            self.max_model_len,
+            self._settings(),
+            graphs=bool(self._graph_sizes),
+        )
         self._sized = runner, scheduler
 
     def capture_graphs(self, progress: Progress | None = None) -> None:
@@ -362,14 +366,14 @@ class Rank:
         assert self.device.type == "cuda", "on CPU the configuration says how many blocks"
         block_size = self.config.cache.block_size
         block_bytes = kv_block_bytes(self.model_config, block_size, self.config.model.dtype)
-        num_blocks = self._warm_up_steps().num_blocks
-        needed = own_bytes(self._warm_up_steps(), *self._runner(num_blocks), self._graph_sizes)
+        steps = self._warm_up_steps()
+        needed = own_bytes(steps, *self._runner(steps.num_blocks), self._graph_sizes)
         self.overlap.bind(())
         fitting = blocks_that_fit(
             self.device,
             self.config.cache.memory_fraction,
             block_bytes=block_bytes,
-            own_bytes=needed - num_blocks * block_bytes,
+            own_bytes=needed - steps.num_blocks * block_bytes,
         )
         if self.config.num_ranks > 1:
             fitting = min(process_group.gather_objects(fitting))

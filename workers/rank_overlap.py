@@ -30,7 +30,6 @@ class RankOverlap:
         self._config = config
         self._rank, self._device, self._whole = context.rank, context.device, whole
         self.policy, self._unknown = configured(config.overlap, selection.all2all.name)
-        self._whole_decodes = False
         self._slices: list[Kernels] = []
         if self.policy.enabled or self._unknown:
             count = config.overlap.num_microbatches
@@ -52,11 +51,6 @@ class RankOverlap:
                 f"experts; {all2all.sm_choices[0]} to {all2all.sm_choices[-1]} are usual"
             )
 
-    def leave_decodes_to_graphs(self) -> None:
-        """Decodes replay graphs, which hold whole steps; only eager steps are cut."""
-        self._unknown -= {"decode"}
-        self._whole_decodes = True
-
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """The caches of all attention: of whole steps and of slices."""
         for own in (self._whole, *self._slices):
@@ -76,15 +70,20 @@ class RankOverlap:
         scheduler: Scheduler,
         max_model_len: int,
         facts: Mapping[str, object],
+        *,
+        graphs: bool,
     ) -> None:
         """Collective: measure what is open, or take over what a start under the same `facts` has measured.
 
-        Either way slices have then run at all sizes, so that nothing of theirs compiles in traffic.
+        Either way slices have then run at all sizes, so that nothing of theirs compiles in traffic. With `graphs`
+        decodes stay out of it: those hold whole steps.
         """
         if self._slices:
-            self._tune(runner, scheduler, max_model_len, facts)
-        if self._slices and self._whole_decodes:
-            self.policy = self.policy.without_decode("decodes replay CUDA graphs of whole steps")
+            if graphs:
+                self._unknown -= {"decode"}
+                reason = "decodes replay CUDA graphs of whole steps"
+                self.policy = self.policy.without_decode(reason)
+            self._tune(runner, scheduler, max_model_len, {**facts, "graphs": graphs})
         if not self.policy.enabled:
             self.close()
             runner.microbatches = None
