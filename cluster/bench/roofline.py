@@ -5,11 +5,9 @@ its share of the requests and of the experts, and a copy of everything else.
 """
 
 from dataclasses import dataclass
-from math import comb
 
-from kernels.placement import ExpertPlacement
+from cluster.bench.step_work import StepPart, StepShape, step_work
 from workers.models.config import Qwen3MoeConfig
-from workers.models.tensors import DTYPE_BYTES, kv_block_bytes, rank_weight_bytes
 
 
 @dataclass(frozen=True)
@@ -33,6 +31,9 @@ class Part:
     def floor_s(self) -> float:
         """All three at once."""
         return max(self.memory_s, self.compute_s, self.link_s)
+
+    def __rmul__(self, times: float) -> "Part":
+        return Part(times * self.memory_s, times * self.compute_s, times * self.link_s)
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,15 @@ def floor_of(
     in_flight counts requests on all ranks; lengths are tokens; a prefill step has max_num_batched_tokens of a rank.
     """
     hardware = hardware or Hardware()
-    work = _Work(model, num_ranks, hardware)
     seqs = in_flight / num_ranks
     prompt_tokens = seqs * input_len
-    prefill = work.part(
-        tokens=prompt_tokens,
-        context=input_len / 2,
-        steps=max(1.0, prompt_tokens / max_num_batched_tokens),
-        kv_reads=0.0,
-    )
+    steps = max(1.0, prompt_tokens / max_num_batched_tokens)
+    # Few of a prompt's tokens are sampled from.
+    prompts = StepShape(prompt_tokens / steps, context=input_len / 2, kv_reads=0.0, sampled=0.0)
+    prefill = steps * step_floor(model, num_ranks, prompts, hardware)
     context = input_len + output_len / 2
-    decode = work.part(tokens=seqs, context=context, steps=1.0, kv_reads=seqs * context)
+    decodes = StepShape(seqs, context, kv_reads=seqs * context, sampled=seqs)
+    decode = step_floor(model, num_ranks, decodes, hardware)
     seconds = prefill.floor_s + (output_len - 1) * decode.floor_s  # a prefill gives the first token
     return Floor(
         prefill,
@@ -80,49 +79,32 @@ def floor_of(
     )
 
 
-class _Work:
-    """What one rank does for so many tokens."""
+def step_floors(
+    model: Qwen3MoeConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
+) -> dict[StepPart, Part]:
+    """The floor of each part of one step as kernels of its own: what parts hand to each other goes through memory.
 
-    def __init__(self, model: Qwen3MoeConfig, num_ranks: int, hardware: Hardware):
-        self._model, self._ranks, self._hardware = model, num_ranks, hardware
-        self._width = DTYPE_BYTES[model.dtype]
-        self._placement = ExpertPlacement(model.num_experts, num_ranks)
-
-    def part(self, *, tokens: float, context: float, steps: float, kv_reads: float) -> Part:
-        """`tokens` of one rank, each attending to `context` others, in `steps`; kv_reads tokens' K and V are read."""
-        kv_bytes = kv_reads * kv_block_bytes(self._model, 1, self._model.dtype)
-        memory = steps * self._weight_bytes(tokens / steps) + kv_bytes
-        return Part(
-            memory / self._hardware.memory_bytes,
-            tokens * self._flops(context) / self._hardware.flops,
-            tokens * self._link_bytes() / self._hardware.link_bytes,
+    Their sum is more than the floor of the step, where everything overlaps and nothing is handed over.
+    """
+    hardware = hardware or Hardware()
+    return {
+        part: Part(
+            (work.memory_bytes + work.activation_bytes) / hardware.memory_bytes,
+            work.flops / hardware.flops,
+            work.link_bytes / hardware.link_bytes,
         )
+        for part, work in step_work(model, num_ranks, shape).items()
+    }
 
-    def _weight_bytes(self, tokens: float) -> float:
-        """Read in one step of `tokens` a rank: all weights but the embedding, and experts that nobody chose."""
-        model = self._model
-        all_bytes = rank_weight_bytes(model, self._placement, 0, model.dtype)
-        local = len(self._placement.local_experts(0))
-        expert_bytes = 3 * model.hidden_size * model.moe_intermediate_size * self._width
-        missed = (1 - model.num_experts_per_tok / model.num_experts) ** (tokens * self._ranks)
-        untouched = model.num_hidden_layers * local * expert_bytes * missed
-        return all_bytes - model.vocab_size * model.hidden_size * self._width - untouched
 
-    def _flops(self, context: float) -> float:
-        """Of one token, without the embedding and the logits, which only sampled tokens need."""
-        model = self._model
-        heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
-        projections = model.hidden_size * model.head_dim * (2 * heads + 2 * kv_heads)
-        experts = model.num_experts_per_tok * 3 * model.hidden_size * model.moe_intermediate_size
-        router = model.hidden_size * model.num_experts
-        attention = 2 * heads * model.head_dim * context
-        return 2.0 * model.num_hidden_layers * (projections + experts + router + attention)
-
-    def _link_bytes(self) -> float:
-        """Out of a rank for one token: its row once to each other rank with one of its experts, and once back."""
-        model = self._model
-        local = model.num_experts // self._ranks
-        others = comb(model.num_experts - local, model.num_experts_per_tok)
-        missed = others / comb(model.num_experts, model.num_experts_per_tok)
-        remote_ranks = (self._ranks - 1) * (1 - missed)
-        return 2 * model.num_hidden_layers * remote_ranks * model.hidden_size * self._width
+def step_floor(
+    model: Qwen3MoeConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
+) -> Part:
+    """The floor of one step."""
+    hardware = hardware or Hardware()
+    parts = step_work(model, num_ranks, shape).values()
+    return Part(
+        sum(work.memory_bytes for work in parts) / hardware.memory_bytes,
+        sum(work.flops for work in parts) / hardware.flops,
+        sum(work.link_bytes for work in parts) / hardware.link_bytes,
+    )

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.roofline import Hardware, floor_of
+from cluster.bench.roofline import Hardware, floor_of, step_floor, step_floors
+from cluster.bench.step_work import StepPart, StepShape
 from workers.models.config import load_model_config
 
 QWEN3 = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
@@ -54,3 +55,41 @@ def test_rates_follow_from_the_parts(model) -> None:
     twice = replace(Hardware(), memory_bytes=8.0e12)
     faster = floor_of(model, 4, **load, hardware=twice)
     assert faster.decode_step.memory_s == pytest.approx(floor.decode_step.memory_s / 2)
+
+
+def test_parts_of_a_decode_step(model) -> None:
+    shape = StepShape(tokens=128, context=1536, kv_reads=128 * 1536, sampled=128)
+    floors = step_floors(model, 4, shape)
+    assert set(floors) == set(StepPart)
+    queries_and_answers = LAYERS * 128 * (2 * 4096 + 2 * 512)
+    cache = 128 * 1536 * LAYERS * 2 * 512
+    memory = {
+        StepPart.ATTENTION: cache + queries_and_answers,
+        StepPart.GROUPED: LAYERS * (32 * EXPERT + 128 * 8 * 2 * (2048 + 768)),
+        StepPart.NORMS: LAYERS * 2 * (4 * 128 * 2048 + 2048),
+        StepPart.COPIES: 0,
+        StepPart.VOTES: 0,
+    }
+    for part, values in memory.items():
+        assert floors[part].memory_s == pytest.approx(2 * values / 4.0e12, rel=1e-4), part
+    rows = 128 * LAYERS * 2.72 * 4096
+    for part in (StepPart.DISPATCH, StepPart.COMBINE):
+        assert floors[part].link_s == pytest.approx(rows / 380e9, rel=2e-3)
+    logits = 2 * 128 * 2048 * 151936
+    layers = 2 * 128 * LAYERS * (ATTENTION + 2048 * 128)
+    assert floors[StepPart.DENSE].compute_s == pytest.approx((layers + logits) / 750e12)
+
+
+def test_parts_take_no_less_than_their_step(model) -> None:
+    shape = StepShape(tokens=8192, context=512, kv_reads=0, sampled=8)
+    step, parts = step_floor(model, 4, shape), step_floors(model, 4, shape).values()
+    assert step.compute_s == pytest.approx(sum(part.compute_s for part in parts))
+    assert step.link_s == pytest.approx(sum(part.link_s for part in parts))
+    assert step.memory_s < sum(part.memory_s for part in parts)
+    assert step.floor_s < sum(part.floor_s for part in parts)
+
+
+def test_a_head_that_is_the_embedding_is_read(model) -> None:
+    shape = StepShape(tokens=1, context=1, kv_reads=1, sampled=1)
+    tied = replace(model, tie_word_embeddings=True)
+    assert step_floor(tied, 4, shape) == step_floor(model, 4, shape)

@@ -1,0 +1,166 @@
+"""What one step must read, compute and send on one rank, part by part. Pure arithmetic.
+
+Routing is even. T tokens of the rank, D hidden, E experts, K experts per token, R ranks, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kernels.placement import ExpertPlacement
+from workers.models.config import Qwen3MoeConfig
+from workers.models.tensors import DTYPE_BYTES, kv_block_bytes, rank_tensors
+
+
+class StepPart(StrEnum):
+    """Parts of a step in the order of a layer, then those of the whole step."""
+
+    ATTENTION = "attention"
+    QK_NORM = "qk norm, rope, KV write"
+    DENSE = "dense GEMM"
+    NORMS = "norms"
+    ROUTING = "routing"
+    DISPATCH = "dispatch"
+    EXPERT_ORDER = "expert order"
+    GROUPED = "grouped GEMM"
+    ACTIVATION = "activation"
+    COMBINE = "combine"
+    SAMPLING = "sampling"
+    COPIES = "copies"
+    VOTES = "votes"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """One step of one rank; all ranks have the same.
+
+    context    tokens that each of `tokens` attends to, on average
+    kv_reads   tokens whose K and V are read from the cache
+    sampled    tokens whose logits are computed
+    """
+
+    tokens: float
+    context: float
+    kv_reads: float
+    sampled: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one part in one step.
+
+    memory_bytes      weights, K and V: nobody can do without reading them
+    activation_bytes  what it takes from other parts and leaves to them, if it is a kernel of its own
+    link_bytes        out of the rank; as many come in
+    """
+
+    memory_bytes: float = 0.0
+    flops: float = 0.0
+    link_bytes: float = 0.0
+    activation_bytes: float = 0.0
+
+
+def step_work(model: Qwen3MoeConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
+    """Every part; those that need not be there (copies, votes, an activation of its own) have nothing to do."""
+    found = {part: Work() for part in StepPart}
+    return found | _outside_experts(model, num_ranks, shape) | _experts(model, num_ranks, shape)
+
+
+def _outside_experts(
+    model: Qwen3MoeConfig, num_ranks: int, shape: StepShape
+) -> dict[StepPart, Work]:
+    tokens, layers = shape.tokens, model.num_hidden_layers
+    dim, q, kv = model.hidden_size, model.q_size, model.kv_size
+    moe = _moe_layers(model)
+    width = DTYPE_BYTES[model.dtype]
+    weights = _weights(model, num_ranks)
+    head = model.vocab_size * dim
+    # The embedding is looked up, the same table is read whole where it serves as the head.
+    dense = weights[StepPart.DENSE] + head * model.tie_word_embeddings
+    mlp = 3 * dim * model.intermediate_size * (layers - moe)
+    projections = layers * 2 * dim * (q + kv) + moe * dim * model.num_experts + mlp
+    dense_values = tokens * (layers * (2 * dim + 2 * q + 2 * kv) + moe * (dim + model.num_experts))
+    dense_values += shape.sampled * (dim + model.vocab_size)
+    return {
+        StepPart.ATTENTION: Work(
+            memory_bytes=shape.kv_reads * kv_block_bytes(model, 1, model.dtype),
+            flops=4.0 * layers * tokens * q * shape.context,
+            activation_bytes=width * layers * tokens * 2 * (q + kv),
+        ),
+        StepPart.QK_NORM: Work(
+            width * weights[StepPart.QK_NORM],
+            activation_bytes=width * layers * tokens * 2 * (q + 2 * kv),
+        ),
+        StepPart.DENSE: Work(
+            width * dense,
+            flops=2.0 * (tokens * projections + shape.sampled * head),
+            activation_bytes=width * dense_values,
+        ),
+        # Two a layer, each of which adds: reads two tensors and writes two.
+        StepPart.NORMS: Work(
+            width * weights[StepPart.NORMS], activation_bytes=width * 8 * layers * tokens * dim
+        ),
+        StepPart.SAMPLING: Work(activation_bytes=width * shape.sampled * model.vocab_size),
+        StepPart.OTHER: Work(activation_bytes=width * 2 * tokens * dim),
+    }
+
+
+def _experts(model: Qwen3MoeConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
+    tokens, moe = shape.tokens, _moe_layers(model)
+    dim, inner, top_k = model.hidden_size, model.moe_intermediate_size, model.num_experts_per_tok
+    width = DTYPE_BYTES[model.dtype]
+    missed = (1 - top_k / model.num_experts) ** (tokens * num_ranks)  # experts that nobody chose
+    read = _weights(model, num_ranks)[StepPart.GROUPED] * (1 - missed)
+    rows, pairs = moe * tokens, moe * tokens * top_k
+    remote = _remote_ranks(model, num_ranks)
+    one_way = width * rows * remote * dim
+    return {
+        StepPart.ROUTING: Work(activation_bytes=rows * (width * model.num_experts + 12 * top_k)),
+        StepPart.DISPATCH: Work(
+            link_bytes=one_way, activation_bytes=width * rows * dim * (1 + remote)
+        ),
+        # int32 ids of all ranks' rows, the places of their pairs, and the rows at this rank's places
+        StepPart.EXPERT_ORDER: Work(activation_bytes=4 * pairs * (2 * num_ranks + 1)),
+        StepPart.GROUPED: Work(
+            width * read,
+            flops=2.0 * pairs * 3 * dim * inner,
+            activation_bytes=width * pairs * 2 * (dim + inner),
+        ),
+        # reads the experts' rows, writes sums for others, reads those of others, writes its tokens' sums
+        StepPart.COMBINE: Work(
+            link_bytes=one_way,
+            activation_bytes=width * rows * dim * (top_k + 2 * remote + 1),
+        ),
+    }
+
+
+def _weights(model: Qwen3MoeConfig, num_ranks: int) -> dict[StepPart, float]:
+    """How many values of rank 0's weights each part reads: all but the embedding."""
+    placement = ExpertPlacement(model.num_experts, num_ranks)
+    found = dict.fromkeys((StepPart.QK_NORM, StepPart.DENSE, StepPart.NORMS, StepPart.GROUPED), 0.0)
+    for name, values in rank_tensors(model, placement, 0).items():
+        if name != "model.embed_tokens.weight":
+            found[_part_of_weight(name)] += math.prod(values)
+    return found
+
+
+def _part_of_weight(name: str) -> StepPart:
+    if ".experts." in name:
+        return StepPart.GROUPED
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return StepPart.QK_NORM
+    return StepPart.NORMS if "norm" in name else StepPart.DENSE
+
+
+def _moe_layers(model: Qwen3MoeConfig) -> int:
+    return sum(model.is_moe_layer(layer) for layer in range(model.num_hidden_layers))
+
+
+def _remote_ranks(model: Qwen3MoeConfig, num_ranks: int) -> float:
+    """How many other ranks have one of a token's experts, on average."""
+    others = math.comb(
+        model.num_experts - model.num_experts // num_ranks, model.num_experts_per_tok
+    )
+    missed = others / math.comb(model.num_experts, model.num_experts_per_tok)
+    return (num_ranks - 1) * (1 - missed)
