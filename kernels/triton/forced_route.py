@@ -17,7 +17,9 @@ def _mix(x):
     return x ^ (x >> 16)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "layer"])
+@triton.jit(
+    do_not_specialize=["input_ids_ptr", "positions_ptr", "layer", "num_tokens", "num_tokens_ptr"]
+)
 def _forced_route(
     input_ids_ptr,
     positions_ptr,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_tokens"])
 def _store_kv(
     k_ptr,
     v_ptr,
@@ -62,7 +62,12 @@ def store_kv(
         )
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(
+    do_not_specialize=[
+        *("table_ptr", "table_row", "starts_ptr", "pages_ptr", "num_seqs"),
+        *("slots_ptr", "padded_slots_ptr"),
+    ]
+)
 def _list_pages(
     table_ptr,
     table_row,

@@ -10,7 +10,7 @@ import triton.language as tl
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit(do_not_specialize=["vocab_size", "value_stride", "penalised_stride"])
 def _penalise(
     logits_ptr,
     logits_row,

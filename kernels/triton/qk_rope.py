@@ -10,7 +10,7 @@ import triton.language as tl
 HEADS_PER_PROGRAM = 4
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_tokens"])
 def _norm_rotate(
     x_ptr,
     x_row,

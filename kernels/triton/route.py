@@ -31,7 +31,7 @@ def top_k_keys(
     return best_keys
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_tokens_ptr"])
 def _route_top_k(
     logits_ptr,
     num_tokens,
