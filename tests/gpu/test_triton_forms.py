@@ -96,7 +96,9 @@ def _forced_route(at: Inputs) -> None:
     noise = torch.zeros(2**16, device=at.device)
     forced_route(
         *(at.slice(), at.slice(), weights, None, noise),
-        **{"layer": at.offset, "top_k": TOP_K, "num_tokens": at.size},
+        layer=at.offset,
+        top_k=TOP_K,
+        num_tokens=at.size,
     )
 
 
