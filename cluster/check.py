@@ -21,8 +21,9 @@ from cluster.tracing import check_tracing
 from kernels import select
 from kernels.placement import ExpertPlacement
 from workers.config import RankConfig, not_for_answers
+from workers.kernel_choice import kernel_shape
 from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.tensors import kv_block_bytes, rank_weight_bytes, stores_fp8_experts
+from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 
 INT64 = 8
 MEGABYTE = 10**6
@@ -79,18 +80,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     model = load_model_config(config.model.path)
     dtype = getattr(torch, str(rank_config.model.dtype))
     found, assumed = capabilities(rank_config.device)
-    shape: dict[str, Any] = {
-        "num_ranks": rank_config.num_ranks,
-        "num_nodes": rank_config.num_nodes,
-        "dtype": dtype,
-        "hidden_size": model.hidden_size,
-        "expert_width": model.moe_intermediate_size,
-        "head_dim": model.head_dim,
-        "fp8_checkpoint": stores_fp8_experts(model),
-        "num_experts": model.num_experts,
-        "top_k": model.num_experts_per_tok,
-        "max_num_tokens": rank_config.scheduler.max_num_batched_tokens,
-    }
+    shape = kernel_shape(rank_config, model)
     selection = select.select(config.kernels, found, **shape)
     ranks = _rank_rows(rank_config, model, dtype, selection)
     reasons = selection.reasons()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from kernels.all2all import choice as exchanges
 from kernels.all2all import deepep_choice
-from kernels.all2all.base import AllToAll, Layout
+from kernels.all2all.base import AllToAll
 from kernels.all2all.deepep_limits import ExchangeShape
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm import slot_bytes
@@ -28,6 +28,10 @@ from kernels.grouped_gemm.base import GroupedGemm
 from kernels.native.library import NativeUnavailableError, load
 from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
+
+ATTENTIONS: dict[str, type[Attention]] = {
+    attention.name: attention for attention in (SdpaAttention, NativeAttention, FlashInferAttention)
+}
 
 
 class KernelChoiceError(ValueError):
@@ -68,6 +72,23 @@ class Selection:
     def fp8_experts(self) -> bool:
         """Whether the experts' weights are held in FP8."""
         return gemms.GEMMS[self.grouped_gemm.name].fp8_weights
+
+    @property
+    def graph_obstacle(self) -> str | None:
+        """Why CUDA graphs cannot hold a step of these backends, or None."""
+        for key, backend in (
+            ("attention", ATTENTIONS[self.attention.name]),
+            ("all2all", exchanges.EXCHANGES[self.all2all.name]),
+            ("grouped_gemm", gemms.GEMMS[self.grouped_gemm.name]),
+        ):
+            if not backend.graph:
+                return f"kernels.{key} is {backend.name}, whose steps cannot be captured"
+        return None
+
+    @property
+    def sm_choices(self) -> tuple[int, ...]:
+        """Limits on the exchange's SMs worth trying beside compute, none where it takes no limit."""
+        return exchanges.EXCHANGES[self.all2all.name].sm_choices
 
     def names(self) -> dict[str, str]:
         """Family to backend name."""
@@ -195,15 +216,10 @@ def select(
 
 def build(selection: Selection, context: KernelContext) -> Kernels:
     """Construct the chosen backends of one rank."""
-    attentions: dict[str, type[Attention]] = {
-        "sdpa": SdpaAttention,
-        "native": NativeAttention,
-        "flashinfer": FlashInferAttention,
-    }
     grouped_gemm = gemms.build(selection.grouped_gemm.name)
     all2all = exchanges.build(selection.all2all.name, context, grouped_gemm)
     assert all2all.layout in grouped_gemm.layouts, selection.names()
-    return Kernels(all2all, grouped_gemm, attentions[selection.attention.name](context.attention))
+    return Kernels(all2all, grouped_gemm, ATTENTIONS[selection.attention.name](context.attention))
 
 
 def shared_memory_slots(
@@ -291,7 +307,7 @@ def _attention_obstacle(
 
 def _layout_obstacle(name: str, all2all: str) -> str | None:
     """Why this grouped GEMM cannot take what the all-to-all brings, or None."""
-    layout: Layout = "masked" if all2all == deepep_choice.LOW_LATENCY else "contiguous"
+    layout = exchanges.EXCHANGES[all2all].layout
     takes = gemms.GEMMS[name].layouts
     if layout not in takes:
         return f"{all2all} brings rows in the {layout} layout, it takes {' and '.join(takes)}"

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.select import Kernels
+from kernels.select import Kernels, Selection
 from workers.config import SchedulerConfig
 from workers.forward_batch import ForwardBatch, ForwardBatchBuilder, resolve_pending
+from workers.kernel_choice import graphs_off
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
 from workers.step_sync import ForwardMode, GraphMode
@@ -46,31 +47,14 @@ def graph_vote(
     return GraphMode.NONE, num_tokens
 
 
-def graph_obstacle(kernels: Kernels) -> str | None:
-    """Why steps with these backends cannot be captured, or None."""
-    for key, backend in (
-        ("attention", kernels.attention),
-        ("all2all", kernels.all2all),
-        ("grouped_gemm", kernels.grouped_gemm),
-    ):
-        if not backend.graph:
-            return f"kernels.{key} is {backend.name}, whose steps cannot be captured"
-    return None
-
-
 def graphs_to_capture(
-    scheduler: SchedulerConfig, kernels: Kernels, device: torch.device
+    scheduler: SchedulerConfig, selection: Selection, device: torch.device
 ) -> tuple[int, ...]:
     """Sizes of the graphs of a rank, none where they are off or cannot be.
 
-    Raises ValueError, with the reason, where the configuration demands what cannot be.
+    Raises GraphsUnavailableError where the configuration demands what cannot be.
     """
-    obstacle = graph_obstacle(kernels)
-    if device.type != "cuda":
-        obstacle = f"cluster.device is {device.type}"
-    if obstacle is not None and scheduler.cuda_graphs is True:
-        raise ValueError(f"scheduler.cuda_graphs is true, but {obstacle}; expected auto or false")
-    if obstacle is not None or scheduler.cuda_graphs is False:
+    if graphs_off(scheduler.cuda_graphs, selection, device.type) is not None:
         return ()
     return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
 

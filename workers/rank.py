@@ -17,11 +17,12 @@ from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
 from workers import process_group
 from workers.config import RankConfig, not_for_answers
-from workers.cuda_graphs import graph_obstacle, graphs_to_capture
+from workers.cuda_graphs import graphs_to_capture
 from workers.device_memory import LOWER_GRAPHS, LOWER_STEPS, memory_for
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
 from workers.grammar import GrammarCompiler
+from workers.kernel_choice import graphs_off, kernel_shape
 from workers.kv_cache import allocate_kv_caches
 from workers.kv_sizing import blocks_that_fit, check_room, own_bytes
 from workers.model_runner import ModelRunner
@@ -29,7 +30,7 @@ from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.initial_weights import draw_weights
 from workers.models.loader import load_weights
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
-from workers.models.tensors import kv_block_bytes, rank_weight_bytes, stores_fp8_experts
+from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 from workers.rank_info import GRAPHS, KERNELS, KV_CACHE, WEIGHTS, RankInfo, Rendezvous
 from workers.rank_overlap import RankOverlap
 from workers.scheduler import Scheduler
@@ -76,18 +77,7 @@ class Rank:
         placement = ExpertPlacement(self.model_config.num_experts, config.num_ranks)
         capabilities = select.probe(self.device)
         self.selection = select.select(
-            config.kernels,
-            capabilities,
-            num_ranks=config.num_ranks,
-            num_nodes=config.num_nodes,
-            dtype=self.dtype,
-            hidden_size=self.model_config.hidden_size,
-            expert_width=self.model_config.moe_intermediate_size,
-            head_dim=self.model_config.head_dim,
-            fp8_checkpoint=stores_fp8_experts(self.model_config),
-            num_experts=self.model_config.num_experts,
-            top_k=self.model_config.num_experts_per_tok,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            config.kernels, capabilities, **kernel_shape(config, self.model_config)
         )
         self.placement = placement
         if config.num_ranks > 1:
@@ -175,7 +165,7 @@ class Rank:
     def size_cache(self, progress: Progress | None = None) -> None:
         """Collective: size and allocate the KV cache, and run a step with it."""
         self._wait_for_attention()
-        self._graph_sizes = graphs_to_capture(self.config.scheduler, self.kernels, self.device)
+        self._graph_sizes = graphs_to_capture(self.config.scheduler, self.selection, self.device)
         num_blocks = self._num_blocks()
         with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
             runner, scheduler = self._runner(num_blocks)
@@ -196,7 +186,8 @@ class Rank:
         sizes = self._graph_sizes
         if not sizes:
             if self.device.type == "cuda" and self.rank == 0:
-                logger.info("no CUDA graphs: %s", graph_obstacle(self.kernels) or "switched off")
+                wanted = self.config.scheduler.cuda_graphs
+                logger.info("no CUDA graphs: %s", graphs_off(wanted, self.selection, "cuda"))
             return
         with memory_for("CUDA graphs", LOWER_GRAPHS):
             graphs = self._sized[0].make_graphs(sizes[-1])

@@ -34,6 +34,14 @@ PEER_MEMORY: dict[str, type[SymmAllToAll]] = {
     "copy_engine": CopyEngineAllToAll,
     "symm": SymmAllToAll,
 }
+EXCHANGES: dict[str, type[AllToAll]] = {
+    "local": LocalAllToAll,
+    "shm": ShmAllToAll,
+    "torch_dist": TorchDistAllToAll,
+    "allgather": AllGatherAllToAll,
+    **PEER_MEMORY,
+    **deepep_choice.EXCHANGES,
+}
 
 
 def missing(device: torch.device) -> dict[str, str]:

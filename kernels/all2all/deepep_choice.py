@@ -18,6 +18,7 @@ from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
 
 __all__ = [
+    "EXCHANGES",
     "LOW_LATENCY",
     "NAMES",
     "buffer_bytes",
@@ -28,6 +29,10 @@ __all__ = [
 ]
 
 NORMAL, LOW_LATENCY = NAMES
+EXCHANGES: dict[str, type[AllToAll]] = {
+    NORMAL: DeepEpAllToAll,
+    LOW_LATENCY: DeepEpLowLatencyAllToAll,
+}
 
 
 def build(

@@ -1,12 +1,14 @@
 """Which decode graphs there are and what is voted for them; capturing and replaying is tested on GPUs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.select import Kernels
+from kernels.select import Choice, Selection
 from tests.unit.test_step_sync import rows, vote
 from workers.config import SchedulerConfig
-from workers.cuda_graphs import graph_obstacle, graph_sizes, graph_vote, graphs_to_capture
+from workers.cuda_graphs import graph_sizes, graph_vote, graphs_to_capture
 from workers.step_sync import ForwardMode, GraphMode, PlanConfig, decide
 
 
@@ -57,32 +59,15 @@ def test_all_ranks_replay_the_size_of_the_busiest_or_none_replays():
     assert plan.graph_mode == GraphMode.NONE and plan.padded_tokens == 0
 
 
-class Backend:
-    def __init__(self, name: str, graph: bool):
-        self.name, self.graph = name, graph
-
-
-def test_who_cannot_is_named():
-    good, bad = Backend("good", True), Backend("bad", False)
-    assert graph_obstacle(Kernels(good, good, good)) is None
-    assert "kernels.all2all is bad" in graph_obstacle(Kernels(bad, good, good))
-    assert "kernels.grouped_gemm is bad" in graph_obstacle(Kernels(good, bad, good))
-    assert "kernels.attention is bad" in graph_obstacle(Kernels(good, good, bad))
-
-
 def test_what_is_captured():
-    good, bad = Backend("good", True), Backend("bad", False)
-    can, cannot = Kernels(good, good, good), Kernels(good, good, bad)
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    can = Selection(Choice("copy_engine", ""), Choice("triton", ""), Choice("flashinfer", ""))
+    cuda, cpu, cannot = torch.device("cuda"), torch.device("cpu"), Choice("sdpa", "")
 
-    def sizes(wanted, kernels=can, device=cuda):
+    def sizes(wanted, selection=can, device=cuda):
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 6}
         config = SchedulerConfig(cuda_graphs=wanted, **limits)
-        return graphs_to_capture(config, kernels, device)
+        return graphs_to_capture(config, selection, device)
 
     assert sizes("auto") == sizes(True) == (1, 2, 3, 4, 5, 6)
-    assert sizes(False) == sizes("auto", cannot) == sizes("auto", can, cpu) == ()
-    with pytest.raises(ValueError, match=r"cuda_graphs is true, but kernels.attention is bad"):
-        sizes(True, cannot)
-    with pytest.raises(ValueError, match=r"cluster.device is cpu"):
-        sizes(True, can, cpu)
+    assert sizes(False) == sizes("auto", replace(can, attention=cannot)) == ()
+    assert sizes("auto", device=cpu) == ()
