@@ -1,0 +1,438 @@
+"""Times steps whole and in microbatches by turns, for every exchange: what overlap gains, how much it hides.
+
+    python scripts/bench_overlap.py --out docs/results/gpu-overlap
+
+A process and a GPU for each rank, without Ray; new ones for each exchange, so one that is missing, fails or hangs costs
+the others nothing. Qwen3-30B-A3B's shapes with random weights and uniform routing, unless told otherwise. `resident` is
+the same step without an exchange: the rows of all ranks lie there already, so what a step takes beyond it is what its
+exchange adds. Writes OUT.json, OUT.table.md and OUT.png after each exchange. On a CPU it is a dry run of itself:
+
+    python scripts/bench_overlap.py --ranks 2 --backends torch_dist --model configs/models/demo --max-model-len 64 \\
+        --prefill 32,64 --decode 4,8 --out overlap
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import overlap_report
+
+from cluster.bench import machine
+from kernels.all2all import choice
+from kernels.all2all.allgather import AllGatherAllToAll
+from kernels.all2all.base import ExpertInput
+from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY
+from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
+from kernels.pending import Pending
+from kernels.permute import ExpertOrder
+from workers import process_group
+from workers.config import RankConfig
+from workers.microbatch import alternate
+from workers.overlap_tuning import decode_context
+from workers.rank import Rank
+from workers.rank_info import Rendezvous
+
+ROOT = Path(__file__).resolve().parents[1]
+BACKENDS = "symm,copy_engine,allgather,deepep,deepep_low_latency,torch_dist"
+RESIDENT = overlap_report.RESIDENT
+BLOCK_SIZE = 16
+SWEEP_FROM = 4096  # tokens of the prefills that limits on the exchange's SMs are tried with
+END_S = 10.0  # for processes that are done, or whose neighbour failed
+TINY_STEPS = 200  # of empty tasks, for the cost of handing over
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the ranks of one exchange measure."""
+
+    backend: str
+    config: RankConfig
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    comm_sms: tuple[int, ...]
+    repeats: int
+    seconds: float
+
+
+class ResidentRows(AllGatherAllToAll):
+    """Rows of all ranks that lie here from the start, with experts chosen uniformly; nothing travels either way.
+
+    The product and the sums of its rows are those of an exchange that brings every row to every rank.
+    """
+
+    max_num_tokens = num_experts = 0  # tokens of a rank, experts of all; set before any is built
+
+    def __init__(self, group: Any, order: ExpertOrder, row_format: RowFormat):
+        super().__init__(group, order, row_format)
+        self._rank = group.rank()
+        self._rows: torch.Tensor | None = None
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
+    ) -> Pending[ExpertInput]:
+        if self._rows is None:
+            self._rows = self._draw(x_TD.device)
+        rows = self._rows[: self._num_ranks * len(x_TD)]
+        return Pending(lambda: pick_local(*self._format.fields(rows), self._order, len(x_TD)))
+
+    def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
+        begin = self._rank * handle.origin
+        own_TD = handle.partial_sums(y_RD)[begin : begin + handle.origin]
+        return Pending(lambda: own_TD)
+
+    def _draw(self, device: torch.device) -> torch.Tensor:
+        """uint8 [N, W], as an all-gather would leave them."""
+        num_rows, form = self._num_ranks * self.max_num_tokens, self._format
+        generator = torch.Generator().manual_seed(0)
+        chance = torch.rand(num_rows, self.num_experts, generator=generator)
+        ids = chance.topk(form.top_k).indices.to(device)
+        x = torch.randn(num_rows, form.hidden_size, dtype=form.dtype, device=device)
+        return form.pack(x, ids, torch.full(ids.shape, 1 / form.top_k, device=device))
+
+
+class Measurement:
+    """One rank of a started group: its timer, and the slowest rank's seconds."""
+
+    def __init__(self, task: Task, rank: Rank, say: Say):
+        self._task, self._rank, self._say = task, rank, say
+        assert rank._sized is not None
+        runner, scheduler = rank._sized
+        assert runner.microbatches is not None
+        self._wrapper = runner.microbatches
+        self._timer = rank.overlap.timer(runner, scheduler, rank.max_model_len)
+        largest = rank.overlap.largest(scheduler, rank.max_model_len)
+        self._sizes = [
+            (phase, size)
+            for phase in ("prefill", "decode")
+            for size in getattr(task, phase)
+            if size <= largest[phase]
+        ]
+        self._sweep = [
+            size for phase, size in self._sizes if phase == "prefill" and size >= SWEEP_FROM
+        ]
+        self._sweep = self._sweep or [max((n for p, n in self._sizes if p == "prefill"), default=0)]
+
+    def run(self) -> dict[str, Any]:
+        """All figures of this exchange; collective."""
+        found: dict[str, Any] = {"hand_over": self._hand_over()}
+        exchange = self._wrapper._kernels[0].all2all
+        if exchange.sm_choices and self._task.backend != RESIDENT and self._sweep[0]:
+            found["comm_sms"] = self._try_comm_sms()
+            found["best_comm_sms"] = self._best(found["comm_sms"])
+            self._wrapper.comm_sms = found["best_comm_sms"]
+        found["steps"] = self._pairs()
+        return found
+
+    def _pairs(self) -> list[dict[str, Any]]:
+        """Whole and sliced seconds of every size, in rounds, until the time is over."""
+        pairs: dict[tuple[str, int], list[tuple[float, float]]] = {size: [] for size in self._sizes}
+        began = time.monotonic()
+        for turn in range(self._task.repeats):
+            started = time.monotonic()
+            for phase, size in self._sizes:
+                self._say(f"{phase} of {size}, round {turn + 1}")
+                forms = (True, False) if turn % 2 else (False, True)
+                seconds = {form: self._slowest(phase, size, form) for form in forms}
+                pairs[phase, size].append((seconds[False], seconds[True]))
+            now = time.monotonic()
+            # The next round must fit too, on all ranks or on none.
+            left = self._task.seconds - (now - began) - (now - started)
+            if min(process_group.gather_objects(left)) < 0:
+                break
+        return [
+            {"phase": phase, "tokens": size, **_medians(found)}
+            for (phase, size), found in pairs.items()
+        ]
+
+    def _try_comm_sms(self) -> dict[str, dict[str, float]]:
+        """Milliseconds of prefills in slices, by tokens and limit; `none`: no limit on the exchange."""
+        found: dict[str, dict[str, float]] = {str(size): {} for size in self._sweep}
+        for limit in (None, *self._task.comm_sms):
+            self._wrapper.comm_sms = limit
+            for size in self._sweep:
+                self._say(f"{limit} SMs for the exchange at {size} tokens")
+                key = "none" if limit is None else str(limit)
+                found[str(size)][key] = round(1e3 * self._slowest("prefill", size, True), 3)
+        return found
+
+    def _best(self, found: dict[str, dict[str, float]]) -> int | None:
+        """The limit that makes the largest of these prefills fastest."""
+        figures = found[str(self._sweep[-1])]
+        best = min(figures, key=lambda limit: figures[limit])
+        return None if best == "none" else int(best)
+
+    def _slowest(self, phase: str, num_tokens: int, microbatch: bool) -> float:
+        """Seconds of such a step, the median of a few, on the rank where it takes longest."""
+        return max(process_group.gather_objects(self._timer(phase, num_tokens, microbatch)))
+
+    def _hand_over(self) -> dict[str, float]:
+        """What turns of empty slices cost in a step: each waits twice a layer."""
+        layers, slices = self._rank.model_config.num_hidden_layers, self._wrapper.num_slices
+
+        def waits() -> None:
+            for _ in range(2 * layers):
+                Pending(lambda: None).wait()
+
+        def in_turns() -> None:
+            alternate([waits] * slices, self._rank.device)
+
+        def one_by_one() -> None:
+            for _ in range(slices):
+                waits()
+
+        turns, plain = (_median_seconds(run) for run in (in_turns, one_by_one))
+        count = 2 * layers * slices
+        return {
+            "layers": layers,
+            "hand_overs_a_step": count,
+            "us_a_hand_over": round(1e6 * (turns - plain) / count, 3),
+            "ms_a_step": round(1e3 * (turns - plain), 4),
+        }
+
+
+def _medians(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    columns = [
+        [round(1e3 * seconds, 3) for seconds in column] for column in zip(*pairs, strict=True)
+    ]
+    whole, sliced = (statistics.median(column) for column in columns)
+    return {
+        "whole_ms": whole,
+        "sliced_ms": sliced,
+        "all_whole_ms": columns[0],
+        "all_sliced_ms": columns[1],
+    }
+
+
+def _median_seconds(run: Callable[[], None]) -> float:
+    found = []
+    for _ in range(TINY_STEPS):
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+def start_rank(index: int, task: Task, rendezvous: Rendezvous, say: Say) -> Rank:
+    """A rank with weights and cache; its kernels compile when they are first timed."""
+    if task.config.device == "cuda":
+        torch.cuda.set_device(index)
+    rank = Rank(index, task.config)
+    if task.backend == RESIDENT:
+        ResidentRows.max_num_tokens = task.config.scheduler.max_num_batched_tokens
+        ResidentRows.num_experts = rank.model_config.num_experts
+        choice.AllGatherAllToAll = ResidentRows  # type: ignore[misc]
+    say("joining the group")
+    rank.join_group(rendezvous, 60)
+    say("weights")
+    rank.load()
+    rank.overlap.tune = lambda *args, **kwargs: None  # type: ignore[method-assign] # measured here instead
+    say("cache")
+    rank.size_cache()
+    return rank
+
+
+def work(index: int, task: Task, rendezvous: Rendezvous, pipe: Connection) -> None:
+    """One rank's process. Tells ("stage", text) while it goes on, then ("done", figures) or ("failed", why)."""
+    try:
+        rank = start_rank(index, task, rendezvous, lambda text: pipe.send(("stage", text)))
+        measurement = Measurement(task, rank, lambda text: pipe.send(("stage", text)))
+        found = measurement.run()
+        found["backends"] = rank.selection.names()
+        pipe.send(("done", found))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+        raise
+    rank.close()
+
+
+class Group:
+    """The processes of all ranks of one task."""
+
+    def __init__(self, task: Task, deadline_s: float):
+        self._task, self._deadline_s = task, deadline_s
+        context = torch.multiprocessing.get_context("spawn")
+        store = process_group.host_store("127.0.0.1")
+        rendezvous = Rendezvous("127.0.0.1", store.port, f"overlap-{store.port}")
+        self._store = store  # lives as long as the group
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for index in range(task.config.num_ranks):
+            mine, theirs = context.Pipe(duplex=False)
+            arguments = (index, task, rendezvous, theirs)
+            process = context.Process(target=work, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+
+    def figures(self) -> dict[str, Any]:
+        """Rank 0's, or {"missing": why}; afterwards all processes are gone."""
+        try:
+            done = dict(self._until_done())
+            return done[0]
+        except RuntimeError as error:
+            return {"missing": str(error)}
+        finally:
+            self._end()
+
+    def _until_done(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(rank, figures) of each. Raises RuntimeError where one fails or none says anything for too long."""
+        open_pipes = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
+        last = "starting"
+        while open_pipes:
+            ready = wait(list(open_pipes), self._deadline_s)
+            if not ready:
+                raise RuntimeError(f"no progress for {self._deadline_s:g} s; last: {last}")
+            for pipe in ready:
+                rank = open_pipes[pipe]
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    raise RuntimeError(f"the process of rank {rank} died; last: {last}") from None
+                if kind == "failed":
+                    raise RuntimeError(f"rank {rank}, {last}: {value}")
+                if kind == "done":
+                    del open_pipes[pipe]
+                    yield rank, value
+                else:
+                    last = value
+
+    def _end(self) -> None:
+        deadline = time.monotonic() + END_S
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def task_of(args: argparse.Namespace, backend: str) -> Task:
+    """What to measure with this exchange."""
+    max_tokens = max(args.prefill)
+    if backend == "deepep_low_latency":
+        max_tokens = min(max_tokens, MAX_TOKENS_LOW_LATENCY)
+    per_decode = -(-2 * decode_context(args.max_model_len - 2) // BLOCK_SIZE)
+    num_blocks = max(max(args.decode) * per_decode, 2 * max_tokens // BLOCK_SIZE) + 64
+    on_gpu = args.device == "cuda"
+    config = RankConfig(
+        model={
+            "path": str(args.model.resolve()),
+            "dtype": "bfloat16" if on_gpu else "float32",
+            "max_model_len": args.max_model_len,
+            "weights": "dummy",
+            "routing": {"kind": "uniform"},
+        },
+        scheduler={
+            "max_num_seqs": max(args.decode),
+            "max_num_batched_tokens": max_tokens,
+            "cuda_graphs": {"auto": "auto", "true": True, "false": False}[args.cuda_graphs],
+        },
+        cache={"prefix_caching": False, "num_blocks": num_blocks, "block_size": BLOCK_SIZE},
+        kernels={
+            "all2all": "allgather" if backend == RESIDENT else backend,
+            "grouped_gemm": args.grouped_gemm,
+        },
+        overlap={"mode": "on"},
+        num_ranks=args.ranks,
+        device=args.device,
+        threads=4 if on_gpu else 1,
+        exchange_timeout_s=30,
+    )
+    sizes = tuple(args.prefill), tuple(args.decode), tuple(args.comm_sms)
+    return Task(backend, config, *sizes, args.repeats, args.seconds)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Every exchange after the other; what there is is written after each."""
+    from bench_gpu_serving import gpu_versions
+
+    began = time.monotonic()
+    report: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": machine.hardware(),
+        "versions": machine.versions() | gpu_versions(),
+        "model": args.model.name,
+        "ranks": args.ranks,
+        "cuda_graphs": args.cuda_graphs,
+        "sizes": {"prefill": args.prefill, "decode": args.decode},
+        "backends": {},
+    }
+    for backend in (RESIDENT, *args.backends):
+        started = time.monotonic()
+        if started - began > args.budget:
+            figures = {"missing": f"left out: {args.budget:g} s had passed"}
+        else:
+            figures = Group(task_of(args, backend), args.deadline).figures()
+        figures["seconds"] = round(time.monotonic() - started, 1)
+        report["backends"][backend] = figures
+        print(backend, json.dumps(figures), flush=True)
+        overlap_report.write(report, args.out)
+
+
+def parse() -> argparse.Namespace:
+    """Options, with what depends on the machine filled in."""
+    numbers = lambda text: sorted(int(part) for part in text.split(",") if part)  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--backends", default=BACKENDS.split(","), type=lambda text: text.split(",")
+    )
+    parser.add_argument("--model", type=Path, default=ROOT / "configs" / "models" / "qwen3-30b-a3b")
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--ranks", type=int, help="default: one for each GPU")
+    parser.add_argument("--prefill", type=numbers, default="512,1024,2048,4096,8192")
+    parser.add_argument("--decode", type=numbers, default="32,64,128,256,512")
+    parser.add_argument("--comm-sms", type=numbers, default="4,8,12,16,20,24,32")
+    parser.add_argument("--cuda-graphs", choices=("auto", "true", "false"), default="auto")
+    parser.add_argument("--grouped-gemm", default="auto")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds over all sizes, at most")
+    parser.add_argument("--seconds", type=float, default=20, help="of rounds for each exchange")
+    parser.add_argument("--deadline", type=float, default=60, help="seconds without any progress")
+    parser.add_argument(
+        "--budget", type=float, default=215, help="no exchange is begun after so many"
+    )
+    parser.add_argument("--redraw", action="store_true", help="table and plot of OUT.json alone")
+    parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
+    args = parser.parse_args()
+    num_gpus = torch.cuda.device_count()
+    args.device = "cuda" if num_gpus else "cpu"
+    args.ranks = args.ranks or num_gpus
+    if args.ranks < 2 and not args.redraw:
+        parser.error(
+            f"needs two ranks or more, found {num_gpus} GPUs; --ranks says how many to start"
+        )
+    return args
+
+
+def main() -> None:
+    """Command line."""
+    args = parse()
+    if args.redraw:
+        overlap_report.write(json.loads(args.out.with_suffix(".json").read_text()), args.out)
+        return
+    os.environ.update(MULTICAST_OFF)
+    share_compiled_kernels(os.environ)
+    measure(args)
+
+
+if __name__ == "__main__":
+    main()

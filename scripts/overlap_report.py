@@ -1,0 +1,201 @@
+"""Tables and plots of what bench_overlap measured. Plain figures in, Markdown and a PNG out."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+RESIDENT = "resident"  # the step without an exchange
+Step = tuple[str, int]  # phase, tokens of a rank
+
+
+def write(report: dict[str, Any], out: Path) -> None:
+    """`out` with .json, .table.md and, where there is matplotlib, .png."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".table.md").write_text(markdown(report) + "\n", encoding="utf-8")
+    try:
+        plot(report, out.with_suffix(".png"))
+    except ImportError as error:
+        print(f"no plot: {error} (matplotlib is in the dev extra)", flush=True)
+
+
+def hidden_share(step: dict[str, Any], resident: dict[str, Any]) -> float | None:
+    """How much of what the exchange adds to a whole step is gone in slices: 1 - added in slices / added whole.
+
+    Added is the time beyond that of the same form without an exchange, so what cutting alone costs or gains counts on
+    neither side, while all that hiding costs (fewer SMs for the experts, memory shared with copies) counts. At most 1
+    but for noise; below 0 where slices make it worse. None where the exchange adds less than 2 %: that is noise.
+    """
+    added = step["whole_ms"] - resident["whole_ms"]
+    if added < 0.02 * step["whole_ms"]:
+        return None
+    return 1 - (step["sliced_ms"] - resident["sliced_ms"]) / added
+
+
+def measured(report: dict[str, Any]) -> dict[str, dict[Step, dict[str, Any]]]:
+    """Steps by exchange and size, of the exchanges that ran."""
+    return {
+        name: {(step["phase"], step["tokens"]): step for step in figures["steps"]}
+        for name, figures in report["backends"].items()
+        if "steps" in figures
+    }
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """All tables."""
+    hardware = report["hardware"]
+    gpus = hardware["gpus"]
+    where = f"{len(gpus)} x {gpus[0].split(',')[0]}" if gpus else hardware["cpu"]
+    software = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
+    return "\n".join(
+        [
+            f"{where}, {report['ranks']} ranks, {report['date'][:10]}; {software}. Model "
+            f"{report['model']}, random weights, uniform routing; `scheduler.cuda_graphs: "
+            f"{report['cuda_graphs']}`.",
+            "",
+            *_steps(report),
+            "",
+            *_best(report),
+            "",
+            *_comm_sms(report),
+            *_others(report),
+        ]
+    )
+
+
+def _steps(report: dict[str, Any]) -> Iterator[str]:
+    found = measured(report)
+    resident = found.get(RESIDENT, {})
+    head = ["exchange", "step", "tokens a rank", "whole (ms)", "in slices (ms)"]
+    head += ["tokens/s in slices / whole", "hidden", "comm_sms", "rounds"]
+    yield f"| {' | '.join(head)} |"
+    yield "|---|---|" + "---:|" * 7
+    for name, steps in found.items():
+        comparable = name != RESIDENT and _product(report, name) == _product(report, RESIDENT)
+        limit = report["backends"][name].get("best_comm_sms") or "-"
+        for (phase, tokens), step in steps.items():
+            share = None
+            if comparable and (phase, tokens) in resident:
+                share = hidden_share(step, resident[phase, tokens])
+            cells = [
+                *(name, phase, f"{tokens:,}"),
+                *(f"{step[key]:.2f}" for key in ("whole_ms", "sliced_ms")),
+                f"{step['whole_ms'] / step['sliced_ms']:.3f}",
+                "-" if share is None else f"{100 * share:.0f} %",
+                *(str(limit), str(len(step["all_whole_ms"]))),
+            ]
+            yield f"| {' | '.join(cells)} |"
+
+
+def _best(report: dict[str, Any]) -> Iterator[str]:
+    """Of all exchanges, the fastest whole step against the fastest in slices."""
+    found = {name: steps for name, steps in measured(report).items() if name != RESIDENT}
+    sizes = {size: None for steps in found.values() for size in steps}
+    yield "Best of all exchanges with overlap against best without:"
+    yield ""
+    yield "| step | tokens a rank | best whole | ms | best in slices | ms | tokens/s with / without overlap |"
+    yield "|---|---:|---|---:|---|---:|---:|"
+    for phase, tokens in sizes:
+        best = {}
+        for form in ("whole_ms", "sliced_ms"):
+            best[form] = min(
+                (steps[phase, tokens][form], name)
+                for name, steps in found.items()
+                if (phase, tokens) in steps
+            )
+        (whole, without), (sliced, with_overlap) = best.values()
+        yield (
+            f"| {phase} | {tokens:,} | {without} | {whole:.2f} | {with_overlap} | {sliced:.2f} "
+            f"| {whole / sliced:.3f} |"
+        )
+
+
+def _comm_sms(report: dict[str, Any]) -> Iterator[str]:
+    swept = {name: f["comm_sms"] for name, f in report["backends"].items() if "comm_sms" in f}
+    if not swept:
+        return
+    limits = list(next(iter(next(iter(swept.values())).values())))
+    yield "Prefills in slices (ms) by SMs of the exchange:"
+    yield ""
+    yield "| exchange | tokens a rank | " + " | ".join(limits) + " |"
+    yield "|---|" + "---:|" * (1 + len(limits))
+    for name, sizes in swept.items():
+        for tokens, figures in sizes.items():
+            cells = (f"{figures[limit]:.2f}" for limit in limits)
+            yield f"| {name} | {int(tokens):,} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _others(report: dict[str, Any]) -> Iterator[str]:
+    """Handing over, backends, and what is missing."""
+    for name, figures in report["backends"].items():
+        if "missing" in figures:
+            yield f"- {name}: not measured: {figures['missing']}"
+            continue
+        backends = ", ".join(f"{family} {kind}" for family, kind in figures["backends"].items())
+        cost = figures["hand_over"]
+        yield (
+            f"- {name}: {backends}; {figures['seconds']:.0f} s in all; {cost['us_a_hand_over']:.2f} us to hand over, "
+            f"{cost['ms_a_step']:.3f} ms for the {cost['hand_overs_a_step']} of a step of {cost['layers']} layers"
+        )
+    yield ""
+    yield (
+        "Times are the slowest rank's, medians over rounds of alternating forms, each the median of three steps. "
+        f"`{RESIDENT}` is the same step without an exchange: the rows of all ranks lie there already. Hidden = 1 - "
+        "(what the exchange adds to the step in slices) / (what it adds to the whole step), added being the time "
+        f"beyond `{RESIDENT}` in the same form; - where it adds less than 2 %, or the experts' product is another."
+    )
+
+
+def _product(report: dict[str, Any], name: str) -> str | None:
+    """Which grouped GEMM a backend ran with: times compare only where it is the same."""
+    return report["backends"].get(name, {}).get("backends", {}).get("grouped_gemm")
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """Gain by tokens for both phases, and milliseconds by SMs of the exchange."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 4.5), layout="constrained")
+    prefill, decode, sms = figure.subplots(1, 3)
+    for axis, phase in ((prefill, "prefill"), (decode, "decode")):
+        for name, steps in measured(report).items():
+            points = [
+                (tokens, step["whole_ms"] / step["sliced_ms"])
+                for (kind, tokens), step in steps.items()
+                if kind == phase
+            ]
+            style = {"ls": "--", "color": "grey"} if name == RESIDENT else {"marker": "o", "ms": 4}
+            axis.plot(*zip(*points, strict=True), label=name, **style) if points else None
+        axis.axhline(1, color="black", lw=0.8)
+        axis.set(
+            xscale="log", xlabel="tokens a rank", ylabel="tokens/s in slices / whole", title=phase
+        )
+        sizes = report["sizes"][phase]
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        _legend(axis)
+    for name, figures in report["backends"].items():
+        for tokens, by_limit in figures.get("comm_sms", {}).items():
+            limits = [limit for limit in by_limit if limit != "none"]
+            values = [by_limit[limit] for limit in limits]
+            (line,) = sms.plot(
+                [int(n) for n in limits], values, marker="o", ms=4, label=f"{name}, {int(tokens):,}"
+            )
+            sms.axhline(by_limit["none"], color=line.get_color(), ls=":", lw=1)
+    sms.set(
+        xlabel="SMs of the exchange (dotted: no limit)",
+        ylabel="ms in slices",
+        title="prefill by comm_sms",
+    )
+    sms.set_ylim(bottom=0)
+    sms.grid(alpha=0.3)
+    _legend(sms)
+    figure.savefig(path, dpi=120)
+
+
+def _legend(axis: Any) -> None:
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(fontsize=8)
