@@ -130,6 +130,7 @@ class DeepEpAllToAll(AllToAll):
     name = "deepep"
     needs_equal_tokens = True
     graph = True
+    sm_choices = (8, 16, 20, 24, 32)
 
     def __init__(
         self,
