@@ -6,12 +6,14 @@ The stages are collective: every rank goes through them in the same order.
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from kernels import select
-from kernels.attention.base import AttentionSpec
+from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.stand_in import StandInAttention
 from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
@@ -102,7 +104,7 @@ class Rank:
     def load(self, progress: Progress | None = None) -> None:
         """Build the model and read this rank's weights; attention's kernels are compiled beside it."""
         if self.device.type == "cuda":
-            self._attention_compiled = self._compile_attention()
+            self._attention_compiled = bind_beside(self.kernels.attention, self._caches(1))
         self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
         with memory_for("the weights", _LOWER_WEIGHTS, self._weight_bytes()):
             self._load(progress)
@@ -145,20 +147,25 @@ class Rank:
         )
 
     def compile_kernels(self, progress: Progress | None = None) -> None:
-        """Collective: run all that compiles at first use, at every size of step that has kernels of its own."""
+        """Collective: run all that compiles at first use, at every size of step that has kernels of its own.
+
+        Attention's kernels, which take longest, are compiled on, and a stand-in takes their place.
+        """
         max_tokens = self.config.scheduler.max_num_batched_tokens
         sizes = warm_up_sizes(max_tokens, dense=self.kernels.grouped_gemm.compiles_by_rows)
         steps, total = self._warm_up_steps(), len(sizes) + 2
         tell = progress or (lambda done, total: None)
-        tell(0, total)
-        self._wait_for_attention()
+        stand_in = StandInAttention(self.kernels.attention)
+        stand_in.bind(self._caches(1))
         with memory_for("a step", LOWER_STEPS):
-            runner, scheduler = self._runner(steps.num_blocks)
-            for done, size in enumerate(sizes, 1):
+            runner, scheduler = self._runner(steps.num_blocks, stand_in)
+            for done, size in enumerate(sizes):
                 tell(done, total)
                 steps.prefill(runner, scheduler, size)
-            tell(total - 1, total)
+            tell(len(sizes), total)
             steps.sample(runner, scheduler)
+        tell(total - 1, total)
+        self._wait_for_attention()
         tell(total, total)
         self.overlap.bind(())
 
@@ -301,13 +308,17 @@ class Rank:
         equal_tokens = self.kernels.all2all.needs_equal_tokens
         return PlanConfig(equal_tokens, self.config.overlap.num_microbatches)
 
-    def _runner(self, num_blocks: int) -> tuple[ModelRunner, Scheduler]:
-        """A fresh cache of `num_blocks`, and who works with it."""
-        config = self.config
+    def _runner(
+        self, num_blocks: int, stand_in: Attention | None = None
+    ) -> tuple[ModelRunner, Scheduler]:
+        """A fresh cache of `num_blocks`, and who works with it; none with another attention in place of ours."""
+        config, model, kernels = self.config, self.model, self.kernels
         block_size = config.cache.block_size
-        self.overlap.bind(
-            allocate_kv_caches(self.model_config, num_blocks, block_size, self.dtype, self.device)
-        )
+        if stand_in is None:
+            self.overlap.bind(self._caches(num_blocks))
+        else:
+            kernels = replace(kernels, attention=stand_in)
+            model = model.with_kernels(kernels)
         scheduler = Scheduler(
             config.scheduler,
             num_blocks=num_blocks,
@@ -316,8 +327,8 @@ class Rank:
             prefix_caching=config.cache.prefix_caching,
         )
         runner = ModelRunner(
-            self.model,
-            self.kernels,
+            model,
+            kernels,
             scheduler.table,
             rank=self.rank,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
@@ -338,11 +349,9 @@ class Rank:
             self.config.cache.block_size,
         )
 
-    def _compile_attention(self) -> Future[None]:
-        """Build attention's kernels over a cache of one block, beside whatever comes next."""
-        block_size = self.config.cache.block_size
-        caches = allocate_kv_caches(self.model_config, 1, block_size, self.dtype, self.device)
-        return bind_beside(self.kernels.attention, caches)
+    def _caches(self, num_blocks: int) -> list[torch.Tensor]:
+        size = self.config.cache.block_size
+        return allocate_kv_caches(self.model_config, num_blocks, size, self.dtype, self.device)
 
     def _wait_for_attention(self) -> None:
         if self._attention_compiled is not None:

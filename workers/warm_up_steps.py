@@ -1,5 +1,7 @@
 """Steps that all ranks run alike before there are requests: to compile, to allocate, and to see what they take."""
 
+import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from workers.model_runner import ModelRunner
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.step_sync import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
 def bind_beside(attention: Attention, kv_caches: Sequence[torch.Tensor]) -> Future[None]:
@@ -69,6 +73,7 @@ class WarmUpSteps:
     def _run(
         self, runner: ModelRunner, scheduler: Scheduler, requests: Sequence[EngineRequest]
     ) -> None:
+        started = time.perf_counter()
         for request in requests:
             scheduler.add(request)
         while scheduler.has_work:
@@ -79,6 +84,9 @@ class WarmUpSteps:
             scheduler.launched(batch)
             scheduler.commit(batch, output.wait())
         scheduler.prefixes.forget_all()
+        length = len(requests[0].prompt_token_ids)
+        seconds = time.perf_counter() - started
+        logger.debug("warm-up of %d prompts of %d tokens: %.2f s", len(requests), length, seconds)
 
 
 def _requests(count: int, length: int, params: SamplingParams) -> list[EngineRequest]:

@@ -96,7 +96,7 @@ def test_the_stages_of_a_rank(rank: Rank) -> None:
             assert not rank.kernels.attention.kv_caches, "the warm-up's small cache is gone"
     done, total = told[WEIGHTS][-1]
     assert done == total > 0
-    assert told[KERNELS] == [(n, 10) for n in range(11)], "attention, 100, 64, 32 .. 1, sampling"
+    assert told[KERNELS] == [(n, 10) for n in range(11)], "100, 64, 32 .. 1, sampling, attention"
     info = rank.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     assert info.num_blocks == 32
     assert rank.engine is not None and not rank.engine.scheduler.has_work
