@@ -1,21 +1,22 @@
-"""Times every exchange around the experts between the GPUs of this host, alone and behind a grouped GEMM.
+"""Times every exchange around the experts between the GPUs of this host, alone and behind the experts.
 
     python scripts/bench_all2all.py --out docs/results/gpu-all2all
 
-One process per GPU. The shapes are Qwen3-30B-A3B's with uniform random routing, unless told otherwise. An exchange is
-dispatch and combine with all that belongs to them, the routing to places and the weighted sums included; it is a CUDA
-graph where the backend allows one. Writes a JSON file, a table and a plot.
+One process per GPU, new ones for each backend: one that fails or hangs loses its own figures only, and is listed with
+the reason. Shapes are Qwen3-30B-A3B's with uniform random routing, unless told otherwise. Writes OUT.json, OUT.md
+and OUT.png; `--redraw` makes the page and the plot of an OUT.json again. On a CPU it is a dry run of itself over gloo:
+
+    python scripts/bench_all2all.py --device cpu --ranks 2 --tokens 1 8 --out /tmp/dry
 """
 
 import argparse
-import datetime
 import json
 import os
-import statistics
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,311 +25,283 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
+from all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
+from sweep_processes import Limits, Report, run_group
+from sweep_report import origin, save, write
+from sweep_timing import alternate, repeated
+
 from kernels import select
-from kernels.all2all.base import AllToAll
-from kernels.all2all.copy_engine import CopyEngineAllToAll
+from kernels.all2all.base import AllToAll, MaskedInput
+from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat, pick_local
 from kernels.attention.base import AttentionSpec
-from kernels.config import KernelsConfig
-from kernels.cuda_environment import MULTICAST_OFF
-from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+from kernels.block_fp8 import BLOCK
+from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
+from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
 
-# `copies` is copy_engine as it is beside compute: alone, and for few rows, it takes symm's kernels.
-BACKENDS = ("copy_engine", "copies", "symm", "allgather", "torch_dist", "deepep")
-TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-LINK = 380e9  # bytes/s out of one H200 over NVLink
-IN_GRAPH, REPLAYS = 6, 11
-COMM_SMS = 16  # of backends that take SMs, while a GEMM runs beside them
-MIN_HIDDEN_TOKENS = 128
+TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
+IN_GRAPH, ROUNDS = 6, 9
 
 
 class Rank:
-    """One GPU's part: the backends, and the experts that run beside them."""
+    """One GPU's part: its rows, and the experts that run beside the exchanges."""
 
-    def __init__(self, args: argparse.Namespace, rank: int, num_ranks: int):
-        self.args, self.rank, self.num_ranks = args, rank, num_ranks
-        self.stream = torch.cuda.Stream(priority=-1)
-        self.format = RowFormat(args.hidden, args.top_k, torch.bfloat16)
-        placement = ExpertPlacement(args.experts, num_ranks)
+    def __init__(self, args: argparse.Namespace, rank: int):
+        self.args, self.rank = args, rank
+        self.device = torch.device(args.device, rank if args.device == "cuda" else None)
+        self.format = RowFormat(args.hidden, args.top_k, args.dtype)
+        self.placement = ExpertPlacement(args.experts, args.ranks)
+        local = self.placement.local_experts(rank)
+        self.gemm = gemms.build(args.gemm)
         self.order = ExpertOrder(
-            placement.local_experts(rank), num_experts=args.experts, device="cuda"
+            local,
+            num_experts=args.experts,
+            device=self.device,
+            dtype=torch.int64,
+            alignment=self.gemm.row_alignment,
         )
-        self.gemm = TritonGroupedGemm()
-        self.all_sms = torch.cuda.get_device_properties().multi_processor_count
-        num_local = len(placement.local_experts(rank))
-        new: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        self.weights = (
-            torch.randn(num_local, 2 * args.width, args.hidden, **new) * args.hidden**-0.5,
-            torch.randn(num_local, args.hidden, args.width, **new) * args.width**-0.5,
+        new: dict[str, Any] = {"dtype": args.dtype, "device": self.device}
+        self.weights = self.gemm.prepare(
+            torch.randn(len(local), 2 * args.width, args.hidden, **new) * args.hidden**-0.5,
+            torch.randn(len(local), args.hidden, args.width, **new) * args.width**-0.5,
         )
-        self.context = select.KernelContext(
-            device=torch.device("cuda", rank),
-            dtype=torch.bfloat16,
-            rank=rank,
-            num_ranks=num_ranks,
+        self.side, self.all_sms = None, 0
+        if args.device == "cuda":
+            self.side = torch.cuda.Stream(priority=-1)
+            self.all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def draw(self, num_tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A rank's rows, their experts and weights; the same wherever they are drawn."""
+        generator = torch.Generator(self.device).manual_seed(1000 * num_tokens + rank)
+        new: dict[str, Any] = {"device": self.device, "generator": generator}
+        x_TD = torch.randn(num_tokens, self.args.hidden, **new).to(self.args.dtype)
+        scores = torch.rand(num_tokens, self.args.experts, **new)
+        topk_idx_TK = scores.topk(self.args.top_k, dim=-1).indices
+        return x_TD, topk_idx_TK, torch.rand(num_tokens, self.args.top_k, **new)
+
+    def gathered(self, num_tokens: int) -> list[torch.Tensor]:
+        """All ranks' rows, experts and weights."""
+        drawn = [self.draw(num_tokens, rank) for rank in range(self.args.ranks)]
+        return [torch.cat(parts) for parts in zip(*drawn, strict=True)]
+
+    def base(self, num_tokens: int) -> dict[str, float]:
+        """What no exchange avoids: bytes over links, and routing and weighted sums of the gathered rows."""
+        rows, starts = self.gathered(num_tokens), self.placement.starts
+        routed = pick_local(*rows, self.order, None)
+        y_RD = torch.randn_like(routed.in_order())
+
+        def here(_: int) -> None:
+            pick_local(*rows, self.order, None).handle.partial_sums(y_RD)
+
+        runs = {"here_us": repeated(here, IN_GRAPH, graph=self.args.device == "cuda")}
+        each = zip(range(self.args.ranks), rows[1].chunk(self.args.ranks), strict=True)
+        sent = sum(useful_rows(idx_TK, starts, rank) for rank, idx_TK in each) / self.args.ranks
+        sum_bytes = self.args.hidden * self.args.dtype.itemsize
+        sent_bytes = useful_bytes(sent, self.format.row_bytes, sum_bytes)
+        return {
+            "sent_rows": sent,
+            "sent_bytes": sent_bytes,
+            "floor_us": round(sent_bytes / LINK * 1e6, 3),
+            **alternate(runs, self.args.rounds, IN_GRAPH, self.device),
+        }
+
+    def row_bytes(self, variant: Variant) -> int:
+        """Of one row on its way to the experts."""
+        if variant.gemm is None or not gemms.GEMMS[variant.gemm].masked_fp8:
+            return self.format.row_bytes
+        saved = self.args.hidden - 4 * (self.args.hidden // BLOCK)
+        return self.format.row_bytes - saved
+
+    def build(self, selection: select.Selection, max_num_tokens: int) -> AllToAll:
+        """Collective."""
+        context = select.KernelContext(
+            device=self.device,
+            dtype=self.args.dtype,
+            rank=self.rank,
+            num_ranks=self.args.ranks,
             group=dist.group.WORLD,
             shared_memory=None,
-            placement=placement,
-            hidden_size=args.hidden,
-            top_k=args.top_k,
-            max_num_tokens=max(args.tokens),
+            placement=self.placement,
+            hidden_size=self.args.hidden,
+            top_k=self.args.top_k,
+            max_num_tokens=max_num_tokens,
             attention=AttentionSpec(1, 1, 64, 16, 1.0),
         )
+        return select.build(selection, context).all2all
 
-    def build(self, name: str) -> AllToAll:
-        """Raises KernelChoiceError where the backend cannot run."""
-        config = KernelsConfig(
-            all2all="copy_engine" if name == "copies" else name, grouped_gemm="triton"
-        )
-        selection = select.select(
-            config,
-            select.probe("cuda"),
-            num_ranks=self.num_ranks,
-            dtype=torch.bfloat16,
-            hidden_size=self.args.hidden,
-            expert_width=self.args.width,
-            num_experts=self.args.experts,
-            top_k=self.args.top_k,
-            max_num_tokens=max(self.args.tokens),
-        )
-        all2all = select.build(selection, self.context).all2all
-        if isinstance(all2all, CopyEngineAllToAll) and name == "copies":
-            all2all.stream, all2all.kernel_rows = torch.cuda.Stream(priority=-1), -1
-        return all2all
+    def measure(self, all2all: AllToAll, variant: Variant, num_tokens: int) -> dict[str, float]:
+        """Microseconds of the exchange (us), of it on its own stream (apart), of the experts, of both at once."""
+        if isinstance(all2all, CopyEngineAllToAll):
+            all2all.kernel_rows = -1 if variant.copies else KERNEL_ROWS
+        all2all.stream = self.side if variant.copies else None
+        all2all.set_num_sms(variant.num_sms)
+        exchange, experts = self.exchange(all2all, num_tokens), self.experts(num_tokens)
+        graph = self.in_graph(all2all)
 
-    def draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, their experts and weights."""
-        new: dict[str, Any] = {
-            "device": "cuda",
-            "generator": torch.Generator("cuda").manual_seed(1000 * num_tokens + self.rank),
+        def apart(_: int) -> None:
+            with self.aside(self.mark()):
+                exchange(0)
+            self.join()
+
+        def both(_: int) -> None:
+            begin = self.mark()
+            if not graph:  # the host will wait for the exchange, so the experts must be under way
+                experts(0)
+            with self.aside(begin):
+                exchange(0)
+            if graph:
+                experts(0)
+            self.join()
+
+        runs = {
+            "us": repeated(exchange, IN_GRAPH, graph=graph),
+            "gemm_us": repeated(experts, IN_GRAPH, graph=graph),
         }
-        x_TD = torch.randn(num_tokens, self.args.hidden, **new).bfloat16()
-        scores = torch.rand(num_tokens, self.args.experts, **new)
-        return (
-            x_TD,
-            scores.topk(self.args.top_k, dim=-1).indices,
-            torch.rand(num_tokens, self.args.top_k, **new),
-        )
+        all2all.stream = self.side
+        runs["apart_us"] = repeated(apart, IN_GRAPH, graph=graph)
+        if variant.num_sms is not None:
+            self.gemm.set_num_sms(self.all_sms - variant.num_sms)
+            runs["rest_us"] = repeated(experts, IN_GRAPH, graph=graph)
+        runs["both_us"] = repeated(both, IN_GRAPH, graph=graph)
+        self.gemm.set_num_sms(None)
+        return alternate(runs, self.args.rounds, IN_GRAPH, self.device)
 
-    def baseline(self, num_tokens: int) -> dict[str, float]:
-        """What no exchange avoids: routing and weighted sums of the gathered rows."""
-        drawn = [part.repeat(self.num_ranks, 1) for part in self.draw(num_tokens)]
-        routed = pick_local(*drawn, self.order, None)
-        y_RD = torch.randn(routed.places().num_places, self.args.hidden, device="cuda").bfloat16()
-
-        def local() -> None:
-            routed = pick_local(*drawn, self.order, None)
-            routed.handle.partial_sums(y_RD)
-
-        row = self.format.row_bytes + self.args.hidden * 2
-        sent = (self.num_ranks - 1) * num_tokens * row
-        return {
-            "sent_bytes": sent,
-            "floor_us": round(sent / LINK * 1e6, 1),
-            "local_us": timed(local, graph=True),
-        }
-
-    def measure(self, all2all: AllToAll, num_tokens: int, base: dict[str, float]) -> dict[str, Any]:
-        """Microseconds alone, and the share of them that disappears behind the experts of another slice."""
-        inputs = self.draw(num_tokens)
+    def exchange(self, all2all: AllToAll, num_tokens: int) -> Callable[[int], None]:
+        """Dispatch, and combine of outputs that do not depend on it."""
+        inputs = self.draw(num_tokens, self.rank)
         routed = all2all.dispatch(*inputs).wait()
-        y_RD = torch.randn(routed.places().num_places, self.args.hidden, device="cuda").bfloat16()
-        all2all.combine(y_RD, routed.handle).wait()
-        places = routed.places().num_places
+        like = routed.x_eMD if isinstance(routed, MaskedInput) else routed.in_order()
+        y = torch.randn(like.shape, dtype=self.args.dtype, device=self.device)
+        all2all.combine(y, routed.handle).wait()
 
-        def alone() -> None:
+        def exchange(_: int) -> None:
             routed = all2all.dispatch(*inputs).wait()
-            all2all.combine(y_RD[:places], routed.handle).wait()
+            all2all.combine(y, routed.handle).wait()
 
-        us = timed(alone, graph=all2all.graph)
-        found: dict[str, Any] = {"us": us, "gb_per_s": round(base["sent_bytes"] / us / 1e3, 1)}
-        if num_tokens >= MIN_HIDDEN_TOKENS and all2all.graph:
-            both, experts = self._beside_experts(all2all, num_tokens, inputs, y_RD)
-            moved = (
-                us - base["local_us"]
-            )  # the routing and the sums are compute, whoever moves the rows
-            found |= {"experts_us": experts, "both_us": both}
-            found["hidden"] = round((us + experts - both) / moved, 2)
-        return found
+        return exchange
 
-    def _beside_experts(
-        self, all2all: AllToAll, num_tokens: int, inputs: Any, y_RD: torch.Tensor
-    ) -> tuple[float, float]:
-        """Microseconds of an exchange beside two grouped GEMMs as large as its own experts', and of these alone."""
-        drawn = [part.repeat(self.num_ranks, 1) for part in inputs]
-        other = pick_local(*drawn, self.order, None)
+    def experts(self, num_tokens: int) -> Callable[[int], None]:
+        """This rank's experts of all ranks' rows, which are here already."""
+        routed = pick_local(*self.gathered(num_tokens), self.order, None)
 
-        def experts() -> None:
-            self.gemm(other, *self.weights)
+        def experts(_: int) -> None:
+            self.gemm(routed, *self.weights)
 
-        def twice() -> None:
-            experts()
-            experts()
+        return experts
 
-        def both() -> None:
-            pending = all2all.dispatch(*inputs)
-            experts()
-            routed = pending.wait()
-            returned = all2all.combine(y_RD[: routed.places().num_places], routed.handle)
-            experts()
-            returned.wait()
+    def in_graph(self, all2all: AllToAll) -> bool:
+        return self.args.device == "cuda" and all2all.graph
 
-        before, all2all.stream = all2all.stream, self.stream
-        if all2all.sm_choices:
-            all2all.set_num_sms(COMM_SMS)
-            self.gemm.set_num_sms(self.all_sms - COMM_SMS)
-        beside = prepared(both, graph=True)
-        if all2all.sm_choices:
-            all2all.set_num_sms(None)
-            self.gemm.set_num_sms(self.all_sms)
-        all2all.stream = before
-        both_us, experts_us = alternate(beside, prepared(twice, graph=True))
-        return both_us, experts_us
+    def mark(self) -> torch.cuda.Event | None:
+        """What the current stream was given until now."""
+        return None if self.side is None else torch.cuda.current_stream().record_event()
+
+    @contextmanager
+    def aside(self, begin: torch.cuda.Event | None) -> Iterator[None]:
+        """On the stream beside the current one, behind `begin`; on a CPU there is none."""
+        if self.side is None or begin is None:
+            yield
+            return
+        self.side.wait_event(begin)
+        with torch.cuda.stream(self.side):
+            yield
+
+    def join(self) -> None:
+        """The current stream waits for the one beside it."""
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
 
 
-def timed(call: Callable[[], object], *, graph: bool) -> float:
-    """Microseconds of a call."""
-    return alternate(prepared(call, graph=graph))[0]
-
-
-def prepared(call: Callable[[], object], *, graph: bool) -> Callable[[], None]:
-    """IN_GRAPH calls in a row, warmed up, as a CUDA graph where that is possible."""
-
-    def calls() -> None:
-        for _ in range(IN_GRAPH):
-            call()
-
-    call()
-    torch.cuda.synchronize()
-    if not graph:
-        return calls
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        calls()
-    return captured.replay
-
-
-def alternate(*runs: Callable[[], None]) -> list[float]:
-    """Median microseconds of one of the IN_GRAPH calls of each, the slowest rank's; they take turns: clocks drift."""
-    times: list[list[float]] = [[] for _ in runs]
-    for _ in range(1 + REPLAYS):
-        for run, found in zip(runs, times, strict=True):
-            torch.cuda.synchronize()
-            dist.barrier()
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            found.append(start.elapsed_time(end) * 1000 / IN_GRAPH)
-    slowest = torch.tensor([statistics.median(found[1:]) for found in times], device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [round(us, 1) for us in slowest.tolist()]
-
-
-def work(rank: int, args: argparse.Namespace, num_ranks: int, store: str) -> None:
-    """One rank's process; rank 0 writes the results after each backend."""
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl",
-        store=dist.FileStore(store, num_ranks),
-        rank=rank,
-        world_size=num_ranks,
-        device_id=torch.device("cuda", rank),
-    )
-    self = Rank(args, rank, num_ranks)
-    bases = {tokens: self.baseline(tokens) for tokens in args.tokens}
-    results: dict[str, Any] = {}
-    for name in args.backends:
-        try:
-            all2all = self.build(name)
-        except select.KernelChoiceError as error:
-            results[name] = {"missing": str(error)}
-            continue
-        results[name] = {t: self.measure(all2all, t, bases[t]) for t in args.tokens}
+def measure_backend(
+    rank: int,
+    report: Report,
+    folder: Path,
+    args: argparse.Namespace,
+    parts: list[Part],
+    with_base: bool,
+) -> None:
+    """One rank's process."""
+    join_group(rank, folder, args)
+    self = Rank(args, rank)
+    report({"stage": "ranks are there"})
+    for tokens in args.tokens if with_base else ():
+        report({"base": self.base(tokens), "tokens": tokens})
+    built: dict[str | None, AllToAll] = {}
+    for part in parts:
+        variant = part.variant
+        if variant.gemm not in built:
+            most = max(max(p.tokens) for p in parts if p.variant.gemm == variant.gemm)
+            built[variant.gemm] = self.build(part.selection, most)
+        all2all = built[variant.gemm]
+        about = {"graph": self.in_graph(all2all), "row_bytes": self.row_bytes(variant)}
+        report({"variant": asdict(variant), "about": about})
+        for tokens in part.tokens:
+            times = self.measure(all2all, variant, tokens)
+            report({"variant": asdict(variant), "tokens": tokens, "times": times})
+        if self.side is not None:
+            torch.cuda.empty_cache()  # of graphs that are gone
+    for all2all in built.values():
         all2all.close()
-        if rank == 0:
-            shown = {t: list(figures.values()) for t, figures in results[name].items()}
-            print(name, json.dumps(shown), flush=True)
-            write(args, report(args, num_ranks, bases, results))
     dist.destroy_process_group()
 
 
-def report(
-    args: argparse.Namespace, num_ranks: int, bases: dict[int, Any], results: dict[str, Any]
-) -> dict[str, Any]:
-    """What was measured, on what."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
+def join_group(rank: int, folder: Path, args: argparse.Namespace) -> None:
+    """The ranks of one backend, over files of their own."""
+    store = dist.FileStore(str(folder / "store"), args.ranks)
+    group: dict[str, Any] = {"store": store, "rank": rank, "world_size": args.ranks}
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", **group)
+        return
+    torch.cuda.set_device(rank)
+    device = torch.device("cuda", rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl", **group, device_id=device)
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """All backends, one after the other; the figures are saved after each."""
+    begin = time.monotonic()
+    limits = Limits(args.patience, begin + args.budget)
+    capabilities = select.probe(args.device)
+    found = about(args)
+    for backend in args.backends:
+        started = time.monotonic()
+        parts, refused = plan(args, capabilities, backend)
+        found["missing"] |= refused
+        if parts:
+            work = (args, parts, len(found["tokens"]) < len(args.tokens))
+            outcome = run_group(measure_backend, work, args.ranks, limits)
+            add(found, outcome.reports)
+            if outcome.failure is not None:
+                found["missing"][f"{backend}, or some of it"] = outcome.said()
+            print(f"{backend}: {outcome.said()}, {time.monotonic() - started:.1f} s", flush=True)
+        found["seconds"] = round(time.monotonic() - begin, 1)
+        save(args.out, found)
+    write(args.out, found, page, plot)
+    print(args.out.with_suffix(".md").read_text(), flush=True)
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What is measured, on what, and room for the results."""
+    shape = {key: getattr(args, key) for key in ("hidden", "width", "experts", "top_k")}
     return {
-        "what": "microseconds of dispatch and combine of one MoE layer; `hidden` is the share of what moves the "
-        "rows that two grouped GEMMs on another stream cover",
-        "date": datetime.date.today().isoformat(),
-        "commit": args.commit or commit,
-        "hardware": f"{num_ranks} x {torch.cuda.get_device_name()}",
-        "versions": {
-            "torch": torch.__version__,
-            "cuda": str(torch.version.cuda),
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        },
-        "shape": {key: getattr(args, key) for key in ("hidden", "width", "experts", "top_k")},
-        "comm_sms": COMM_SMS,
+        "what": "microseconds of dispatch and combine of one MoE layer, alone and behind its experts",
+        **origin(args.device, args.ranks, args.commit),
+        "shape": shape | {"dtype": str(args.dtype)[6:]},
+        "gemm": args.gemm,
+        "in_graph": IN_GRAPH,
+        "rounds": args.rounds,
         "link_bytes_per_s": LINK,
-        "tokens": bases,
-        "backends": results,
+        "sum_bytes": args.hidden * args.dtype.itemsize,
+        "sms_tokens": args.sms_tokens,
+        "plot": args.out.with_suffix(".png").name,
+        "tokens": {},
+        "backends": {},
+        "missing": {},
     }
-
-
-def write(args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """OUT.json, OUT.table.md and OUT.png."""
-    args.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
-    args.out.with_suffix(".table.md").write_text(table(found))
-    try:
-        plot(found, args.out.with_suffix(".png"))
-    except ImportError as error:
-        print(f"no plot: {error} (matplotlib is in the dev extra)", flush=True)
-
-
-def table(found: dict[str, Any]) -> str:
-    """Markdown: us (share hidden) by tokens and backend."""
-    backends = [name for name, figures in found["backends"].items() if "missing" not in figures]
-    head = ["tokens a rank", "link floor", "without exchange", *backends]
-    lines = [" | ".join(head), " | ".join("---" for _ in head)]
-    for tokens, base in found["tokens"].items():
-        cells = [f"{int(tokens):,}", f"{base['floor_us']:g}", f"{base['local_us']:g}"]
-        best = min(found["backends"][name][tokens]["us"] for name in backends)
-        for name in backends:
-            figures = found["backends"][name][tokens]
-            cell = f"**{figures['us']:g}**" if figures["us"] == best else f"{figures['us']:g}"
-            if "hidden" in figures:
-                cell += f" ({100 * figures['hidden']:.0f} %)"
-            cells.append(cell)
-        lines.append(" | ".join(cells))
-    return "".join(f"| {line} |\n" for line in lines)
-
-
-def plot(found: dict[str, Any], path: Path) -> None:
-    """Microseconds over tokens, both logarithmic, with the link's floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
-    tokens = [int(t) for t in found["tokens"]]
-    for name, figures in found["backends"].items():
-        if "missing" not in figures:
-            axes.plot(tokens, [row["us"] for row in figures.values()], marker="o", ms=3, label=name)
-    for key, label in (("floor_us", "link floor"), ("local_us", "without exchange")):
-        axes.plot(tokens, [base[key] for base in found["tokens"].values()], "--", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="tokens a rank", ylabel="dispatch + combine, us")
-    axes.set_title(f"{found['hardware']}, hidden {found['shape']['hidden']}, bf16")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 def parse() -> argparse.Namespace:
@@ -339,28 +312,38 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--ranks", type=int, help="default: one per GPU of this host")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs whose median counts")
     parser.add_argument(
-        "--commit", help="what to call the measured commit; asked from git if left out"
+        "--patience", type=float, default=40, help="s without a result of a backend"
     )
-    parser.add_argument(
-        "--redraw", action="store_true", help="table and plot of OUT.json, no measuring"
-    )
+    parser.add_argument("--budget", type=float, default=150, help="s for all backends")
+    parser.add_argument("--commit", help="the measured commit; asked from git if left out")
+    parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
     parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.tokens = sorted(set(args.tokens))
+    args.sms_tokens = SMS_TOKENS if SMS_TOKENS in args.tokens else args.tokens[-1]
+    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    args.gemm = "triton" if args.device == "cuda" else "torch_grouped"
+    return args
 
 
 def main() -> None:
     args = parse()
     if args.redraw:
-        write(args, json.loads(args.out.with_suffix(".json").read_text()))
+        write(args.out, json.loads(args.out.with_suffix(".json").read_text()), page, plot)
         return
-    num_ranks = torch.cuda.device_count()
-    if num_ranks < 2:
-        raise SystemExit(f"needs two GPUs or more on this host, found {num_ranks}")
+    num_devices = torch.cuda.device_count() if args.device == "cuda" else args.ranks or 2
+    args.ranks = args.ranks or num_devices
+    if not 2 <= args.ranks <= num_devices:
+        raise SystemExit(
+            f"--ranks is {args.ranks}, expected 2 to the {num_devices} devices there are"
+        )
     os.environ.update(MULTICAST_OFF)
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        torch.multiprocessing.spawn(work, (args, num_ranks, store), nprocs=num_ranks)
+    share_compiled_kernels(os.environ)
+    sweep(args)
 
 
 if __name__ == "__main__":

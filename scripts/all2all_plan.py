@@ -1,0 +1,97 @@
+"""What bench_all2all measures of each backend, and what a backend refuses, with the reason. Needs no GPU."""
+
+import argparse
+from dataclasses import dataclass
+
+from kernels import select
+from kernels.config import KernelsConfig
+
+BACKENDS = ("symm", "copy_engine", "allgather", "deepep", "deepep_low_latency", "torch_dist")
+SM_LIMITED = ("symm", "deepep")
+COMM_SMS, SMS_TOKENS = (4, 8, 16, 20, 24, 32), 4096
+SWEPT_SMS = (16, 24)  # these over all numbers of tokens, the others at SMS_TOKENS
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to use a backend. num_sms: of the exchange, the experts beside it get the rest; None: no limit.
+
+    copies  copy_engine as it is beside other work, whatever the number of rows
+    gemm    whose rows the exchange brings, None for any: low latency brings FP8 to the FP8 one
+    """
+
+    name: str
+    backend: str
+    num_sms: int | None = None
+    sms_only: bool = False
+    copies: bool = False
+    gemm: str | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A variant, the tokens of a rank that it is measured with, and how it is built."""
+
+    variant: Variant
+    tokens: list[int]
+    selection: select.Selection
+
+
+def variants(backend: str) -> list[Variant]:
+    """All ways to use a backend."""
+    if backend == "deepep_low_latency":
+        fp8 = Variant(f"{backend} fp8", backend, gemm="deepgemm_fp8")
+        return [Variant(backend, backend, gemm="deepgemm"), fp8]
+    found = [Variant(backend, backend)]
+    if backend == "copy_engine":
+        found.append(Variant("copies", backend, copies=True))
+    if backend in SM_LIMITED:
+        for sms in COMM_SMS:
+            found.append(Variant(f"{backend} {sms} SMs", backend, sms, sms not in SWEPT_SMS))
+    return found
+
+
+def plan(
+    args: argparse.Namespace, capabilities: select.Capabilities, backend: str
+) -> tuple[list[Part], dict[str, str]]:
+    """The parts that can run; and what cannot, to why."""
+    parts: list[Part] = []
+    refused: dict[str, str] = {}
+    for variant in variants(backend):
+        sizes, no, reason, selection = [], [], "", None
+        for tokens in [args.sms_tokens] if variant.sms_only else args.tokens:
+            try:
+                selection = _select(args, capabilities, variant, tokens)
+                sizes.append(tokens)
+            except select.KernelChoiceError as error:
+                no.append(tokens)
+                reason = reason or error.reason
+        if no and selection is not None:
+            refused[f"{variant.name} with {', '.join(f'{n:,}' for n in no)} tokens"] = reason
+        elif no:
+            refused[variant.name] = reason
+        if selection is not None:
+            parts.append(Part(variant, sizes, selection))
+    if not parts and len(set(refused.values())) == 1:
+        refused = {backend: next(iter(refused.values()))}
+    return parts, refused
+
+
+def _select(
+    args: argparse.Namespace, capabilities: select.Capabilities, variant: Variant, tokens: int
+) -> select.Selection:
+    """Raises KernelChoiceError where the backend cannot carry `tokens` rows of a rank."""
+    config = KernelsConfig(
+        all2all=variant.backend, grouped_gemm=variant.gemm or args.gemm, attention="sdpa"
+    )
+    return select.select(
+        config,
+        capabilities,
+        num_ranks=args.ranks,
+        dtype=args.dtype,
+        hidden_size=args.hidden,
+        expert_width=args.width,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        max_num_tokens=tokens,
+    )

@@ -1,0 +1,68 @@
+"""The sweeps' processes keep what was measured when a rank raises, dies or hangs; a dry run of a sweep."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+from sweep_processes import Limits, run_group  # noqa: E402
+
+
+def measure(rank: int, report, folder: Path, what: str) -> None:
+    """Reports once, and then rank 1 does `what` while the others wait for it."""
+    report({"rank": rank})
+    if what == "end":
+        return
+    if rank == 1:
+        while not (folder / "reports").read_text():
+            time.sleep(0.01)
+        if what == "raise":
+            raise ValueError("out of\nluck")
+        if what == "die":
+            os._exit(3)
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(
+    ("what", "patience_s", "failure"),
+    [
+        ("end", 60, None),
+        ("raise", 60, "rank 1: ValueError: out of"),
+        ("die", 60, "rank 1: died with 3"),
+        ("hang", 5, "nothing came for 5 s"),
+    ],
+)
+def test_what_was_reported_stays(what, patience_s, failure):
+    outcome = run_group(measure, [what], 2, Limits(patience_s, time.monotonic() + 200))
+    assert outcome.failure == failure
+    assert outcome.reports == [{"rank": 0}]
+    assert outcome.said() == (f'{failure}, after {{"rank": 0}}' if failure else "complete")
+
+
+def test_the_end_of_the_whole_run_is_the_end_of_a_group():
+    outcome = run_group(measure, ["hang"], 2, Limits(200, time.monotonic()))
+    assert outcome.failure == "the time for the whole run was over"
+
+
+def test_exchanges_are_swept_over_gloo(tmp_path):
+    command = [sys.executable, "scripts/bench_all2all.py", "--device", "cpu", "--ranks", "2"]
+    command += ["--tokens", "1", "5", "--rounds", "1", "--hidden", "64", "--width", "32"]
+    command += ["--experts", "8", "--top-k", "2", "--out", str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert set(found["missing"]) == {"symm", "copy_engine", "deepep", "deepep_low_latency"}
+    assert set(found["tokens"]) == {"1", "5"}
+    for name in ("allgather", "torch_dist"):
+        sizes = found["backends"][name]["sizes"]
+        assert set(sizes) == {"1", "5"}
+        assert all(row["us"] > 0 and row["both_us"] > 0 for row in sizes.values())
+    assert "| 5 |" in (tmp_path / "x.md").read_text()
+    assert (tmp_path / "x.png").exists()

@@ -1,0 +1,157 @@
+"""What the sweeps of exchanges and experts compute and write, without measuring anything."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import all2all_plan
+import all2all_report
+import sweep_report
+
+from kernels import select
+from kernels.placement import ExpertPlacement
+
+ARGS = argparse.Namespace(
+    tokens=[1, 1024, 4096, 8192],
+    sms_tokens=4096,
+    ranks=4,
+    dtype=torch.bfloat16,
+    hidden=2048,
+    width=768,
+    experts=128,
+    top_k=8,
+    gemm="triton",
+)
+GPU = select.Capabilities("cuda", {})
+TIMES = {"us": 10.0, "apart_us": 12.0, "gemm_us": 100.0, "both_us": 103.0}
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_row_leaves_once_for_each_other_rank_that_needs_it(rank):
+    placement = ExpertPlacement(10, 3)
+    generator = torch.Generator().manual_seed(rank)
+    topk_idx_TK = torch.rand(40, 10, generator=generator).topk(4).indices
+    topk_idx_TK[torch.rand(40, 4, generator=generator) < 0.3] = -1
+    owner = {e: owner for owner in range(3) for e in placement.local_experts(owner)}
+    expected = sum(
+        len({owner[e] for e in experts if e >= 0} - {rank}) for experts in topk_idx_TK.tolist()
+    )
+    assert all2all_report.useful_rows(topk_idx_TK, placement.starts, rank) == expected > 0
+
+
+def test_rows_go_out_and_sums_come_back():
+    assert all2all_report.useful_bytes(2.5, 4160, 4096) == 20640
+
+
+@pytest.mark.parametrize(
+    ("gemm", "exchange", "both", "share"),
+    [(100, 40, 100, 1.0), (100, 40, 140, 0.0), (100, 40, 110, 0.75), (100, 40, 160, -0.5)],
+)
+def test_hidden_share(gemm, exchange, both, share):
+    assert all2all_report.hidden_share(gemm, exchange, both) == share
+
+
+def test_more_than_all_cannot_be_hidden():
+    assert all2all_report.hidden_share(100.0, 40.0, 98.0) == 1.0
+
+
+def test_figures_follow_from_times():
+    found = all2all_report.figures(TIMES, 1_000_000)
+    assert found == TIMES | {"gb_per_s": 100.0, "hidden": 0.75}
+
+
+def test_a_size_that_a_backend_refuses_is_listed_with_the_reason():
+    parts, refused = all2all_plan.plan(ARGS, GPU, "deepep_low_latency")
+    assert {part.variant.name: part.tokens for part in parts} == {
+        "deepep_low_latency": [1, 1024],
+        "deepep_low_latency fp8": [1, 1024],
+    }
+    assert set(refused) == {f"{part.variant.name} with 4,096, 8,192 tokens" for part in parts}
+    assert all("1024 tokens" in reason for reason in refused.values())
+
+
+def test_a_backend_that_is_missing_is_listed_once():
+    capabilities = select.Capabilities("cuda", {"deepep": "deep_ep is not installed"})
+    parts, refused = all2all_plan.plan(ARGS, capabilities, "deepep")
+    assert (parts, refused) == ([], {"deepep": "deep_ep is not installed"})
+
+
+def test_limits_on_sms_are_swept_at_one_size_and_some_at_all():
+    parts, refused = all2all_plan.plan(ARGS, GPU, "symm")
+    assert refused == {}
+    tokens = {part.variant.num_sms: part.tokens for part in parts}
+    assert set(tokens) == {None, *all2all_plan.COMM_SMS}
+    assert tokens[16] == tokens[None] == ARGS.tokens and tokens[4] == [4096]
+
+
+def test_the_two_low_latency_variants_bring_what_their_products_take():
+    parts, _ = all2all_plan.plan(ARGS, GPU, "deepep_low_latency")
+    assert [part.selection.grouped_gemm.name for part in parts] == ["deepgemm", "deepgemm_fp8"]
+
+
+def exchanges() -> dict:
+    """Results of three variants, of which one has a size and a limit on SMs only."""
+    found = {
+        "date": "2026-01-02",
+        "commit": "abc",
+        "hardware": "4 x GPU",
+        "versions": {"torch": "2"},
+        "shape": {"hidden": 8, "width": 4, "experts": 4, "top_k": 2, "dtype": "bfloat16"},
+        "gemm": "triton",
+        "rounds": 3,
+        "in_graph": 6,
+        "link_bytes_per_s": 380e9,
+        "sum_bytes": 16,
+        "sms_tokens": 4096,
+        "plot": "x.png",
+        "tokens": {},
+        "backends": {},
+        "missing": {"deepep": "not installed"},
+    }
+    for tokens, rows in ((1, 2.5), (4096, 10_000.0)):
+        found["tokens"][str(tokens)] = {"sent_rows": rows, "floor_us": 0.5, "here_us": 3.0}
+    reports = []
+    for name, limit, sizes in (("fast", None, (1, 4096)), ("slow", None, (1,)), ("l", 8, (4096,))):
+        variant = {"name": name, "backend": "symm", "num_sms": limit, "sms_only": limit is not None}
+        reports.append({"variant": variant, "about": {"graph": name != "slow", "row_bytes": 32}})
+        times = TIMES | {"us": 20.0 if name == "slow" else 10.0}
+        times |= {"rest_us": 130.0} if limit else {}
+        reports += [{"variant": variant, "tokens": size, "times": times} for size in sizes]
+    all2all_report.add(found, reports)
+    return found
+
+
+def test_the_table_of_exchanges():
+    assert all2all_report.tokens_table(exchanges()).splitlines() == [
+        "| tokens a rank | floor | here | fast | slow * |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+        "| 1 | 0.5 | 3 | **10** / 0 / 75 % | 20 / 0 / 75 % |",
+        "| 4,096 | 0.5 | 3 | **10** / 48 / 75 % | - |",
+    ]
+
+
+def test_the_table_of_sms():
+    *_, row = all2all_report.sms_table(exchanges()).splitlines()
+    assert row == "| symm | 8 | 12 | 100 | 130 | 103 | 1.09 | 75 % |"
+
+
+def test_a_page_keeps_the_notes_that_a_person_added(tmp_path):
+    found, out = exchanges(), tmp_path / "x"
+    plots = []
+    for _ in range(2):
+        sweep_report.write(out, found, all2all_report.page, lambda found, path: plots.append(path))
+        page = out.with_suffix(".md").read_text()
+        assert "- not measured: deepep: not installed" in page
+        out.with_suffix(".md").write_text(page + "\n## Notes\n\nmine\n")
+    assert page.count("## Notes") == 1 and page.endswith("\n## Notes\n\nmine\n")
+    assert plots == [tmp_path / "x.png"] * 2
+
+
+def test_the_plot_of_exchanges_is_drawn_with_what_is_missing(tmp_path):
+    all2all_report.plot(exchanges(), tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
