@@ -6,6 +6,7 @@ Knows nothing of YAML files, Ray or requests.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -38,10 +39,14 @@ class KernelChoiceError(ValueError):
     """A backend named in the YAML cannot run here."""
 
     def __init__(self, family: str, name: str, reason: str, instead: list[str]):
-        self.key = f"kernels.{family}"
-        works = f"What works: {' or '.join(['auto', *instead])}" if instead else "Nothing works"
-        self.value, self.reason = name, reason
-        super().__init__(f"{self.key}: {name!r} cannot run here: {reason}. {works}")
+        super().__init__(family, name, reason, instead)  # as they are, or pickling would lose them
+        self.key, self.value, self.reason = f"kernels.{family}", name, reason
+        self.instead = instead
+
+    def __str__(self) -> str:
+        *others, last = ["auto", *self.instead]
+        works = f"What works: {', '.join(others)} or {last}" if others else "Nothing works"
+        return f"{self.key}: {self.value!r} cannot run here: {self.reason}. {works}"
 
 
 @dataclass(frozen=True)
@@ -278,7 +283,9 @@ def _choose(
         raise KernelChoiceError(family, wanted, reasons, [])
     found = obstacle(wanted)
     if found is not None:
-        raise KernelChoiceError(family, wanted, found, [x for x in order if obstacle(x) is None])
+        known = get_args(KernelsConfig.model_fields[family].annotation)
+        names = dict.fromkeys((*order, *known[1:]))  # without auto, which comes first
+        raise KernelChoiceError(family, wanted, found, [x for x in names if obstacle(x) is None])
     return Choice(wanted, "named in the configuration")
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kernels.config import KernelsConfig
 from workers.log import LogFormat, LogLevel
@@ -101,6 +101,13 @@ class OverlapConfig(Section):
         "auto",
         description="auto = at sizes where it was faster when measured at the start; on = wherever a step can be cut.",
     )
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _yaml_words(cls, value: object) -> object:
+        """YAML 1.1 reads a bare `on` or `off` as a boolean."""
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
     num_microbatches: int = Field(2, ge=2, le=8, description="Slices of a step.")
     min_decode_tokens: Auto | PositiveInt = Field(
         "auto", description="Fewest sequences of a rank, all decoding, that are worth cutting."

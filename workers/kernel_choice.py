@@ -13,9 +13,6 @@ from workers.models.tensors import stores_fp8_experts
 class GraphsUnavailableError(ValueError):
     """scheduler.cuda_graphs is true and cannot be."""
 
-    def __init__(self, obstacle: str):
-        super().__init__(f"scheduler.cuda_graphs is true, but {obstacle}; expected auto or false")
-
 
 def kernel_shape(config: RankConfig, model: Qwen3MoeConfig) -> dict[str, Any]:
     """What `kernels.select.select` wants to know of ranks and model."""
@@ -44,5 +41,7 @@ def graphs_off(wanted: Auto | bool, selection: Selection, device: str) -> str | 
     if obstacle is None:
         return "scheduler.cuda_graphs is false" if wanted is False else None
     if wanted is True:
-        raise GraphsUnavailableError(obstacle)
+        raise GraphsUnavailableError(
+            f"scheduler.cuda_graphs is true, but {obstacle}; expected auto or false"
+        )
     return obstacle

@@ -77,9 +77,9 @@ def _low_latency(shape: ExchangeShape) -> str | None:
         )
     if shape.max_num_tokens is not None and shape.max_num_tokens > MAX_TOKENS_LOW_LATENCY:
         return (
-            f"it keeps room for every token of a step at each expert, so a step may have "
-            f"{MAX_TOKENS_LOW_LATENCY} tokens, scheduler.max_num_batched_tokens is "
-            f"{shape.max_num_tokens}"
+            f"it keeps room for every token of a step at each expert, {MAX_TOKENS_LOW_LATENCY} at most, and "
+            f"scheduler.max_num_batched_tokens is {shape.max_num_tokens}; set that to "
+            f"{MAX_TOKENS_LOW_LATENCY} or less"
         )
     return _too_many_experts_per_token(shape, MAX_TOP_K_LOW_LATENCY)
 

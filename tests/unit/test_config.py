@@ -105,6 +105,16 @@ def test_overrides_are_yaml(yaml_path: Path) -> None:
     assert config.cluster.exchange_timeout_s == 2.0
 
 
+@pytest.mark.parametrize("mode", ["on", "off", "auto"])
+def test_bare_words_of_yaml_name_the_mode(tmp_path: Path, checkpoint: Path, mode: str) -> None:
+    text = f"model: {{path: {checkpoint}}}\noverlap:\n  mode: {mode}\n"
+    path = tmp_path / "bare.yaml"
+    path.write_text(text)
+    assert load_config(path).overlap.mode == mode
+    path.write_text(text.replace(mode, f'"{mode}"'))
+    assert load_config(path).overlap.mode == mode
+
+
 def test_model_path_counts_from_the_yaml(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

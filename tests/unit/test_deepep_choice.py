@@ -45,7 +45,12 @@ SHAPES = [
     (LOW_LATENCY, {"hidden_size": 2304}, "hidden size of 2048, 2560, .* the model's is 2304"),
     (LOW_LATENCY, {"hidden_size": 8192}, None),
     (LOW_LATENCY, {"top_k": 12}, "a token may have 11 experts, the model's have 12"),
-    (LOW_LATENCY, {"max_num_tokens": 2048}, "1024 tokens, .*max_num_batched_tokens is 2048"),
+    (
+        LOW_LATENCY,
+        {"max_num_tokens": 8192},
+        "1024 at most, .*max_num_batched_tokens is 8192; set that to 1024 or less",
+    ),
+    (LOW_LATENCY, {"max_num_tokens": 1024}, None),
 ]
 
 

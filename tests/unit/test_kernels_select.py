@@ -1,5 +1,6 @@
 """Backends are chosen with reasons; a named one that cannot run is an error that says what works."""
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_auto_attention(capabilities: Capabilities, changes: dict, expected: str
         (
             {"grouped_gemm": "deepgemm_fp8", "capabilities": CUDA},
             "kernels.grouped_gemm",
-            "multiple of 128, expert width is 64.*triton or deepgemm",
+            "multiple of 128, expert width is 64.*auto, triton, deepgemm",
         ),
     ],
 )
@@ -183,6 +184,14 @@ def test_build_one_rank():
     several = replace(context, num_ranks=2)
     with pytest.raises(AssertionError, match="needs a SharedMemoryGroup"):
         select.build(choose(num_ranks=2), several)
+
+
+def test_an_error_lists_all_that_could_run_and_survives_pickling():
+    with pytest.raises(KernelChoiceError) as caught:
+        choose(CUDA, 3, all2all="deepep")
+    says = str(pickle.loads(pickle.dumps(caught.value)))
+    assert says == str(caught.value) and "cluster.ranks is 3" in says
+    assert says.endswith("What works: auto, copy_engine, allgather, torch_dist or symm")
 
 
 def test_buffer_bytes_grow_with_what_is_exchanged():
