@@ -157,12 +157,12 @@ def time_attention(label: str, seqs: Seqs) -> Row:
     row["flashinfer_us"] = graph_us(case.layers(flashinfer))
     row["plan_host_us"] = host_us(lambda: flashinfer.plan(case.batch))
     if case.batch.num_decodes == len(seqs):
-        flashinfer.reserve_graphs(len(seqs), case.batch.block_table.shape[1])
-        cuts = flashinfer.graph_cuts(case.batch, len(seqs))
-        flashinfer.plan_graph(case.batch, len(seqs), cuts)
+        flashinfer.reserve_graphs(len(seqs), len(seqs), case.batch.block_table.shape[1])
+        form = flashinfer.decode_form(case.batch, len(seqs))
+        flashinfer.plan_graph(case.batch, len(seqs), form)
         row["flashinfer_graph_us"] = graph_us(case.layers(flashinfer))
         row["plan_graph_host_us"] = host_us(
-            lambda: flashinfer.plan_graph(case.batch, len(seqs), cuts)
+            lambda: flashinfer.plan_graph(case.batch, len(seqs), form)
         )
     sdpa = SdpaAttention(SPEC)
     sdpa.bind(case.caches)

@@ -102,7 +102,7 @@ def engine_of(rank: Rank, graphs: bool, asynchronous: bool, before: Engine | Non
         publish=lambda ingress_id, outputs: None,
         wake_peers=lambda step: None,
         asynchronous=asynchronous,
-        graph_sizes=rank._graph_sizes if graphs else (),
+        graph_sizes=rank._graph_sizes if graphs else None,
     )
     if before is not None:
         engine.open_requests = before.open_requests
@@ -217,7 +217,7 @@ def measure(num_experts: int, num_seqs: int, steps: int, waits: Waits) -> dict[s
         rank, stages = start_rank(Path(folder), num_experts, num_seqs)
         found: dict[str, Any] = {"experts": num_experts, "decodes": num_seqs, "stages_s": stages}
         found["kv_blocks"] = rank._sized[1].pool.num_blocks
-        found["graphs"] = {"sizes": len(rank._graph_sizes), "bytes": rank._graph_bytes}
+        found["graphs"] = {"sizes": str(rank._graph_sizes), "bytes": rank._graph_bytes}
         engine = engine_of(rank, True, True, None)
         found["prefill_tokens_per_s"] = round(fill(engine, num_seqs, random.Random(0)))
         found["modes"] = {}

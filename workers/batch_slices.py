@@ -1,5 +1,7 @@
 """Cuts a forward's batch at token borders into slices that can run beside each other. Pure bookkeeping, views only.
 
+Attention is planned with `cut` of the rows that a step has; the model then runs on `cut_rows` of the same.
+
 A sequence may straddle a border: its part in the next slice is the continuation of a chunked prefill, whose context
 includes the part before. So in each layer the slices' attention must run in order.
 
@@ -18,20 +20,29 @@ from kernels.attention.base import AttentionBatch
 from workers.step_sync import slice_borders
 
 
-class SliceableBatch(AttentionBatch, Protocol):
-    """What a slice is made of: all that attention and the model read of a ForwardBatch."""
+class ModelBatch(Protocol):
+    """What the model reads of a ForwardBatch. num_tokens is a tensor [1] where a graph is captured."""
 
+    num_tokens: int | torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """What the model reads of a slice: input_ids, positions int64 [rows of the slice], the batch's own memory."""
+
+    num_tokens: int | torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
 
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """Rows `start` to `end` of a batch, with all that the model and attention read of a ForwardBatch.
+    """Rows `start` to `end` of a batch, with all that attention reads of a ForwardBatch.
 
-    input_ids, positions  int64 [end - start], the batch's own memory
-    num_tokens            real tokens, the rows beyond are padding; 0 where the slice is padding alone
-    seq_lens_cpu          int32 [B of this slice]: tokens of each sequence after this slice
+    num_tokens     real tokens, the rows beyond are padding; 0 where the slice is padding alone
+    seq_lens_cpu   int32 [B of this slice]: tokens of each sequence after this slice
     """
 
     start: int
@@ -39,24 +50,40 @@ class BatchSlice:
     num_tokens: int
     num_seqs: int
     num_decodes: int
-    input_ids: torch.Tensor
-    positions: torch.Tensor
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     seq_lens_cpu: np.ndarray
     query_start_loc_cpu: np.ndarray
 
 
-def cut(batch: SliceableBatch, num_slices: int) -> Sequence[BatchSlice]:
-    """`num_slices` slices of as equal numbers of rows as can be; a batch has at least that many rows."""
-    num_rows = len(batch.input_ids)
+def cut(batch: AttentionBatch, num_rows: int, num_slices: int) -> Sequence[BatchSlice]:
+    """`num_slices` slices of as equal numbers of the `num_rows` rows as can be; there are at least that many rows."""
     assert num_rows >= num_slices, f"{num_rows} rows cannot be cut into {num_slices} slices"
     return [
         _slice(batch, start, end) for start, end in pairwise(slice_borders(num_rows, num_slices))
     ]
 
 
-def _slice(batch: SliceableBatch, start: int, end: int) -> BatchSlice:
+def cut_rows(batch: ModelBatch, num_slices: int) -> Sequence[RowSlice]:
+    """The rows of the same slices."""
+    borders = pairwise(slice_borders(len(batch.input_ids), num_slices))
+    return [
+        RowSlice(
+            _tokens_between(batch.num_tokens, start, end),
+            batch.input_ids[start:end],
+            batch.positions[start:end],
+        )
+        for start, end in borders
+    ]
+
+
+def _tokens_between(num_tokens: int | torch.Tensor, start: int, end: int) -> int | torch.Tensor:
+    if isinstance(num_tokens, torch.Tensor):
+        return (num_tokens - start).clamp_(0, end - start)
+    return max(0, min(num_tokens, end) - start)
+
+
+def _slice(batch: AttentionBatch, start: int, end: int) -> BatchSlice:
     starts = batch.query_start_loc_cpu[: batch.num_seqs + 1]
     last = min(end, batch.num_tokens)  # behind the slice's last real token
     first_seq = end_seq = batch.num_seqs
@@ -74,8 +101,6 @@ def _slice(batch: SliceableBatch, start: int, end: int) -> BatchSlice:
         num_seqs=end_seq - first_seq,
         # One-token parts of longer sequences stay among the others, so that they are computed as those are.
         num_decodes=max(0, min(batch.num_decodes, end_seq) - first_seq),
-        input_ids=batch.input_ids[start:end],
-        positions=batch.positions[start:end],
         slot_mapping=batch.slot_mapping[start:last],
         block_table=batch.block_table[first_seq:end_seq],
         seq_lens_cpu=seq_lens,

@@ -1,82 +1,51 @@
-"""Whole decode forwards as CUDA graphs, one for each padded number of rows: a step then costs the host one launch.
+"""Whole forwards as CUDA graphs, one for each padded number of rows: a step then costs the host one launch.
 
-A graph holds everything from the token ids to the logits of all rows. Attention is planned before each replay; tokens
-and their number are read at fixed addresses. Knows nothing of requests or votes.
+A graph holds everything from the token ids to the hidden states of all rows, of decodes to their logits, whole or in
+slices. Attention is planned before each replay; tokens and their number are read at fixed addresses. Knows nothing of
+requests or votes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.select import Kernels, Selection
-from workers.config import SchedulerConfig
+from kernels.attention.base import GraphForm
+from kernels.select import Kernels
 from workers.forward_batch import ForwardBatch, ForwardBatchBuilder, resolve_pending
-from workers.kernel_choice import graphs_off
+from workers.graph_sizes import GraphKey, GraphSizes
+from workers.microbatch import MicrobatchWrapper
 from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
-from workers.step_sync import ForwardMode, GraphMode
+from workers.step_sync import GraphMode
 
 Progress = Callable[[int, int], None]
 
 _IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
 
 
-def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Rows of the graphs that serve 1 to `max_rows` decodes, rising: every one up to 8, then four an octave.
-
-    Padding to the next one wastes less than 9 % on average, whatever the maximum.
-    """
-    sizes, size = [], 1
-    while size < max_rows:
-        sizes.append(size)
-        size += 1 << max(0, size.bit_length() - 3)
-    return (*sizes, max_rows)
-
-
-def graph_vote(
-    sizes: Sequence[int], forward_mode: ForwardMode, num_tokens: int
-) -> tuple[GraphMode, int]:
-    """What a rank that has graphs of these sizes votes for its part of a step: the mode, and the smallest that fits."""
-    if forward_mode in (ForwardMode.IDLE, ForwardMode.DECODE):
-        for size in sizes:
-            if num_tokens <= size:
-                return GraphMode.FULL, size
-    return GraphMode.NONE, num_tokens
-
-
-def graphs_to_capture(
-    scheduler: SchedulerConfig, selection: Selection, device: torch.device
-) -> tuple[int, ...]:
-    """Sizes of the graphs of a rank, none where they are off or cannot be.
-
-    Raises GraphsUnavailableError where the configuration demands what cannot be.
-    """
-    if graphs_off(scheduler.cuda_graphs, selection, device.type) is not None:
-        return ()
-    return graph_sizes(min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens))
-
-
 @dataclass(frozen=True)
-class DecodeGraph:
-    """One captured forward. Its results are overwritten by the next replay of any."""
+class ForwardGraph:
+    """One captured forward. Its results are overwritten by the next replay of any.
+
+    hidden_TD   of all rows
+    logits_TV   float32, of all rows; None where prompts are among them
+    """
 
     graph: torch.cuda.CUDAGraph
     hidden_TD: torch.Tensor
-    logits_TV: torch.Tensor
+    logits_TV: torch.Tensor | None
     offs_Le: torch.Tensor | None
 
-    def replay(self, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_TD, and the float32 logits of the rows that sample, if any do."""
-        self.graph.replay()
-        num_sampling = len(batch.logits_indices)
-        if num_sampling == batch.num_tokens:
-            return self.hidden_TD, self.logits_TV[:num_sampling] if num_sampling else None
-        if not num_sampling:
-            return self.hidden_TD, None
-        return self.hidden_TD, self.logits_TV.index_select(0, batch.logits_indices)
+    def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """float32 of the rows that sample, if the graph has computed them."""
+        if self.logits_TV is None:
+            return None
+        if len(batch.logits_indices) == batch.num_tokens:
+            return self.logits_TV[: batch.num_tokens]
+        return self.logits_TV.index_select(0, batch.logits_indices)
 
 
 @dataclass(frozen=True)
@@ -104,11 +73,11 @@ class _Decodes:
         )
 
 
-class DecodeGraphs:
-    """The graphs of one rank, for up to `max_rows` sequences of up to `max_blocks` KV blocks.
+class StepGraphs:
+    """The graphs of one rank, of up to `sizes.largest` rows, for sequences of up to `max_blocks` KV blocks.
 
     All share one pool of memory, so the largest is captured first and the others fit into what it took. `last_tokens`
-    as in ForwardBatchBuilder.build.
+    as in ForwardBatchBuilder.build. `microbatches` runs the model in slices, for the graphs of such steps.
     """
 
     def __init__(
@@ -118,69 +87,116 @@ class DecodeGraphs:
         builder: ForwardBatchBuilder,
         *,
         last_tokens: torch.Tensor | None,
-        max_rows: int,
+        sizes: GraphSizes,
+        max_seqs: int,
         max_blocks: int,
+        microbatches: MicrobatchWrapper | None,
     ):
-        self._model = model
+        self.sizes = sizes
+        self._model, self._microbatches = model, microbatches
         self._attention: Any = kernels.attention
         self._expert_load = kernels.expert_load
         self._builder = builder
         self._last_tokens = last_tokens
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._max_seqs = max_seqs
+        self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
-        self._attention.reserve_graphs(max_rows, max_blocks)
-        vocab_size = model.config.vocab_size
-        self._logits_TV = torch.empty(max_rows, vocab_size, device=model.device)
+        for attention in filter(None, (self._attention, microbatches)):
+            attention.reserve_graphs(sizes.largest, max_seqs, max_blocks)
+        width, vocab = model.config.hidden_size, model.config.vocab_size
+        new: dict[str, Any] = {"device": model.device}
+        self._hidden_TD = torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
+        self._logits_TV = torch.zeros(max(sizes.decode, default=0), vocab, **new)
+
+    def captured(self) -> set[GraphKey]:
+        """What can be replayed."""
+        return {key for key, _ in self._graphs}
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self.captured()
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int], progress: Progress | None = None) -> int:
-        """Capture the graphs of these sizes; returns the bytes that they took.
+    def capture(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> int:
+        """Capture these graphs; returns the bytes that they took.
 
-        Collective: on all ranks with the same sizes at the same time.
+        Collective: on all ranks the same at the same time.
         """
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._model.device)
-        forms = [(size, cuts) for size in sizes for cuts in self._attention.graph_forms(size)]
-        for done, (size, cuts) in enumerate(sorted(forms, reverse=True)):
+        forms = [(key, form) for key in keys for form in self._forms(key)]
+        forms.sort(key=lambda one: (one[0].rows, one[0].mode, one[1]), reverse=True)
+        for done, (key, form) in enumerate(forms):
             if progress is not None:
                 progress(done, len(forms))
-            self._graphs[size, cuts] = self._capture(size, cuts)
+            self._graphs[key, form] = self._capture(key, form)
         torch.cuda.synchronize(self._model.device)
+        torch.cuda.empty_cache()
         if progress is not None:
             progress(len(forms), len(forms))
         return free - torch.cuda.mem_get_info(self._model.device)[0]
 
-    def plan(self, batch: ForwardBatch, size: int) -> DecodeGraph:
-        """Prepare a replay for decodes that were built with `size` rows."""
-        cuts = self._attention.graph_cuts(batch, size)
-        self._attention.plan_graph(batch, size, cuts)
-        return self._graphs[size, cuts]
+    def discard(self, keys: Iterable[GraphKey]) -> None:
+        """Forget these graphs, if they were captured."""
+        gone = set(keys)
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
 
-    def _capture(self, size: int, cuts: bool) -> DecodeGraph:
-        batch = self._builder.build(_IDLE, size, (0,))
-        self._attention.plan_graph(_Decodes.of(size, self._model.device), size, cuts)
+    def forget_slices(self) -> None:
+        """No step will be cut."""
+        self.discard(key for key in self.captured() if key.microbatch)
+        self._microbatches = None
+
+    def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
+        """Prepare a replay for a batch that was built with `key.rows` rows."""
+        form = self._forms(key)[-1]
+        if not key.microbatch and key.mode == GraphMode.DECODE:
+            form = self._attention.decode_form(batch, key.rows)
+        graph = self._graphs.get((key, form))
+        assert graph is not None, f"a step replays {key}, which was not captured"
+        self._attention_of(key).plan_graph(batch, key.rows, form)
+        return graph
+
+    def _attention_of(self, key: GraphKey) -> Any:
+        return self._microbatches if key.microbatch else self._attention
+
+    def _forms(self, key: GraphKey) -> tuple[GraphForm, ...]:
+        """Those of a size, the one that takes any batch last; slices have only that."""
+        if key.mode == GraphMode.MIXED:
+            return (GraphForm.MIXED,)
+        forms: tuple[GraphForm, ...] = self._attention.decode_forms(key.rows)
+        return forms[-1:] if key.microbatch else forms
+
+    def _capture(self, key: GraphKey, form: GraphForm) -> ForwardGraph:
+        batch = self._builder.build(_IDLE, key.rows, (0,))
+        decodes = _Decodes.of(min(key.rows, self._max_seqs), self._model.device)
+        self._attention_of(key).plan_graph(decodes, key.rows, form)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             # Once as it is: what compiles or allocates at first use does so here.
-            self._forward(batch, size)
+            self._forward(batch, key)
             # Other threads may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                hidden_TD, offs_Le = self._forward(batch, size)
+                offs_Le = self._forward(batch, key)
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
-        return DecodeGraph(graph, hidden_TD, self._logits_TV[:size], offs_Le)
+        logits_TV = self._logits_TV[: key.rows] if key.mode == GraphMode.DECODE else None
+        return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le)
 
-    def _forward(self, batch: ForwardBatch, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_TD, and the expert load of all layers; logits go to their buffer."""
+    def _forward(self, batch: ForwardBatch, key: GraphKey) -> torch.Tensor | None:
+        """The expert load of all layers; hidden states and logits go to their buffers."""
         input_ids = batch.input_ids
         if self._last_tokens is not None:
             input_ids = resolve_pending(input_ids, self._last_tokens)
         self._expert_load.watch()
-        hidden_TD = self._model.forward(
+        model = self._microbatches if key.microbatch else self._model
+        assert model is not None, "there are no slices"
+        hidden_TD = model.forward(
             replace(batch, input_ids=input_ids, num_tokens=batch.num_tokens_gpu)
         )
-        self._model.compute_logits(hidden_TD, out=self._logits_TV[:size])
-        return hidden_TD, self._expert_load.take()
+        self._hidden_TD[: key.rows].copy_(hidden_TD)
+        if key.mode == GraphMode.DECODE:
+            self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])
+        return self._expert_load.take()

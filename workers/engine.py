@@ -12,12 +12,12 @@ import logging
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kernels.pending import Pending
-from workers.cuda_graphs import graph_vote
 from workers.grammar import Compiled, GrammarCompiler
+from workers.graph_sizes import GraphSizes
 from workers.model_runner import ModelRunner
 from workers.open_requests import OpenRequests
 from workers.overlap import OverlapPolicy, never
@@ -79,7 +79,7 @@ class Engine:
     wake_peers(step)               asks every other rank to come to exchange number `step`
     asynchronous                   commit a step when the next one is launched; the runner must be so too
     overlap                        when this rank wants its steps in slices; the runner must have `microbatches` for it
-    graph_sizes                    rows of the decode graphs that the runner has, rising; equal on all ranks
+    graph_sizes                    of the graphs that the runner has
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Engine:
         grammars: GrammarCompiler | None = None,
         asynchronous: bool = False,
         overlap: OverlapPolicy | None = None,
-        graph_sizes: Sequence[int] = (),
+        graph_sizes: GraphSizes | None = None,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -107,7 +107,7 @@ class Engine:
         self._publish = publish
         self._wake_peers = wake_peers
         self._grammars = grammars
-        self._graph_sizes = graph_sizes
+        self._graph_sizes = graph_sizes or GraphSizes()
         self._max_under_way = int(asynchronous)
         self._overlap = overlap or never("this engine has none")
         self._under_way: deque[Launched] = deque()
@@ -294,14 +294,12 @@ class Engine:
     def _agree(self, batch: ScheduledBatch | None, failure: Exception | None) -> StepPlan:
         num_tokens = batch.num_tokens if batch else 0
         mode = batch.forward_mode if batch else ForwardMode.IDLE
-        graph_mode, graph_tokens = graph_vote(self._graph_sizes, mode, num_tokens)
         self._voted_pause = self._pausing
         vote = Vote(
             epoch=self._epoch,
             step=self._step,
             num_tokens=num_tokens,
-            graph_tokens=graph_tokens,
-            graph_mode=graph_mode,
+            **self._graph_sizes.vote(mode, num_tokens),
             wants_microbatch=self._overlap.wants(mode, num_tokens),
             forward_mode=mode,
             has_work=self.scheduler.has_work,

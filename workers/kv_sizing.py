@@ -1,14 +1,13 @@
 """How many KV blocks a GPU has room for beside weights, the largest steps and CUDA graphs. Knows nothing of ranks.
 
 All of it is measured, not estimated: the caller runs the largest step and the one that samples most (see
-WarmUpSteps), and the two largest graphs are captured once to be thrown away.
+WarmUpSteps), and some of the largest graphs are captured once to be thrown away.
 """
-
-from collections.abc import Sequence
 
 import torch
 
 from workers.device_memory import LOWER_GRAPHS, LOWER_STEPS, memory_for
+from workers.graph_sizes import GraphSizes
 from workers.model_runner import ModelRunner
 from workers.scheduler import Scheduler
 from workers.warm_up_steps import WarmUpSteps
@@ -20,7 +19,7 @@ def own_bytes(
     steps: WarmUpSteps,
     runner: ModelRunner,
     scheduler: Scheduler,
-    graph_sizes: Sequence[int],
+    graph_sizes: GraphSizes,
 ) -> int:
     """Bytes that this rank needs at most, its KV cache included. Collective; the runner is of no use afterwards."""
     torch.cuda.reset_peak_memory_stats()
@@ -32,20 +31,25 @@ def own_bytes(
         return peak + graph_bytes(runner, graph_sizes)
 
 
-def graph_bytes(runner: ModelRunner, sizes: Sequence[int]) -> int:
-    """What graphs of these sizes (rising) will take. Collective; the runner is of no use afterwards.
+def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
+    """What graphs of these sizes will take, with those of slices. Collective; the runner is of no use afterwards.
 
-    They share a pool that the largest one fills; each further one takes what the second takes.
+    They share a pool that the largest ones, whole and in slices, fill; each further one takes what the next one takes.
     """
     if not sizes:
         return 0
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    graphs = runner.make_graphs(sizes[-1])
-    graphs.capture(sizes[-1:])
+    graphs = runner.make_graphs(sizes)
+    keys = sorted(sizes.whole_steps(), key=lambda key: (key.rows, key.mode), reverse=True)
+    graphs.capture(keys[:1])
+    count = len(keys)
+    if runner.microbatches is not None:
+        graphs.capture([keys[0]._replace(microbatch=True)])
+        count *= 2
     largest = free - torch.cuda.mem_get_info()[0]
-    each = graphs.capture(sizes[-2:-1]) if len(sizes) > 1 else 0
-    return int(_MARGIN * (largest + max(0, each) * (len(sizes) - 1)))
+    each = graphs.capture(keys[1:2])
+    return int(_MARGIN * (largest + max(0, each) * (count - 1)))
 
 
 def blocks_that_fit(

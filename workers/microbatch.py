@@ -9,14 +9,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from greenlet import getcurrent, greenlet
 
+from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.pending import hands_over, set_hand_over
 from kernels.select import Kernels
-from workers.batch_slices import BatchSlice, SliceableBatch, cut
+from workers.batch_slices import ModelBatch, RowSlice, cut, cut_rows
 from workers.schedule_recorder import ScheduleRecorder
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ class SliceableModel(Protocol):
     def with_kernels(self, kernels: Kernels) -> "SliceableModel":
         """The same weights, other kernels."""
 
-    def forward(self, batch: BatchSlice) -> torch.Tensor:
+    def forward(self, batch: RowSlice) -> torch.Tensor:
         """hidden_TD of the batch's rows."""
 
 
@@ -56,7 +57,7 @@ class MicrobatchWrapper:
         self._total_sms = total_sms
         self._kernels = kernels
         self._models = [model.with_kernels(own) for own in kernels]
-        self._slices: Sequence[BatchSlice] = ()
+        self._planned_rows = 0
 
     @property
     def num_slices(self) -> int:
@@ -70,21 +71,34 @@ class MicrobatchWrapper:
             self._model, kernels, comm_sms=self.comm_sms, total_sms=self._total_sms
         )
 
-    def plan(self, batch: SliceableBatch) -> None:
-        """Cut `batch` and plan attention for each slice."""
-        self._slices = cut(batch, self.num_slices)
-        for kernels, part in zip(self._kernels, self._slices, strict=True):
-            kernels.attention.plan(part)
+    def plan(self, batch: AttentionBatch, num_rows: int) -> None:
+        """Plan attention for each slice of `batch` with `num_rows` rows, padding included."""
+        self._planned_rows = num_rows
+        for own, part in zip(self._kernels, cut(batch, num_rows, self.num_slices), strict=True):
+            own.attention.plan(part)
 
-    def forward(self, batch: SliceableBatch) -> torch.Tensor:
-        """What the model's own forward gives, [T, D]; after `plan(batch)`.
+    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
+        """As the attention's, for each slice of graphs of up to `max_rows` rows."""
+        for own in self._kernels:
+            attention: Any = own.attention
+            attention.reserve_graphs(-(-max_rows // self.num_slices), max_seqs, max_blocks)
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        """As the attention's, for each slice."""
+        self._planned_rows = num_rows
+        for own, part in zip(self._kernels, cut(batch, num_rows, self.num_slices), strict=True):
+            attention: Any = own.attention
+            attention.plan_graph(part, part.end - part.start, form)
+
+    def forward(self, batch: ModelBatch) -> torch.Tensor:
+        """What the model's own forward gives, [T, D]; after a plan of the same batch.
 
         What a slice raises is raised here at once, the others being unwound.
         """
-        assert self._slices and self._slices[-1].end == len(batch.input_ids), "plan(batch) first"
+        assert self._planned_rows == len(batch.input_ids), (self._planned_rows, batch)
+        slices = cut_rows(batch, self.num_slices)
         forwards = [
-            partial(model.forward, part)
-            for model, part in zip(self._models, self._slices, strict=True)
+            partial(model.forward, part) for model, part in zip(self._models, slices, strict=True)
         ]
         stream = self._kernels[0].all2all.stream
         with sm_split(self._kernels, self.comm_sms, self._total_sms), _nothing_freed_early(stream):

@@ -9,9 +9,10 @@ import torch
 from kernels.expert_load import LoadSample
 from kernels.pending import Pending
 from kernels.select import Kernels
-from workers.cuda_graphs import DecodeGraph, DecodeGraphs
+from workers.cuda_graphs import ForwardGraph, StepGraphs
 from workers.forward_batch import ForwardBatch, ForwardBatchBuilder
 from workers.grammar_mask import GrammarMasks, PendingMask
+from workers.graph_sizes import GraphKey, GraphSizes
 from workers.host_copy import HostCopies, StepClock
 from workers.logprobs import PromptLogprobs
 from workers.microbatch import MicrobatchWrapper
@@ -32,6 +33,7 @@ class ModelRunner:
 
     asynchronous   the next step may be launched before this one's tokens are read: they are kept on the device too
     microbatches   the same model in slices, for the plans that say so
+    graphs         captured forwards, for the plans that say so
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class ModelRunner:
     ):
         self.model = model
         self.microbatches = microbatches
+        self.asynchronous = asynchronous
         self._kernels = kernels
-        self._max_blocks = table.block_table.shape[1]
-        self._graphs: DecodeGraphs | None = None
+        self._max_num_seqs, self._max_blocks = max_num_seqs, table.block_table.shape[1]
+        self.graphs: StepGraphs | None = None
         self._attention = kernels.attention
         self._expert_load = kernels.expert_load
         self._rank = rank
@@ -81,7 +84,7 @@ class ModelRunner:
             scheduled,
             plan.tokens_to_run(self._rank),
             plan.num_tokens_across_dp,
-            last_tokens=None if plan.graph_mode == GraphMode.FULL else self._last_tokens,
+            last_tokens=None if plan.graph_mode else self._last_tokens,
         )
         forward = self._plan(batch, plan)
         mask = self._start_mask(scheduled) if self._met_grammar else None
@@ -120,40 +123,61 @@ class ModelRunner:
             self._prompt_logprobs.admit(seq)
             self._met_grammar |= seq.grammar is not None
 
-    def make_graphs(self, max_rows: int) -> DecodeGraphs:
-        """Room for graphs of up to so many decodes, to be captured; steps whose plan says so replay them."""
-        self._graphs = DecodeGraphs(
+    def make_graphs(self, sizes: GraphSizes) -> StepGraphs:
+        """Room for graphs of these sizes, to be captured; steps whose plan says so replay them."""
+        self.graphs = StepGraphs(
             self.model,
             self._kernels,
             self._builder,
             last_tokens=self._last_tokens,
-            max_rows=max_rows,
+            sizes=sizes,
+            max_seqs=self._max_num_seqs,
             max_blocks=self._max_blocks,
+            microbatches=self.microbatches,
         )
-        return self._graphs
+        return self.graphs
+
+    def forget_slices(self) -> None:
+        """No step will be cut."""
+        self.microbatches = None
+        if self.graphs is not None:
+            self.graphs.forget_slices()
 
     def _plan(self, batch: ForwardBatch, plan: StepPlan) -> Callable[[], Forwarded]:
         """Plan attention; what runs the forward."""
-        if plan.graph_mode == GraphMode.FULL:
-            assert self._graphs is not None, "a step replays graphs, but none were captured"
-            return partial(self._replay, self._graphs.plan(batch, plan.padded_tokens), batch)
-        microbatches = self.microbatches if plan.microbatch else None
-        (microbatches or self._attention).plan(batch)
-        return partial(self._forward, microbatches or self.model, batch)
+        if plan.graph_mode != GraphMode.NONE:
+            assert self.graphs is not None, "a step replays graphs, but none were captured"
+            key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.microbatch)
+            return partial(self._replay, self.graphs.plan(batch, key), batch)
+        if not plan.microbatch:
+            self._attention.plan(batch)
+            return partial(self._forward, self.model, batch)
+        assert self.microbatches is not None, "a step is cut, but there are no slices"
+        self.microbatches.plan(batch, len(batch.input_ids))
+        return partial(self._forward, self.microbatches, batch)
 
     def _forward(
         self, model: Qwen3MoeForCausalLM | MicrobatchWrapper, batch: ForwardBatch
     ) -> Forwarded:
         hidden_TD = model.forward(batch)
         offs_Le = self._expert_load.take() if self._expert_load.watching else None
-        if not len(batch.logits_indices):
-            return hidden_TD, None, offs_Le
-        return hidden_TD, self.model.compute_logits(hidden_TD[batch.logits_indices]), offs_Le
+        return hidden_TD, self._logits(hidden_TD, batch), offs_Le
 
-    def _replay(self, graph: DecodeGraph, batch: ForwardBatch) -> Forwarded:
+    def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Forwarded:
         watching, self._expert_load.watching = self._expert_load.watching, False
-        hidden_TD, logits_LV = graph.replay(batch)
-        return hidden_TD, logits_LV, graph.offs_Le if watching else None
+        graph.graph.replay()
+        logits_LV = None
+        if len(batch.logits_indices):
+            logits_LV = graph.logits(batch)
+            if logits_LV is None:
+                logits_LV = self._logits(graph.hidden_TD, batch)
+        return graph.hidden_TD, logits_LV, graph.offs_Le if watching else None
+
+    def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
+        """float32, of the rows that sample, if any do."""
+        if not len(batch.logits_indices):
+            return None
+        return self.model.compute_logits(hidden_TD[batch.logits_indices])
 
     def _pick(
         self, logits_LV: torch.Tensor, batch: ForwardBatch, mask: PendingMask | None

@@ -58,10 +58,6 @@ class OverlapPolicy:
         """The same with another limit on the exchange."""
         return replace(self, comm_sms=comm_sms, reasons={**self.reasons, "comm_sms": reason})
 
-    def without_decode(self, reason: str) -> "OverlapPolicy":
-        """The same, but decodes stay whole."""
-        return replace(self, min_decode_tokens=None, reasons={**self.reasons, "decode": reason})
-
     def lines(self) -> list[str]:
         """What it comes to, for the log."""
         reasons = self.reasons

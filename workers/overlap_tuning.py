@@ -95,7 +95,7 @@ class StepTimer:
         runner: ModelRunner,
         scheduler: Scheduler,
         *,
-        plan: Callable[[int, bool], StepPlan],
+        plan: Callable[[ForwardMode, int, bool], StepPlan],
         max_prompt_len: int,
         max_num_seqs: int,
         max_num_tokens: int,
@@ -145,13 +145,15 @@ class StepTimer:
         while self._scheduler.has_work:
             batch = self._scheduler.schedule()
             counts = batch.forward_mode in TIMED[phase] and batch.num_tokens == num_tokens
-            plan = self._plan(batch.num_tokens, microbatch and counts)
+            plan = self._plan(batch.forward_mode, batch.num_tokens, microbatch and counts)
             output = self._runner.launch(batch, plan)
             self._scheduler.launched(batch)
             result = output.wait()
             self._scheduler.commit(batch, result)
             if counts:
-                found.append(result.times.prepare + result.times.forward)
+                # Where the next step is launched ahead, preparing it costs nothing.
+                prepare = 0.0 if self._runner.asynchronous else result.times.prepare
+                found.append(prepare + result.times.forward)
         self._scheduler.prefixes.forget_all()
         return found
 

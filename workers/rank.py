@@ -19,11 +19,11 @@ from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
 from workers import process_group
 from workers.config import RankConfig, not_for_answers
-from workers.cuda_graphs import graphs_to_capture
 from workers.device_memory import LOWER_GRAPHS, LOWER_STEPS, memory_for
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
 from workers.grammar import GrammarCompiler
+from workers.graph_sizes import GraphSizes, graphs_to_capture
 from workers.kernel_choice import graphs_off, kernel_shape
 from workers.kv_cache import allocate_kv_caches
 from workers.kv_sizing import blocks_that_fit, check_room, own_bytes
@@ -68,7 +68,7 @@ class Rank:
         self.shared_memory: SharedMemoryGroup | None = None
         self._attention_compiled: Future[None] | None = None
         self._sized: tuple[ModelRunner, Scheduler] | None = None
-        self._graph_sizes: tuple[int, ...] = ()
+        self._graph_sizes = GraphSizes()
         self._graph_bytes = 0
         torch.set_num_threads(config.threads)
 
@@ -172,23 +172,21 @@ class Rank:
     def size_cache(self, progress: Progress | None = None) -> None:
         """Collective: size and allocate the KV cache, and run a step with it."""
         self._wait_for_attention()
-        self._graph_sizes = graphs_to_capture(self.config.scheduler, self.selection, self.device)
+        mixed = self.kernels.attention.mixed_graph
+        self._graph_sizes = graphs_to_capture(
+            self.config.scheduler, self.selection, self.device, mixed=mixed
+        )
         num_blocks = self._num_blocks()
         with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
             runner, scheduler = self._runner(num_blocks)
             num_tokens = min(64, self.config.scheduler.max_num_batched_tokens)
             self._warm_up_steps().prefill(runner, scheduler, num_tokens)
-        self.overlap.tune(
-            runner,
-            scheduler,
-            self.max_model_len,
-            self._settings(),
-            graphs=bool(self._graph_sizes),
-        )
         self._sized = runner, scheduler
+        if not self._graph_sizes:
+            self._tune_overlap()
 
     def capture_graphs(self, progress: Progress | None = None) -> None:
-        """Collective: capture the forwards of decode steps, where the kernels can and the configuration wants it."""
+        """Collective: capture the forwards of steps, where the kernels can and the configuration wants it."""
         assert self._sized is not None, "size_cache comes first"
         sizes = self._graph_sizes
         if not sizes:
@@ -197,12 +195,14 @@ class Rank:
                 logger.info("no CUDA graphs: %s", graphs_off(wanted, self.selection, "cuda"))
             return
         with memory_for("CUDA graphs", LOWER_GRAPHS):
-            graphs = self._sized[0].make_graphs(sizes[-1])
-            self._graph_bytes = graphs.capture(sizes, progress)
-        logger.info(
-            "captured CUDA graphs for %d sizes of up to %d decodes: %.2f GB",
-            *(len(sizes), sizes[-1], self._graph_bytes / 1e9),
-        )
+            graphs = self._sized[0].make_graphs(sizes)
+            self._graph_bytes = graphs.capture(sizes.whole_steps(), progress)
+        logger.info("captured CUDA graphs of %s: %.2f GB", sizes, self._graph_bytes / 1e9)
+        self._tune_overlap()
+
+    def _tune_overlap(self) -> None:
+        assert self._sized is not None
+        self.overlap.tune(*self._sized, self.max_model_len, self._settings())
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Make the engine, after all stages before it; sizes the cache first where that was left out."""

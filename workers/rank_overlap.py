@@ -3,6 +3,7 @@
 import logging
 import platform
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 
@@ -10,11 +11,12 @@ from kernels.select import KernelContext, Kernels, Selection
 from kernels.slices import build_slices
 from workers import overlap_tuning, process_group
 from workers.config import RankConfig
+from workers.cuda_graphs import StepGraphs
 from workers.microbatch import MicrobatchWrapper, SliceableModel
 from workers.model_runner import ModelRunner
 from workers.overlap import configured
 from workers.scheduler import Scheduler
-from workers.step_sync import StepPlan
+from workers.step_sync import ForwardMode, GraphMode, StepPlan
 
 MIN_CONTEXT = 16  # tokens: decodes of shorter ones would outgrow model.max_model_len
 
@@ -70,36 +72,35 @@ class RankOverlap:
         scheduler: Scheduler,
         max_model_len: int,
         facts: Mapping[str, object],
-        *,
-        graphs: bool,
     ) -> None:
         """Collective: measure what is open, or take over what a start under the same `facts` has measured.
 
-        Either way slices have then run at all sizes, so that nothing of theirs compiles in traffic. With `graphs`
-        decodes stay out of it: those hold whole steps.
+        Either way slices have then run at all sizes, or were captured at all that replay them, so that nothing of
+        theirs compiles in traffic.
         """
         if self._slices:
-            if graphs:
-                self._unknown -= {"decode"}
-                reason = "decodes replay CUDA graphs of whole steps"
-                self.policy = self.policy.without_decode(reason)
-            self._tune(runner, scheduler, max_model_len, {**facts, "graphs": graphs})
+            self._tune(runner, scheduler, max_model_len, facts)
         if not self.policy.enabled:
+            runner.forget_slices()
             self.close()
-            runner.microbatches = None
         if self._rank == 0 and self._config.overlap.mode != "off":
             for line in self.policy.lines():
                 logger.info(line)
 
     def timer(
-        self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        max_model_len: int,
+        *,
+        graphs: bool = True,
     ) -> overlap_tuning.StepTimer:
-        """What times steps that are the same on all ranks; every rank calls it alike."""
+        """What times steps that are alike on all ranks, in graphs where there are some; every rank calls it alike."""
         limits = self._config.scheduler
         return overlap_tuning.StepTimer(
             runner,
             scheduler,
-            plan=self._plan,
+            plan=partial(self._plan, runner.graphs if graphs else None),
             max_prompt_len=max_model_len - 2,
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,
@@ -123,23 +124,43 @@ class RankOverlap:
         run = self.timer(runner, scheduler, max_model_len)
         largest = self.largest(scheduler, max_model_len)
         choices: Sequence[int] = ()
+        measured = False
         if self._config.overlap.comm_sms == "auto":
             choices = self._slices[0].all2all.sm_choices
         if self._unknown or choices:
             hardware = {"hardware": _hardware(self._device), "model": runner.model.config}
+            hardware["graphs"] = runner.graphs is not None
             path = overlap_tuning.cache_path({**facts, **hardware})
             kept = self._gather(overlap_tuning.load_policy(path) if self._rank == 0 else None)[0]
             if kept is None:
                 self._measure(runner, choices, largest, run)
                 if self._rank == 0:
                     overlap_tuning.save_policy(path, self.policy)
-                return
-            self.policy = kept
-            runner.microbatches.comm_sms = kept.comm_sms
-        if self.policy.enabled and self._device.type == "cuda":
+            else:
+                self.policy = kept
+                runner.microbatches.comm_sms = kept.comm_sms
+            measured = kept is None
+        if runner.graphs is not None:
+            self._capture(runner.graphs)
+        elif self.policy.enabled and self._device.type == "cuda" and not measured:
             for phase in overlap_tuning.PHASES:
                 for size in overlap_tuning.sizes_to_measure(phase, largest[phase]):
                     run(phase, size, True)
+
+    def _capture(self, graphs: StepGraphs) -> None:
+        """The graphs in slices that the policy asks for, and no others."""
+        least = {
+            GraphMode.DECODE: self.policy.min_decode_tokens,
+            GraphMode.MIXED: self.policy.min_prefill_tokens,
+        }
+        wanted = []
+        for key in graphs.sizes.whole_steps():
+            sliced, fewest = key._replace(microbatch=True), least[key.mode]
+            if fewest is None or key.rows < max(fewest, self._config.overlap.num_microbatches):
+                graphs.discard([sliced])
+            elif sliced not in graphs:
+                wanted.append(sliced)
+        graphs.capture(wanted)
 
     def _measure(
         self,
@@ -156,11 +177,22 @@ class RankOverlap:
         """`value` of every rank."""
         return process_group.gather_objects(value) if self._config.num_ranks > 1 else [value]
 
-    def _plan(self, num_tokens: int, microbatch: bool) -> StepPlan:
-        """A step of so many tokens on every rank."""
-        equal = microbatch or self._whole.all2all.needs_equal_tokens
+    def _plan(
+        self,
+        graphs: StepGraphs | None,
+        forward_mode: ForwardMode,
+        num_tokens: int,
+        microbatch: bool,
+    ) -> StepPlan:
+        """A step of so many tokens on every rank. What it replays is captured first, if need be."""
         counts = (num_tokens,) * self._config.num_ranks
-        return StepPlan(True, counts, num_tokens if equal else 0, microbatch=microbatch)
+        key = None if graphs is None else graphs.sizes.key(forward_mode, num_tokens, microbatch)
+        if graphs is None or key is None:
+            equal = microbatch or self._whole.all2all.needs_equal_tokens
+            return StepPlan(True, counts, num_tokens if equal else 0, microbatch=microbatch)
+        if key not in graphs:
+            graphs.capture([key])
+        return StepPlan(True, counts, key.rows, key.mode, microbatch)
 
     def _choose_comm_sms(
         self,
@@ -169,10 +201,12 @@ class RankOverlap:
         num_tokens: int,
         run: overlap_tuning.Run,
     ) -> None:
-        wrapper = runner.microbatches
+        wrapper, graphs = runner.microbatches, runner.graphs
 
         def limit(comm_sms: int | None) -> None:
             wrapper.comm_sms = comm_sms
+            if graphs is not None:  # the ones that hold another limit
+                graphs.discard([key for key in graphs.captured() if key.microbatch])
 
         best = overlap_tuning.best_comm_sms(choices, num_tokens, run, self._gather, limit)
         limit(best)

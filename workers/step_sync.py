@@ -24,10 +24,11 @@ class ForwardMode(IntEnum):
 
 
 class GraphMode(IntEnum):
-    """How much of a forward a rank could replay from a CUDA graph; the group takes the minimum."""
+    """Which CUDA graphs a step replays. Those of MIXED take any step, those of DECODE only decodes, but faster."""
 
     NONE = 0
-    FULL = 1
+    MIXED = 1
+    DECODE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,9 @@ class Vote:
     """One rank's row, all int64, in this order.
 
     num_tokens       tokens it scheduled; 0 when it has none
-    graph_tokens     padded count of the graph it could use, num_tokens when it has none
-    graph_mode       GraphMode; a rank without tokens votes the highest, since it can run along in any
+    decode_rows      rows of the smallest DECODE graph that its part of the step fits into, 0 where none does;
+                     a rank without tokens fits into any
+    mixed_rows       the same of MIXED graphs
     wants_microbatch this rank would gain from two microbatches
     has_work         requests are queued or running here, scheduled or not
     health           HEALTHY, or not: then the group stops with this rank's name
@@ -45,8 +47,8 @@ class Vote:
     epoch: int
     step: int
     num_tokens: int = 0
-    graph_tokens: int = 0
-    graph_mode: int = GraphMode.NONE
+    decode_rows: int = 0
+    mixed_rows: int = 0
     wants_microbatch: int = 0
     forward_mode: int = ForwardMode.IDLE
     has_work: int = 0
@@ -121,16 +123,20 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         assert not any(columns["has_work"]), f"ranks have work but no tokens: {columns}"
         return StepPlan(False, tuple(num_tokens))
 
-    graph_mode = GraphMode(min(columns["graph_mode"]))
-    padded = max(columns["graph_tokens"] if graph_mode else num_tokens)
-    # Steps that replay graphs are bound by the weights they read: slices would read them twice.
-    microbatch = (
-        not graph_mode
-        and all(columns["wants_microbatch"])
-        and _last_slice_has_tokens(min(filter(None, num_tokens)), padded, config.num_microbatches)
+    graph_mode, padded = _graph(columns)
+    microbatch = all(columns["wants_microbatch"]) and _last_slice_has_tokens(
+        min(filter(None, num_tokens)), padded, config.num_microbatches
     )
     equal = config.equal_tokens or graph_mode > GraphMode.NONE or microbatch
     return StepPlan(True, tuple(num_tokens), padded if equal else 0, graph_mode, microbatch)
+
+
+def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
+    """The fastest graphs that all ranks fit into, and their rows; the most tokens of a rank where there are none."""
+    for mode, name in ((GraphMode.DECODE, "decode_rows"), (GraphMode.MIXED, "mixed_rows")):
+        if all(columns[name]):
+            return mode, max(columns[name])
+    return GraphMode.NONE, max(columns["num_tokens"])
 
 
 def _check_lockstep(columns: dict[str, list[int]]) -> None:

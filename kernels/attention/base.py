@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,19 @@ class AttentionBatch(Protocol):
     slot_mapping: torch.Tensor
 
 
+class GraphForm(IntEnum):
+    """What the attention of a captured forward can compute.
+
+    EVEN_DECODES  decodes of which none is much longer than the others; a little faster
+    DECODES       any decodes
+    MIXED         decodes and prompts
+    """
+
+    EVEN_DECODES = 0
+    DECODES = 1
+    MIXED = 2
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """The shape of one layer's attention. `scale` multiplies the scores."""
@@ -43,8 +57,10 @@ class Attention(ABC):
     """plan() once a forward, then one call a layer, which also writes the new K and V to the cache."""
 
     name: str
-    # Whether decodes can be planned for CUDA graphs: reserve_graphs, graph_forms, graph_cuts, plan_graph.
+    # Whether decodes can be planned for CUDA graphs: reserve_graphs, decode_forms, decode_form, plan_graph.
     graph: bool = False
+    # Whether prompts can too; known when the caches are bound.
+    mixed_graph: bool = False
     # Whether it has `norm_rotate_store` and `attend`, which together do all that comes after the QKV projection.
     fuses_qk_norm: bool = False
 

@@ -2,8 +2,8 @@
 
 Decodes run on its tensor-core decode, which keeps the query heads that share a KV head in one tile; other sequences on
 its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere). The block table becomes flashinfer's list of pages on the
-device, so a plan waits for nothing. Decodes can also be planned for CUDA graphs: `reserve_graphs` once, then
-`plan_graph` before the capture and before each replay of a size.
+device, so a plan waits for nothing. Forwards can also be planned for CUDA graphs, prompts on Hopper alone:
+`reserve_graphs` once, then `plan_graph` before the capture and before each replay of a size.
 
 T tokens, H query heads, h KV heads, d head dim, B sequences.
 """
@@ -20,16 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
-from kernels.attention.flashinfer_decodes import Decodes, GraphBuffers, Pages, chunk_pages
+from kernels.attention.base import Attention, AttentionBatch, AttentionSpec, GraphForm
+from kernels.attention.flashinfer_decodes import Decodes, Pages, Shape, chunk_pages
+from kernels.attention.flashinfer_graphs import GraphPlans, Planned
 
 MIN_VERSION = (0, 6, 6)
 MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-# Rows of a tile of query heads times query tokens: of a decode (by how many heads share a KV head), of a prompt.
-DECODE_TILES = (16, 64, 128)
-PREFILL_TILE = 128
+PREFILL_TILE = 128  # rows of query heads times query tokens
 # Blocks a multiprocessor that flashinfer aims at when it splits long sequences.
 BLOCKS_PER_SM = 2
 # For partial results of sequences that are cut, at least.
@@ -92,7 +91,8 @@ class FlashInferAttention(Attention):
         self._list_pages, self._store_kv = list_pages, store_kv
         self._norm_rotate_store = norm_rotate_store
         self._num_tokens = self._num_decodes = 0
-        self._graph: tuple[int, bool] | None = None
+        self._plans: GraphPlans | None = None
+        self._graph: Planned | None = None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Also compiles flashinfer's kernels, where this machine has not done so before (minutes)."""
@@ -103,17 +103,18 @@ class FlashInferAttention(Attention):
         cache = kv_caches[0]
         assert cache.dtype in DTYPES and self.spec.head_dim in HEAD_DIMS, (cache.dtype, self.spec)
         self._layers = [(cache[0], cache[1]) for cache in kv_caches]
-        self._device, self._dtype = cache.device, cache.dtype
+        self._device = cache.device
         self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
         properties = torch.cuda.get_device_properties(self._device)
         num_sms = properties.multi_processor_count
-        self._num_blocks = BLOCKS_PER_SM * num_sms // self.spec.num_kv_heads
-        hopper = properties.major == 9
-        prefill_bytes = 0 if hopper else self._num_blocks * self._chunk_bytes(PREFILL_TILE)
-        decode_bytes = self._num_blocks * self._chunk_bytes(_decode_tile(self.spec))
+        num_blocks = BLOCKS_PER_SM * num_sms // self.spec.num_kv_heads
+        shape = self._shape = Shape(self.spec, cache.dtype, num_blocks)
+        hopper = self.mixed_graph = properties.major == 9
+        prefill_bytes = 0 if hopper else num_blocks * shape.chunk_bytes(PREFILL_TILE)
+        decode_bytes = num_blocks * shape.chunk_bytes(shape.tile)
         size = max(prefill_bytes, decode_bytes, WORKSPACE_BYTES) + ALIGNMENT_BYTES
         workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        self._max_chunks = (size - ALIGNMENT_BYTES) // self._chunk_bytes(_decode_tile(self.spec))
+        self._max_chunks = (size - ALIGNMENT_BYTES) // shape.chunk_bytes(shape.tile)
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             workspace, use_tensor_cores=True
         )
@@ -122,7 +123,7 @@ class FlashInferAttention(Attention):
             workspace, backend="fa3" if hopper else "fa2"
         )
         self._planned = torch.cuda.Event()
-        self._graphs: dict[tuple[int, bool], Decodes] = {}
+        self._plans = self._graph = None
         self._compile()
 
     def _compile(self) -> None:
@@ -162,8 +163,8 @@ class FlashInferAttention(Attention):
 
     def _plan_decodes(self, pages: Pages, num_decodes: int) -> None:
         num_pages = np.diff(pages.starts_cpu.numpy()[: num_decodes + 1])
-        chunk = chunk_pages(num_pages, num_decodes, self._max_chunks, self._num_blocks)
-        self._decode.plan(pages, num_decodes, chunk, *self._shape(), **self._types())
+        chunk = chunk_pages(num_pages, num_decodes, self._max_chunks, self._shape.num_blocks)
+        self._decode.plan(pages, num_decodes, chunk, self._shape)
 
     def _plan_extends(self, pages: Pages, first: int, query_start_loc: np.ndarray) -> None:
         """Sequences from `first` on, the earlier ones having a token each."""
@@ -173,18 +174,10 @@ class FlashInferAttention(Attention):
             pages.starts_cpu[first:] - first_page,
             pages.pages[first_page:],
             pages.last_lens_cpu[first:],
-            *self._shape(),
+            *self._shape.arguments,
             causal=True,
-            **self._types(),
+            **self._shape.types,
         )
-
-    def _shape(self) -> tuple[int, int, int, int]:
-        spec = self.spec
-        return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
-
-    def _types(self) -> dict[str, Any]:
-        dtype = self._dtype
-        return {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": self.spec.scale}
 
     def __call__(
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
@@ -205,10 +198,9 @@ class FlashInferAttention(Attention):
 
     def attend(self, q_THd: torch.Tensor, layer: int) -> torch.Tensor:
         caches = self._layers[layer]
-        out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         if self._graph is not None:
-            assert len(q_THd) == self._graph[0], (len(q_THd), self._graph)
-            return self._graphs[self._graph].wrapper.run(q_THd, caches, out=out_THd)
+            return self._graph.run(q_THd, caches)
+        out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         split, end = self._num_decodes, self._num_tokens
         if split:
             self._decode.wrapper.run(q_THd[:split], caches, out=out_THd[:split])
@@ -218,61 +210,42 @@ class FlashInferAttention(Attention):
             out_THd[end:] = 0
         return out_THd
 
-    def reserve_graphs(self, max_rows: int, max_blocks: int) -> None:
-        """Buffers for graphs of up to `max_rows` decodes of up to `max_blocks` blocks each; before any capture."""
-        assert not self._graphs, "captured graphs point into the buffers there are"
-        max_chunks = max(self._graph_chunks(max_rows), self._num_blocks)
-        size = max_chunks * self._chunk_bytes(_decode_tile(self.spec)) + ALIGNMENT_BYTES
-        workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        self._buffers = GraphBuffers(max_rows, max_rows * max_blocks, workspace)
+    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
+        """Buffers for graphs of up to `max_rows` rows, of up to `max_seqs` sequences of up to `max_blocks` blocks each.
 
-    def graph_forms(self, num_rows: int) -> tuple[bool, ...]:
-        """What `cuts` to capture a graph of this size with. One that cuts no sequence is a little faster."""
-        return (True,) if num_rows < self._num_blocks else (False, True)
+        Before any capture; what was captured before must not be replayed again.
+        """
+        self._plans = GraphPlans(
+            self._flashinfer,
+            self._list_pages,
+            self._shape,
+            self._device,
+            max_rows=max_rows,
+            max_seqs=max_seqs,
+            max_blocks=max_blocks,
+        )
 
-    def graph_cuts(self, batch: AttentionBatch, num_rows: int) -> bool:
-        """Which of the forms serves this batch better: whether some sequence is much longer than the others."""
-        num_pages = -(-batch.seq_lens_cpu // self.spec.block_size)
-        return num_rows < self._num_blocks or self._graph_chunk(num_pages, num_rows) is not None
+    def decode_forms(self, num_rows: int) -> tuple[GraphForm, ...]:
+        """The forms to capture for decodes of this size."""
+        if num_rows < self._shape.num_blocks:
+            return (GraphForm.DECODES,)
+        return GraphForm.EVEN_DECODES, GraphForm.DECODES
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, cuts: bool = True) -> None:
-        """Plan decodes for a graph of `num_rows` rows, of which the batch may leave the last ones empty.
+    def decode_form(self, batch: AttentionBatch, num_rows: int) -> GraphForm:
+        """Which of them serves this batch better."""
+        assert self._plans is not None, "reserve_graphs comes first"
+        if len(self.decode_forms(num_rows)) > 1 and self._plans.even(batch, num_rows):
+            return GraphForm.EVEN_DECODES
+        return GraphForm.DECODES
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        """Plan for a graph of `num_rows` rows and this form, of which the batch may leave the last ones empty.
 
         Every address and launch shape is that of the capture with the same two arguments. K and V of empty rows go
-        nowhere, their output is zero.
+        nowhere; their output is finite, of decodes' forms zero.
         """
-        assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
+        assert self._plans is not None, "reserve_graphs comes first"
         self._planned.synchronize()
-        buffers, key = self._buffers, (num_rows, cuts)
-        if key not in self._graphs:
-            self._graphs[key] = buffers.decodes(self._flashinfer, num_rows, cuts)
-        self._graph, self._slots = key, buffers.slots[:num_rows]
-        pages = Pages(batch.seq_lens_cpu, self.spec.block_size, num_rows)
-        assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
-        pages.ship(buffers.pages, buffers.lengths)
-        table = batch.block_table[: batch.num_seqs]
-        self._list_pages(table, pages.starts, pages.pages, batch.slot_mapping, self._slots)
-        chunk = None
-        if cuts:
-            chunk = self._graph_chunk(np.diff(pages.starts_cpu.numpy()), num_rows)
-        self._graphs[key].plan(pages, num_rows, chunk, *self._shape(), **self._types())
+        self._graph = self._plans.plan(batch, num_rows, form)
+        self._slots = self._plans.slots[:num_rows]
         self._planned.record()
-
-    def _graph_chunk(self, num_pages: np.ndarray, num_rows: int) -> int | None:
-        max_chunks = self._graph_chunks(num_rows)
-        return chunk_pages(num_pages, num_rows, max_chunks, self._num_blocks)
-
-    def _graph_chunks(self, num_rows: int) -> int:
-        """flashinfer's bound on the chunks of a graph's rows."""
-        spec = self.spec
-        group = spec.num_heads // spec.num_kv_heads
-        return -(-num_rows * group // _decode_tile(spec)) + num_rows - 1
-
-    def _chunk_bytes(self, tile: int) -> int:
-        """Partial results of a chunk as flashinfer counts them: float32 [tile, H, d + 1]."""
-        return 4 * tile * self.spec.num_heads * (self.spec.head_dim + 1)
-
-
-def _decode_tile(spec: AttentionSpec) -> int:
-    group = spec.num_heads // spec.num_kv_heads
-    return next(tile for tile in DECODE_TILES if tile >= group or tile == DECODE_TILES[-1])

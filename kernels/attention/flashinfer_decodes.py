@@ -7,13 +7,61 @@ only where there are fewer sequences than blocks, so of 128 sequences two of 327
 R rows, a decode each; of a graph the last ones may be empty.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-# Of a graph's schedule; some 30 bytes a row are used.
-SCHEDULE_BYTES = 2**20
+from kernels.attention.base import AttentionSpec
+
+# Rows of a tile of query heads times query tokens, by how many heads share a KV head.
+TILES = (16, 64, 128)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What every plan must know of the model and of the GPU.
+
+    num_blocks  blocks of threads that flashinfer aims at when it cuts long sequences
+    """
+
+    spec: AttentionSpec
+    dtype: torch.dtype
+    num_blocks: int
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """In the order of flashinfer's plans."""
+        spec = self.spec
+        return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
+
+    @property
+    def types(self) -> dict[str, Any]:
+        """Keyword arguments of flashinfer's plans."""
+        return {
+            "q_data_type": self.dtype,
+            "kv_data_type": self.dtype,
+            "sm_scale": self.spec.scale,
+        }
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.spec.num_heads // self.spec.num_kv_heads
+
+    @property
+    def tile(self) -> int:
+        """Rows of a decode's tile."""
+        return next(tile for tile in TILES if tile >= self.group or tile == TILES[-1])
+
+    def chunk_bytes(self, tile: int) -> int:
+        """Partial results of a chunk as flashinfer counts them: float32 [tile, H, d + 1]."""
+        return 4 * tile * self.spec.num_heads * (self.spec.head_dim + 1)
+
+    def graph_chunks(self, num_rows: int) -> int:
+        """flashinfer's bound on the chunks of a graph's decodes."""
+        return -(-num_rows * self.group // self.tile) + num_rows - 1
 
 
 class Pages:
@@ -79,16 +127,14 @@ class Decodes:
         self._planned = False
         self._row_starts: torch.Tensor | None = None
 
-    def plan(
-        self, pages: Pages, num_rows: int, chunk: int | None, *shape: int, **types: Any
-    ) -> None:
+    def plan(self, pages: Pages, num_rows: int, chunk: int | None, shape: Shape) -> None:
         """The first `num_rows` rows; `chunk` as of `chunk_pages`."""
         starts_cpu = pages.starts_cpu[: num_rows + 1]
         last_lens_cpu = pages.last_lens_cpu[:num_rows]
         used = pages.pages[: int(starts_cpu[-1])]
-        options = {"fixed_split_size": chunk, "disable_split_kv": not self._cuts, **types}
+        options = {"fixed_split_size": chunk, "disable_split_kv": not self._cuts, **shape.types}
         if not self._planned:
-            self.wrapper.plan(starts_cpu, used, last_lens_cpu, *shape, **options)
+            self.wrapper.plan(starts_cpu, used, last_lens_cpu, *shape.arguments, **options)
             self._planned = True
         # The wrapper's own plan looks at each length in Python, 2 us each. This one leaves copies to the device to us.
         starts, last_lens = pages.starts[: num_rows + 1], pages.last_lens[:num_rows]
@@ -97,7 +143,7 @@ class Decodes:
             starts,
             used,
             last_lens_cpu,
-            *shape,
+            *shape.arguments,
             global_override_indptr_cpu=starts_cpu,
             **options,
         )
@@ -107,31 +153,3 @@ class Decodes:
             if self._row_starts is None:
                 self._row_starts = self.wrapper._qo_indptr_buf
             self.wrapper._qo_indptr_buf = self._row_starts
-
-
-class GraphBuffers:
-    """What all graphs of decodes read, at fixed addresses. Graphs run one after the other, so they share it."""
-
-    def __init__(self, max_rows: int, max_pages: int, workspace: torch.Tensor):
-        def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(size, dtype=dtype, device=workspace.device)
-
-        self.lengths = zeros(2 * max_rows + 1, torch.int32)
-        self.pages = zeros(max_pages, torch.int32)
-        self.slots = zeros(max_rows, torch.int64)
-        self._workspace = workspace
-        self._schedule = zeros(SCHEDULE_BYTES, torch.uint8)
-
-    def decodes(self, flashinfer: Any, num_rows: int, cuts: bool) -> Decodes:
-        """For graphs of `num_rows` rows; only its pinned memory is its own."""
-        lengths = self.lengths[: 2 * num_rows + 1]
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace,
-            use_cuda_graph=cuts,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=lengths[: num_rows + 1],
-            paged_kv_indices_buffer=self.pages,
-            paged_kv_last_page_len_buffer=lengths[num_rows + 1 :],
-        )
-        wrapper.reset_workspace_buffer(self._workspace, self._schedule)
-        return Decodes(wrapper, flashinfer.fast_decode_plan, cuts=cuts)

@@ -85,19 +85,20 @@ class SlicedRank:
         """hidden_TD of the alternating slices."""
         self.fill_caches()
         wrapper = MicrobatchWrapper(self.model, slices or self.slices)
-        wrapper.plan(batch)
+        wrapper.plan(batch, len(batch.input_ids))
         return wrapper.forward(batch)
 
     @torch.inference_mode()
     def one_after_another(self, batch: Batch) -> torch.Tensor:
         """hidden_TD of the same slices, each run to its end before the next one begins."""
-        from workers.batch_slices import cut
+        from workers.batch_slices import cut, cut_rows
 
         self.fill_caches()
-        found = []
-        for kernels, part in zip(self.slices, cut(batch, len(self.slices)), strict=True):
+        found, count = [], len(self.slices)
+        parts = cut(batch, len(batch.input_ids), count)
+        for kernels, part, rows in zip(self.slices, parts, cut_rows(batch, count), strict=True):
             kernels.attention.plan(part)
-            found.append(self.model.with_kernels(kernels).forward(part))
+            found.append(self.model.with_kernels(kernels).forward(rows))
         return torch.cat(found)
 
     def close(self) -> None:

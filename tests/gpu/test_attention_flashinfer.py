@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.attention.base import AttentionSpec
+from kernels.attention.base import AttentionSpec, GraphForm
 from kernels.attention.flashinfer import HEAD_DIMS, FlashInferAttention
 from kernels.fused import fused_kernels
 from kernels.select import probe
@@ -66,66 +66,110 @@ STEPS: dict[int, list[Seqs]] = {
     # A long one among many is cut, and the last rows are empty.
     100: [[(60, 1)] * 100, [*[(33, 1)] * 80, (2047, 1), (1999, 1)], [(100, 1)] * 7, []],
 }
+MIXED_STEPS: dict[int, list[Seqs]] = {
+    16: [[(0, 16)], [(33, 1), (5, 1), (7, 9), (0, 4)], [(900, 1)] * 5, []],
+    # More rows than sequences; contexts; a prompt of one token; all decodes; nothing.
+    600: [
+        [(0, 300), (0, 299), (40, 1)][::-1],
+        [*[(100, 1)] * 90, (1000, 1), (1, 1), (0, 200), (64, 130), (7, 2)],
+        [(1500, 500), (17, 33), (15, 1)][::-1],
+        [(0, 1)] * 100,
+        [],
+    ],
+}
+MAX_SEQS = 100
+
+
+class Replayed:
+    """Attention of all layers, captured with fixed inputs in several sizes and forms."""
+
+    def __init__(self, steps: dict[int, list[Seqs]]):
+        spec = AttentionSpec(32, 4, 128, 16, 0.1)
+        self.attention = FlashInferAttention(spec)
+        self.pages = {
+            (size, i): Pages(seqs, spec, torch.bfloat16, padding=0)
+            for size, batches in steps.items()
+            for i, seqs in enumerate(batches)
+        }
+        for page in self.pages.values():
+            page.move("cuda")
+        num_blocks = max(page.caches[0].shape[1] for page in self.pages.values())
+        new = {"device": "cuda", "dtype": torch.bfloat16}
+        self.caches = [torch.zeros(2, num_blocks, 16, 4, 128, **new) for _ in range(NUM_LAYERS)]
+        self.attention.bind(self.caches)
+        self.attention.reserve_graphs(max(steps), MAX_SEQS, 128)
+        self.q = torch.zeros(max(steps), 32, 128, **new)
+        self.k, self.v = (torch.zeros(max(steps), 4, 128, **new) for _ in range(2))
+        self.graphs: dict[tuple[int, GraphForm], tuple] = {}
+
+    def forward(self, size: int) -> list[torch.Tensor]:
+        q, k, v = (x[:size] for x in (self.q, self.k, self.v))
+        return [self.attention(q, k, v, layer).clone() for layer in range(NUM_LAYERS)]
+
+    def capture(self, size: int, form: GraphForm) -> None:
+        self.attention.plan_graph(self.pages[size, 0].batch(), size, form)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.forward(size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = self.forward(size)
+        self.graphs[size, form] = graph, out
+
+    def check(self, size: int, i: int, forms: tuple[GraphForm, ...]) -> None:
+        """Every form against the plain plan, in output and caches."""
+        page = self.pages[size, i]
+        num_tokens = len(page.q)
+        for buffer, rows in ((self.q, page.q), (self.k, page.k), (self.v, page.v)):
+            buffer.fill_(7.0)[:num_tokens] = rows
+
+        def reset() -> None:
+            for mine, theirs in zip(self.caches, page.caches, strict=True):
+                mine.zero_()[:, : theirs.shape[1]] = theirs
+
+        reset()
+        self.attention.plan(page.batch())
+        expected = self.forward(size)
+        written = [cache.clone() for cache in self.caches]
+        for form in forms:
+            reset()
+            self.attention.plan_graph(page.batch(), size, form)
+            graph, out = self.graphs[size, form]
+            graph.replay()
+            for layer in range(NUM_LAYERS):
+                found, padding = out[layer][:num_tokens], out[layer][num_tokens:]
+                close = {"atol": 1e-2, "rtol": 1e-2}
+                torch.testing.assert_close(found, expected[layer][:num_tokens], **close)
+                assert padding.isfinite().all(), (size, i, form)
+                assert form == GraphForm.MIXED or not padding.count_nonzero(), (size, i, form)
+                assert torch.equal(self.caches[layer], written[layer]), (size, i, form)
 
 
 @torch.inference_mode()
 def test_graphs_equal_eager():
     """Graphs are replayed with other lengths than they were captured with, sizes and forms in turn."""
-    spec = AttentionSpec(32, 4, 128, 16, 0.1)
-    attention = FlashInferAttention(spec)
-    pages = {
-        (size, i): Pages(seqs, spec, torch.bfloat16, padding=0)
-        for size, steps in STEPS.items()
-        for i, seqs in enumerate(steps)
-    }
-    for page in pages.values():
-        page.move("cuda")
-    num_blocks = max(page.caches[0].shape[1] for page in pages.values())
-    caches = [torch.zeros(2, num_blocks, 16, 4, 128).cuda().bfloat16() for _ in range(NUM_LAYERS)]
-    attention.bind(caches)
-    attention.reserve_graphs(100, 128)
-    q = torch.zeros(100, 32, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (torch.zeros(100, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-
-    def forward(size: int) -> list[torch.Tensor]:
-        return [attention(q[:size], k[:size], v[:size], layer) for layer in range(NUM_LAYERS)]
-
-    assert attention.graph_forms(8) == (True,) and attention.graph_forms(1000) == (False, True)
-    assert attention.graph_cuts(pages[100, 1].batch(), 100)
-    assert not attention.graph_cuts(pages[100, 0].batch(), 100)
-    graphs = {}
+    case = Replayed(STEPS)
+    attention, pages = case.attention, case.pages
+    even, cut = GraphForm.EVEN_DECODES, GraphForm.DECODES
+    assert attention.decode_forms(8) == (cut,) and attention.decode_forms(1000) == (even, cut)
+    assert attention.decode_form(pages[100, 1].batch(), 100) == cut
+    assert attention.decode_form(pages[100, 0].batch(), 100) == even
     for size in reversed(STEPS):
-        for cuts in attention.graph_forms(size):
-            attention.plan_graph(pages[size, 0].batch(), size, cuts)
-            with torch.cuda.stream(torch.cuda.Stream()):
-                forward(size)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = forward(size)
-            graphs[size, cuts] = graph, out
-    for (size, i), page in sorted(pages.items(), key=lambda item: item[0][1]):
-        num_seqs = len(page.seqs)
-        for buffer, rows in ((q, page.q), (k, page.k), (v, page.v)):
-            buffer.fill_(7.0)[:num_seqs] = rows
+        for form in attention.decode_forms(size):
+            case.capture(size, form)
+    for size, i in sorted(pages, key=lambda key: key[1]):
+        case.check(size, i, attention.decode_forms(size))
 
-        def reset(page: Pages = page) -> None:
-            for mine, theirs in zip(caches, page.caches, strict=True):
-                mine.zero_()[:, : theirs.shape[1]] = theirs
 
-        reset()
-        attention.plan(page.batch())
-        expected = forward(size)
-        written = [cache.clone() for cache in caches]
-        for cuts in attention.graph_forms(size):
-            reset()
-            attention.plan_graph(page.batch(), size, cuts)
-            graph, out = graphs[size, cuts]
-            graph.replay()
-            for layer in range(NUM_LAYERS):
-                torch.testing.assert_close(out[layer], expected[layer], atol=1e-2, rtol=1e-2)
-                assert torch.count_nonzero(out[layer][num_seqs:]) == 0, (size, i, cuts)
-                assert torch.equal(caches[layer], written[layer])
+@torch.inference_mode()
+def test_graphs_of_prompts_equal_eager():
+    case = Replayed(MIXED_STEPS)
+    if not case.attention.mixed_graph:
+        pytest.skip("this GPU has no FlashAttention 3")
+    for size in reversed(MIXED_STEPS):
+        case.capture(size, GraphForm.MIXED)
+    for size, i in sorted(case.pages, key=lambda key: key[1]):
+        case.check(size, i, (GraphForm.MIXED,))
 
 
 @pytest.mark.parametrize("padding", [0, 2])

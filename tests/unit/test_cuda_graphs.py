@@ -1,4 +1,4 @@
-"""Which decode graphs there are and what is voted for them; capturing and replaying is tested on GPUs."""
+"""Which graphs there are and what is voted for them; capturing and replaying is tested on GPUs."""
 
 from dataclasses import replace
 
@@ -8,13 +8,19 @@ import torch
 from kernels.select import Choice, Selection
 from tests.unit.test_step_sync import rows, vote
 from workers.config import SchedulerConfig
-from workers.cuda_graphs import graph_sizes, graph_vote, graphs_to_capture
+from workers.graph_sizes import (
+    GraphKey,
+    GraphSizes,
+    decode_sizes,
+    graphs_to_capture,
+    mixed_sizes,
+)
 from workers.step_sync import ForwardMode, GraphMode, PlanConfig, decide
 
 
 @pytest.mark.parametrize("max_rows", [*range(1, 70), 96, 100, 128, 200, 256, 500, 512, 1000, 1024])
 def test_padding_wastes_little(max_rows):
-    sizes = graph_sizes(max_rows)
+    sizes = decode_sizes(max_rows)
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_rows
     waste = [
         next(size for size in sizes if size >= count) / count - 1
@@ -24,38 +30,52 @@ def test_padding_wastes_little(max_rows):
 
 
 def test_there_are_not_many():
-    assert len(graph_sizes(256)) == 28 and len(graph_sizes(1024)) == 36
+    assert len(decode_sizes(256)) == 28 and len(decode_sizes(1024)) == 36
+    assert mixed_sizes(700) == (16, 32, 64, 128, 256, 512, 640, 700)
+    assert mixed_sizes(10) == (10,) and mixed_sizes(16) == (16,) and len(mixed_sizes(8192)) == 22
+
+
+SIZES = GraphSizes(decode_sizes(20), mixed_sizes(64))
 
 
 @pytest.mark.parametrize(
-    ("mode", "num_tokens", "expected"),
+    ("mode", "num_tokens", "decode_rows", "mixed_rows"),
     [
-        (ForwardMode.IDLE, 0, (GraphMode.FULL, 1)),
-        (ForwardMode.DECODE, 8, (GraphMode.FULL, 8)),
-        (ForwardMode.DECODE, 9, (GraphMode.FULL, 10)),
-        (ForwardMode.DECODE, 21, (GraphMode.NONE, 21)),
-        (ForwardMode.MIXED, 4, (GraphMode.NONE, 4)),
-        (ForwardMode.EXTEND, 4, (GraphMode.NONE, 4)),
+        (ForwardMode.IDLE, 0, 1, 16),
+        (ForwardMode.DECODE, 8, 8, 16),
+        (ForwardMode.DECODE, 9, 10, 16),
+        (ForwardMode.DECODE, 21, 0, 32),
+        (ForwardMode.MIXED, 4, 0, 16),
+        (ForwardMode.EXTEND, 64, 0, 64),
+        (ForwardMode.EXTEND, 65, 0, 0),
     ],
 )
-def test_votes(mode, num_tokens, expected):
-    assert graph_vote(graph_sizes(20), mode, num_tokens) == expected
-    assert graph_vote((), mode, num_tokens) == (GraphMode.NONE, num_tokens)
+def test_votes(mode, num_tokens, decode_rows, mixed_rows):
+    expected = {"decode_rows": decode_rows, "mixed_rows": mixed_rows}
+    assert SIZES.vote(mode, num_tokens) == expected
+    assert GraphSizes().vote(mode, num_tokens) == {"decode_rows": 0, "mixed_rows": 0}
+
+
+def test_what_equal_ranks_replay():
+    assert SIZES.key(ForwardMode.DECODE, 9) == GraphKey(GraphMode.DECODE, 10)
+    assert SIZES.key(ForwardMode.EXTEND, 9, True) == GraphKey(GraphMode.MIXED, 16, True)
+    assert SIZES.key(ForwardMode.EXTEND, 65) is None
 
 
 def test_all_ranks_replay_the_size_of_the_busiest_or_none_replays():
     ragged = PlanConfig(equal_tokens=False)
 
-    def of(mode: ForwardMode, num_tokens: int):
-        graph_mode, graph_tokens = graph_vote(graph_sizes(64), mode, num_tokens)
-        return vote(
-            num_tokens, graph_mode=graph_mode, graph_tokens=graph_tokens, wants_microbatch=1
-        )
+    def of(mode: ForwardMode, num_tokens: int, sizes: GraphSizes = SIZES):
+        return vote(num_tokens, **sizes.vote(mode, num_tokens))
 
     plan = decide(rows(of(ForwardMode.DECODE, 5), of(ForwardMode.DECODE, 17), of(0, 0)), ragged)
-    assert (plan.graph_mode, plan.padded_tokens) == (GraphMode.FULL, 20)
-    assert not plan.microbatch and plan.num_tokens_across_dp == (5, 17, 0)
+    assert (plan.graph_mode, plan.padded_tokens) == (GraphMode.DECODE, 20)
+    assert plan.num_tokens_across_dp == (5, 17, 0)
     plan = decide(rows(of(ForwardMode.DECODE, 5), of(ForwardMode.EXTEND, 17)), ragged)
+    assert (plan.graph_mode, plan.padded_tokens) == (GraphMode.MIXED, 32)
+    decodes = GraphSizes(decode_sizes(20))
+    group = of(ForwardMode.DECODE, 5, decodes), of(ForwardMode.EXTEND, 17, decodes)
+    plan = decide(rows(*group), ragged)
     assert plan.graph_mode == GraphMode.NONE and plan.padded_tokens == 0
 
 
@@ -63,11 +83,13 @@ def test_what_is_captured():
     can = Selection(Choice("copy_engine", ""), Choice("triton", ""), Choice("flashinfer", ""))
     cuda, cpu, cannot = torch.device("cuda"), torch.device("cpu"), Choice("sdpa", "")
 
-    def sizes(wanted, selection=can, device=cuda):
+    def sizes(wanted, selection=can, device=cuda, mixed=False):
         limits = {"max_num_seqs": 8, "max_num_batched_tokens": 6}
         config = SchedulerConfig(cuda_graphs=wanted, **limits)
-        return graphs_to_capture(config, selection, device)
+        return graphs_to_capture(config, selection, device, mixed=mixed)
 
-    assert sizes("auto") == sizes(True) == (1, 2, 3, 4, 5, 6)
-    assert sizes(False) == sizes("auto", replace(can, attention=cannot)) == ()
-    assert sizes("auto", device=cpu) == ()
+    decodes = (1, 2, 3, 4, 5, 6)
+    assert sizes("auto") == sizes(True) == GraphSizes(decodes)
+    assert sizes("auto", mixed=True) == GraphSizes(decodes, (6,))
+    assert not sizes(False) and not sizes("auto", replace(can, attention=cannot))
+    assert not sizes("auto", device=cpu)

@@ -28,7 +28,7 @@ RANK_STATS = {
     "expert_rows_sampled": 33,
     "expert_balancedness": 0.5,
     "step_seconds": {"forward": 1.5, "exchange": 0.5},
-    "kinds": {("DECODE", "FULL", "False"): 7, ("IDLE", "NONE", "True"): 2},
+    "kinds": {("DECODE", "DECODE", "False"): 7, ("IDLE", "NONE", "True"): 2},
     "histograms": {
         name: ((0.5, 1.0), [2, 3, 1, 6.5]) for name in EngineStats().snapshot()["histograms"]
     },
@@ -93,7 +93,7 @@ def test_every_rank_statistic_appears_by_rank():
     parts = found["phalanx:step_time_seconds_total"]
     assert parts[label(rank="0", part="forward")] == 1.5 and len(parts) == 4
     kinds = found["phalanx:steps_by_kind_total"]
-    decode = label(rank="0", forward_mode="decode", graph_mode="full", microbatch="false")
+    decode = label(rank="0", forward_mode="decode", graph_mode="decode", microbatch="false")
     assert kinds[decode] == 7 and len(kinds) == 4
     (info, _) = found["phalanx:cache_config_info"]
     assert dict(info)["block_size"] == "16" and dict(info)["all2all"] == "shm"

@@ -222,7 +222,7 @@ def check_slices(rank: OneRank, batch: Batch, num_slices: int) -> None:
 
     log: list[str] = []
     wrapper = MicrobatchWrapper(rank.model, slice_kernels(rank, num_slices, log))
-    wrapper.plan(batch)
+    wrapper.plan(batch, len(batch.input_ids))
     found_TD = wrapper.forward(batch)
     real = slice(batch.num_tokens)
     torch.testing.assert_close(found_TD[real], expected_TD[real], atol=2e-5, rtol=0)

@@ -48,12 +48,6 @@ def test_on_cuts_all_that_can_be_cut():
     assert policy.wants(DECODE, 3) and policy.wants(MIXED, 3) and not policy.wants(EXTEND, 2)
 
 
-def test_decodes_may_be_left_to_graphs():
-    policy = configured(OverlapConfig(mode="on"), "allgather")[0].without_decode("graphs")
-    assert not policy.wants(DECODE, 10_000) and policy.wants(EXTEND, 2)
-    assert policy.lines()[0] == "microbatches in decode never (graphs)"
-
-
 def test_ranks_without_tokens_run_along():
     policy, _ = configured(OverlapConfig(mode="on"), "allgather")
     assert policy.wants(IDLE, 0)

@@ -106,13 +106,13 @@ def test_steps_are_counted_by_kind_and_size():
     stats = EngineStats()
     step(stats, sequence("a", 3), sequence("b", 5))
     step(stats)
-    plan = StepPlan(True, (5,), padded_tokens=8, graph_mode=GraphMode.FULL, microbatch=True)
+    plan = StepPlan(True, (5,), padded_tokens=8, graph_mode=GraphMode.DECODE, microbatch=True)
     step(stats, sequence("c", 5), plan=plan)
     found = pickle.loads(pickle.dumps(stats.snapshot()))
     assert found["kinds"] == {
         ("EXTEND", "NONE", "False"): 1,
         ("IDLE", "NONE", "False"): 1,
-        ("EXTEND", "FULL", "True"): 1,
+        ("EXTEND", "DECODE", "True"): 1,
     }
     assert (found["steps"], found["idle_steps"], found["padding_tokens"]) == (3, 1, 3)
     assert (found["prompt_tokens"], found["generation_tokens"]) == (13, 3)

@@ -24,7 +24,7 @@ def rows(*votes: Vote) -> np.ndarray:
 
 
 def vote(num_tokens: int = 0, **fields) -> Vote:
-    values = {"epoch": 1, "step": 7, "graph_tokens": num_tokens, "has_work": int(num_tokens > 0)}
+    values = {"epoch": 1, "step": 7, "has_work": int(num_tokens > 0)}
     return Vote(num_tokens=num_tokens, **{**values, **fields})
 
 
@@ -46,12 +46,18 @@ def test_equal_tokens_pads_everyone_to_the_largest():
 
 
 def test_graph_needs_everybody_and_pads_to_the_largest_graph():
-    full = GraphMode.FULL
-    idle = vote(graph_mode=full)
-    plan = decide(rows(vote(5, graph_mode=full, graph_tokens=8), idle), RAGGED)
-    assert plan.graph_mode == full and plan.padded_tokens == 8
-    plan = decide(rows(vote(5, graph_mode=full, graph_tokens=8), vote(3)), RAGGED)
-    assert plan.graph_mode == GraphMode.NONE and plan.padded_tokens == 0
+    idle = vote(decode_rows=1, mixed_rows=16)
+    decodes = vote(5, decode_rows=8, mixed_rows=16)
+    prompts = vote(30, mixed_rows=32)
+
+    def found(*group: Vote) -> tuple[GraphMode, int]:
+        plan = decide(rows(*group), RAGGED)
+        return plan.graph_mode, plan.padded_tokens
+
+    assert found(decodes, idle) == (GraphMode.DECODE, 8)
+    assert found(decodes, prompts, idle) == (GraphMode.MIXED, 32)
+    assert found(idle, prompts) == (GraphMode.MIXED, 32)
+    assert found(decodes, vote(3)) == (GraphMode.NONE, 0)
 
 
 def test_microbatch_needs_every_vote_and_tokens_in_every_last_slice():
@@ -99,11 +105,14 @@ def test_compare_settings_names_every_difference():
 
 
 votes = st.builds(
-    lambda tokens, graph, extra, **flags: vote(
-        tokens, graph_mode=graph, graph_tokens=tokens + extra, **flags
+    lambda tokens, decode, mixed, **flags: vote(
+        tokens,
+        decode_rows=decode and tokens + decode,
+        mixed_rows=mixed and tokens + mixed,
+        **flags,
     ),
     st.integers(0, 50),
-    st.sampled_from(GraphMode),
+    st.integers(0, 8),
     st.integers(0, 8),
     wants_microbatch=st.integers(0, 1),
     forward_mode=st.sampled_from(ForwardMode),
@@ -130,4 +139,7 @@ def test_plans_are_safe(group, equal):
         assert all(v.wants_microbatch for v in group)
         # the second slice of every rank with tokens has a real one
         assert min(filter(None, tokens)) > run[0] // 2
-    assert all(v.graph_mode >= plan.graph_mode for v in group)
+    graph_rows = {GraphMode.DECODE: "decode_rows", GraphMode.MIXED: "mixed_rows"}
+    if plan.graph_mode:
+        votes_of = [getattr(v, graph_rows[plan.graph_mode]) for v in group]
+        assert all(votes_of) and plan.padded_tokens == max(votes_of)

@@ -1,0 +1,203 @@
+"""flashinfer's plans for CUDA graphs: what a captured forward reads has fixed addresses, filled before each replay.
+
+All graphs run one after the other, so they share their buffers. A graph of decodes has one kernel with a row for each
+sequence. One that takes prompts too has that for up to `max_seqs` decodes, and FlashAttention 3 behind it, whose blocks
+take their work from a list: both write to the same rows of the output, the second over what the first left empty.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kernels.attention.base import AttentionBatch, GraphForm
+from kernels.attention.flashinfer_decodes import Decodes, Pages, Shape, chunk_pages
+
+ALIGNMENT_BYTES = 2**16
+# Of a schedule of decodes; some 30 bytes a row are used.
+SCHEDULE_BYTES = 2**20
+PREFILL_TILE_ROWS = 128  # tokens, of one head
+PREFILL_FIELDS = 8  # int32 of a tile in FlashAttention 3's schedule
+
+
+class Planned(Protocol):
+    """The attention of a captured forward, planned."""
+
+    def run(self, q_THd: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """o_THd of one layer."""
+
+
+class _PlannedDecodes:
+    """One decode a row."""
+
+    def __init__(self, num_rows: int, decodes: Decodes):
+        self._num_rows, self._wrapper = num_rows, decodes.wrapper
+
+    def run(self, q_THd: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        assert len(q_THd) == self._num_rows, (len(q_THd), self._num_rows)
+        out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
+        return self._wrapper.run(q_THd, caches, out=out_THd)
+
+
+class _PlannedMixed:
+    """Decodes in the first rows, prompts behind them; `out` is kept, so that rows of neither stay finite."""
+
+    def __init__(self, num_decode_rows: int, decodes: Decodes, prefill: Any, out_THd: torch.Tensor):
+        self._num_decode_rows, self._decodes = num_decode_rows, decodes.wrapper
+        self._prefill, self._out_THd = prefill, out_THd
+
+    def run(self, q_THd: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        assert len(q_THd) == len(self._out_THd), (len(q_THd), len(self._out_THd))
+        rows = self._num_decode_rows
+        self._decodes.run(q_THd[:rows], caches, out=self._out_THd[:rows])
+        return self._prefill.run(q_THd, caches, out=self._out_THd)
+
+
+class _PageBuffers:
+    """`Pages` at fixed addresses."""
+
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device):
+        self.lengths = torch.zeros(2 * num_rows + 1, dtype=torch.int32, device=device)
+        self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
+
+    def of(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Starts and last lengths where `Pages` of so many rows puts them, and the pages, as wrappers name them."""
+        return {
+            "paged_kv_indptr": self.lengths[: num_rows + 1],
+            "paged_kv_last_page_len": self.lengths[num_rows + 1 : 2 * num_rows + 1],
+            "paged_kv_indices": self.pages,
+        }
+
+
+class GraphPlans:
+    """Buffers and wrappers of all graphs of one attention.
+
+    slots   int64 [max_rows]: where each row's K and V go, -1 for nowhere
+    """
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        list_pages: Callable[..., None],
+        shape: Shape,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_seqs: int,
+        max_blocks: int,
+    ):
+        self._flashinfer, self._list_pages, self._shape = flashinfer, list_pages, shape
+        self._max_rows, self._max_seqs = max_rows, max_seqs
+        self._new = {"device": device}
+        self.slots = torch.zeros(max_rows, dtype=torch.int64, **self._new)
+        self._decode_pages = _PageBuffers(max_seqs, max_seqs * max_blocks, device)
+        self._prompt_pages: _PageBuffers | None = None
+        chunks = max(shape.graph_chunks(max_seqs), shape.num_blocks)
+        self._workspace = self._bytes(chunks * shape.chunk_bytes(shape.tile) + ALIGNMENT_BYTES)
+        self._schedule = self._bytes(SCHEDULE_BYTES)
+        self._decodes: dict[tuple[int, bool], Decodes] = {}
+
+    def plan(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> Planned:
+        """As FlashInferAttention.plan_graph; also fills `slots`."""
+        if form == GraphForm.MIXED:
+            return self._plan_mixed(batch, num_rows)
+        assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
+        slots = batch.slot_mapping, self.slots[:num_rows]
+        cuts = form == GraphForm.DECODES
+        return _PlannedDecodes(num_rows, self._plan_decodes(batch, num_rows, cuts, slots))
+
+    def even(self, batch: AttentionBatch, num_rows: int) -> bool:
+        """Whether no decode is so much longer than the others that it had better be cut."""
+        num_pages = -(-batch.seq_lens_cpu // self._shape.spec.block_size)
+        return self._chunk(num_pages, num_rows) is None
+
+    def _plan_decodes(
+        self, batch: AttentionBatch, num_rows: int, cuts: bool, slots: tuple[torch.Tensor, ...] = ()
+    ) -> Decodes:
+        """The batch's decodes, one a row; with `slots` also copies the first to the second."""
+        key = num_rows, cuts
+        if key not in self._decodes:
+            self._decodes[key] = self._new_decodes(num_rows, cuts)
+        count = batch.num_decodes
+        pages = self._ship(batch, slice(0, count), num_rows, self._decode_pages, slots)
+        chunk = self._chunk(np.diff(pages.starts_cpu.numpy()), num_rows) if cuts else None
+        self._decodes[key].plan(pages, num_rows, chunk, self._shape)
+        return self._decodes[key]
+
+    def _plan_mixed(self, batch: AttentionBatch, num_rows: int) -> Planned:
+        if self._prompt_pages is None:
+            self._reserve_prompts()
+        slots, count = self.slots[:num_rows], len(batch.slot_mapping)
+        slots[:count].copy_(batch.slot_mapping)
+        slots[count:].fill_(-1)
+        decode_rows = min(num_rows, self._max_seqs)
+        decodes = self._plan_decodes(batch, decode_rows, cuts=True)
+        first = batch.num_decodes
+        assert self._prompt_pages is not None
+        pages = self._ship(batch, slice(first, batch.num_seqs), self._max_seqs, self._prompt_pages)
+        query_starts = np.full(self._max_seqs + 1, batch.num_tokens, np.int32)
+        query_starts[: batch.num_seqs - first] = batch.query_start_loc_cpu[first:-1]
+        self._prefill.plan(
+            torch.from_numpy(query_starts),
+            pages.starts_cpu,
+            pages.pages[: pages.total],
+            pages.last_lens_cpu,
+            *self._shape.arguments,
+            causal=True,
+            **self._shape.types,
+        )
+        return _PlannedMixed(decode_rows, decodes, self._prefill, self._out_THd[:num_rows])
+
+    def _ship(
+        self,
+        batch: AttentionBatch,
+        seqs: slice,
+        num_rows: int,
+        buffers: _PageBuffers,
+        slots: tuple[torch.Tensor, ...] = (),
+    ) -> Pages:
+        """The pages of these sequences on the device, in `num_rows` rows."""
+        pages = Pages(batch.seq_lens_cpu[seqs], self._shape.spec.block_size, num_rows)
+        assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
+        pages.ship(buffers.pages, buffers.lengths)
+        self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)
+        return pages
+
+    def _chunk(self, num_pages: np.ndarray, num_rows: int) -> int | None:
+        shape = self._shape
+        return chunk_pages(num_pages, num_rows, shape.graph_chunks(num_rows), shape.num_blocks)
+
+    def _new_decodes(self, num_rows: int, cuts: bool) -> Decodes:
+        """Only its pinned memory is its own."""
+        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            use_cuda_graph=cuts,
+            use_tensor_cores=True,
+            **{f"{name}_buffer": it for name, it in self._decode_pages.of(num_rows).items()},
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._schedule)
+        return Decodes(wrapper, self._flashinfer.fast_decode_plan, cuts=cuts)
+
+    def _reserve_prompts(self) -> None:
+        """What prompts need on top: one wrapper whose addresses are those of the largest step."""
+        spec, seqs = self._shape.spec, self._max_seqs
+        self._prompt_pages = _PageBuffers(seqs, len(self._decode_pages.pages), self.slots.device)
+        self._out_THd = torch.zeros(
+            (self._max_rows, spec.num_heads, spec.head_dim), dtype=self._shape.dtype, **self._new
+        )
+        self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            backend="fa3",
+            use_cuda_graph=True,
+            qo_indptr_buf=torch.zeros(seqs + 1, dtype=torch.int32, **self._new),
+            **{f"{name}_buf": it for name, it in self._prompt_pages.of(seqs).items()},
+        )
+        tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)
+        schedule = self._bytes(4 * PREFILL_FIELDS * tiles + ALIGNMENT_BYTES)
+        self._prefill.reset_workspace_buffer(self._workspace, schedule)
+        assert hasattr(self._prefill, "_max_total_num_rows"), "flashinfer has changed"
+        self._prefill._max_total_num_rows = self._max_rows
+
+    def _bytes(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, **self._new)
