@@ -20,6 +20,7 @@ from cluster.api_keys import VARIABLE, load_digests
 from cluster.config import PhalanxConfig
 from cluster.console_logs import show_logs
 from cluster.stop_signals import StopSignals
+from kernels.cuda_environment import MULTICAST_OFF
 from workers.log import set_up_logging
 from workers.rank_info import WEIGHTS
 
@@ -54,19 +55,12 @@ def run_server(config: PhalanxConfig) -> None:
     digests = load_digests(config.serve.api_keys_file)
     os.environ.pop(VARIABLE, None)  # no process of Ray needs to know the keys themselves
     _check_port(config.serve.host, config.serve.port)
+    check = BackgroundCheck(config, len(digests))
     try:
-        with _stage("ray and checks"):
-            # The check imports torch, which takes about as long as Ray's processes.
-            checking = _in_background(lambda: _check(config, len(digests)))
+        with _stage("ray"):
             start_ray(config)
-            stop.install()  # again, since Ray has put its own handlers in their place
-            while not checking.done() and not stop.is_set():
-                time.sleep(POLL_S)
-        url = None
-        if not stop.is_set():
-            for warning in checking.result():
-                console.print(f"  warning: {warning}", style="yellow")
-            url = _start(config, digests, stop)
+        stop.install()  # again, since Ray has put its own handlers in their place
+        url = None if stop.is_set() else _start_checked(config, digests, stop, check)
         if url is not None:
             asks = f", {len(digests)} API key(s)" if digests else ""
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{asks}", style="bold")
@@ -76,30 +70,43 @@ def run_server(config: PhalanxConfig) -> None:
         _shut_down(config)
 
 
-def _in_background(call: Callable[[], Any]) -> Future:
-    """Its result, from a thread that does not keep the process from ending."""
-    future: Future = Future()
+class BackgroundCheck:
+    """`phalanx check` beside the start: it imports torch and looks for backends, which takes longer than Ray does.
 
-    def run() -> None:
+    Its thread does not keep the process from ending.
+    """
+
+    def __init__(self, config: PhalanxConfig, num_api_keys: int):
+        self._config, self._num_api_keys = config, num_api_keys
+        self._warnings: Future[list[str]] = Future()
+        self._told = False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def done(self) -> bool:
+        """Whether `tell` would not wait."""
+        return self._warnings.done()
+
+    def tell(self) -> None:
+        """Print the warnings, once. Raises what the check raised."""
+        for warning in [] if self._told else self._warnings.result():
+            console.print(f"  warning: {warning}", style="yellow")
+        self._told = True
+
+    def _run(self) -> None:
         try:
-            future.set_result(call())
+            from cluster.check import check
+
+            self._warnings.set_result(check(self._config, self._num_api_keys).warnings)
         except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def _check(config: PhalanxConfig, num_api_keys: int) -> list[str]:
-    from cluster.check import check
-
-    return check(config, num_api_keys).warnings
+            self._warnings.set_exception(error)
 
 
 def start_ray(config: PhalanxConfig) -> None:
     """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    # Ray's processes inherit them, so that ranks can take those of its processes that wait for work.
+    os.environ.update(MULTICAST_OFF)
     logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
     import ray
 
@@ -107,8 +114,9 @@ def start_ray(config: PhalanxConfig) -> None:
     options: dict[str, Any] = {}
     if address is None:
         options = {
-            # A rank takes one of these whatever the machine has; they are bookkeeping, not a limit.
-            "num_cpus": max(os.cpu_count() or 1, config.cluster.ranks + config.serve.replicas + 1),
+            # Bookkeeping, not a limit, but Ray starts a process for each core that it counts: one each for ranks
+            # and replicas, the supervisor and Serve's controller.
+            "num_cpus": config.cluster.ranks + config.serve.replicas + 2,
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
         }
@@ -126,7 +134,20 @@ def start_ray(config: PhalanxConfig) -> None:
     show_logs(config.serve.log_format)
 
 
-def _start(config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals) -> str | None:
+def _start_checked(
+    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, check: BackgroundCheck
+) -> str | None:
+    """`_start`, but what the check has against the configuration says more than how the start fails for it."""
+    try:
+        return _start(config, digests, stop, check)
+    except Exception:
+        check.tell()
+        raise
+
+
+def _start(
+    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, check: BackgroundCheck
+) -> str | None:
     """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
     import ray
 
@@ -144,7 +165,7 @@ def _start(config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals)
     http = threading.Thread(target=_start_http, args=arguments, daemon=True)
     http.start()
     try:
-        return _follow_start(config, actor, http, failure, stop)
+        return _follow_start(config, actor, http, failure, stop, check)
     except BaseException:
         stop.set()
         raise
@@ -160,13 +181,16 @@ def _follow_start(
     http: threading.Thread,
     failure: list[BaseException],
     stop: StopSignals,
+    check: BackgroundCheck,
 ) -> str | None:
-    """Print each stage as it ends."""
+    """Print each stage as it ends, and what the check says when it does."""
     ray_get = _ray_get()
     reported = 0
     ranks_ready = time.monotonic()
     with console.status("starting ranks") as line:
         while not stop.is_set():
+            if check.done():
+                check.tell()
             status = ray_get(actor.status.remote())
             for name, seconds in status.stages[reported:]:
                 _report(name, seconds)
@@ -178,7 +202,8 @@ def _follow_start(
             if status.state != "ready":
                 ranks_ready = time.monotonic()
                 line.update(_progress_line(status.stage, *status.progress))
-            elif not http.is_alive():
+            elif check.done() and not http.is_alive():
+                check.tell()
                 _report("http", time.monotonic() - ranks_ready)
                 for info in status.infos[:1]:
                     console.print(f"  {_backends_line(info.backends)}, {info.num_blocks} KV blocks")

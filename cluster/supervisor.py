@@ -240,10 +240,17 @@ class Supervisor:
         ]
 
     def _environment(self) -> dict[str, str]:
-        """Variables of the ranks' processes. A local Ray inherits ours; on a cluster they have to be carried along."""
+        """Variables of the ranks' processes. A local Ray inherits ours; on a cluster they have to be carried along.
+
+        Ray starts a new process for ranks that need any, where others wait already.
+        """
         joined = self._config.cluster.ray_address is not None
         forwarded = _forwarded_environment() if joined else {}
-        return forwarded | (MULTICAST_OFF if self._rank_config.device == "cuda" else {})
+        if self._rank_config.device != "cuda":
+            return forwarded
+        inherited = os.environ if len(ray.nodes()) == 1 else {}
+        needed = {k: v for k, v in MULTICAST_OFF.items() if inherited.get(k) != v}
+        return forwarded | needed
 
     async def _locate(self) -> None:
         described = await self._all("describe")

@@ -35,7 +35,7 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
     server = Server(write_config(tmp_path, checkpoint, port), port, tmp_path / "log")
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while "ray and checks" not in server.log.read_text():
+        while "  ray  " not in server.log.read_text():
             assert server.process.poll() is None, server.log.read_text()
             assert time.monotonic() < deadline, server.log.read_text()
             time.sleep(0.05)
