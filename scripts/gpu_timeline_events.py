@@ -1,0 +1,284 @@
+"""What a profiled step did: kernels by part of the step, gaps between them, what the host did meanwhile. Plain data.
+
+Reads the traces that torch.profiler exports. Times are microseconds.
+"""
+
+import json
+import re
+import sys
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from cluster.bench.step_work import StepPart
+
+# Annotations of the host; the profiled loop makes them.
+PREFIX = "phalanx "
+STEP, EXCHANGE, SAMPLE = "step", "exchange", "sample"
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+CALLS = ("cuda_runtime", "cuda_driver")
+# Rows that copy engines move to other GPUs; smaller copies are no exchange.
+BETWEEN_GPUS, EXCHANGED_BYTES = r"Memcpy (PtoP|DtoD)", 2**19
+
+# The first that is found in a kernel's name.
+RULES: tuple[tuple[StepPart, str], ...] = (
+    (StepPart.COPIES, r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy"),
+    (StepPart.QK_NORM, r"\b_norm_rotate|_store_kv|QKRMSNorm|ApplyRotary|AppendPagedKV"),
+    (
+        StepPart.ATTENTION,
+        r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha",
+    ),
+    (StepPart.NORMS, r"_add_rms_norm|RMSNorm"),
+    (StepPart.ROUTING, r"_route_top_k|_forced_route"),
+    (StepPart.COMBINE, r"push_sums|sum_parts|weighted_sum|deep_ep::.*combine|nccl.*ReduceScatter"),
+    (
+        StepPart.DISPATCH,
+        r"push_rows|pack_rows|deep_ep::.*(dispatch|layout)|nccl.*(AllGather|SendRecv)",
+    ),
+    (StepPart.EXPERT_ORDER, r"place_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
+    (StepPart.GROUPED, r"grouped_gemm_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm"),
+    (StepPart.ACTIVATION, r"silu"),
+    (StepPart.SAMPLING, r"_penalise|ArgMax|Sampling"),
+    (StepPart.DENSE, r"nvjet|cublas|gemm|gemv|splitKreduce|cutlass"),
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that ran.
+
+    row     stream of a kernel; 0 for the host
+    step    which of the profiled ones launched it
+    phase   of the host, innermost, when it was launched, or itself
+    part    of a kernel
+    """
+
+    name: str
+    start: float
+    end: float
+    row: int
+    step: int
+    phase: str
+    part: StepPart = StepPart.OTHER
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The profiled steps of one rank: what ran on the device, and the host's phases."""
+
+    device: list[Span]
+    host: list[Span]
+
+
+def part_of(name: str, phase: str = "") -> StepPart:
+    """The part of a step that a kernel of this name belongs to, if it was launched in this phase of the host."""
+    if phase == EXCHANGE:
+        return StepPart.VOTES
+    for part, pattern in RULES:
+        # What is drawn from logits takes all sorts of small kernels.
+        if phase == SAMPLE and part != StepPart.COPIES:
+            return StepPart.SAMPLING
+        if re.search(pattern, name):
+            return part
+    return StepPart.OTHER
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace of torch.profiler. On a machine without GPUs the outermost operators stand in for kernels."""
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("ph") == "X"]
+    by_category = defaultdict(list)
+    for event in events:
+        by_category[event.get("cat")].append(event)
+    marks = [e for e in by_category["user_annotation"] if e["name"].startswith(PREFIX)]
+    steps = sorted((e for e in marks if e["name"] == PREFIX + STEP), key=lambda e: e["ts"])
+    assert steps, f"{path} holds no step"
+    host = _Host(marks, [step["ts"] for step in steps])
+    launches = sorted(
+        (e for category in ON_DEVICE for e in by_category[category]), key=lambda e: e["ts"]
+    )
+    if not launches:
+        ops = _outermost(by_category["cpu_op"], steps[0]["tid"])
+        return Trace([host.span(op, op["ts"], 0) for op in ops], host.spans)
+    called = {
+        call["args"]["correlation"]: call["ts"]
+        for category in CALLS
+        for call in by_category[category]
+        if "correlation" in call.get("args", {})
+    }
+    device, when = [], steps[0]["ts"]
+    for event in launches:
+        # What was launched by no call that was seen came with what ran before it.
+        when = called.get(event["args"].get("correlation"), when)
+        device.append(host.span(event, when, int(event["args"].get("stream", 0))))
+    moved = [event["args"].get("bytes", 0) for event in launches]
+    return Trace(_with_rows_moved(device, moved), host.spans)
+
+
+def _with_rows_moved(device: Sequence[Span], moved: Sequence[int]) -> list[Span]:
+    """Copies between GPUs belong to the exchange that packed or summed the rows last; `moved` bytes each.
+
+    An exchange's copies follow each other on their stream, all of one size, while other slices compute.
+    """
+    found: list[Span] = []
+    before: dict[int, tuple[int, StepPart]] = {}
+    way = StepPart.DISPATCH
+    for span, size in zip(device, moved, strict=True):
+        part = span.part
+        if part in (StepPart.DISPATCH, StepPart.COMBINE):
+            way = part
+        elif size >= EXCHANGED_BYTES and re.match(BETWEEN_GPUS, span.name):
+            last_size, last_part = before.get(span.row, (0, part))
+            part = last_part if size == last_size else way
+            before[span.row] = size, part
+        found.append(replace(span, part=part))
+    return found
+
+
+class _Host:
+    """Which step and phase the host was in."""
+
+    def __init__(self, marks: Sequence[dict[str, Any]], step_starts: Sequence[float]):
+        self._step_starts = step_starts
+        self._marks = sorted(marks, key=lambda e: e["ts"])
+        self._starts = [mark["ts"] for mark in self._marks]
+        self.spans = [
+            Span(
+                _phase(mark), *_times(mark), row=0, step=self._step(mark["ts"]), phase=_phase(mark)
+            )
+            for mark in self._marks
+        ]
+
+    def span(self, event: dict[str, Any], called: float, row: int) -> Span:
+        phase = self._phase(called)
+        part = part_of(event["name"], phase)
+        return Span(event["name"], *_times(event), row, self._step(called), phase, part)
+
+    def _step(self, when: float) -> int:
+        return max(0, bisect_right(self._step_starts, when) - 1)
+
+    def _phase(self, when: float) -> str:
+        """Of the marks that hold this moment, the one that began last."""
+        for index in range(bisect_right(self._starts, when) - 1, -1, -1):
+            mark = self._marks[index]
+            if when <= mark["ts"] + mark["dur"]:
+                return _phase(mark)
+            if mark["name"] == PREFIX + STEP:
+                break
+        return ""
+
+
+def _phase(mark: dict[str, Any]) -> str:
+    return mark["name"].removeprefix(PREFIX)
+
+
+def _times(event: dict[str, Any]) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def _outermost(ops: Iterable[dict[str, Any]], thread: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for op in sorted((op for op in ops if op["tid"] == thread), key=lambda e: (e["ts"], -e["dur"])):
+        if not found or op["ts"] >= sum((found[-1]["ts"], found[-1]["dur"])):
+            found.append(op)
+    return found
+
+
+def step_ends(device: Sequence[Span]) -> list[float]:
+    """When the device had done all of each step."""
+    ends: defaultdict[int, float] = defaultdict(float)
+    for span in device:
+        ends[span.step] = max(ends[span.step], span.end)
+    return [ends[step] for step in sorted(ends)]
+
+
+def find_gaps(
+    spans: Iterable[Span], begin: float, end: float
+) -> list[tuple[float, Span | None, Span | None]]:
+    """(length, span before, span after) of each time between begin and end in which none of the spans ran."""
+    found, reached, last = [], begin, None
+    for span in sorted(spans, key=lambda s: s.start):
+        if span.end <= begin and (last is None or span.end > last.end):
+            last = span
+        if span.end <= begin or span.start >= end:
+            continue
+        if span.start > reached:
+            found.append((span.start - reached, last, span))
+        if span.end > reached:
+            reached, last = span.end, span
+    if end > reached:
+        found.append((end - reached, last, None))
+    return found
+
+
+def summarise(trace: Trace) -> dict[str, Any]:
+    """Milliseconds of a step by part, and gaps; the first step fills the device and is left out.
+
+    step_ms = sum of all parts + gaps_ms - overlap_ms, in which more than one kernel ran.
+    """
+    ends = step_ends(trace.device)
+    assert len(ends) >= 2, f"profile two steps or more, found {len(ends)}"
+    begin, end, steps = ends[0], ends[-1], len(ends) - 1
+    spans = [span for span in trace.device if span.step > 0]
+    parts: defaultdict[str, list[float]] = defaultdict(list)
+    names: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for span in spans:
+        parts[span.part].append(span.end - span.start)
+        names[span.name, span.part].append(span.end - span.start)
+    gaps = find_gaps(trace.device, begin, end)
+    idle = sum(length for length, _, _ in gaps)
+    total = sum(map(sum, parts.values()))
+    per_step = 1e-3 / steps
+    top = sorted(names.items(), key=lambda item: -sum(item[1]))[:40]
+    longest = sorted(gaps, key=lambda gap: -gap[0])[:5]
+    return {
+        "step_ms": (end - begin) * per_step,
+        "gaps_ms": idle * per_step,
+        "num_gaps": len(gaps) / steps,
+        "overlap_ms": (total + idle - (end - begin)) * per_step,
+        "parts": {
+            part: {"ms": sum(us) * per_step, "kernels": len(us) / steps}
+            for part, us in parts.items()
+        },
+        "longest_gaps": [
+            {"us": us, "after": _label(before), "before": _label(after)}
+            for us, before, after in longest
+        ],
+        "kernels": [
+            {"name": name[:100], "part": part, "ms": sum(us) * per_step, "count": len(us) / steps}
+            for (name, part), us in top
+        ],
+    }
+
+
+def _label(span: Span | None) -> str:
+    return "nothing" if span is None else span.part
+
+
+def one_step(trace: Trace) -> dict[str, Any]:
+    """What is drawn: a step in the middle, from the end of the one before to its own. Times count from its start.
+
+    device   [name, part, stream, start, end] of each kernel in it
+    host     [phase, start, end]
+    """
+    ends = step_ends(trace.device)
+    middle = max(1, len(ends) // 2)
+    begin, end = ends[middle - 1], ends[middle]
+
+    def inside(spans: Iterable[Span]) -> list[Span]:
+        return [span for span in spans if span.end > begin and span.start < end]
+
+    def times(span: Span) -> tuple[float, float]:
+        return round(span.start - begin, 2), round(span.end - begin, 2)
+
+    return {
+        "us": round(end - begin, 2),
+        "device": [
+            [span.name[:60], span.part, span.row, *times(span)] for span in inside(trace.device)
+        ],
+        "host": [[span.phase, *times(span)] for span in inside(trace.host)],
+    }

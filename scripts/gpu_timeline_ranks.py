@@ -1,0 +1,257 @@
+"""What each rank of bench_gpu_timeline does: fills a steady state, times its steps, profiles some more."""
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from gpu_timeline_events import (
+    EXCHANGE,
+    PREFIX,
+    SAMPLE,
+    STEP,
+    Trace,
+    one_step,
+    read_trace,
+    summarise,
+)
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cluster.bench.step_work import StepShape
+from workers import exchange
+from workers.config import RankConfig
+from workers.engine import Engine
+from workers.forward_batch import ForwardBatchBuilder
+from workers.host_copy import HostCopies
+from workers.model_runner import ModelRunner
+from workers.rank import Rank
+from workers.rank_info import Rendezvous, start_stages
+from workers.request import EngineRequest, SamplingParams
+from workers.scheduler import Scheduler
+from workers.token_picker import TokenPicker
+
+WARM_UP = 8  # steps of a state before it is timed
+TIMED = {"decode": 60, "prefill": 12}
+PROFILED = {"decode": 6, "prefill": 4}  # the first is left out
+JOIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class State:
+    """A steady state: sequences of a rank, and the tokens that each of them has, or brings to each step."""
+
+    phase: str
+    seqs: int
+    shortest: int
+    longest: int
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        if self.phase == "prefill":
+            return f"Prefill: {self.seqs} prompts of {self.longest:,} tokens a rank in each step"
+        return (
+            f"Decode: {self.seqs} sequences a rank of {self.shortest:,} to {self.longest:,} tokens"
+        )
+
+    @property
+    def steps(self) -> int:
+        """From the first that is warm to the last."""
+        return WARM_UP + TIMED[self.phase] + PROFILED[self.phase]
+
+
+def run_rank(
+    index: int, config: RankConfig, states: list[State], rendezvous: Rendezvous, folder: Path
+) -> None:
+    """A rank's process: all stages, then all states; what it found goes to `folder`."""
+    if config.device == "cuda":
+        torch.cuda.set_device(index)
+    rank, stages = Rank(index, config), {}
+    rank.join_group(rendezvous, JOIN_TIMEOUT_S)
+    for stage in start_stages(config.device):
+        started = time.perf_counter()
+        rank.run_stage(stage, lambda done, total: None)
+        stages[stage] = round(time.perf_counter() - started, 1)
+    info = rank.start_engine(lambda ingress_id, outputs: None, lambda step: None)
+    if index == 0:
+        print(f"ready: {stages}, {info.backends}", file=sys.stderr, flush=True)
+    loop = Loop(rank, folder / f"trace-{index}.json")
+    found = {"stages_s": stages, "backends": info.backends, "states": []}
+    for state in states:
+        found["states"].append(loop.measure(state))
+        if index == 0:
+            ms = found["states"][-1]["step_ms"]
+            print(f"{state.title}: {ms:.3f} ms a step", file=sys.stderr, flush=True)
+    (folder / f"{index}.json").write_text(json.dumps(found))
+    rank.close()
+
+
+class Loop:
+    """The steps of one rank. All ranks take the same number of them, with sequences of the same lengths."""
+
+    def __init__(self, rank: Rank, trace: Path):
+        assert rank.engine is not None
+        self._rank, self._engine, self._trace = rank, rank.engine, trace
+        self._vocab_size = rank.model_config.vocab_size
+        self._chance = random.Random(rank.rank)
+        self._names: list[str] = []
+        self._annotated = Annotations(rank)
+
+    def measure(self, state: State) -> dict[str, Any]:
+        """Median milliseconds of a step by the wall, the parts of profiled ones, and what was in them."""
+        bring = self._fill(state) if state.phase == "decode" else self._prompts(state)
+        for _ in range(WARM_UP):
+            self._step(state, bring)
+        steps, before = TIMED[state.phase], self._engine.stats.snapshot()
+        seconds = [self._step(state, bring) for _ in range(steps)]
+        after = self._engine.stats.snapshot()
+        shape = self._shape(state)
+        trace = self._profile(state, bring)
+        self._drain()
+        counted = after["steps"] - before["steps"]
+        return {
+            "step_ms": round(1e3 * statistics.median(seconds), 4),
+            "steps": steps,
+            "kinds": kinds_between(before["kinds"], after["kinds"]),
+            "host_ms": {
+                name: round(1e3 * (after["step_seconds"][name] - old) / counted, 4)
+                for name, old in before["step_seconds"].items()
+            },
+            "shape": asdict(shape),
+            "device": summarise(trace),
+            **({"drawing": one_step(trace)} if self._rank.rank == 0 else {}),
+        }
+
+    def _fill(self, state: State) -> Callable[[], None]:
+        """Compute all prompts; of lengths that make contexts as they should be over the steps to come."""
+        limits = self._rank.config.scheduler
+        # Sequences that are done with their prompts decode beside the others.
+        for_prompts = limits.max_num_batched_tokens - state.seqs
+        fill = -(-state.seqs * state.longest // for_prompts) + 2
+        longest = max(state.shortest, state.longest - state.steps - fill)
+        spread = (longest - state.shortest) / max(1, state.seqs - 1)
+        lengths = [round(state.shortest + spread * seq) for seq in range(state.seqs)]
+        random.Random(0).shuffle(lengths)
+        for length in lengths:
+            self._engine.submit(self._request(length, fill + state.steps + 2))
+        for _ in range(fill):
+            self._engine.step()
+        scheduler = self._engine.scheduler
+        assert not scheduler.waiting and len(scheduler.running) == state.seqs, (
+            f"{len(scheduler.waiting)} sequences wait after {fill} steps, {len(scheduler.running)} of "
+            f"{state.seqs} run"
+        )
+        return lambda: None
+
+    def _prompts(self, state: State) -> Callable[[], None]:
+        """What submits one step's prompts; they are made before, for it counts as part of the step."""
+        count = state.seqs * state.steps
+        requests = iter([self._request(state.longest, 1) for _ in range(count)])
+
+        def bring() -> None:
+            for request in islice(requests, state.seqs):
+                self._engine.submit(request)
+
+        return bring
+
+    def _request(self, length: int, max_tokens: int) -> EngineRequest:
+        self._names.append(str(len(self._names)))
+        return EngineRequest(
+            request_id=self._names[-1],
+            ingress_id="i",
+            prompt_token_ids=self._chance.choices(range(self._vocab_size), k=length),
+            params=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        )
+
+    def _step(self, state: State, bring: Callable[[], None]) -> float:
+        """Seconds of a step in which every rank has what the state says."""
+        started = time.perf_counter()
+        bring()
+        plan = self._engine.step()
+        seconds = time.perf_counter() - started
+        tokens = state.seqs * (state.longest if state.phase == "prefill" else 1)
+        assert set(plan.num_tokens_across_dp) == {tokens}, (plan.num_tokens_across_dp, tokens)
+        return seconds
+
+    def _shape(self, state: State) -> StepShape:
+        if state.phase == "prefill":
+            return StepShape(state.seqs * state.longest, state.longest / 2, 0, state.seqs)
+        context = sum(seq.num_computed for seq in self._engine.scheduler.running)
+        return StepShape(state.seqs, context / state.seqs, context, state.seqs)
+
+    def _profile(self, state: State, bring: Callable[[], None]) -> Trace:
+        activities, device = [ProfilerActivity.CPU], self._rank.device
+        if device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(device)
+        with self._annotated, profile(activities=activities) as profiler:
+            for _ in range(PROFILED[state.phase]):
+                self._step(state, bring)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        profiler.export_chrome_trace(str(self._trace))
+        trace = read_trace(self._trace)
+        self._trace.unlink()
+        return trace
+
+    def _drain(self) -> None:
+        """Forget all requests; every rank does so before the same step."""
+        for name in self._names:
+            self._engine.abort(name)
+        while self._engine.step().run:
+            pass
+
+
+class Annotations:
+    """Names the host's phases in a profile, while it is entered."""
+
+    def __init__(self, rank: Rank):
+        attention = type(rank.kernels.attention)
+        transports = (
+            exchange.LocalExchange,
+            exchange.SharedMemoryExchange,
+            exchange.DeviceExchange,
+            exchange.GlooExchange,
+        )
+        self._methods = [
+            (Engine, "step", STEP),
+            (Scheduler, "schedule", "schedule"),
+            *((transport, "all_gather", EXCHANGE) for transport in transports),
+            (ModelRunner, "launch", "launch"),
+            (ForwardBatchBuilder, "build", "build"),
+            *((attention, name, "plan") for name in ("plan", "plan_graph")),
+            (TokenPicker, "pick", SAMPLE),
+            (HostCopies, "wait", "wait"),
+            (Scheduler, "commit", "commit"),
+        ]
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> None:
+        for owner, method, phase in self._methods:
+            if method in vars(owner):
+                original = vars(owner)[method]
+                setattr(owner, method, record_function(PREFIX + phase)(original))
+                self._undo.append(lambda put=(owner, method, original): setattr(*put))
+
+    def __exit__(self, *error: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def kinds_between(before: dict[Any, int], after: dict[Any, int]) -> dict[str, int]:
+    """Steps by what they were: mode, whether a graph was replayed, whether in microbatches."""
+    found = {}
+    for (mode, graph, cut), count in after.items():
+        if count > before.get((mode, graph, cut), 0):
+            name = f"{mode}, graph {graph}" + (", microbatches" if cut == "True" else "")
+            found[name] = count - before.get((mode, graph, cut), 0)
+    return found
