@@ -111,6 +111,7 @@ def trace(
         Literal["prefill", "decode"], typer.Option(help="Prompts, or one token of each sequence.")
     ] = "prefill",
     out: Annotated[Path, typer.Option(help="Where to write, without the ending.")] = Path("trace"),
+    layers: Annotated[int, typer.Option(min=1, help="Layers to draw, from the middle.")] = 3,
 ) -> None:
     """Run a step on the configured ranks, whole and in microbatches, and draw when what ran."""
     settings = _load(config, overrides)
@@ -119,7 +120,7 @@ def trace(
     from cluster.trace import trace as run
 
     with _user_errors(ServerError, code=1), _user_errors(ConfigError, ValueError):
-        run(settings, mode, tokens, out, typer.echo)
+        run(settings, mode, tokens, out, layers, typer.echo)
 
 
 @app.command()

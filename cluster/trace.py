@@ -6,16 +6,24 @@ from typing import Literal
 
 from cluster import trace_drawing
 from cluster.config import PhalanxConfig
-from workers.schedule import RankTrace, hidden_share
+from workers.schedule import RankTrace, Schedule
 
 Phase = Literal["prefill", "decode"]
 TOKENS = {"prefill": 1024, "decode": 32}
 
 
+HOST_BOUND = 0.9  # of a step that its launch takes: then the device waits for the host
+
+
 def trace(
-    config: PhalanxConfig, phase: Phase, num_tokens: int | None, prefix: Path, say: Callable
+    config: PhalanxConfig,
+    phase: Phase,
+    num_tokens: int | None,
+    prefix: Path,
+    num_layers: int,
+    say: Callable,
 ) -> None:
-    """Write `prefix`.png and .json, and `say` what they show. The ranks are gone afterwards.
+    """Write `prefix`.png, with so many layers, and .json; `say` what they show. The ranks are gone afterwards.
 
     Raises ValueError without matplotlib, ServerError when the ranks do not start or cannot run such a step.
     """
@@ -34,7 +42,7 @@ def trace(
     finally:
         ray.shutdown()
     title = f"{phase} of {num_tokens} tokens a rank, {config.cluster.ranks} ranks, all-to-all {traces[0].all2all}"
-    written = trace_drawing.write(traces, prefix, title)
+    written = trace_drawing.write(traces, prefix, title, num_layers)
     say(title)
     for line in summary(traces):
         say(line)
@@ -42,13 +50,28 @@ def trace(
 
 
 def summary(traces: Sequence[RankTrace]) -> list[str]:
-    """A line for each rank: times of both forms, and how much of the communication is hidden."""
-    return [
-        f"rank {t.rank}: whole {1e3 * t.plain.seconds:.2f} ms, {1e3 * t.plain.exposed:.2f} of them communication; "
-        f"in slices {1e3 * t.microbatched.seconds:.2f} ms, {1e3 * t.microbatched.exposed:.2f} communication; "
-        f"{100 * hidden_share(t.plain, t.microbatched):.0f} % hidden"
-        for t in traces
-    ]
+    """A line for each rank and form, and what to make of them."""
+    lines = []
+    for trace in traces:
+        for form, unrecorded in zip(trace_drawing.FORMS, trace.unrecorded, strict=True):
+            what = _figures(getattr(trace, form), unrecorded)
+            lines.append(f"rank {trace.rank} {form}: {what}")
+    lines.append(
+        "hidden: of the time that a rank waited for an exchange or computed beside one, the share that it computed"
+    )
+    return lines
+
+
+def _figures(schedule: Schedule, unrecorded: float) -> str:
+    times = schedule.seconds, unrecorded, schedule.exposed, schedule.hidden
+    recorded, unrecorded, exposed, hidden = (f"{1e3 * seconds:.2f} ms" for seconds in times)
+    text = (
+        f"{recorded} (unrecorded {unrecorded}), {exposed} waiting for exchanges, {hidden} computing beside them: "
+        f"{100 * schedule.hidden_share:.0f} % hidden"
+    )
+    if (schedule.launched or 0) > HOST_BOUND * schedule.seconds:
+        text += f"; the GPU waited for its host, which took {1e3 * schedule.launched:.2f} ms to launch it"
+    return text
 
 
 def _run(config: PhalanxConfig, phase: Phase, num_tokens: int) -> list[RankTrace]:

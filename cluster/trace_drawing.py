@@ -5,11 +5,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.schedule import RankTrace, Schedule
+from workers.schedule import Compute, Exchange, RankTrace, Schedule
 
 FORMS = ("plain", "microbatched")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
-WAITING = "tab:red"
+WAITING, HIDDEN, ALONE = "tab:red", "tab:green", "lightsteelblue"
+LAYERS = 3
+LEGIBLE = 0.035  # of the width: a narrower bar has no room for its name
 
 
 def check_matplotlib() -> None:
@@ -35,32 +37,98 @@ def perfetto(traces: Sequence[RankTrace]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def draw(traces: Sequence[RankTrace], path: Path, title: str) -> None:
-    """Write a PNG: a row for each rank and form, compute above, communication under way below, waiting in red."""
+def draw(traces: Sequence[RankTrace], path: Path, title: str, num_layers: int = LAYERS) -> None:
+    """Write a PNG: `num_layers` from the middle of the slowest rank's steps, and a bar of each whole step."""
     from matplotlib.figure import Figure
 
-    rows = [(trace, form) for trace in traces for form in FORMS]
-    figure = Figure(figsize=(14, 1 + 1.3 * len(rows)), layout="constrained")
-    axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False)
-    for axis, (trace, form) in zip(axes[:, 0], rows, strict=True):
-        _draw_row(axis, getattr(trace, form))
-        axis.set_ylabel(f"rank {trace.rank}\n{form}", rotation=0, ha="right", va="center")
-    axes[-1, 0].set_xlabel("ms")
-    figure.suptitle(f"{title}\nabove: compute, below: exchanges under way (by slice); red: waiting")
-    figure.savefig(path, dpi=130)
+    slowest = max(traces, key=lambda trace: trace.microbatched.seconds)
+    num_layers = min(num_layers, slowest.plain.num_layers())
+    heights = [3.2, 3.6, 0.8 + 0.45 * len(traces)]
+    figure = Figure(figsize=(15, 1.5 + sum(heights)), layout="constrained")
+    rows = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
+    first = (slowest.plain.num_layers() - num_layers) // 2
+    spans = [getattr(slowest, form).span_of(first, num_layers) for form in FORMS]
+    width = max(end - begin for begin, end in spans)
+    for axis, form, (begin, end) in zip(rows, FORMS, spans, strict=False):
+        _draw_window(axis, getattr(slowest, form), begin, width)
+        axis.axvline(1e6 * (end - begin), color="black", ls="--", lw=1)
+        axis.set_title(
+            f"{form}: layers {first} to {first + num_layers - 1} of rank {slowest.rank}, "
+            f"{1e6 * (end - begin):,.0f} us",
+            loc="left",
+        )
+    rows[1].set_xlabel("us")
+    _draw_summary(rows[2], traces)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=110)
 
 
-def _draw_row(axis: Any, schedule: Schedule) -> None:
+def _draw_window(axis: Any, schedule: Schedule, begin: float, width: float) -> None:
+    """Compute by slice, and standing still, above; each slice's exchanges in a lane of its own below."""
+    num_slices = 1 + max(exchange.slice for exchange in schedule.exchanges)
+
+    def bar(lane: int, start: float, end: float, text: str, **style: Any) -> None:
+        start, end = max(start, begin), min(end, begin + width)
+        if end <= start:
+            return
+        style = {"height": 0.8, "edgecolor": "white", "linewidth": 0.5, **style}
+        axis.barh(-lane, 1e6 * (end - start), left=1e6 * (start - begin), **style)
+        if end - start > LEGIBLE * width:
+            middle = 1e6 * ((start + end) / 2 - begin)
+            axis.text(middle, -lane, text, ha="center", va="center", fontsize=8, clip_on=True)
+
     for compute in schedule.computes:
-        colour = COLOURS[compute.slice % len(COLOURS)]
-        axis.barh(1, 1e3 * (compute.end - compute.begin), left=1e3 * compute.begin, color=colour)
+        alpha = 0.55 if compute.name == "attention" else 0.9
+        text = f"{compute.name} {compute.slice}" if compute.name != "end" else ""
+        bar(0, compute.begin, compute.end, text, color=_colour(compute), alpha=alpha)
     for exchange in schedule.exchanges:
-        colour = COLOURS[exchange.slice % len(COLOURS)]
-        under_way = exchange.arrived - exchange.called
-        axis.barh(0, 1e3 * under_way, left=1e3 * exchange.called, color=colour, alpha=0.4)
-        for begin, end in _waits(exchange):
-            axis.barh(1, 1e3 * (end - begin), left=1e3 * begin, color=WAITING)
-    axis.set_yticks([])
+        for start, end in _waits(exchange):
+            bar(0, start, end, "waits", color=WAITING, hatch="//")
+        alpha = 0.4 if exchange.operation == "dispatch" else 0.7
+        lane, name = 1 + exchange.slice, exchange.operation
+        bar(lane, exchange.called, _done(exchange), name, color=_colour(exchange), alpha=alpha)
+    names = ["compute", *(f"exchange {index}" for index in range(num_slices))]
+    axis.set_yticks([-lane for lane in range(len(names))], names)
+    axis.set_xlim(0, 1e6 * width)
+    axis.grid(axis="x", alpha=0.4)
+    axis.set_axisbelow(True)
+
+
+def _draw_summary(axis: Any, traces: Sequence[RankTrace]) -> None:
+    """A bar of each rank and form: compute alone, compute beside an exchange, waiting; a mark where nothing records."""
+    labels = []
+    for trace in traces:
+        for form, unrecorded in zip(FORMS, trace.unrecorded, strict=True):
+            schedule, lane = getattr(trace, form), -len(labels)
+            alone = schedule.seconds - schedule.exposed - schedule.hidden
+            left = 0.0
+            for seconds, colour in (
+                (alone, ALONE),
+                (schedule.hidden, HIDDEN),
+                (schedule.exposed, WAITING),
+            ):
+                axis.barh(lane, 1e3 * seconds, left=left, color=colour, height=0.8)
+                left += 1e3 * seconds
+            axis.plot([1e3 * unrecorded] * 2, [lane - 0.4, lane + 0.4], color="black", lw=2)
+            labels.append(f"rank {trace.rank} {form}")
+    axis.set_yticks([-lane for lane in range(len(labels))], labels, fontsize=8)
+    axis.set_xlabel("ms of the whole step")
+    axis.set_title(
+        "compute alone (blue), beside an exchange (green), waiting for one (red); black: the step without recording",
+        loc="left",
+    )
+    axis.set_xlim(left=0)
+
+
+def _colour(part: Compute | Exchange) -> str:
+    return COLOURS[part.slice % len(COLOURS)]
+
+
+def _done(exchange: Exchange) -> float:
+    """The end of its rows' way, as far as it can be seen."""
+    if exchange.done is None:
+        return exchange.arrived
+    return min(max(exchange.done, exchange.sent), exchange.arrived)
 
 
 def _lanes(schedule: Schedule) -> dict[str, list[tuple[str, float, float]]]:
@@ -75,11 +143,11 @@ def _lanes(schedule: Schedule) -> dict[str, list[tuple[str, float, float]]]:
     }
     for exchange in schedule.exchanges:
         lane = lanes.setdefault(f"exchanges of slice {exchange.slice}", [])
-        lane.append((exchange.operation, exchange.called, exchange.arrived))
+        lane.append((exchange.operation, exchange.called, _done(exchange)))
     return lanes
 
 
-def _waits(exchange: Any) -> Iterator[tuple[float, float]]:
+def _waits(exchange: Exchange) -> Iterator[tuple[float, float]]:
     """When compute stood still for this exchange."""
     yield exchange.called, exchange.sent
     yield exchange.awaited, exchange.arrived
@@ -94,10 +162,12 @@ def _span(process: int, thread: int, name: str, begin: float, end: float) -> dic
     return {"ph": "X", "pid": process, "tid": thread, "name": name, **times}
 
 
-def write(traces: Sequence[RankTrace], prefix: Path, title: str) -> list[Path]:
+def write(
+    traces: Sequence[RankTrace], prefix: Path, title: str, num_layers: int = LAYERS
+) -> list[Path]:
     """Both files, `prefix` with .json and .png; which were written."""
     json_path, png_path = (prefix.with_name(f"{prefix.name}.{end}") for end in ("json", "png"))
     prefix.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(perfetto(traces)))
-    draw(traces, png_path, title)
+    draw(traces, png_path, title, num_layers)
     return [json_path, png_path]

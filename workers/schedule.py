@@ -1,9 +1,11 @@
 """A forward as it ran on one rank: which slice exchanged and computed when. Plain data."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 Operation = Literal["dispatch", "combine"]
+Span = tuple[float, float]  # begin and end
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,7 @@ class Exchange:
 
     called, sent       when it was started, and when the compute side could go on
     awaited, arrived   when the slice asked for the result, and had it
+    done               when the rows were there; None where that cannot be seen
     """
 
     operation: Operation
@@ -20,6 +23,13 @@ class Exchange:
     sent: float
     awaited: float
     arrived: float
+    done: float | None = None
+
+    @property
+    def under_way(self) -> Span:
+        """While rows travel beside whatever the rank does: until `done`, or where that is unknown until awaited."""
+        done = self.awaited if self.done is None else min(self.done, self.awaited)
+        return self.sent, max(self.sent, done)
 
     @property
     def exposed(self) -> float:
@@ -39,33 +49,93 @@ class Compute:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A forward of one rank: its exchanges in the order they were called, its compute in the order it ran."""
+    """A forward of one rank: its exchanges in the order they were called, its compute in the order it ran.
+
+    launched   when the host had given all of it to the GPU; near `seconds`, the GPU waited for it. None without one
+    """
 
     exchanges: list[Exchange]
     computes: list[Compute]
     seconds: float
+    launched: float | None = None
 
     @property
     def exposed(self) -> float:
         """Seconds that communication took from compute."""
         return sum(exchange.exposed for exchange in self.exchanges)
 
+    @property
+    def hidden(self) -> float:
+        """Seconds in which the rank computed while an exchange was under way."""
+        under_way = list(union(exchange.under_way for exchange in self.exchanges))
+        computes = [(compute.begin, compute.end) for compute in self.computes]
+        return overlapping(under_way, computes)
+
+    @property
+    def hidden_share(self) -> float:
+        """Of the time in which it waited for an exchange or computed beside one, the share that it computed; 0 to 1."""
+        total = self.exposed + self.hidden
+        return self.hidden / total if total else 0.0
+
     def order(self) -> list[tuple[str, int]]:
         """(operation, slice) as the exchanges were called."""
         return [(exchange.operation, exchange.slice) for exchange in self.exchanges]
 
+    def num_layers(self) -> int:
+        """Layers with an exchange each way."""
+        return sum(x.operation == "combine" and x.slice == 0 for x in self.exchanges)
 
-def hidden_share(plain: Schedule, microbatched: Schedule) -> float:
-    """How much of the time that communication costs the plain form is gone in the microbatched one; 1 = all."""
-    return 1 - microbatched.exposed / plain.exposed if plain.exposed else 0.0
+    def span_of(self, first: int, count: int) -> Span:
+        """From where slice 0 enters layer `first` to where the last slice leaves the `count`-th from there."""
+        slices = {exchange.slice for exchange in self.exchanges}
+        ends = {
+            index: [
+                x.arrived for x in self.exchanges if x.slice == index and x.operation == "combine"
+            ]
+            for index in slices
+        }
+        begin = ends[0][first - 1] if first else 0.0
+        return begin, max(ends[index][first + count - 1] for index in slices)
+
+
+def union(spans: Iterable[Span]) -> Iterator[Span]:
+    """The same time in spans that are in order and apart."""
+    last: Span | None = None
+    for begin, end in sorted(spans):
+        if last is None or begin > last[1]:
+            if last is not None:
+                yield last
+            last = begin, end
+        else:
+            last = last[0], max(last[1], end)
+    if last is not None:
+        yield last
+
+
+def overlapping(first: Iterable[Span], second: Iterable[Span]) -> float:
+    """Seconds that are in a span of both; the spans of each are in order and apart."""
+    seconds, others = 0.0, list(second)
+    at = 0
+    for begin, end in first:
+        while at < len(others) and others[at][1] <= begin:
+            at += 1
+        for other_begin, other_end in others[at:]:
+            if other_begin >= end:
+                break
+            seconds += min(end, other_end) - max(begin, other_begin)
+    return seconds
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's step of `num_tokens`, whole and in slices, over the exchange named."""
+    """One rank's step of `num_tokens`, whole and in slices, over the exchange named.
+
+    unrecorded   seconds of such a step, whole and in slices, as the engine runs it: without marks
+    """
 
     rank: int
     num_tokens: int
     all2all: str
     plain: Schedule
     microbatched: Schedule
+    unrecorded: tuple[float, float]

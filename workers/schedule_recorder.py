@@ -1,12 +1,14 @@
 """What a forward did when: its exchanges and the compute between them, slice by slice. Free where none is made.
 
 A recorder wraps the all-to-alls of the kernels that a forward is run with. Marks lie on the thread that computes, or on
-a GPU on its compute stream; what passes between two marks of exchanges is compute.
+a GPU on its compute stream; what passes between two marks of exchanges is compute. In a CUDA graph the marks are nodes
+of it: each replay sets them anew.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,48 +20,75 @@ from kernels.select import Kernels
 from workers.schedule import Compute, Exchange, Operation, Schedule
 
 Mark = float | torch.cuda.Event
+# Exchanges that run on AllToAll.stream from end to end, so that a mark there says when one is over.
+ON_STREAM = ("symm", "copy_engine", "deepep")
 
 
 class ScheduleRecorder:
-    """Records forwards that run with what `kernels` returned, one between `start` and `finish` at a time."""
+    """Records forwards that run with what `kernels` returned, one between `start` and `stop` at a time."""
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda"
         self._marks: list[_Marks] = []
+        self._num_rows = 0
         self._start: Mark = 0.0
+        self._started_s = 0.0
 
     def kernels(self, kernels: Kernels, index: int) -> Kernels:
         """The same, whose exchanges are recorded as those of slice `index`."""
-        return replace(kernels, all2all=_Recorded(kernels.all2all, index, self._marks, self._mark))
+        return replace(kernels, all2all=_Recorded(kernels.all2all, index, self))
 
-    def start(self) -> None:
-        """Forget what was recorded; times are counted from here."""
-        self._marks.clear()
-        self._start = self._mark()
+    def start(self, num_rows: int = 0) -> None:
+        """Forget what was recorded; times are counted from here. The forward is of so many rows."""
+        self._marks, self._num_rows = [], num_rows
+        self._started_s = time.perf_counter()
+        self._start = self.mark()
+
+    def stop(self) -> "Recording":
+        """What happened since `start`."""
+        captured = self._on_cuda and torch.cuda.is_current_stream_capturing()
+        if captured:
+            # The marks there come after all that anybody waited for, and a capture must not end before they do.
+            for stream in {marks.stream for marks in self._marks if marks.stream is not None}:
+                torch.cuda.current_stream().wait_stream(stream)
+        end = self.mark()
+        launched = None
+        if self._on_cuda and not captured:
+            launched = time.perf_counter() - self._started_s
+        return Recording(self._marks, self._num_rows, self._start, end, launched, captured)
 
     def finish(self) -> Schedule:
         """What happened since `start`; on CUDA this waits for the device."""
-        end = self._mark()
-        if self._on_cuda:
-            end.synchronize()
-        exchanges = [
-            Exchange(marks.operation, marks.slice, *map(self._seconds, marks.times))
-            for marks in self._marks
-        ]
-        seconds = self._seconds(end)
-        return Schedule(exchanges, list(_computes(exchanges, seconds)), seconds)
+        return self.stop().schedule()
 
-    def _mark(self) -> Mark:
+    def mark(self, stream: torch.cuda.Stream | None = None) -> Mark:
+        """Now, or on CUDA when `stream`, or else the current one, is there."""
         if not self._on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        # Only an external event becomes a node of a graph.
+        external = torch.cuda.is_current_stream_capturing()
+        event = torch.cuda.Event(enable_timing=True, external=external)
+        event.record(stream or torch.cuda.current_stream())
         return event
 
-    def _seconds(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            return mark - self._start
-        return self._start.elapsed_time(mark) / 1e3
+    def follow(
+        self, operation: Operation, index: int, inner: AllToAll, call: Callable[[], Pending]
+    ) -> Pending:
+        """Make an exchange of slice `index`, with marks around what it does."""
+        called = self.mark()
+        pending = call()
+        stream = inner.stream if inner.name in ON_STREAM else None
+        done = None if stream is None else self.mark(stream)
+        marks = _Marks(operation, index, [called, self.mark()], done, stream)
+        self._marks.append(marks)
+
+        def finish() -> Any:
+            marks.times.append(self.mark())
+            result = pending.result()
+            marks.times.append(self.mark())
+            return result
+
+        return Pending(finish)
 
 
 @dataclass
@@ -69,45 +98,75 @@ class _Marks:
     operation: Operation
     slice: int
     times: list[Mark]
+    done: Mark | None
+    stream: torch.cuda.Stream | None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The marks of one forward; those in a CUDA graph (`captured`) have the times of its last replay."""
+
+    marks: list[_Marks]
+    num_rows: int
+    start: Mark
+    end: Mark
+    launched: float | None
+    captured: bool
+
+    def happened(self) -> bool:
+        """Whether the marks have times: those of a graph that was never replayed have none."""
+        try:
+            self._seconds(self.end)
+        except RuntimeError:
+            return False
+        return True
+
+    def schedule(self) -> Schedule:
+        """Waits for the device."""
+        if not isinstance(self.end, float):
+            self.end.synchronize()
+        exchanges = [
+            Exchange(
+                marks.operation,
+                marks.slice,
+                *map(self._seconds, marks.times),
+                None if marks.done is None else self._seconds(marks.done),
+            )
+            for marks in self.marks
+        ]
+        seconds = self._seconds(self.end)
+        computes = list(_computes(exchanges, seconds))
+        return Schedule(exchanges, computes, seconds, self.launched)
+
+    def _seconds(self, mark: Mark) -> float:
+        if isinstance(mark, float):
+            return mark - self.start
+        return self.start.elapsed_time(mark) / 1e3
 
 
 class _Recorded(AllToAll):
-    """Another all-to-all, with marks around what it does."""
+    """Another all-to-all, whose exchanges a recorder follows."""
 
-    def __init__(self, inner: AllToAll, index: int, record: list[_Marks], mark: Callable[[], Mark]):
-        self.name, self.layout = inner.name, inner.layout
+    def __init__(self, inner: AllToAll, index: int, recorder: ScheduleRecorder):
+        self.name, self.layout, self.graph = inner.name, inner.layout, inner.graph
         self.needs_equal_tokens, self.stream = inner.needs_equal_tokens, inner.stream
-        self._inner, self._slice = inner, index
-        self._record, self._mark = record, mark
+        self._inner, self._slice, self._recorder = inner, index, recorder
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput]:
-        called = self._mark()
-        pending = self._inner.dispatch(x_TD, topk_idx_TK, topk_weights_TK)
-        return self._follow("dispatch", called, pending)
+        call = partial(self._inner.dispatch, x_TD, topk_idx_TK, topk_weights_TK)
+        return self._recorder.follow("dispatch", self._slice, self._inner, call)
 
     def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
-        called = self._mark()
-        return self._follow("combine", called, self._inner.combine(y_RD, handle))
+        call = partial(self._inner.combine, y_RD, handle)
+        return self._recorder.follow("combine", self._slice, self._inner, call)
 
     def set_num_sms(self, num_sms: int | None) -> None:
         self._inner.set_num_sms(num_sms)
 
     def close(self) -> None:
         self._inner.close()
-
-    def _follow(self, operation: Operation, called: Mark, pending: Pending) -> Pending:
-        marks = _Marks(operation, self._slice, [called, self._mark()])
-        self._record.append(marks)
-
-        def finish() -> Any:
-            marks.times.append(self._mark())
-            result = pending.result()
-            marks.times.append(self._mark())
-            return result
-
-        return Pending(finish)
 
 
 def _computes(exchanges: list[Exchange], seconds: float) -> Iterator[Compute]:

@@ -1,21 +1,23 @@
 """Runs steps of one size on a rank, whole and in slices, and says when what ran. Collective."""
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
 import torch
 
 from workers.forward_batch import ForwardBatch
+from workers.model_runner import ModelRunner
 from workers.overlap_tuning import PHASES
 from workers.rank import Rank
 from workers.schedule import RankTrace, Schedule
-from workers.schedule_recorder import ScheduleRecorder
+from workers.schedule_recorder import Recording, ScheduleRecorder
 
 
 def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
-    """The step of median length of each form, after the rank's stages; its engine must not run.
+    """A step of each form, after the rank's stages; its engine must not run, then or later.
 
-    phase   decode or prefill; num_tokens is of each rank. CUDA graphs are not used: they hold no marks.
+    phase   decode or prefill; num_tokens is of each rank. Steps that replay CUDA graphs are traced in new ones.
     Raises ValueError where the limits or the cache allow no step of this size.
     """
     assert phase in PHASES, phase
@@ -24,21 +26,44 @@ def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
     engine = rank.engine
     assert engine is not None and engine.runner.microbatches is not None, "overlap.mode: on"
     _check_size(rank, phase, num_tokens)
-    recorder, runner = ScheduleRecorder(rank.device), copy(engine.runner)
-    found: list[tuple[int, Schedule]] = []
-    whole = rank.model.with_kernels(recorder.kernels(rank.kernels, 0))
-    runner.model = _followed(whole, recorder, found)
-    slices = engine.runner.microbatches.recorded(recorder)
-    runner.microbatches = _followed(slices, recorder, found)
+    timer = rank.overlap.timer(engine.runner, engine.scheduler, rank.max_model_len)
+    unrecorded = timer(phase, num_tokens, False), timer(phase, num_tokens, True)
+    recorder = ScheduleRecorder(rank.device)
+    found: list[Recording] = []
+    runner = _recorded(rank, engine.runner, recorder, found)
+    timer = rank.overlap.timer(runner, engine.scheduler, rank.max_model_len)
     schedules = []
     for microbatch in (False, True):
         found.clear()
-        timer = rank.overlap.timer(runner, engine.scheduler, rank.max_model_len)
         timer(phase, num_tokens, microbatch)
-        # The first step of a size is slow.
-        same = sorted((s for rows, s in found if rows == num_tokens), key=lambda s: s.seconds)
-        schedules.append(same[(len(same) - 1) // 2])
-    return RankTrace(rank.rank, num_tokens, rank.kernels.all2all.name, *schedules)
+        schedules.append(_typical(found, num_tokens))
+    return RankTrace(rank.rank, num_tokens, rank.kernels.all2all.name, *schedules, unrecorded)
+
+
+def _recorded(
+    rank: Rank, runner: ModelRunner, recorder: ScheduleRecorder, found: list[Recording]
+) -> ModelRunner:
+    """Another runner over the same sequences, whose forwards add what was recorded to `found`."""
+    assert runner.microbatches is not None
+    whole = rank.model.with_kernels(recorder.kernels(rank.kernels, 0))
+    recorded = copy(runner)
+    recorded.model = _followed(whole, recorder, found)
+    recorded.microbatches = _followed(runner.microbatches.recorded(recorder), recorder, found)
+    if runner.graphs is not None:
+        runner.graphs.discard(runner.graphs.captured())
+        recorded.make_graphs(runner.graphs.sizes)
+    return recorded
+
+
+def _typical(recordings: Sequence[Recording], num_tokens: int) -> Schedule:
+    """Of all that was recorded, the last graph's last replay, or else the step of this size of median length."""
+    for recording in reversed(recordings):
+        # A graph of another form, captured beside the one that these batches replay, has no times.
+        if recording.captured and recording.num_rows >= num_tokens and recording.happened():
+            return recording.schedule()
+    schedules = [one.schedule() for one in recordings if one.num_rows == num_tokens]
+    # Lower median: the first step of a size is slow.
+    return sorted(schedules, key=lambda schedule: schedule.seconds)[(len(schedules) - 1) // 2]
 
 
 def _check_size(rank: Rank, phase: str, num_tokens: int) -> None:
@@ -52,14 +77,14 @@ def _check_size(rank: Rank, phase: str, num_tokens: int) -> None:
         )
 
 
-def _followed(model: Any, recorder: ScheduleRecorder, found: list[tuple[int, Schedule]]) -> Any:
-    """`model`, each of whose forwards adds its number of rows and its schedule to `found`."""
+def _followed(model: Any, recorder: ScheduleRecorder, found: list[Recording]) -> Any:
+    """`model`, each of whose forwards adds what was recorded of it to `found`."""
     forward = model.forward
 
     def recording(batch: ForwardBatch) -> torch.Tensor:
-        recorder.start()
+        recorder.start(len(batch.input_ids))
         hidden_TD = forward(batch)
-        found.append((len(batch.input_ids), recorder.finish()))
+        found.append(recorder.stop())
         return hidden_TD
 
     model.forward = recording

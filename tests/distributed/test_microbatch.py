@@ -12,7 +12,6 @@ from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
 from workers.process_group import host_store
 from workers.rank_info import Rendezvous
-from workers.schedule import hidden_share
 from workers.schedule_recorder import ScheduleRecorder
 
 EXCHANGES = [
@@ -146,7 +145,7 @@ def timings(sliced: SlicedRank, rank: int, num_ranks: int, num_slices: int):
             sliced.microbatched(batch, slices)
             tries.append(recorder.finish())
         found[delay] = min(tries, key=lambda schedule: schedule.seconds)
-    hidden = hidden_share(plain, found[DELAY])
+    hidden = found[DELAY].hidden_share
     return plain.seconds, found[0.0].seconds, found[DELAY].seconds, hidden
 
 

@@ -57,8 +57,14 @@ def test_both_forms_of_a_step_are_traced(
         one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(2)]
         assert trace.microbatched.order() == one_layer * LAYERS
         assert 0 < trace.plain.exposed < trace.plain.seconds
+        assert all(seconds > 0 for seconds in trace.unrecorded)
+        for schedule in (trace.plain, trace.microbatched):
+            assert schedule.num_layers() == LAYERS and 0 <= schedule.hidden_share < 1
+            assert schedule.exposed + schedule.hidden <= schedule.seconds
+            begin, end = schedule.span_of(1, 1)
+            assert 0 < begin < end <= schedule.seconds
     check_files(found, tmp_path)
-    assert len(summary(found)) == 2 and "% hidden" in summary(found)[1]
+    assert len(summary(found)) == 5 and "% hidden" in summary(found)[1]
 
 
 def check_files(found: list[RankTrace], folder: Path) -> None:

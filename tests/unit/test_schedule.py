@@ -1,0 +1,80 @@
+"""What a recorded schedule says of a step: times hidden and exposed, and where layers are in it. Hand-made times."""
+
+import pytest
+
+from cluster.trace import summary
+from workers.schedule import Compute, Exchange, RankTrace, Schedule, overlapping, union
+
+
+def plain() -> Schedule:
+    """Two layers of 2 s attention, 1 s dispatch, 3 s experts, 1 s combine: nothing runs beside an exchange."""
+    exchanges, computes = [], []
+    for start in (0.0, 7.0):
+        computes += [Compute("attention", 0, start, start + 2)]
+        exchanges += [Exchange("dispatch", 0, start + 2, start + 2, start + 2, start + 3)]
+        computes += [Compute("experts", 0, start + 3, start + 6)]
+        exchanges += [Exchange("combine", 0, start + 6, start + 6, start + 6, start + 7)]
+    return Schedule(exchanges, computes, 14.0)
+
+
+def sliced(done: float | None = 3.0) -> Schedule:
+    """One layer in two slices: the second one's attention hides the first one's dispatch, partly."""
+    exchanges = [
+        Exchange("dispatch", 0, 1.0, 1.5, 4.0, 4.0, done),
+        Exchange("dispatch", 1, 3.5, 3.5, 6.0, 6.5, 6.5),
+        Exchange("combine", 0, 6.0, 6.0, 8.0, 8.0, 7.5),
+        Exchange("combine", 1, 8.0, 8.0, 8.0, 9.0, 9.0),
+    ]
+    computes = [
+        Compute("attention", 0, 0.0, 1.0),
+        Compute("attention", 1, 1.5, 3.5),
+        Compute("experts", 0, 4.0, 6.0),
+        Compute("experts", 1, 6.5, 8.0),
+    ]
+    return Schedule(exchanges, computes, 9.0)
+
+
+def test_nothing_is_hidden_where_nothing_runs_beside():
+    schedule = plain()
+    assert (schedule.exposed, schedule.hidden, schedule.hidden_share) == (4.0, 0.0, 0.0)
+
+
+def test_hidden_is_what_was_computed_while_rows_travelled():
+    schedule = sliced()
+    assert schedule.exposed == 0.5 + 0.5 + 0.0 + 1.0
+    # 1.5 to 3 of attention 1; 4 to 6 of experts 0; 6.5 to 7.5 of experts 1.
+    assert schedule.hidden == pytest.approx(4.5)
+    assert schedule.hidden_share == pytest.approx(4.5 / 6.5)
+
+
+def test_an_end_that_is_not_seen_counts_until_awaited():
+    assert sliced(None).hidden == pytest.approx(5.0)
+    late = sliced(99.0)
+    assert late.exchanges[0].under_way == (1.5, 4.0)
+
+
+def test_a_step_without_exchanges_hides_nothing():
+    assert Schedule([], [Compute("end", 0, 0.0, 1.0)], 1.0).hidden_share == 0.0
+
+
+def test_layers_are_found_by_their_exchanges():
+    assert plain().num_layers() == 2 and sliced().num_layers() == 1
+    assert plain().span_of(0, 1) == (0.0, 7.0)
+    assert plain().span_of(1, 1) == (7.0, 14.0)
+    assert plain().span_of(0, 2) == (0.0, 14.0)
+    assert sliced().span_of(0, 1) == (0.0, 9.0)
+
+
+def test_spans():
+    assert list(union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)])) == [(0, 2.5), (3, 4)]
+    assert list(union([])) == []
+    assert overlapping([(0, 2), (3, 6)], [(1, 4), (5, 5.5), (7, 8)]) == 1 + 1 + 0.5
+    assert overlapping([(0, 1)], []) == 0
+
+
+def test_the_summary_says_when_the_device_waits_for_its_host():
+    slow = Schedule(sliced().exchanges, sliced().computes, 9.0, 8.9)
+    lines = summary([RankTrace(3, 64, "symm", plain(), slow, (13.0, 8.0))])
+    assert lines[0].startswith("rank 3 plain: 14000.00 ms (unrecorded 13000.00 ms)")
+    assert "0 % hidden" in lines[0] and "69 % hidden" in lines[1]
+    assert "host" not in lines[0] and "took 8900.00 ms to launch it" in lines[1]
