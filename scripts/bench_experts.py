@@ -1,20 +1,21 @@
-"""Times one rank's experts in one MoE layer on a GPU: route, products, sum, each backend as a CUDA graph.
+"""Times one rank's experts in one MoE layer on one GPU: every grouped GEMM, by tokens per expert.
 
-    python scripts/bench_experts.py --out results.json
+    python scripts/bench_experts.py --out docs/results/gpu-experts
 
-The shapes are Qwen3-30B-A3B's over four ranks with uniform random routing, unless told otherwise. Several layers'
-weights take turns, so that none is found in the cache. Nothing is exchanged: `rows` is what comes out of the routing.
+A process of its own for each backend: one that fails or hangs loses its own figures only, and is listed with the
+reason. What compiles is compiled by many processes before. Shapes are Qwen3-30B-A3B's over four ranks with uniform
+random routing, unless told otherwise; nothing is exchanged. Writes OUT.json, OUT.md and OUT.png; `--redraw` makes the
+page and the plot of an OUT.json again. On a CPU it is a dry run of itself:
+
+    python scripts/bench_experts.py --device cpu --tokens 1 8 --out /tmp/dry
 """
 
 import argparse
-import contextlib
-import datetime
 import json
-import statistics
-import subprocess
+import os
 import sys
+import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,164 +23,268 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from experts_report import BF16, FP8, MEMORY, add, page, plot
+from sweep_processes import Limits, Report, run_group
+from sweep_report import origin, save, write
+from sweep_timing import alternate, repeated
+
+from kernels.all2all.base import MaskedInput
+from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY, low_latency_rows
 from kernels.all2all.payload import pick_local
-from kernels.grouped_gemm import choice
+from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
+from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
 
-BACKENDS = ("torch_grouped", "triton", "deepgemm", "deepgemm_fp8")
-ROWS = (32, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-MEMORY, BF16, FP8 = 4.0e12, 750e12, 1500e12  # of one H200: bytes/s, FLOP/s
-LAYERS_IN_GRAPH, REPLAYS = 9, 7
+BACKENDS = ("triton", "deepgemm", "deepgemm_fp8", "torch_grouped", "reference")
+TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
+IN_GRAPH, ROUNDS = 9, 7
+COMPILERS, COMPILE_S = (
+    16,
+    60,
+)  # processes, and seconds after which the measuring begins all the same
 
 
 class Layers:
-    """The weights of some layers in one backend's form, and one routing of rows to them."""
+    """The weights of some layers in one backend's form, on one device."""
 
-    def __init__(self, args: argparse.Namespace, backend: str):
-        self.gemm = choice.build(backend)
-        self.weights = []
+    def __init__(self, args: argparse.Namespace, backend: str, *, filled: bool = True):
+        self.args, self.gemm = args, gemms.build(backend)
+        self.device = torch.device(args.device)
         experts, hidden, width = args.local_experts, args.hidden, args.width
-        for layer in range(args.layers):
-            new: dict[str, Any] = {"generator": torch.Generator("cuda").manual_seed(layer)}
-            w13 = torch.empty(experts, 2 * width, hidden, dtype=torch.bfloat16, device="cuda")
-            w2 = torch.empty(experts, hidden, width, dtype=torch.bfloat16, device="cuda")
-            w13.normal_(0, hidden**-0.5, **new)
-            w2.normal_(0, width**-0.5, **new)
+        new: dict[str, Any] = {"dtype": args.dtype, "device": self.device}
+        self.weights = []
+        for _ in range(args.layers if filled else 0):
+            w13 = torch.randn(experts, 2 * width, hidden, **new) * hidden**-0.5
+            w2 = torch.randn(experts, hidden, width, **new) * width**-0.5
             self.weights.append(self.gemm.prepare(w13, w2))
+        if not filled:
+            w13 = self.gemm.empty_weights(experts, 2 * width, hidden, **new)
+            self.weights.append((w13, self.gemm.empty_weights(experts, hidden, width, **new)))
         self.order = ExpertOrder(
-            range(experts, 2 * experts) if args.experts > experts else range(experts),
+            range(experts),
             num_experts=args.experts,
-            device="cuda",
+            device=self.device,
             dtype=torch.int64,
             alignment=self.gemm.row_alignment,
         )
 
-    def measure(self, args: argparse.Namespace, rows: int) -> dict[str, float]:
-        """Microseconds of a whole layer and of its parts, and its floors."""
-        num_rows = max(1, rows * args.experts // (args.top_k * args.local_experts))
-        new: dict[str, Any] = {"generator": torch.Generator("cuda").manual_seed(rows)}
-        x_ND = torch.randn(num_rows, args.hidden, device="cuda", **new).bfloat16()
-        scores = torch.rand(num_rows, args.experts, device="cuda", **new)
-        topk_idx_NK = scores.topk(args.top_k, dim=-1).indices
-        weights_NK = torch.rand(num_rows, args.top_k, device="cuda", **new)
-        routed = pick_local(x_ND, topk_idx_NK, weights_NK, self.order, None)
-        y_RD = self.gemm(routed, *self.weights[0])
+    def draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows of all ranks with num_tokens each, their experts and weights."""
+        num_rows = num_tokens * (self.args.experts // self.args.local_experts)
+        generator = torch.Generator(self.device).manual_seed(num_tokens)
+        new: dict[str, Any] = {"device": self.device, "generator": generator}
+        x_ND = torch.randn(num_rows, self.args.hidden, **new).to(self.args.dtype)
+        topk = torch.rand(num_rows, self.args.experts, **new).topk(self.args.top_k, dim=-1)
+        return x_ND, topk.indices, torch.rand(num_rows, self.args.top_k, **new)
 
-        def whole(layer: int) -> None:
-            routed = pick_local(x_ND, topk_idx_NK, weights_NK, self.order, None)
-            routed.handle.partial_sums(self.gemm(routed, *self.weights[layer]))
+    def products(self, num_tokens: int, layout: str) -> Callable[[int], torch.Tensor]:
+        """Calls the product of one layer or another on the same rows."""
+        routed = pick_local(*self.draw(num_tokens), self.order, None)
+        rows: Any = routed
+        if layout == "masked":
+            rows = self.masked(num_tokens, routed.places().ends_e - routed.places().starts_e)
+        return lambda index: self.gemm(rows, *self.weights[index % len(self.weights)])
 
-        figures = {
+    def masked(self, num_tokens: int, counts_e: torch.Tensor) -> MaskedInput:
+        """Rows as the low-latency exchange brings them."""
+        args, experts = self.args, self.args.local_experts
+        ranks = args.experts // experts
+        room = ranks * low_latency_rows(num_tokens)
+        x = torch.randn(experts * room, args.hidden, device=self.device).to(args.dtype)
+        scale_eMS = None
+        if self.gemm.masked_fp8:
+            from kernels.triton.scatter_fp8 import scatter_fp8
+
+            place_R1 = torch.arange(len(x), dtype=torch.int32, device=self.device).unsqueeze(1)
+            x, scale_RS = scatter_fp8(x, place_R1, len(x))
+            scales = scale_RS.t().reshape(-1, experts, room)
+            scale_eMS = scales.transpose(0, 1).contiguous().transpose(1, 2)
+        expected = max(1, ranks * num_tokens * args.top_k // args.experts)
+        x_eMD = x.view(experts, room, args.hidden)
+        return MaskedInput(x_eMD, scale_eMS, counts_e.to(torch.int32), expected, None)
+
+    def measure(self, num_tokens: int, layout: str) -> dict[str, Any]:
+        """Microseconds of a layer and of its parts, and how many rows and experts took part."""
+        drawn = self.draw(num_tokens)
+        routed = pick_local(*drawn, self.order, None)
+        products = self.products(num_tokens, layout)
+
+        def whole(index: int) -> None:
+            routed = pick_local(*drawn, self.order, None)
+            weights = self.weights[index % len(self.weights)]
+            routed.handle.partial_sums(self.gemm(routed, *weights))
+
+        calls: dict[str, Callable[[int], object]] = {"products_us": products}
+        if layout == "contiguous":
+            y_RD = products(0)
+            calls["us"] = whole
+            calls["route_us"] = lambda _: self.order.route(drawn[1])
+            calls["sum_us"] = lambda _: routed.handle.partial_sums(y_RD)
+        graph = self.in_graph
+        runs = {name: repeated(call, IN_GRAPH, graph=graph) for name, call in calls.items()}
+        places = routed.places()
+        return {
             "rows": int(routed.offs_e[-1]),
-            "used_experts": int((routed.places().ends_e > routed.places().starts_e).sum()),
-            "us": graph_us(whole, args.layers),
-            "route_us": graph_us(lambda _: self.order.route(topk_idx_NK), args.layers),
-            "products_us": graph_us(
-                lambda layer: self.gemm(routed, *self.weights[layer]), args.layers
-            ),
-            "sum_us": graph_us(lambda _: routed.handle.partial_sums(y_RD), args.layers),
+            "used_experts": int((places.ends_e > places.starts_e).sum()),
+            "times": alternate(runs, self.args.rounds, IN_GRAPH, self.device),
         }
-        return figures | floors(args, figures, num_rows, fp8=self.gemm.name == "deepgemm_fp8")
+
+    @property
+    def in_graph(self) -> bool:
+        return self.args.device == "cuda" and self.gemm.graph
 
 
-def floors(
-    args: argparse.Namespace, figures: dict[str, float], num_rows: int, *, fp8: bool
-) -> dict[str, float]:
-    """What the memory and the tensor cores need at least; rows in and out move once."""
-    expert_bytes = 3 * args.hidden * args.width * (1 if fp8 else 2)
-    moved = figures["used_experts"] * expert_bytes + 2 * num_rows * args.hidden * 2
-    flops = figures["rows"] * 6 * args.hidden * args.width
-    memory_us, compute_us = moved / MEMORY * 1e6, flops / (FP8 if fp8 else BF16) * 1e6
+@torch.inference_mode()
+def measure_backend(
+    rank: int, report: Report, folder: Path, args: argparse.Namespace, backend: str
+) -> None:
+    """The process of one backend."""
+    layers = Layers(args, backend)
+    for layout in layers.gemm.layouts:
+        name = variant(backend, layout)
+        about = {"fp8": layers.gemm.fp8_weights, "graph": layers.in_graph, "layout": layout}
+        report({"variant": name, "about": about})
+        for tokens in sizes(args, layout):
+            report({"variant": name, "tokens": tokens, **layers.measure(tokens, layout)})
+
+
+@torch.inference_mode()
+def compile_some(
+    rank: int,
+    report: Report,
+    folder: Path,
+    args: argparse.Namespace,
+    tasks: list[tuple[str, str, int]],
+) -> None:
+    """Run some products once each, so that what they compile is found on disk; failures are found again later."""
+    for backend, layout, tokens in tasks[rank :: min(COMPILERS, len(tasks))]:
+        try:
+            Layers(args, backend, filled=False).products(tokens, layout)(0)
+            torch.cuda.synchronize()
+        except Exception as error:
+            print(f"{backend}, {layout}, {tokens} tokens: {error!r}", flush=True)
+
+
+def variant(backend: str, layout: str) -> str:
+    return backend if layout == "contiguous" else f"{backend} {layout}"
+
+
+def sizes(args: argparse.Namespace, layout: str) -> list[int]:
+    """Tokens of a rank; masked rows are as many as an exchange brings of them."""
+    return [n for n in args.tokens if layout == "contiguous" or n <= MAX_TOKENS_LOW_LATENCY]
+
+
+def plan(args: argparse.Namespace, missing: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """The backends that can run; and what cannot, to why. `missing` is what the machine lacks."""
+    able: list[str] = []
+    refused: dict[str, str] = {}
+    for backend in args.backends:
+        shape = (args.dtype, args.hidden, args.width)
+        reason = missing.get(backend) or gemms.shape_obstacle(backend, args.device, *shape)
+        if reason is not None:
+            refused[backend] = reason
+            continue
+        able.append(backend)
+        too_many = [n for n in args.tokens if n not in sizes(args, "masked")]
+        if "masked" in gemms.GEMMS[backend].layouts and too_many:
+            which = ", ".join(f"{n:,}" for n in too_many)
+            refused[f"{variant(backend, 'masked')} with {which} tokens"] = (
+                f"the exchange that brings masked rows takes {MAX_TOKENS_LOW_LATENCY:,} of a rank"
+            )
+    return able, refused
+
+
+def sweep(args: argparse.Namespace) -> None:
+    """All backends, one after the other; the figures are saved after each."""
+    begin = time.monotonic()
+    limits = Limits(args.patience, begin + args.budget)
+    found = about(args)
+    able, found["missing"] = plan(args, gemms.missing(torch.device(args.device)))
+    if args.device == "cuda":
+        compile_all(args, able)
+        print(f"compiled, {time.monotonic() - begin:.1f} s", flush=True)
+    for backend in able:
+        started = time.monotonic()
+        outcome = run_group(measure_backend, (args, backend), 1, limits)
+        add(found, outcome.reports)
+        if outcome.failure is not None:
+            found["missing"][f"{backend}, or some of it"] = outcome.said()
+        print(f"{backend}: {outcome.said()}, {time.monotonic() - started:.1f} s", flush=True)
+        found["seconds"] = round(time.monotonic() - begin, 1)
+        save(args.out, found)
+    save(args.out, found)
+    write(args.out, found, page, plot)
+    print(args.out.with_suffix(".md").read_text(), flush=True)
+
+
+def compile_all(args: argparse.Namespace, backends: list[str]) -> None:
+    """One process compiles one kernel after the other: so several, with different sizes."""
+    tasks = [
+        (backend, layout, tokens)
+        for backend in backends
+        for layout in gemms.GEMMS[backend].layouts
+        for tokens in sizes(args, layout)
+        if backend in gemms.ON_DEVICE
+    ]
+    if tasks:
+        limits = Limits(COMPILE_S, time.monotonic() + COMPILE_S)
+        run_group(compile_some, (args, tasks), min(COMPILERS, len(tasks)), limits)
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What is measured, on what, and room for the results."""
+    names = ("experts", "local_experts", "top_k", "hidden", "width")
     return {
-        "floor_us": round(max(memory_us, compute_us), 1),
-        "memory_floor_us": round(memory_us, 1),
-        "compute_floor_us": round(compute_us, 1),
-        "tflops": round(flops / figures["us"] / 1e6, 1),
-        "products_tflops": round(flops / figures["products_us"] / 1e6, 1),
+        "what": "microseconds of one rank's experts in one MoE layer",
+        **origin(args.device, 1, args.commit),
+        "shape": {name: getattr(args, name) for name in names},
+        "dtype": str(args.dtype)[6:],
+        "in_graph": IN_GRAPH,
+        "rounds": args.rounds,
+        "layers": args.layers,
+        "ceilings": {"memory_bytes_per_s": MEMORY, "bf16_flops": BF16, "fp8_flops": FP8},
+        "plot": args.out.with_suffix(".png").name,
+        "tokens": args.tokens,
+        "backends": {},
+        "missing": {},
     }
-
-
-def graph_us(call: Callable[[int], object], num_layers: int) -> float:
-    """Median microseconds of one call among LAYERS_IN_GRAPH captured ones, the layers taking turns."""
-    for layer in range(num_layers):
-        call(layer)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(LAYERS_IN_GRAPH):
-            call(index % num_layers)
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAYERS_IN_GRAPH)
-    return round(statistics.median(times), 1)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
-    parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="routed rows of the rank")
+    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of each rank")
     parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--local-experts", type=int, default=32)
+    parser.add_argument("--local-experts", type=int, default=32, help="of one rank")
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=3, help="layers whose weights take turns")
-    parser.add_argument("--out", type=Path, help="JSON file for all figures")
-    return parser.parse_args()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs whose median counts")
+    parser.add_argument(
+        "--patience", type=float, default=40, help="s without a result of a backend"
+    )
+    parser.add_argument("--budget", type=float, default=120, help="s for all backends")
+    parser.add_argument("--commit", help="the measured commit; asked from git if left out")
+    parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
+    parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
+    args = parser.parse_args()
+    args.tokens = sorted(set(args.tokens))
+    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    return args
 
 
 def main() -> None:
     args = parse()
-    missing = choice.missing(torch.device("cuda"))
-    results: dict[str, dict[int, dict[str, float]]] = {}
-    for backend in args.backends:
-        if backend in missing:
-            print(f"{backend}: {missing[backend]}")
-            continue
-        layers = Layers(args, backend)
-        results[backend] = {}
-        for rows in args.rows:
-            results[backend][rows] = found = layers.measure(args, rows)
-            shown = "  ".join(f"{key} {value:g}" for key, value in found.items())
-            print(f"{backend:14} {shown}", flush=True)
-        del layers
-        torch.cuda.empty_cache()
-    if args.out:
-        args.out.write_text(json.dumps(report(args, results), indent=1) + "\n")
-
-
-def report(args: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, on what."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    shape = {
-        key: getattr(args, key) for key in ("experts", "local_experts", "top_k", "hidden", "width")
-    }
-    return {
-        "what": "microseconds of one rank's experts in one MoE layer, as CUDA graphs",
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
-        "hardware": torch.cuda.get_device_name(),
-        "versions": versions(),
-        "shape": shape,
-        "ceilings": {"memory_bytes_per_s": MEMORY, "bf16_flops": BF16, "fp8_flops": FP8},
-        "backends": results,
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {"torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    for package in ("triton", "sgl-deep-gemm"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
+    if args.redraw:
+        write(args.out, json.loads(args.out.with_suffix(".json").read_text()), page, plot)
+        return
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("needs a GPU, found none; --device cpu is a dry run")
+    os.environ.update(MULTICAST_OFF)
+    share_compiled_kernels(os.environ)
+    sweep(args)
 
 
 if __name__ == "__main__":

@@ -66,3 +66,16 @@ def test_exchanges_are_swept_over_gloo(tmp_path):
         assert all(row["us"] > 0 and row["both_us"] > 0 for row in sizes.values())
     assert "| 5 |" in (tmp_path / "x.md").read_text()
     assert (tmp_path / "x.png").exists()
+
+
+def test_experts_are_swept_on_the_cpu(tmp_path):
+    command = [sys.executable, "scripts/bench_experts.py", "--device", "cpu", "--tokens", "1", "5"]
+    command += ["--rounds", "1", "--hidden", "64", "--width", "32", "--experts", "8"]
+    command += ["--local-experts", "4", "--top-k", "2", "--out", str(tmp_path / "x")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert set(found["missing"]) == {"triton", "deepgemm", "deepgemm_fp8"}
+    for name in ("torch_grouped", "reference"):
+        rows = found["backends"][name]["sizes"]
+        assert set(rows) == {"1", "5"} and rows["5"]["products_us"] > 0

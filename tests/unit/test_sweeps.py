@@ -11,6 +11,8 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import all2all_plan
 import all2all_report
+import bench_experts
+import experts_report
 import sweep_report
 
 from kernels import select
@@ -72,7 +74,7 @@ def test_a_size_that_a_backend_refuses_is_listed_with_the_reason():
         "deepep_low_latency fp8": [1, 1024],
     }
     assert set(refused) == {f"{part.variant.name} with 4,096, 8,192 tokens" for part in parts}
-    assert all("1024 tokens" in reason for reason in refused.values())
+    assert all("1024" in reason for reason in refused.values())
 
 
 def test_a_backend_that_is_missing_is_listed_once():
@@ -155,3 +157,78 @@ def test_a_page_keeps_the_notes_that_a_person_added(tmp_path):
 def test_the_plot_of_exchanges_is_drawn_with_what_is_missing(tmp_path):
     all2all_report.plot(exchanges(), tmp_path / "x.png")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+SHAPE = {"experts": 128, "local_experts": 32, "top_k": 8, "hidden": 2048, "width": 768}
+
+
+def test_floors_of_experts():
+    # Ten experts of 9,437,184 bytes and 4 tokens of 4,096 bytes in and out; 75.5 GFLOP.
+    few = experts_report.floors(32, 10, 4, SHAPE, fp8=False)
+    assert few["floor_us"] == few["memory_floor_us"] == 23.6
+    many = experts_report.floors(8000, 32, 1000, SHAPE, fp8=False)
+    assert many["floor_us"] == many["compute_floor_us"] == 100.66
+    assert experts_report.floors(8000, 32, 1000, SHAPE, fp8=True)["compute_floor_us"] == 50.33
+
+
+def test_tokens_per_expert():
+    assert experts_report.tokens_per_expert(8192, SHAPE) == 2048
+    assert experts_report.tokens_per_expert(1, SHAPE) == 0.25
+
+
+def experts() -> dict:
+    """Results of two formats, of which one was measured in one size only."""
+    found = {
+        "date": "2026-01-02",
+        "commit": "abc",
+        "hardware": "1 x GPU",
+        "versions": {"torch": "2"},
+        "shape": SHAPE,
+        "dtype": "bfloat16",
+        "rounds": 3,
+        "in_graph": 9,
+        "layers": 3,
+        "ceilings": {"memory_bytes_per_s": 4e12, "bf16_flops": 75e13, "fp8_flops": 15e14},
+        "plot": "x.png",
+        "tokens": [1, 1024],
+        "backends": {},
+        "missing": {"deepgemm": "too old"},
+    }
+    small, large = ({"rows": rows, "used_experts": used} for rows, used in ((8, 7), (8192, 32)))
+    times = {"products_us": 100.0, "us": 120.0}
+    reports = [
+        {"variant": "a", "about": {"fp8": False, "graph": True}},
+        {"variant": "a", "tokens": 1, "times": times, **small},
+        {"variant": "a", "tokens": 1024, "times": times, **large},
+        {"variant": "b masked", "about": {"fp8": True, "graph": False}},
+        {"variant": "b masked", "tokens": 1, "times": {"products_us": 50.0}, **small},
+    ]
+    experts_report.add(found, reports)
+    return found
+
+
+def test_the_table_of_experts():
+    assert experts_report.table(experts()).splitlines() == [
+        "| tokens a rank | per expert | floor | FP8 floor | a | b masked * |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| 1 | 0.25 | 16.52 | 8.27 | **100** / 0.8 / 120 | 50 / 1.5 / - |",
+        "| 1,024 | 256 | 103.08 | - | **100** / 773.1 / 120 | - |",
+    ]
+
+
+def test_the_page_and_the_plot_of_experts(tmp_path):
+    sweep_report.write(tmp_path / "x", experts(), experts_report.page, experts_report.plot)
+    assert "- not measured: deepgemm: too old" in (tmp_path / "x.md").read_text()
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_more_tokens_than_the_masked_layout_gets_are_listed():
+    args = argparse.Namespace(**vars(ARGS) | {"device": "cuda"}, backends=["deepgemm", "triton"])
+    able, refused = bench_experts.plan(args, {"triton": "triton is not installed"})
+    assert able == ["deepgemm"]
+    assert refused == {
+        "triton": "triton is not installed",
+        "deepgemm masked with 4,096, 8,192 tokens": "the exchange that brings masked rows takes "
+        "1,024 of a rank",
+    }
+    assert bench_experts.sizes(args, "masked") == [1, 1024]
