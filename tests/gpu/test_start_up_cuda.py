@@ -20,8 +20,11 @@ pytestmark = [
 ]
 
 CACHES = ("TRITON_CACHE_DIR", "DG_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
-NUM_REQUESTS = 120
-LONGEST = 700  # prompts, in steps of at most 512 tokens
+MAX_NUM_SEQS, MAX_TOKENS = 32, 512  # of a step
+LONGEST = 700
+# Prompts that come alone, so that all sizes and block tables of these widths are those of one sequence.
+ALONE = (1, 2, 15, 16, 17, 31, 127, 128, 129, 255, 256, 257, 511, 512, 513, LONGEST)
+NUM_MIXED = 120
 STYLES: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 3},
@@ -54,7 +57,7 @@ def test_nothing_compiles_once_it_is_ready(
         1,
         "cuda",
         model={"dtype": "bfloat16"},
-        scheduler={"max_num_seqs": 32, "max_num_batched_tokens": 512},
+        scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS},
         cache={"num_blocks": "auto", "memory_fraction": 0.2},
         kernels={"grouped_gemm": grouped_gemm},
     )
@@ -66,7 +69,7 @@ def test_nothing_compiles_once_it_is_ready(
     before, after, num_tokens = found
     assert before, "a fresh cache was filled by the start"
     assert after - before == set(), "compiled in the middle of traffic"
-    assert num_tokens >= NUM_REQUESTS
+    assert num_tokens >= len(ALONE) + len(STYLES) + MAX_NUM_SEQS + NUM_MIXED
 
 
 def _serve(
@@ -98,17 +101,32 @@ def _serve(
 
 
 def _send_traffic(engine: Any) -> None:
-    """Requests of all lengths and styles, arriving between steps."""
+    """One sequence at a time, as many as fit at once in the largest steps, then all kinds as they come."""
     source = random.Random(0)
-    left = NUM_REQUESTS
-    running = True
+
+    def submit(name: str, length: int, style: int) -> None:
+        prompt = [source.randrange(256) for _ in range(length)]
+        params = {"max_tokens": source.randint(1, 24), **STYLES[style % len(STYLES)]}
+        engine.submit(make_request(name, prompt, **params))
+
+    def finish() -> None:
+        while engine.step().run:
+            pass
+
+    for index, length in enumerate(ALONE):
+        submit(f"alone-{index}", length, 0)
+        finish()
+    for style in range(len(STYLES)):
+        submit(f"style-{style}", 33, style)
+        finish()
+    for index in range(MAX_NUM_SEQS):
+        submit(f"full-{index}", MAX_TOKENS // MAX_NUM_SEQS + index % 3, index)
+    finish()
+    left, running = NUM_MIXED, True
     while left or running:
         for _ in range(min(left, source.choice((0, 0, 1, 1, 2, 9)))):
             left -= 1
-            prompt = [source.randrange(256) for _ in range(int(LONGEST ** source.random()))]
-            style = STYLES[left % len(STYLES)]
-            request = make_request(str(left), prompt, max_tokens=source.randint(1, 24), **style)
-            engine.submit(request)
+            submit(f"mixed-{left}", int(LONGEST ** source.random()), left)
         running = engine.step().run
 
 
