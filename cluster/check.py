@@ -16,41 +16,23 @@ from rich.table import Table
 
 from cluster.api_keys import VARIABLE, load_digests
 from cluster.check_backends import alternatives, capabilities
+from cluster.check_memory import RankRow, rank_rows
+from cluster.check_steps import check_comm_sms, graph_line, never_reached, overlap_lines
 from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
 from cluster.tracing import check_tracing
 from kernels import select
-from kernels.placement import ExpertPlacement
 from workers.config import RankConfig, not_for_answers
 from workers.kernel_choice import kernel_shape
 from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 
-INT64 = 8
 MEGABYTE = 10**6
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankRow:
-    """One rank: where it runs, which experts it holds, what it keeps in memory.
-
-    `kv_bytes` is None where the size is measured when the rank starts. `graph_bytes` is what the CUDA graphs' common
-    pool of memory takes, 0 without graphs; what CUDA itself keeps for each graph is measured at the start.
-    """
-
-    rank: int
-    node: int
-    device: str
-    experts: str
-    weight_bytes: int
-    kv_bytes: int | None
-    buffer_bytes: int
-    graph_bytes: int
 
 
 @dataclass(frozen=True)
 class CheckReport:
     """Everything the command prints.
 
+    steps          what of `cuda_graphs` and microbatches comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
     assumed        what could not be looked at on this machine
     """
@@ -58,6 +40,7 @@ class CheckReport:
     config: dict[str, Any]
     ranks: list[RankRow]
     backends: dict[str, dict[str, str]]
+    steps: dict[str, str]
     alternatives: dict[str, dict[str, str]]
     assumed: str
     warnings: list[str]
@@ -70,19 +53,22 @@ class CheckReport:
 def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport:
     """Resolve a valid configuration; None = look for API keys where the server would.
 
-    Raises KernelChoiceError when a named backend cannot run, ApiKeyError when the keys cannot be used, ConfigError when
-    traces are wanted and their library is missing.
+    Raises KernelChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
+    cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is missing
+    or overlap.comm_sms leaves nothing of the GPU.
     """
     check_tracing(config.serve.tracing)
     if num_api_keys is None:
         num_api_keys = len(load_digests(config.serve.api_keys_file))
     rank_config = resolve_rank_config(config)
     model = load_model_config(config.model.path)
-    dtype = getattr(torch, str(rank_config.model.dtype))
     found, assumed = capabilities(rank_config.device)
     shape = kernel_shape(rank_config, model)
     selection = select.select(config.kernels, found, **shape)
-    ranks = _rank_rows(rank_config, model, dtype, selection)
+    graphs, graph_reason = graph_line(rank_config.scheduler, selection, rank_config.device)
+    num_slices, overlap = overlap_lines(config.overlap, selection)
+    check_comm_sms(config.overlap, selection, num_slices)
+    ranks = rank_rows(rank_config, model, selection, shape, num_slices=num_slices, graphs=graphs)
     reasons = selection.reasons()
     return CheckReport(
         config=_resolved_tree(config, rank_config),
@@ -91,6 +77,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
             family: {"name": name, "reason": reasons[family]}
             for family, name in selection.names().items()
         },
+        steps={"cuda_graphs": graph_reason, **overlap},
         alternatives=alternatives(selection, found, shape),
         assumed=assumed,
         warnings=list(_warnings(config, rank_config, model, ranks, num_api_keys)),
@@ -104,89 +91,6 @@ def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, 
     tree["cache"] = rank_config.cache.model_dump()
     tree["cluster"] |= {"device": rank_config.device, "threads_per_rank": rank_config.threads}
     return tree
-
-
-def _rank_rows(
-    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, selection: select.Selection
-) -> list[RankRow]:
-    placement = ExpertPlacement(model.num_experts, config.num_ranks)
-    per_node = config.num_ranks // config.num_nodes
-    kv_bytes = None
-    if config.cache.num_blocks != "auto":
-        kv_bytes = config.cache.num_blocks * kv_block_bytes(
-            model, config.cache.block_size, config.model.dtype
-        )
-    scheduler = config.scheduler
-    buffer_bytes = _buffer_bytes(
-        config, model, dtype, selection, tokens=scheduler.max_num_batched_tokens
-    )
-    graph_bytes = 0
-    if config.device == "cuda" and scheduler.cuda_graphs is not False:
-        largest = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        graph_bytes = _buffer_bytes(config, model, dtype, selection, tokens=largest)
-    rows = []
-    for rank in range(config.num_ranks):
-        node, index = divmod(rank, per_node)
-        weight_bytes = rank_weight_bytes(
-            model, placement, rank, config.model.dtype, fp8_experts=selection.fp8_experts
-        )
-        row = RankRow(
-            rank=rank,
-            node=node,
-            device=f"cuda:{index}" if config.device == "cuda" else "cpu",
-            experts=_expert_range(placement.local_experts(rank)),
-            weight_bytes=weight_bytes,
-            kv_bytes=_gpu_kv_bytes(config, weight_bytes + buffer_bytes + graph_bytes)
-            if kv_bytes is None
-            else kv_bytes,
-            buffer_bytes=buffer_bytes,
-            graph_bytes=graph_bytes,
-        )
-        rows.append(row)
-    return rows
-
-
-def _expert_range(experts: range) -> str:
-    return f"{experts.start}-{experts.stop - 1}" if experts else "none"
-
-
-def _gpu_kv_bytes(config: RankConfig, other_bytes: int) -> int | None:
-    """An upper bound where a GPU can be asked; the rank measures after a profiling forward."""
-    if config.device != "cuda" or not torch.cuda.is_available():
-        return None
-    total = torch.cuda.get_device_properties(0).total_memory
-    return max(0, int(total * config.cache.memory_fraction) - other_bytes)
-
-
-def _buffer_bytes(
-    config: RankConfig,
-    model: Qwen3MoeConfig,
-    dtype: torch.dtype,
-    selection: select.Selection,
-    *,
-    tokens: int,
-) -> int:
-    """What a rank keeps or briefly needs beside weights and cache in a step of so many tokens.
-
-    Inputs of the step, the logits of a full batch in float32, the hidden states, and what the chosen
-    kernels need for exchange and routed rows.
-    """
-    seqs = config.scheduler.max_num_seqs
-    blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
-    inputs = INT64 * (3 * tokens + seqs + 2 * seqs * blocks)
-    logits = 4 * seqs * model.vocab_size
-    hidden_states = tokens * dtype.itemsize * 4 * model.hidden_size
-    kernels = select.buffer_bytes(
-        selection,
-        num_ranks=config.num_ranks,
-        dtype=dtype,
-        hidden_size=model.hidden_size,
-        expert_width=model.moe_intermediate_size,
-        top_k=model.num_experts_per_tok,
-        max_num_tokens=tokens,
-        num_experts=model.num_experts,
-    )
-    return inputs + logits + hidden_states + kernels
 
 
 def _warnings(
@@ -206,6 +110,7 @@ def _warnings(
             )
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
+    yield from never_reached(config.overlap, rank_config.scheduler)
     yield from not_for_answers(config.model)
     if rank_config.num_ranks > model.num_experts:
         yield (
@@ -232,7 +137,7 @@ def _cpu_warnings(config: RankConfig, node_ranks: list[RankRow]) -> Iterator[str
             f"cluster.threads_per_rank {config.threads} times {len(node_ranks)} ranks a node is "
             f"more than the {cores} cores here"
         )
-    needed = sum(row.weight_bytes + (row.kv_bytes or 0) + row.buffer_bytes for row in node_ranks)
+    needed = sum(row.fixed_bytes + (row.kv_bytes or 0) for row in node_ranks)
     available = available_memory()
     if available is not None and needed > available:
         yield (
@@ -276,6 +181,9 @@ def render(report: CheckReport, console: Console) -> None:
         console.print(f"  {family:<14}{choice['name']:<20}{choice['reason']}")
         for name, obstacle in report.alternatives[family].items():
             console.print(f"  {'':<14}{name:<20}{obstacle or 'could run'}", style="dim")
+    console.print("steps", style="bold")
+    for name, outcome in report.steps.items():
+        console.print(f"  {name:<14}{outcome}")
     if report.assumed:
         console.print(f"assumed: {report.assumed}")
     for warning in report.warnings:
@@ -295,10 +203,10 @@ def _rank_table(ranks: list[RankRow]) -> Table:
     table = Table(title="ranks", title_justify="left", title_style="bold", box=None)
     for name in ("rank", "node", "device", "experts"):
         table.add_column(name)
-    for name in ("weights", "KV blocks", "buffers", "graphs"):
+    for name in ("weights", "KV blocks", "buffers", "slices", "graphs"):
         table.add_column(name, justify="right")
     for row in ranks:
-        kv = "measured at start" if row.kv_bytes is None else _size(row.kv_bytes)
+        kv = "at start" if row.kv_bytes is None else _size(row.kv_bytes)
         table.add_row(
             str(row.rank),
             str(row.node),
@@ -307,6 +215,7 @@ def _rank_table(ranks: list[RankRow]) -> Table:
             _size(row.weight_bytes),
             kv,
             _size(row.buffer_bytes),
+            _size(row.slice_bytes) if row.slice_bytes else "none",
             _size(row.graph_bytes) if row.graph_bytes else "none",
         )
     return table

@@ -196,8 +196,9 @@ def _checked(config: "PhalanxConfig") -> "CheckReport":
     from cluster.check import check as resolve
     from cluster.config import ConfigError
     from kernels.select import KernelChoiceError
+    from workers.kernel_choice import GraphsUnavailableError
 
-    with _user_errors(ApiKeyError, ConfigError, KernelChoiceError):
+    with _user_errors(ApiKeyError, ConfigError, KernelChoiceError, GraphsUnavailableError):
         return resolve(config)
 
 

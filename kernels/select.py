@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all import choice as exchanges
-from kernels.all2all import deepep_choice
 from kernels.all2all.base import AllToAll
 from kernels.all2all.deepep_limits import ExchangeShape
 from kernels.all2all.payload import RowFormat
@@ -232,39 +231,6 @@ def shared_memory_slots(
 ) -> tuple[int, ...]:
     """The `slot_bytes` of the SharedMemoryGroup that the `shm` all-to-all is built on."""
     return slot_bytes(num_ranks, RowFormat(hidden_size, top_k, dtype), max_num_tokens)
-
-
-def buffer_bytes(
-    selection: Selection,
-    *,
-    num_ranks: int,
-    dtype: torch.dtype,
-    hidden_size: int,
-    expert_width: int,
-    top_k: int,
-    max_num_tokens: int,
-    num_experts: int = 0,
-) -> int:
-    """Bytes of one rank's exchange buffers and expert activations in a full step; num_experts for DeepEP alone.
-
-    Balanced routing, except for GPUs' own products: their shapes are those of the most rows there can be.
-    """
-    exchange = exchanges.buffer_bytes(
-        selection.all2all.name,
-        RowFormat(hidden_size, top_k, dtype),
-        num_ranks=num_ranks,
-        max_num_tokens=max_num_tokens,
-        num_experts=num_experts,
-    )
-    routed_rows, widths = max_num_tokens * top_k, 2 * hidden_size + 3 * expert_width
-    if selection.grouped_gemm.name in gemms.ON_DEVICE:
-        routed_rows *= num_ranks
-        if selection.grouped_gemm.name == "triton":  # neither copies rows nor stores gate and up
-            widths = hidden_size + expert_width
-    if selection.all2all.name == deepep_choice.LOW_LATENCY:
-        routed_rows = num_experts * deepep_choice.low_latency_rows(max_num_tokens)
-    activations = routed_rows * widths * dtype.itemsize
-    return exchange + activations
 
 
 def _choose(

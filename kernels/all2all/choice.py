@@ -18,7 +18,7 @@ from kernels.all2all.copy_engine import CopyEngineAllToAll
 from kernels.all2all.deepep_limits import ExchangeShape
 from kernels.all2all.local import LocalAllToAll
 from kernels.all2all.payload import RowFormat
-from kernels.all2all.peer_memory import peer_memory_missing
+from kernels.all2all.peer_memory import HEADER_BYTES, peer_memory_missing
 from kernels.all2all.shm import ShmAllToAll, slot_bytes
 from kernels.all2all.symm import SymmAllToAll, peer_bytes
 from kernels.all2all.torch_dist import TorchDistAllToAll
@@ -102,30 +102,36 @@ def obstacle(name: str, device: str, absent: Mapping[str, str], shape: ExchangeS
     return None
 
 
-def buffer_bytes(
+def kept_bytes(
     name: str, row_format: RowFormat, *, num_ranks: int, max_num_tokens: int, num_experts: int
 ) -> int:
-    """Bytes of one rank's buffers, and of the rows and sums that come, in a full step."""
-    hidden_size, row_bytes = row_format.hidden_size, row_format.row_bytes
-    x_bytes = hidden_size * row_format.dtype.itemsize
-    gathered = num_ranks * max_num_tokens
-    peers = sum(peer_bytes(num_ranks, row_format, max_num_tokens))
-    slots = slot_bytes(num_ranks, row_format, max_num_tokens)
-    return {
-        "local": 0,
-        "shm": segment_bytes(num_ranks, slots) // num_ranks,
-        "torch_dist": 2 * min(num_ranks, row_format.top_k) * max_num_tokens * (row_bytes + x_bytes),
-        "allgather": (gathered + max_num_tokens) * (row_bytes + x_bytes),
-        "symm": peers,
-        "copy_engine": peers + gathered * x_bytes,
-        **deepep_choice.buffer_bytes(
+    """Bytes that one rank's exchange of up to so many tokens holds from its start to its end."""
+    if name == "shm":
+        slots = slot_bytes(num_ranks, row_format, max_num_tokens)
+        return segment_bytes(num_ranks, slots) // num_ranks
+    if name in PEER_MEMORY:
+        return HEADER_BYTES + sum(peer_bytes(num_ranks, row_format, max_num_tokens))
+    if name in deepep_choice.NAMES:
+        return deepep_choice.kept_bytes(
+            name,
             num_ranks=num_ranks,
-            hidden_size=hidden_size,
-            row_bytes=row_bytes,
+            hidden_size=row_format.hidden_size,
             max_num_tokens=max_num_tokens,
             num_experts=num_experts,
-        ),
-    }[name]
+        )
+    return 0
+
+
+def step_bytes(name: str, row_format: RowFormat, *, num_ranks: int, max_num_tokens: int) -> int:
+    """Bytes of the rows and sums that are allocated for one exchange of so many tokens of each rank."""
+    x_bytes = row_format.hidden_size * row_format.dtype.itemsize
+    both, gathered = row_format.row_bytes + x_bytes, num_ranks * max_num_tokens
+    return {
+        "torch_dist": 2 * min(num_ranks, row_format.top_k) * max_num_tokens * both,
+        "allgather": (gathered + max_num_tokens) * both,
+        "copy_engine": gathered * x_bytes,
+        deepep_choice.NORMAL: (gathered + max_num_tokens) * both,
+    }.get(name, 0)
 
 
 def build(name: str, context: "KernelContext", grouped_gemm: GroupedGemm) -> AllToAll:

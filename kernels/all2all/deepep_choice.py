@@ -21,8 +21,9 @@ __all__ = [
     "EXCHANGES",
     "LOW_LATENCY",
     "NAMES",
-    "buffer_bytes",
+    "NORMAL",
     "build",
+    "kept_bytes",
     "low_latency_rows",
     "missing",
     "obstacle",
@@ -70,12 +71,10 @@ def build(
     )
 
 
-def buffer_bytes(
-    *, num_ranks: int, hidden_size: int, row_bytes: int, max_num_tokens: int, num_experts: int
-) -> dict[str, int]:
-    """Name to bytes of a rank's buffers and received rows, without what the experts make of them."""
-    received = (num_ranks + 1) * max_num_tokens * (row_bytes + 2 * hidden_size)
-    return {
-        NORMAL: normal_buffer_bytes(hidden_size, num_ranks) + received,
-        LOW_LATENCY: low_latency_buffer_bytes(hidden_size, num_experts, max_num_tokens),
-    }
+def kept_bytes(
+    name: str, *, num_ranks: int, hidden_size: int, max_num_tokens: int, num_experts: int
+) -> int:
+    """Bytes of a rank's buffers from the start to the end, nearly."""
+    if name == LOW_LATENCY:
+        return low_latency_buffer_bytes(hidden_size, num_experts, max_num_tokens)
+    return normal_buffer_bytes(hidden_size, num_ranks)

@@ -26,6 +26,7 @@ from kernels.attention.flashinfer_graphs import GraphPlans, Planned
 
 MIN_VERSION = (0, 6, 6)
 MIN_CAPABILITY = (8, 0)
+HOPPER = 9  # compute capability, major
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 PREFILL_TILE = 128  # rows of query heads times query tokens
@@ -109,7 +110,7 @@ class FlashInferAttention(Attention):
         num_sms = properties.multi_processor_count
         num_blocks = BLOCKS_PER_SM * num_sms // self.spec.num_kv_heads
         shape = self._shape = Shape(self.spec, cache.dtype, num_blocks)
-        hopper = self.mixed_graph = properties.major == 9
+        hopper = self.mixed_graph = properties.major == HOPPER
         prefill_bytes = 0 if hopper else num_blocks * shape.chunk_bytes(PREFILL_TILE)
         decode_bytes = num_blocks * shape.chunk_bytes(shape.tile)
         size = max(prefill_bytes, decode_bytes, WORKSPACE_BYTES) + ALIGNMENT_BYTES

@@ -148,7 +148,7 @@ def test_check_warns_of_missing_gpus(yaml_path: Path, monkeypatch: pytest.Monkey
     assert report.ranks[0].kv_bytes is None
     assert "compute capability 9.0" in report.assumed
     row = report.ranks[0]
-    assert 0 < row.graph_bytes < row.buffer_bytes, "a graph has fewer rows than the largest step"
+    assert 0 < row.graph_bytes < row.buffer_bytes, "a graph holds no exchange"
     off = checking.check(
         load_config(
             yaml_path,

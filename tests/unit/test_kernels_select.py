@@ -192,32 +192,3 @@ def test_an_error_lists_all_that_could_run_and_survives_pickling():
     says = str(pickle.loads(pickle.dumps(caught.value)))
     assert says == str(caught.value) and "cluster.ranks is 3" in says
     assert says.endswith("What works: auto, copy_engine, allgather, torch_dist or symm")
-
-
-def test_buffer_bytes_grow_with_what_is_exchanged():
-    def buffers(all2all: str, num_ranks: int, max_num_tokens: int = 256) -> int:
-        selection = choose(num_ranks=num_ranks, all2all=all2all)
-        return select.buffer_bytes(
-            selection, num_ranks=num_ranks, top_k=4, max_num_tokens=max_num_tokens, **SHAPE
-        )
-
-    alone = buffers("local", 1)
-    assert alone == 256 * 4 * (2 * 128 + 3 * 64) * 2  # activations only
-    for name in ("shm", "torch_dist", "allgather"):
-        assert alone < buffers(name, 2) < buffers(name, 4)
-        assert buffers(name, 2, 512) > 1.9 * buffers(name, 2, 256)
-
-
-def test_buffer_bytes_of_memory_that_gpus_share():
-    def buffers(all2all: str, num_ranks: int) -> int:
-        selection = choose(CUDA, num_ranks, all2all=all2all)
-        return select.buffer_bytes(
-            selection, num_ranks=num_ranks, top_k=4, max_num_tokens=256, **SHAPE
-        )
-
-    for num_ranks in (2, 4):
-        rows = num_ranks * 256
-        sums = rows * 128 * 2
-        experts = rows * 4 * (128 + 64) * 2
-        assert buffers("symm", num_ranks) == rows * (256 + 32) + sums + experts
-        assert buffers("copy_engine", num_ranks) == buffers("symm", num_ranks) + sums

@@ -1,0 +1,116 @@
+"""What each rank of a configuration keeps in memory, by arithmetic; of the machine only its GPU's size is asked."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kernels.memory import kernel_memory
+from kernels.placement import ExpertPlacement
+from kernels.select import Selection
+from workers.config import RankConfig
+from workers.graph_sizes import GraphSizes
+from workers.models.config import Qwen3MoeConfig
+from workers.models.tensors import kv_block_bytes, rank_weight_bytes
+
+INT64 = 8
+FOR_MEMORY = (
+    "num_ranks",
+    "dtype",
+    "hidden_size",
+    "expert_width",
+    "top_k",
+    "num_experts",
+    "max_num_tokens",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRow:
+    """One rank: where it runs, which experts it holds, what it keeps in memory.
+
+    `kv_bytes` is None where the size is measured when the rank starts. `buffer_bytes` is what the largest step takes,
+    `slice_bytes` what the exchanges and attentions of microbatches hold beside it, 0 where there are none.
+    `graph_bytes` is what the CUDA graphs' common pool of memory takes, 0 without graphs; what CUDA itself keeps for
+    each graph is measured at the start.
+    """
+
+    rank: int
+    node: int
+    device: str
+    experts: str
+    weight_bytes: int
+    kv_bytes: int | None
+    buffer_bytes: int
+    slice_bytes: int
+    graph_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV cache."""
+        return self.weight_bytes + self.buffer_bytes + self.slice_bytes + self.graph_bytes
+
+
+def rank_rows(
+    config: RankConfig,
+    model: Qwen3MoeConfig,
+    selection: Selection,
+    shape: dict[str, Any],
+    *,
+    num_slices: int,
+    graphs: GraphSizes,
+) -> list[RankRow]:
+    """A row for each rank; `shape` is that of `kernel_shape`, num_slices 0 where no step is ever cut."""
+    placement = ExpertPlacement(model.num_experts, config.num_ranks)
+    per_node = config.num_ranks // config.num_nodes
+    kernels = {key: shape[key] for key in FOR_MEMORY}
+    held = kernel_memory(selection, **kernels, num_slices=num_slices)
+    step = held.step + _model_bytes(config, model, shape["dtype"], shape["max_num_tokens"])
+    graph_bytes = 0
+    if graphs:
+        of_graph = kernel_memory(selection, **kernels | {"max_num_tokens": graphs.largest})
+        graph_bytes = of_graph.step + _model_bytes(config, model, shape["dtype"], graphs.largest)
+    table = []
+    for rank in range(config.num_ranks):
+        node, index = divmod(rank, per_node)
+        row = RankRow(
+            rank=rank,
+            node=node,
+            device=f"cuda:{index}" if config.device == "cuda" else "cpu",
+            experts=_expert_range(placement.local_experts(rank)),
+            weight_bytes=rank_weight_bytes(
+                model, placement, rank, config.model.dtype, fp8_experts=selection.fp8_experts
+            ),
+            kv_bytes=None,
+            buffer_bytes=held.kept + step,
+            slice_bytes=held.slices,
+            graph_bytes=graph_bytes,
+        )
+        table.append(replace(row, kv_bytes=_kv_bytes(config, model, row)))
+    return table
+
+
+def _expert_range(experts: range) -> str:
+    return f"{experts.start}-{experts.stop - 1}" if experts else "none"
+
+
+def _kv_bytes(config: RankConfig, model: Qwen3MoeConfig, row: RankRow) -> int | None:
+    """As configured, or an upper bound where a GPU can be asked; the rank measures after a profiling forward."""
+    cache = config.cache
+    if cache.num_blocks != "auto":
+        return cache.num_blocks * kv_block_bytes(model, cache.block_size, config.model.dtype)
+    if not torch.cuda.is_available():
+        return None
+    total = torch.cuda.get_device_properties(0).total_memory
+    return max(0, int(total * cache.memory_fraction) - row.fixed_bytes)
+
+
+def _model_bytes(
+    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, num_tokens: int
+) -> int:
+    """Inputs of a step of so many tokens, the logits of a full batch in float32, and the hidden states."""
+    seqs = config.scheduler.max_num_seqs
+    blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
+    inputs = INT64 * (3 * num_tokens + seqs + 2 * seqs * blocks)
+    logits = 4 * seqs * model.vocab_size
+    return inputs + logits + num_tokens * dtype.itemsize * 4 * model.hidden_size

@@ -1,0 +1,84 @@
+"""How the steps of a configuration will run: in CUDA graphs or not, whole or in microbatches, and why."""
+
+from collections.abc import Iterator
+
+import torch
+
+from cluster.config_errors import ConfigError, Problem
+from kernels.attention.flashinfer import HOPPER
+from kernels.select import Selection
+from workers.config import OverlapConfig, SchedulerConfig
+from workers.graph_sizes import GraphSizes, graphs_to_capture
+from workers.kernel_choice import graphs_off
+from workers.overlap import configured
+
+MEASURED = "measured at the start"
+
+
+def graph_line(
+    scheduler: SchedulerConfig, selection: Selection, device: str
+) -> tuple[GraphSizes, str]:
+    """Which CUDA graphs there will be, and why. Raises GraphsUnavailableError where they are demanded and cannot be.
+
+    A GPU that is not here is taken for a Hopper.
+    """
+    major, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (HOPPER, 0)
+    mixed = selection.attention.name == "flashinfer" and major == HOPPER
+    sizes = graphs_to_capture(scheduler, selection, torch.device(device), mixed=mixed)
+    if not sizes:
+        return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device)}"
+    return sizes, f"on: {sizes}"
+
+
+def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dict[str, str]]:
+    """How many slices there are, 0 where no step is ever cut; setting to what it comes to."""
+    name = selection.all2all.name
+    policy, unknown = configured(config, name)
+    if not policy.enabled and not unknown:
+        return 0, {"microbatches": f"off: {policy.reasons['decode']}"}
+    lines = {"microbatches": f"{config.num_microbatches} slices of each step that is cut"}
+    for phase, least, what in (
+        ("decode", policy.min_decode_tokens, "sequences"),
+        ("prefill", policy.min_prefill_tokens, "tokens"),
+    ):
+        lines[phase] = f"from {least} {what} of a rank on ({policy.reasons[phase]})"
+        if phase in unknown:
+            lines[phase] = f"{MEASURED}: from how many {what} of a rank on it pays"
+    lines["comm_sms"] = _comm_sms(config, name, selection.sm_choices)
+    return config.num_microbatches, lines
+
+
+def _comm_sms(config: OverlapConfig, name: str, choices: tuple[int, ...]) -> str:
+    if not choices:
+        ignored = "" if config.comm_sms == "auto" else ", overlap.comm_sms is ignored"
+        return f"no limit: {name} takes none{ignored}"
+    if config.comm_sms == "auto":
+        return f"{MEASURED}: no limit or {', '.join(map(str, choices))}"
+    return f"{config.comm_sms} (overlap.comm_sms)"
+
+
+def check_comm_sms(config: OverlapConfig, selection: Selection, num_slices: int) -> None:
+    """Raises ConfigError where a GPU that is here has no more multiprocessors than overlap.comm_sms takes."""
+    wanted = config.comm_sms
+    if (
+        wanted == "auto"
+        or not num_slices
+        or not selection.sm_choices
+        or not torch.cuda.is_available()
+    ):
+        return
+    found = torch.cuda.get_device_properties(0).multi_processor_count
+    if wanted >= found:
+        message = f"{wanted} leaves none of this GPU's {found} multiprocessors to the experts; expected auto, or fewer"
+        raise ConfigError.of("configuration", [Problem("overlap.comm_sms", message)])
+
+
+def never_reached(config: OverlapConfig, scheduler: SchedulerConfig) -> Iterator[str]:
+    """Thresholds that no step comes to; for people."""
+    for key, most in (
+        ("min_decode_tokens", "max_num_seqs"),
+        ("min_prefill_tokens", "max_num_batched_tokens"),
+    ):
+        least, limit = getattr(config, key), getattr(scheduler, most)
+        if config.mode != "off" and least != "auto" and least > limit:
+            yield f"overlap.{key} is {least}, but scheduler.{most} is {limit}: no such step is ever cut"

@@ -1,0 +1,156 @@
+"""What `phalanx check` says of graphs and microbatches, and the memory of slices, for GPUs that are not here."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster import check_steps
+from cluster.check import CheckReport, check
+from cluster.cli import app
+from cluster.config import ConfigError, load_config
+from workers.checkpoint import make_checkpoint
+from workers.kernel_choice import GraphsUnavailableError
+
+GPUS = ["cluster.device=cuda", "cluster.ranks=2", "model.dtype=bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def yaml_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("check-steps")
+    make_checkpoint(folder / "tiny", num_layers=1, hidden_size=2048, num_experts=4, weights=False)
+    path = folder / "config.yaml"
+    path.write_text("model: {path: tiny, weights: dummy}\n")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_steps.torch.cuda, "is_available", lambda: False)
+
+
+def checked(path: Path, *overrides: str) -> CheckReport:
+    return check(load_config(path, [*GPUS, *overrides]), num_api_keys=0)
+
+
+def test_graphs_with_their_sizes(yaml_path: Path) -> None:
+    report = checked(yaml_path, "scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=64")
+    says = report.steps["cuda_graphs"]
+    assert says.startswith("on: up to 8 decodes") and "of up to 64 tokens" in says
+    assert report.ranks[0].graph_bytes > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("scheduler.cuda_graphs=false", "scheduler.cuda_graphs is false"),
+        ("kernels.attention=sdpa", "kernels.attention is sdpa, whose steps cannot be captured"),
+        ("kernels.all2all=torch_dist", "kernels.all2all is torch_dist, whose steps cannot be"),
+        ("cluster.device=cpu", "cluster.device is cpu"),
+    ],
+)
+def test_no_graphs_and_why(yaml_path: Path, override: str, reason: str) -> None:
+    report = checked(yaml_path, override)
+    assert report.steps["cuda_graphs"].startswith(f"off: {reason}")
+    assert report.ranks[0].graph_bytes == 0
+
+
+def test_graphs_that_are_demanded_and_cannot_be(yaml_path: Path) -> None:
+    demanded = ["scheduler.cuda_graphs=true", "kernels.attention=sdpa"]
+    with pytest.raises(GraphsUnavailableError, match=r"kernels.attention is sdpa"):
+        checked(yaml_path, *demanded)
+    options = [part for text in [*GPUS, *demanded] for part in ("--set", text)]
+    result = CliRunner().invoke(app, ["check", str(yaml_path), *options])
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: scheduler.cuda_graphs is true, but kernels.attention")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (["overlap.mode=off"], "overlap.mode is off"),
+        (["cluster.ranks=1"], "nothing to gain with local: one rank"),
+        (["cluster.device=cpu", "kernels.all2all=shm"], "nothing to gain with shm: the cores"),
+    ],
+)
+def test_no_microbatches_and_why(yaml_path: Path, overrides: list[str], reason: str) -> None:
+    report = checked(yaml_path, *overrides)
+    assert report.steps["microbatches"].startswith(f"off: {reason}")
+    assert set(report.steps) == {"cuda_graphs", "microbatches"}
+    assert report.ranks[0].slice_bytes == 0
+
+
+def test_what_is_measured(yaml_path: Path) -> None:
+    steps = checked(yaml_path, "kernels.all2all=symm").steps
+    for key in ("decode", "prefill", "comm_sms"):
+        assert steps[key].startswith("measured at the start: ")
+    assert steps["comm_sms"].endswith("no limit or 8, 16, 32")
+
+
+def test_what_the_configuration_fixes(yaml_path: Path) -> None:
+    report = checked(
+        yaml_path,
+        "kernels.all2all=symm",
+        "overlap.num_microbatches=3",
+        "overlap.min_decode_tokens=64",
+        "overlap.comm_sms=16",
+    )
+    assert report.steps["microbatches"] == "3 slices of each step that is cut"
+    assert report.steps["decode"] == "from 64 sequences of a rank on (overlap.min_decode_tokens)"
+    assert report.steps["prefill"].startswith("measured at the start")
+    assert report.steps["comm_sms"] == "16 (overlap.comm_sms)"
+    assert "from 2 tokens of a rank on" in checked(yaml_path, "overlap.mode=on").steps["prefill"]
+
+
+def test_a_limit_that_the_exchange_ignores(yaml_path: Path) -> None:
+    steps = checked(yaml_path, "kernels.all2all=copy_engine", "overlap.comm_sms=16").steps
+    assert steps["comm_sms"] == "no limit: copy_engine takes none, overlap.comm_sms is ignored"
+
+
+def test_a_limit_that_leaves_nothing(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(yaml_path, [*GPUS, "overlap.comm_sms=132"])
+    selection = check_steps.Selection(
+        *(type("", (), {"name": name}) for name in ("symm", "triton", "flashinfer"))
+    )
+    check_steps.check_comm_sms(config.overlap, selection, 2)
+    cuda = check_steps.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    properties = type("", (), {"multi_processor_count": 132})
+    monkeypatch.setattr(cuda, "get_device_properties", lambda device: properties)
+    with pytest.raises(ConfigError, match=r"overlap.comm_sms: 132 leaves none of .* 132 multi"):
+        check_steps.check_comm_sms(config.overlap, selection, 2)
+    check_steps.check_comm_sms(config.overlap, selection, 0)
+
+
+def test_warns_of_thresholds_that_no_step_reaches(yaml_path: Path) -> None:
+    thresholds = ["overlap.min_decode_tokens=9", "overlap.min_prefill_tokens=65"]
+    limits = ["scheduler.max_num_seqs=8", "scheduler.max_num_batched_tokens=64"]
+    warnings = " ".join(checked(yaml_path, *thresholds, *limits).warnings)
+    assert "overlap.min_decode_tokens is 9, but scheduler.max_num_seqs is 8" in warnings
+    assert "min_prefill_tokens is 65, but scheduler.max_num_batched_tokens is 64" in warnings
+    assert "min_" not in " ".join(checked(yaml_path, *thresholds).warnings)
+    off = checked(yaml_path, *thresholds, *limits, "overlap.mode=off")
+    assert "min_" not in " ".join(off.warnings)
+
+
+def test_memory_of_slices(yaml_path: Path) -> None:
+    auto, off = checked(yaml_path), checked(yaml_path, "overlap.mode=off")
+    row = auto.ranks[0]
+    assert row.slice_bytes > 2 * 128 * 2**20, "a workspace for each, and half of the rows"
+    assert row.fixed_bytes == off.ranks[0].fixed_bytes + row.slice_bytes
+
+
+def test_low_latency_says_which_key_to_set_to_what(yaml_path: Path) -> None:
+    named = [*GPUS, "kernels.all2all=deepep_low_latency"]
+    options = [part for text in named for part in ("--set", text)]
+    result = CliRunner().invoke(app, ["check", str(yaml_path), *options])
+    assert result.exit_code == 2
+    for words in (
+        "kernels.all2all: 'deepep_low_latency'",
+        "max_num_batched_tokens is 8192",
+        "1024",
+    ):
+        assert words in result.stderr
+    enough = check(load_config(yaml_path, [*named, "scheduler.max_num_batched_tokens=1024"]), 0)
+    assert enough.backends["all2all"]["name"] == "deepep_low_latency"
+    assert enough.backends["grouped_gemm"]["name"] == "deepgemm"

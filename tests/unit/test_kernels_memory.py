@@ -1,0 +1,74 @@
+"""Memory of the chosen backends by arithmetic: grows with what is exchanged, and with slices by what those hold."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.all2all.peer_memory import HEADER_BYTES
+from kernels.attention.flashinfer import WORKSPACE_BYTES
+from kernels.memory import KernelMemory, kernel_memory
+from kernels.select import Choice, Selection
+
+SHAPE = {"dtype": torch.bfloat16, "hidden_size": 128, "expert_width": 64, "top_k": 4}
+QWEN = {"dtype": torch.bfloat16, "hidden_size": 2048, "expert_width": 768, "top_k": 8}
+
+
+def selection(all2all: str, grouped_gemm: str = "triton", attention: str = "sdpa") -> Selection:
+    return Selection(*(Choice(name, "") for name in (all2all, grouped_gemm, attention)))
+
+
+def of(chosen: Selection, num_ranks: int, num_tokens: int = 256, **changes: int) -> KernelMemory:
+    arguments = SHAPE | {"num_ranks": num_ranks, "max_num_tokens": num_tokens} | changes
+    return kernel_memory(chosen, **arguments)
+
+
+def test_grows_with_what_is_exchanged():
+    def total(all2all: str, num_ranks: int, num_tokens: int = 256) -> int:
+        return of(selection(all2all, "torch_grouped"), num_ranks, num_tokens).total
+
+    alone = total("local", 1)
+    assert alone == 256 * 4 * (2 * 128 + 3 * 64) * 2  # activations only
+    for name in ("shm", "torch_dist", "allgather"):
+        assert alone < total(name, 2) < total(name, 4)
+        assert total(name, 2, 512) > 1.9 * total(name, 2, 256)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_memory_that_gpus_share(num_ranks: int):
+    rows = num_ranks * 256
+    sums, experts = rows * 128 * 2, rows * 4 * (128 + 64) * 2
+    held = rows * (256 + 32) + sums + HEADER_BYTES
+    assert of(selection("symm"), num_ranks) == KernelMemory(held, 0, experts)
+    assert of(selection("copy_engine"), num_ranks) == KernelMemory(held, 0, sums + experts)
+
+
+def test_deepep():
+    def total(name: str, num_ranks: int = 2, num_tokens: int = 512, num_experts: int = 128) -> int:
+        chosen = selection(name, "deepgemm")
+        return of(chosen, num_ranks, num_tokens, num_experts=num_experts, **QWEN).total
+
+    for name in ("deepep", "deepep_low_latency"):
+        assert total(name, num_tokens=1024) > 1.5 * total(name)
+    assert total("deepep", num_ranks=4) > 1.5 * total("deepep")
+    assert total("deepep_low_latency", num_experts=256) == 2 * total("deepep_low_latency")
+    # Buffers to send from and receive in, twice each, and what 128 * 512 rows become.
+    rows = 128 * 512
+    assert total("deepep_low_latency") == rows * (4 * (4096 + 64) + 2 * (2 * 2048 + 3 * 768))
+
+
+def test_slices_hold_an_exchange_and_a_workspace_each():
+    chosen = selection("symm", attention="flashinfer")
+    whole, cut = of(chosen, 4), of(chosen, 4, num_slices=2)
+    assert replace(cut, slices=0) == whole and not whole.slices
+    half = of(chosen, 4, 128)
+    assert half.kept > WORKSPACE_BYTES and cut.slices == 2 * half.kept
+    assert of(chosen, 4, 255, num_slices=2).slices == cut.slices, "the larger half decides"
+
+
+@pytest.mark.parametrize("name", ["shm", "torch_dist", "allgather"])
+def test_slices_that_hold_nothing(name: str):
+    """Those of `shm` use the slots of whole steps, the others allocate rows as they go."""
+    assert not of(selection(name), 2, num_slices=4).slices
+    paged = selection(name, attention="flashinfer")
+    assert of(paged, 2, num_slices=4).slices == 4 * WORKSPACE_BYTES
