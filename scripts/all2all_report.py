@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from sweep_report import markdown_table, missing_lines, origin_line
 
+STYLES = ("-", "--", ":")  # of a backend's variants
 LINK = 380e9  # bytes/s out of one H200 to its peers over NVLink, measured
 
 
@@ -78,8 +79,9 @@ GB/s: the bytes that must leave a rank (each row once to each rank that has an e
 Hidden: (experts alone + exchange alone - both at once) / exchange, where the exchange has a stream to itself beside
 the experts (`{found["gemm"]}`, width {shape["width"]}) of the same number of tokens and all three take turns;
 experts that are shorter than the exchange cannot hide all of it. Names with a number of SMs: the exchange has these,
-the experts beside it all others. The floor is the bytes over {found["link_bytes_per_s"] / 1e9:g} GB/s; `here` is \
-routing and sums alone. `copy_engine` is kernels alone and copies beside other work, `copies` always copies.
+the experts beside it all others; `symm` without takes what it likes, `deepep` 32.
+The floor is the bytes over {found["link_bytes_per_s"] / 1e9:g} GB/s; `here` is routing and sums alone.
+`copy_engine` is kernels alone and copies beside other work, `copies` always copies.
 
 {tokens_table(found)}
 {sms_table(found)}
@@ -110,21 +112,27 @@ def _cell(row: dict[str, float] | None, best: float | None) -> str:
 
 
 def sms_table(found: dict[str, Any]) -> str:
-    """SMs of an exchange at one size: alone, experts on the others, both, against one after the other."""
+    """By SMs of an exchange at one size: it alone, experts on the others, both, and what that gains."""
     keys, rows = ("apart_us", "gemm_us", "rest_us", "both_us"), []
-    for backend in found["backends"].values():
-        row = backend["sizes"].get(str(found["sms_tokens"]))
-        if row is None or backend["num_sms"] is None:
+    size = str(found["sms_tokens"])
+    there = [entry for entry in found["backends"].values() if size in entry["sizes"]]
+    for entry in there:
+        if entry["num_sms"] is None:
             continue
-        one_by_one = row["gemm_us"] + row["apart_us"]
+        row = entry["sizes"][size]
+        alone = min(b["sizes"][size]["us"] for b in there if b["backend"] == entry["backend"])
         figures_us = (f"{row[key]:g}" if key in row else "-" for key in keys)
-        gain, hidden = f"{one_by_one / row['both_us']:.2f}", f"{100 * row['hidden']:.0f} %"
-        rows.append([backend["backend"], str(backend["num_sms"]), *figures_us, gain, hidden])
+        gain = f"{(alone + row['gemm_us']) / row['both_us']:.2f}"
+        hidden = f"{100 * row['hidden']:.0f} %"
+        rows.append([entry["backend"], str(entry["num_sms"]), *figures_us, gain, hidden])
     if not rows:
         return ""
     head = ["backend", "SMs", "exchange", "experts, all SMs", "experts, other SMs", "both at once"]
-    head += ["one by one / at once", "hidden"]
-    caption = f"SMs for the exchange of {found['sms_tokens']:,} tokens a rank, us:\n\n"
+    head += ["gain", "hidden"]
+    caption = (
+        f"SMs for the exchange of {found['sms_tokens']:,} tokens a rank, us; gain: the backend's "
+        "fastest exchange and then the experts, over both at once:\n\n"
+    )
     return caption + markdown_table(head, rows)
 
 
@@ -136,34 +144,44 @@ def plot(found: dict[str, Any], path: Path) -> None:
         return
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     times, rates, hidden, split = figure.subplots(2, 2).flat
-    for name, backend in found["backends"].items():
-        if backend["sms_only"] or not backend["sizes"]:
+    styles: dict[str, int] = {}
+    for name, entry in found["backends"].items():
+        if entry["sms_only"] or not entry["sizes"]:
             continue
-        tokens = [int(size) for size in backend["sizes"]]
+        styles[entry["backend"]] = nth = styles.get(entry["backend"], -1) + 1
+        look = {"color": _color(found, entry["backend"]), "ls": STYLES[nth % len(STYLES)]}
+        tokens = [int(size) for size in entry["sizes"]]
         for axes, key in ((times, "us"), (rates, "gb_per_s"), (hidden, "hidden")):
-            values = [row[key] for row in backend["sizes"].values()]
-            axes.plot(tokens, values, marker="o", ms=3, label=name)
-    for key, label in (("floor_us", "floor of the links"), ("here_us", "routing and sums")):
+            values = [row[key] for row in entry["sizes"].values()]
+            axes.plot(tokens, values, marker="o", ms=3, label=name, **look)
+    lines = (("floor_us", "floor of the links", "k--"), ("here_us", "routing and sums", "k:"))
+    for key, label, style in lines:
         values = [base[key] for base in found["tokens"].values()]
-        times.plot([int(size) for size in found["tokens"]], values, "k--", lw=1, label=label)
+        times.plot([int(size) for size in found["tokens"]], values, style, lw=1, label=label)
     times.set(xscale="log", yscale="log", title="dispatch + combine, us", xlabel="tokens a rank")
     rates.set(xscale="log", title="useful GB/s out of a GPU", xlabel="tokens a rank")
     hidden.set(xscale="log", title="share hidden behind the experts", xlabel="tokens a rank")
-    hidden.set_ylim(-0.5, 1.05)
+    hidden.set_ylim(top=1.05)
     _plot_split(found, split)
     for axes in (times, rates, hidden, split):
         axes.grid(alpha=0.3)
     for axes in (times, split):
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
+            axes.legend(fontsize=7, ncols=2)
     shape = found["shape"]
     figure.suptitle(f"{found['hardware']}, hidden {shape['hidden']}, {shape['experts']} experts")
     figure.savefig(path, dpi=110)
 
 
+def _color(found: dict[str, Any], backend: str) -> str:
+    """One of a backend's own."""
+    names = sorted({entry["backend"] for entry in found["backends"].values()})
+    return f"C{names.index(backend)}"
+
+
 def _plot_split(found: dict[str, Any], axes: Any) -> None:
     """Exchange, experts on the other SMs, and both at once, by SMs of the exchange."""
-    for color, name in enumerate(sorted({b["backend"] for b in found["backends"].values()})):
+    for name in sorted({entry["backend"] for entry in found["backends"].values()}):
         by_sms = {
             backend["num_sms"]: backend["sizes"][str(found["sms_tokens"])]
             for backend in found["backends"].values()
@@ -176,6 +194,8 @@ def _plot_split(found: dict[str, Any], axes: Any) -> None:
             what = {"apart_us": "exchange", "rest_us": "experts", "both_us": "both at once"}[key]
             if points:
                 label = f"{name}: {what}"
-                axes.plot(points.keys(), points.values(), style, color=f"C{color}", label=label)
+                axes.plot(
+                    points.keys(), points.values(), style, color=_color(found, name), label=label
+                )
     title = f"us by SMs of the exchange, {found['sms_tokens']:,} tokens a rank"
     axes.set(title=title, xlabel="SMs of the exchange")

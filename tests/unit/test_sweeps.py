@@ -139,7 +139,7 @@ def test_the_table_of_exchanges():
 
 def test_the_table_of_sms():
     *_, row = all2all_report.sms_table(exchanges()).splitlines()
-    assert row == "| symm | 8 | 12 | 100 | 130 | 103 | 1.09 | 75 % |"
+    assert row == "| symm | 8 | 12 | 100 | 130 | 103 | 1.07 | 75 % |"
 
 
 def test_a_page_keeps_the_notes_that_a_person_added(tmp_path):
