@@ -1,5 +1,6 @@
 """Where ranks go: one bundle a node with all its ranks, numbered by (node, device), verified afterwards."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from workers.config import RankConfig
 
 
-class PlacementError(RuntimeError):
+class PlacementError(ValueError):
     """The ranks cannot be placed as the configuration asks."""
 
 
@@ -38,6 +39,18 @@ def create(config: RankConfig) -> PlacementGroup:
         bundle["GPU"] = float(count)
     strategy = "STRICT_SPREAD" if config.num_nodes > 1 else "STRICT_PACK"
     return placement_group([bundle] * config.num_nodes, strategy=strategy)
+
+
+def check_gpus(config: RankConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise PlacementError where a Ray that gets no further nodes lacks GPUs; `nodes` as of `ray.nodes`."""
+    if config.device != "cuda":
+        return
+    found = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
+    if found < ranks_per_node(config):
+        raise PlacementError(
+            f"cluster.device is cuda, which takes a GPU for each of {config.num_ranks} rank(s) (cluster.ranks), "
+            f"and this machine has {found}; expected fewer ranks, or cluster.device auto or cpu"
+        )
 
 
 def check_ready(ready: bool, config: RankConfig, timeout_s: float) -> None:

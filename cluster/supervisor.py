@@ -225,6 +225,8 @@ class Supervisor:
 
     async def _place(self, timeout_s: float) -> None:
         config = self._rank_config
+        if self._config.cluster.ray_address is None:
+            placement.check_gpus(config, ray.nodes())
         self._placement_group = group = placement.create(config)
         wait_s = min(timeout_s, 60.0)
         ready = await asyncio.to_thread(group.wait, wait_s)

@@ -1,0 +1,38 @@
+"""A machine without the GPUs that the ranks need is told so at once."""
+
+import pytest
+
+from cluster.placement import PlacementError, check_gpus
+from kernels.config import KernelsConfig
+from workers.config import CacheConfig, ModelConfig, RankConfig, SchedulerConfig
+
+
+def config(num_ranks: int, device: str) -> RankConfig:
+    return RankConfig(
+        model=ModelConfig(path="nowhere"),
+        scheduler=SchedulerConfig(),
+        cache=CacheConfig(),
+        kernels=KernelsConfig(),
+        num_ranks=num_ranks,
+        device=device,
+        threads=1,
+        exchange_timeout_s=1.0,
+    )
+
+
+def node(gpus: int, alive: bool = True) -> dict:
+    resources = {"CPU": 4.0} | ({"GPU": float(gpus)} if gpus else {})
+    return {"Alive": alive, "Resources": resources}
+
+
+@pytest.mark.parametrize(("nodes", "found"), [([node(0)], 0), ([node(2), node(8, False)], 2)])
+def test_too_few(nodes: list[dict], found: int) -> None:
+    with pytest.raises(PlacementError) as caught:
+        check_gpus(config(4, "cuda"), nodes)
+    says = str(caught.value)
+    assert "each of 4 rank(s) (cluster.ranks)" in says and f"this machine has {found};" in says
+
+
+def test_enough() -> None:
+    check_gpus(config(4, "cuda"), [node(4)])
+    check_gpus(config(4, "cpu"), [node(0)])
