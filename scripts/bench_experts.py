@@ -265,7 +265,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=40, help="s without a result of a backend"
     )
-    parser.add_argument("--budget", type=float, default=120, help="s for all backends")
+    parser.add_argument("--budget", type=float, default=90, help="s for all backends")
     parser.add_argument("--commit", help="the measured commit; asked from git if left out")
     parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
     parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
