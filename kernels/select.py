@@ -25,6 +25,7 @@ from kernels.config import KernelsConfig
 from kernels.expert_load import ExpertLoad
 from kernels.grouped_gemm import choice as gemms
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.missing import Missing
 from kernels.native.library import NativeUnavailableError, load
 from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
@@ -150,11 +151,11 @@ def probe(device: torch.device | str) -> Capabilities:
         try:
             load()
         except NativeUnavailableError as error:
-            missing["native"] = str(error)
+            missing |= Missing({"native": str(error)})
     else:
         obstacle = flashinfer_missing(device)
         if obstacle is not None:
-            missing["flashinfer"] = obstacle
+            missing |= Missing({"flashinfer": obstacle})
     return Capabilities(device.type, missing)
 
 

@@ -5,7 +5,7 @@ Used by `kernels.select` alone.
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ from kernels.all2all.symm import SymmAllToAll, peer_bytes
 from kernels.all2all.torch_dist import TorchDistAllToAll
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.choice import triton_missing
+from kernels.missing import Missing
 from kernels.permute import ExpertOrder
 from kernels.shm import SHM_FOLDER, segment_bytes
 
@@ -44,16 +45,20 @@ EXCHANGES: dict[str, type[AllToAll]] = {
 }
 
 
-def missing(device: torch.device) -> dict[str, str]:
+def missing(device: torch.device) -> Missing:
     """Backend name to why it cannot run on this machine at all."""
     found: dict[str, str] = {}
+    later: dict[str, Callable[[], str | None]] = {}
     if not dist.is_available():
         found["torch_dist"] = found["allgather"] = "torch was built without distributed"
     elif device.type == "cuda" and not dist.is_nccl_available():
         found["torch_dist"] = found["allgather"] = "torch was built without NCCL"
     if device.type != "cpu":
         found["shm"] = "it exchanges CPU tensors only"
-        found |= deepep_choice.missing(device)
+        later = {
+            name: lambda name=name: deepep_choice.missing(device).get(name)
+            for name in deepep_choice.NAMES
+        }
         if reason := peer_memory_missing():
             found |= dict.fromkeys(PEER_MEMORY, reason)
         if reason := triton_missing():
@@ -64,7 +69,7 @@ def missing(device: torch.device) -> dict[str, str]:
         found["shm"] = f"it relies on x86's order of stores, this is {platform.machine()}"
     elif not os.access(SHM_FOLDER, os.W_OK):
         found["shm"] = f"{SHM_FOLDER} is not writable"
-    return found
+    return Missing(found, later)
 
 
 def order(device: str, num_ranks: int) -> dict[str, str]:

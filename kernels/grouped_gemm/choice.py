@@ -22,6 +22,7 @@ from kernels.grouped_gemm.native import NativeGroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.grouped_gemm.torch_grouped import ROW_ALIGNMENT, TorchGroupedGemm
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+from kernels.missing import Missing
 
 GEMMS: dict[str, type[GroupedGemm]] = {
     gemm.name: gemm
@@ -39,22 +40,21 @@ DEEP_GEMM = ("deepgemm", "deepgemm_fp8")
 ON_DEVICE = ("triton", *DEEP_GEMM)
 
 
-def missing(device: torch.device) -> dict[str, str]:
+def missing(device: torch.device) -> Missing:
     """Backend name to why it cannot run on this machine at all; `native` is looked for elsewhere."""
     found: dict[str, str] = {}
     if not hasattr(F, "grouped_mm"):
         found["torch_grouped"] = f"torch {torch.__version__} has no grouped_mm (2.10 or newer has)"
     if device.type == "cpu":
-        return found
+        return Missing(found)
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         reason = "it needs compute capability 8.0, found {}.{}".format(*capability)
         found |= dict.fromkeys(("torch_grouped", "triton"), reason)
     if reason := triton_missing():
         found["triton"] = reason
-    if reason := _deep_gemm_missing(capability):
-        found |= dict.fromkeys(DEEP_GEMM, reason)
-    return found
+    look = functools.partial(_deep_gemm_missing, capability)
+    return Missing(found, dict.fromkeys(DEEP_GEMM, look))
 
 
 def triton_missing() -> str | None:
