@@ -87,6 +87,15 @@ def decode_context(max_prompt_len: int) -> int:
     return max(1, min(CONTEXT_LEN, max_prompt_len // 2))
 
 
+def steps_of_prompts(num_seqs: int, length: int, max_num_tokens: int) -> int:
+    """Steps until so many prompts of one length are computed, each of whose sequences decodes from then on."""
+    computed = steps = 0
+    while computed < num_seqs * length:
+        computed += max_num_tokens - computed // length
+        steps += 1
+    return steps
+
+
 class StepTimer:
     """Times real steps of one rank's runner: a `Run`."""
 
@@ -112,9 +121,9 @@ class StepTimer:
         if phase == "decode":
             length = decode_context(self._max_prompt_len)
             # The first to start decode while the last ones' prompts are computed.
-            alone = -(-num_tokens * (length + 1) // self._max_num_tokens) + 1
+            before = steps_of_prompts(num_tokens, length, self._max_num_tokens)
             lengths = [length] * num_tokens
-            found = self._steps(lengths, alone + 1 + REPEATS, phase, num_tokens, microbatch)
+            found = self._steps(lengths, before + 1 + REPEATS, phase, num_tokens, microbatch)
         else:
             for _ in range(1 + REPEATS):
                 found += self._steps(self._prompts(num_tokens), 1, phase, num_tokens, microbatch)

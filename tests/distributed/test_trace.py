@@ -82,6 +82,20 @@ def check_files(found: list[RankTrace], folder: Path) -> None:
         threads[thread] = span["ts"] + span["dur"]
 
 
+def test_as_many_decodes_as_half_of_a_step(rank_pool, checkpoint):
+    """While prompts come in, those that already decode leave them less and less room in each step."""
+    limits = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
+    config = rank_config(
+        checkpoint,
+        2,
+        model={"max_model_len": 96},
+        kernels={"all2all": "shm"},
+        overlap={"mode": "on"},
+        scheduler=limits,
+    )
+    assert [trace.num_tokens for trace in traces(rank_pool, config, "decode", 16)] == [16, 16]
+
+
 def test_a_size_that_does_not_fit_is_refused(rank_pool, checkpoint):
     config = rank_config(checkpoint, 2, kernels={"all2all": "shm"}, overlap={"mode": "on"})
     with pytest.raises(RankError, match=r"a decode step has 2 to 16 tokens .* got 17"):
