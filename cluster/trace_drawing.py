@@ -11,7 +11,7 @@ FORMS = ("plain", "microbatched")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
 WAITING, HIDDEN, ALONE = "tab:red", "tab:green", "lightsteelblue"
 LAYERS = 3
-LEGIBLE = 0.035  # of the width: a narrower bar has no room for its name
+LEGIBLE = 0.05  # of the width: a narrower bar has no room for its name
 
 
 def check_matplotlib() -> None:

@@ -86,16 +86,9 @@ class Schedule:
         return sum(x.operation == "combine" and x.slice == 0 for x in self.exchanges)
 
     def span_of(self, first: int, count: int) -> Span:
-        """From where slice 0 enters layer `first` to where the last slice leaves the `count`-th from there."""
-        slices = {exchange.slice for exchange in self.exchanges}
-        ends = {
-            index: [
-                x.arrived for x in self.exchanges if x.slice == index and x.operation == "combine"
-            ]
-            for index in slices
-        }
-        begin = ends[0][first - 1] if first else 0.0
-        return begin, max(ends[index][first + count - 1] for index in slices)
+        """From where slice 0 enters layer `first` to where it leaves the `count`-th from there."""
+        ends = [x.arrived for x in self.exchanges if x.slice == 0 and x.operation == "combine"]
+        return ends[first - 1] if first else 0.0, ends[first + count - 1]
 
 
 def union(spans: Iterable[Span]) -> Iterator[Span]:

@@ -62,7 +62,7 @@ def test_layers_are_found_by_their_exchanges():
     assert plain().span_of(0, 1) == (0.0, 7.0)
     assert plain().span_of(1, 1) == (7.0, 14.0)
     assert plain().span_of(0, 2) == (0.0, 14.0)
-    assert sliced().span_of(0, 1) == (0.0, 9.0)
+    assert sliced().span_of(0, 1) == (0.0, 8.0)
 
 
 def test_spans():
