@@ -3,9 +3,10 @@
     python scripts/bench_overlap.py --out docs/results/gpu-overlap
 
 A process and a GPU for each rank, without Ray; new ones for each exchange, so one that is missing, fails or hangs costs
-the others nothing. Qwen3-30B-A3B's shapes with random weights and uniform routing, unless told otherwise. `resident` is
-the same step without an exchange: the rows of all ranks lie there already, so what a step takes beyond it is what its
-exchange adds. Writes OUT.json, OUT.table.md and OUT.png after each exchange. On a CPU it is a dry run of itself:
+the others nothing but its time. Qwen3-30B-A3B's shapes with random weights and uniform routing, unless told otherwise.
+`resident` is the same step without an exchange: the rows of all ranks lie there already, so what a step takes beyond it
+is what its exchange adds. Writes OUT.json, OUT.table.md and OUT.png after each exchange. On a CPU it is a dry run of
+itself:
 
     python scripts/bench_overlap.py --ranks 2 --backends torch_dist --model configs/models/demo --max-model-len 64 \\
         --prefill 32,64 --decode 4,8 --out overlap
@@ -17,12 +18,9 @@ import os
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import overlap_report
+from sweep_processes import Limits, Report, run_group
 
 from cluster.bench import machine
 from kernels.all2all import choice
@@ -53,7 +52,6 @@ BACKENDS = "symm,copy_engine,allgather,deepep,deepep_low_latency,torch_dist"
 RESIDENT = overlap_report.RESIDENT
 BLOCK_SIZE = 16
 SWEEP_FROM = 4096  # tokens of the prefills that limits on the exchange's SMs are tried with
-END_S = 10.0  # for processes that are done, or whose neighbour failed
 TINY_STEPS = 200  # of empty tasks, for the cost of handing over
 
 Say = Callable[[str], None]
@@ -111,12 +109,13 @@ class ResidentRows(AllGatherAllToAll):
 class Measurement:
     """One rank of a started group: its timer, and the slowest rank's seconds."""
 
-    def __init__(self, task: Task, rank: Rank, say: Say):
-        self._task, self._rank, self._say = task, rank, say
+    def __init__(self, task: Task, rank: Rank, report: Report):
+        self._task, self._rank, self._report = task, rank, report
+        self._found: dict[str, Any] = {"backends": rank.selection.names()}
         assert rank._sized is not None
         runner, scheduler = rank._sized
         assert runner.microbatches is not None
-        self._wrapper = runner.microbatches
+        self._wrapper, self._graphs = runner.microbatches, runner.graphs
         self._timer = rank.overlap.timer(runner, scheduler, rank.max_model_len)
         largest = rank.overlap.largest(scheduler, rank.max_model_len)
         self._sizes = [
@@ -125,24 +124,21 @@ class Measurement:
             for size in getattr(task, phase)
             if size <= largest[phase]
         ]
-        self._sweep = [
-            size for phase, size in self._sizes if phase == "prefill" and size >= SWEEP_FROM
-        ]
-        self._sweep = self._sweep or [max((n for p, n in self._sizes if p == "prefill"), default=0)]
+        prefills = [size for phase, size in self._sizes if phase == "prefill"]
+        self._sweep = [size for size in prefills if size >= SWEEP_FROM] or prefills[-1:]
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> None:
         """All figures of this exchange; collective."""
-        found: dict[str, Any] = {"hand_over": self._hand_over()}
+        self._found["hand_over"] = self._hand_over()
         exchange = self._wrapper._kernels[0].all2all
-        if exchange.sm_choices and self._task.backend != RESIDENT and self._sweep[0]:
-            found["comm_sms"] = self._try_comm_sms()
-            found["best_comm_sms"] = self._best(found["comm_sms"])
-            self._wrapper.comm_sms = found["best_comm_sms"]
-        found["steps"] = self._pairs()
-        return found
+        if exchange.sm_choices and self._task.backend != RESIDENT and self._sweep:
+            self._found["comm_sms"] = self._try_comm_sms()
+            self._found["best_comm_sms"] = self._best(self._found["comm_sms"])
+            self._limit(self._found["best_comm_sms"])
+        self._pairs()
 
-    def _pairs(self) -> list[dict[str, Any]]:
-        """Whole and sliced seconds of every size, in rounds, until the time is over."""
+    def _pairs(self) -> None:
+        """Whole and sliced seconds of every size, in rounds, until the time is over; reported after each."""
         pairs: dict[tuple[str, int], list[tuple[float, float]]] = {size: [] for size in self._sizes}
         began = time.monotonic()
         for turn in range(self._task.repeats):
@@ -152,26 +148,36 @@ class Measurement:
                 forms = (True, False) if turn % 2 else (False, True)
                 seconds = {form: self._slowest(phase, size, form) for form in forms}
                 pairs[phase, size].append((seconds[False], seconds[True]))
+            self._found["steps"] = [
+                {"phase": phase, "tokens": size, **_medians(found)}
+                for (phase, size), found in pairs.items()
+            ]
+            self._report({"found": self._found})
             now = time.monotonic()
             # The next round must fit too, on all ranks or on none.
             left = self._task.seconds - (now - began) - (now - started)
             if min(process_group.gather_objects(left)) < 0:
                 break
-        return [
-            {"phase": phase, "tokens": size, **_medians(found)}
-            for (phase, size), found in pairs.items()
-        ]
 
     def _try_comm_sms(self) -> dict[str, dict[str, float]]:
         """Milliseconds of prefills in slices, by tokens and limit; `none`: no limit on the exchange."""
         found: dict[str, dict[str, float]] = {str(size): {} for size in self._sweep}
         for limit in (None, *self._task.comm_sms):
-            self._wrapper.comm_sms = limit
+            self._limit(limit)
             for size in self._sweep:
                 self._say(f"{limit} SMs for the exchange at {size} tokens")
                 key = "none" if limit is None else str(limit)
                 found[str(size)][key] = round(1e3 * self._slowest("prefill", size, True), 3)
         return found
+
+    def _say(self, text: str) -> None:
+        self._report({"stage": text})
+
+    def _limit(self, comm_sms: int | None) -> None:
+        """SMs of the exchange from now on; graphs of slices hold the limit that they were captured with."""
+        self._wrapper.comm_sms = comm_sms
+        if self._graphs is not None:
+            self._graphs.discard([key for key in self._graphs.captured() if key.microbatch])
 
     def _best(self, found: dict[str, dict[str, float]]) -> int | None:
         """The limit that makes the largest of these prefills fastest."""
@@ -246,84 +252,28 @@ def start_rank(index: int, task: Task, rendezvous: Rendezvous, say: Say) -> Rank
     rank.overlap.tune = lambda *args, **kwargs: None  # type: ignore[method-assign] # measured here instead
     say("cache")
     rank.size_cache()
+    if rank._graph_sizes:
+        assert rank._sized is not None
+        rank._sized[0].make_graphs(rank._graph_sizes)  # captured when they are first timed
     return rank
 
 
-def work(index: int, task: Task, rendezvous: Rendezvous, pipe: Connection) -> None:
-    """One rank's process. Tells ("stage", text) while it goes on, then ("done", figures) or ("failed", why)."""
-    try:
-        rank = start_rank(index, task, rendezvous, lambda text: pipe.send(("stage", text)))
-        measurement = Measurement(task, rank, lambda text: pipe.send(("stage", text)))
-        found = measurement.run()
-        found["backends"] = rank.selection.names()
-        pipe.send(("done", found))
-    except BaseException as error:
-        traceback.print_exc()
-        pipe.send(("failed", f"{type(error).__name__}: {error}"))
-        raise
+def work(index: int, report: Report, _folder: Path, task: Task, rendezvous: Rendezvous) -> None:
+    """One rank's process; rank 0 reports {"stage": text} as it goes on, and {"found": figures} after each round."""
+    rank = start_rank(index, task, rendezvous, lambda text: report({"stage": text}))
+    Measurement(task, rank, report).run()
     rank.close()
 
 
-class Group:
-    """The processes of all ranks of one task."""
-
-    def __init__(self, task: Task, deadline_s: float):
-        self._task, self._deadline_s = task, deadline_s
-        context = torch.multiprocessing.get_context("spawn")
-        store = process_group.host_store("127.0.0.1")
-        rendezvous = Rendezvous("127.0.0.1", store.port, f"overlap-{store.port}")
-        self._store = store  # lives as long as the group
-        self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
-        for index in range(task.config.num_ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            arguments = (index, task, rendezvous, theirs)
-            process = context.Process(target=work, args=arguments, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def figures(self) -> dict[str, Any]:
-        """Rank 0's, or {"missing": why}; afterwards all processes are gone."""
-        try:
-            done = dict(self._until_done())
-            return done[0]
-        except RuntimeError as error:
-            return {"missing": str(error)}
-        finally:
-            self._end()
-
-    def _until_done(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """(rank, figures) of each. Raises RuntimeError where one fails or none says anything for too long."""
-        open_pipes = dict(zip(self._pipes, range(len(self._pipes)), strict=True))
-        last = "starting"
-        while open_pipes:
-            ready = wait(list(open_pipes), self._deadline_s)
-            if not ready:
-                raise RuntimeError(f"no progress for {self._deadline_s:g} s; last: {last}")
-            for pipe in ready:
-                rank = open_pipes[pipe]
-                try:
-                    kind, value = pipe.recv()
-                except EOFError:
-                    raise RuntimeError(f"the process of rank {rank} died; last: {last}") from None
-                if kind == "failed":
-                    raise RuntimeError(f"rank {rank}, {last}: {value}")
-                if kind == "done":
-                    del open_pipes[pipe]
-                    yield rank, value
-                else:
-                    last = value
-
-    def _end(self) -> None:
-        deadline = time.monotonic() + END_S
-        for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in self._processes:
-            if process.is_alive():
-                process.kill()
-                process.join()
+def figures_of(task: Task, limits: Limits) -> dict[str, Any]:
+    """What new ranks find, or {"missing": why}; with "failure" where they did not come to their end."""
+    store = process_group.host_store("127.0.0.1")  # lives as long as its name
+    rendezvous = Rendezvous("127.0.0.1", store.port, f"overlap-{store.port}")
+    outcome = run_group(work, (task, rendezvous), task.config.num_ranks, limits)
+    found = [report["found"] for report in outcome.reports if "found" in report]
+    if not found:
+        return {"missing": outcome.said()}
+    return {**found[-1], "failure": outcome.failure}
 
 
 def task_of(args: argparse.Namespace, backend: str) -> Task:
@@ -366,7 +316,7 @@ def measure(args: argparse.Namespace) -> None:
     """Every exchange after the other; what there is is written after each."""
     from bench_gpu_serving import gpu_versions
 
-    began = time.monotonic()
+    end = time.monotonic() + args.budget
     report: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hardware": machine.hardware(),
@@ -379,10 +329,10 @@ def measure(args: argparse.Namespace) -> None:
     }
     for backend in (RESIDENT, *args.backends):
         started = time.monotonic()
-        if started - began > args.budget:
-            figures = {"missing": f"left out: {args.budget:g} s had passed"}
+        if started < end:
+            figures = figures_of(task_of(args, backend), Limits(args.patience, end))
         else:
-            figures = Group(task_of(args, backend), args.deadline).figures()
+            figures = {"missing": f"left out: {args.budget:g} s had passed"}
         figures["seconds"] = round(time.monotonic() - started, 1)
         report["backends"][backend] = figures
         print(backend, json.dumps(figures), flush=True)
@@ -406,10 +356,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grouped-gemm", default="auto")
     parser.add_argument("--repeats", type=int, default=7, help="rounds over all sizes, at most")
     parser.add_argument("--seconds", type=float, default=20, help="of rounds for each exchange")
-    parser.add_argument("--deadline", type=float, default=60, help="seconds without any progress")
-    parser.add_argument(
-        "--budget", type=float, default=215, help="no exchange is begun after so many"
-    )
+    parser.add_argument("--patience", type=float, default=60, help="seconds without any progress")
+    parser.add_argument("--budget", type=float, default=235, help="seconds of the whole run")
     parser.add_argument("--redraw", action="store_true", help="table and plot of OUT.json alone")
     parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
     args = parser.parse_args()

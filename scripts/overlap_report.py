@@ -135,6 +135,8 @@ def _others(report: dict[str, Any]) -> Iterator[str]:
             continue
         backends = ", ".join(f"{family} {kind}" for family, kind in figures["backends"].items())
         cost = figures["hand_over"]
+        if figures["failure"] is not None:
+            backends += f"; stopped early: {figures['failure']}"
         yield (
             f"- {name}: {backends}; {figures['seconds']:.0f} s in all; {cost['us_a_hand_over']:.2f} us to hand over, "
             f"{cost['ms_a_step']:.3f} ms for the {cost['hand_overs_a_step']} of a step of {cost['layers']} layers"
