@@ -23,8 +23,10 @@ def bind_beside(attention: Attention, kv_caches: Sequence[torch.Tensor]) -> Futu
     """Bind on a thread of its own, which may compile for minutes."""
 
     def bind() -> None:
+        started = time.perf_counter()
         torch.cuda.set_device(kv_caches[0].device)
         attention.bind(kv_caches)
+        logger.debug("attention's kernels: %.2f s", time.perf_counter() - started)
 
     pool = ThreadPoolExecutor(1, thread_name_prefix="compile-attention")
     future = pool.submit(bind)
