@@ -126,10 +126,12 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
         if close_names:
             return f"did you mean {close_names[0]}?"
         return f"the sections are {', '.join(sections)}"
-    close_names = _close_names(name, siblings) or _close_names(name, list(known))
-    if close_names:
+    if close_names := _close_names(name, siblings):
         return f"did you mean {close_names[0]}?"
-    return f"{section} has {', '.join(other.rpartition('.')[2] for other in siblings)}"
+    here = f"{section} has {', '.join(other.rpartition('.')[2] for other in siblings)}"
+    if close_names := _close_names(name, list(known)):
+        return f"{here}; or did you mean {close_names[0]}?"
+    return here
 
 
 def _close_names(name: str, keys: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Says what was asked for, and what to lower, when a GPU's memory does not suffice at start. Knows no model."""
+"""Says what was asked for, and what to lower, when memory does not suffice at start. Knows no model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,23 +6,36 @@ from contextlib import contextmanager
 import torch
 
 GIGABYTE = 1e9
-LOWER_STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
-LOWER_GRAPHS = f"{LOWER_STEPS}, or set scheduler.cuda_graphs to false"
+_STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+REMEDIES = {
+    "the weights": "More ranks (cluster.ranks) hold fewer experts each; a narrower model.dtype, or "
+    "kernels.grouped_gemm: deepgemm_fp8, takes less",
+    "the exchange's buffers": _STEPS,
+    "a step": _STEPS,
+    "the KV cache": "Lower cache.num_blocks, cache.memory_fraction (GPU) or cache.cpu_memory_gib (CPU)",
+    "CUDA graphs": f"{_STEPS}, or set scheduler.cuda_graphs to false",
+    "microbatches": f"{_STEPS}, or set overlap.mode to off",
+}
 
 
 class OutOfDeviceMemoryError(ValueError):
-    """A GPU is too small for the configuration; the message names what did not fit and what to lower."""
+    """The configuration takes more memory than there is; the message names what did not fit and what to lower."""
 
 
 @contextmanager
-def memory_for(what: str, remedy: str, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn torch's error into OutOfDeviceMemoryError: `what` (of `num_bytes`, where known) did not fit, do `remedy`."""
+def memory_for(what: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of torch and Python into OutOfDeviceMemoryError: `what`, a key of REMEDIES, did not fit.
+
+    num_bytes   how large it is, where that is known
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        on_cpu = isinstance(error, MemoryError)
+        where, why = ("this machine", str(error)) if on_cpu else ("the GPU", _memory_of(error))
         size = "" if num_bytes is None else f" ({num_bytes / GIGABYTE:,.1f} GB)"
         raise OutOfDeviceMemoryError(
-            f"the GPU has no room for {what}{size}: {_memory_of(error)}. {remedy}"
+            f"{where} has no room for {what}{size}: {why}. {REMEDIES[what]}"
         ) from error
 
 

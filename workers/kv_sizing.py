@@ -6,7 +6,7 @@ WarmUpSteps), and some of the largest graphs are captured once to be thrown away
 
 import torch
 
-from workers.device_memory import LOWER_GRAPHS, LOWER_STEPS, memory_for
+from workers.device_memory import memory_for
 from workers.graph_sizes import GraphSizes
 from workers.model_runner import ModelRunner
 from workers.scheduler import Scheduler
@@ -23,11 +23,11 @@ def own_bytes(
 ) -> int:
     """Bytes that this rank needs at most, its KV cache included. Collective; the runner is of no use afterwards."""
     torch.cuda.reset_peak_memory_stats()
-    with memory_for("a step", LOWER_STEPS):
+    with memory_for("a step"):
         steps.sample(runner, scheduler)
         steps.prefill(runner, scheduler, steps.limits.max_num_batched_tokens)
     peak = torch.cuda.max_memory_allocated()
-    with memory_for("CUDA graphs", LOWER_GRAPHS):
+    with memory_for("CUDA graphs"):
         return peak + graph_bytes(runner, graph_sizes)
 
 

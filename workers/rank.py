@@ -19,7 +19,7 @@ from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
 from workers import process_group
 from workers.config import RankConfig, not_for_answers
-from workers.device_memory import LOWER_GRAPHS, LOWER_STEPS, memory_for
+from workers.device_memory import memory_for
 from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
 from workers.grammar import GrammarCompiler
@@ -43,10 +43,6 @@ from workers.warm_up_steps import WarmUpSteps, bind_beside
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
-_LOWER_WEIGHTS = (
-    "More ranks (cluster.ranks) hold fewer experts each; a narrower model.dtype, or "
-    "kernels.grouped_gemm: deepgemm_fp8, takes less"
-)
 
 
 class Rank:
@@ -86,7 +82,7 @@ class Rank:
             process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
             compare_settings(process_group.gather_objects(self._settings()))
             self.shared_memory = self._share_memory()
-        with memory_for("the exchange's buffers", LOWER_STEPS):
+        with memory_for("the exchange's buffers"):
             context = self._kernel_context()
             self.kernels = select.build(self.selection, context)
             self.overlap = RankOverlap(config, self.selection, context, self.kernels)
@@ -106,7 +102,7 @@ class Rank:
         if self.device.type == "cuda":
             self._attention_compiled = bind_beside(self.kernels.attention, self._caches(1))
         self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
-        with memory_for("the weights", _LOWER_WEIGHTS, self._weight_bytes()):
+        with memory_for("the weights", self._weight_bytes()):
             self._load(progress)
 
     def _load(self, progress: Progress | None) -> None:
@@ -157,7 +153,7 @@ class Rank:
         tell = progress or (lambda done, total: None)
         stand_in = StandInAttention(self.kernels.attention)
         stand_in.bind(self._caches(1))
-        with memory_for("a step", LOWER_STEPS):
+        with memory_for("a step"):
             runner, scheduler = self._runner(steps.num_blocks, stand_in)
             for done, size in enumerate(sizes):
                 tell(done, total)
@@ -177,7 +173,7 @@ class Rank:
             self.config.scheduler, self.selection, self.device, mixed=mixed
         )
         num_blocks = self._num_blocks()
-        with memory_for("the KV cache", "Lower cache.memory_fraction or cache.num_blocks"):
+        with memory_for("the KV cache"):
             runner, scheduler = self._runner(num_blocks)
             num_tokens = min(64, self.config.scheduler.max_num_batched_tokens)
             self._warm_up_steps().prefill(runner, scheduler, num_tokens)
@@ -194,7 +190,7 @@ class Rank:
                 wanted = self.config.scheduler.cuda_graphs
                 logger.info("no CUDA graphs: %s", graphs_off(wanted, self.selection, "cuda"))
             return
-        with memory_for("CUDA graphs", LOWER_GRAPHS):
+        with memory_for("CUDA graphs"):
             graphs = self._sized[0].make_graphs(sizes)
             self._graph_bytes = graphs.capture(sizes.whole_steps(), progress)
         logger.info("captured CUDA graphs of %s: %.2f GB", sizes, self._graph_bytes / 1e9)
@@ -202,7 +198,8 @@ class Rank:
 
     def _tune_overlap(self) -> None:
         assert self._sized is not None
-        self.overlap.tune(*self._sized, self.max_model_len, self._settings())
+        with memory_for("microbatches"):
+            self.overlap.tune(*self._sized, self.max_model_len, self._settings())
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Make the engine, after all stages before it; sizes the cache first where that was left out."""

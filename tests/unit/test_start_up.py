@@ -3,6 +3,7 @@
 import itertools
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -61,11 +62,18 @@ def test_compiled_kernels_go_where_told_or_to_one_folder(monkeypatch: pytest.Mon
 def test_what_does_not_fit_is_named() -> None:
     with (
         pytest.raises(OutOfDeviceMemoryError, match=r"no room for the weights \(61.1 GB\)") as said,
-        memory_for("the weights", "Use more ranks", 61_100_000_000),
+        memory_for("the weights", 61_100_000_000),
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
-    assert str(said.value).endswith("Use more ranks")
-    with pytest.raises(ZeroDivisionError), memory_for("a step", "-"):
+    assert str(said.value).endswith("deepgemm_fp8, takes less")
+    with (
+        pytest.raises(
+            OutOfDeviceMemoryError, match=r"this machine has no room for the KV cache: ."
+        ),
+        memory_for("the KV cache"),
+    ):
+        np.empty(2**60, np.uint8)  # more than any address space
+    with pytest.raises(ZeroDivisionError), memory_for("a step"):
         _ = 1 // 0
 
 
