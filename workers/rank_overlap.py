@@ -224,7 +224,11 @@ class RankOverlap:
         )
         return {
             "decode": decodes if context >= MIN_CONTEXT else 0,
-            "prefill": min(limits.max_num_batched_tokens, num_blocks * block_size // 2),
+            "prefill": min(
+                limits.max_num_batched_tokens,
+                num_blocks * block_size // 2,
+                limits.max_num_seqs * (max_model_len - 2),
+            ),
         }
 
 

@@ -100,3 +100,17 @@ def test_a_size_that_does_not_fit_is_refused(rank_pool, checkpoint):
     config = rank_config(checkpoint, 2, kernels={"all2all": "shm"}, overlap={"mode": "on"})
     with pytest.raises(RankError, match=r"a decode step has 2 to 16 tokens .* got 17"):
         traces(rank_pool, config, "decode", 17)
+
+
+def test_prompts_are_as_long_and_as_many_as_the_limits_allow(rank_pool, checkpoint):
+    config = rank_config(
+        checkpoint,
+        2,
+        model={"max_model_len": 32},
+        kernels={"all2all": "shm"},
+        overlap={"mode": "on"},
+        scheduler={"max_num_seqs": 3},
+    )
+    assert [trace.num_tokens for trace in traces(rank_pool, config, "prefill", 90)] == [90, 90]
+    with pytest.raises(RankError, match=r"a prefill step has 2 to 90 tokens .* got 91"):
+        traces(rank_pool, config, "prefill", 91)
