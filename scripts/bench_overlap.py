@@ -5,7 +5,7 @@
 A process and a GPU for each rank, without Ray; new ones for each exchange, so one that is missing, fails or hangs costs
 the others nothing but its time. Qwen3-30B-A3B's shapes with random weights and uniform routing, unless told otherwise.
 `resident` is the same step without an exchange: the rows of all ranks lie there already, so what a step takes beyond it
-is what its exchange adds. Writes OUT.json, OUT.table.md and OUT.png after each exchange. On a CPU it is a dry run of
+is what its exchange adds. Writes OUT.json, OUT.md and OUT.png after each exchange. On a CPU it is a dry run of
 itself:
 
     python scripts/bench_overlap.py --ranks 2 --backends torch_dist --model configs/models/demo --max-model-len 64 \\
@@ -48,7 +48,7 @@ from workers.rank import Rank
 from workers.rank_info import Rendezvous
 
 ROOT = Path(__file__).resolve().parents[1]
-BACKENDS = "symm,copy_engine,allgather,deepep,deepep_low_latency,torch_dist"
+BACKENDS = "copy_engine,symm,deepep,allgather,torch_dist,deepep_low_latency"
 RESIDENT = overlap_report.RESIDENT
 BLOCK_SIZE = 16
 SWEEP_FROM = 4096  # tokens of the prefills that limits on the exchange's SMs are tried with
@@ -140,9 +140,8 @@ class Measurement:
     def _pairs(self) -> None:
         """Whole and sliced seconds of every size, in rounds, until the time is over; reported after each."""
         pairs: dict[tuple[str, int], list[tuple[float, float]]] = {size: [] for size in self._sizes}
-        began = time.monotonic()
+        end = time.monotonic() + self._task.seconds
         for turn in range(self._task.repeats):
-            started = time.monotonic()
             for phase, size in self._sizes:
                 self._say(f"{phase} of {size}, round {turn + 1}")
                 forms = (True, False) if turn % 2 else (False, True)
@@ -153,10 +152,8 @@ class Measurement:
                 for (phase, size), found in pairs.items()
             ]
             self._report({"found": self._found})
-            now = time.monotonic()
-            # The next round must fit too, on all ranks or on none.
-            left = self._task.seconds - (now - began) - (now - started)
-            if min(process_group.gather_objects(left)) < 0:
+            # Another round is for all ranks or for none.
+            if any(process_group.gather_objects(time.monotonic() > end)):
                 break
 
     def _try_comm_sms(self) -> dict[str, dict[str, float]]:
@@ -278,11 +275,12 @@ def figures_of(task: Task, limits: Limits) -> dict[str, Any]:
 
 def task_of(args: argparse.Namespace, backend: str) -> Task:
     """What to measure with this exchange."""
-    max_tokens = max(args.prefill)
+    max_tokens = max([*args.prefill, *(2 * size for size in args.decode)])
+    max_num_seqs = max([*args.decode, -(-max_tokens // (args.max_model_len - 2))])
     if backend == "deepep_low_latency":
         max_tokens = min(max_tokens, MAX_TOKENS_LOW_LATENCY)
     per_decode = -(-2 * decode_context(args.max_model_len - 2) // BLOCK_SIZE)
-    num_blocks = max(max(args.decode) * per_decode, 2 * max_tokens // BLOCK_SIZE) + 64
+    num_blocks = max(max_num_seqs * per_decode, 2 * max_tokens // BLOCK_SIZE) + 64
     on_gpu = args.device == "cuda"
     config = RankConfig(
         model={
@@ -293,7 +291,7 @@ def task_of(args: argparse.Namespace, backend: str) -> Task:
             "routing": {"kind": "uniform"},
         },
         scheduler={
-            "max_num_seqs": max(args.decode),
+            "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_tokens,
             "cuda_graphs": {"auto": "auto", "true": True, "false": False}[args.cuda_graphs],
         },
@@ -355,7 +353,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cuda-graphs", choices=("auto", "true", "false"), default="auto")
     parser.add_argument("--grouped-gemm", default="auto")
     parser.add_argument("--repeats", type=int, default=7, help="rounds over all sizes, at most")
-    parser.add_argument("--seconds", type=float, default=20, help="of rounds for each exchange")
+    parser.add_argument("--seconds", type=float, default=18, help="after which no round is begun")
     parser.add_argument("--patience", type=float, default=60, help="seconds without any progress")
     parser.add_argument("--budget", type=float, default=235, help="seconds of the whole run")
     parser.add_argument("--redraw", action="store_true", help="table and plot of OUT.json alone")

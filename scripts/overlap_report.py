@@ -6,18 +6,24 @@ from pathlib import Path
 from typing import Any
 
 RESIDENT = "resident"  # the step without an exchange
+NOISE = 0.02
 Step = tuple[str, int]  # phase, tokens of a rank
 
 
 def write(report: dict[str, Any], out: Path) -> None:
-    """`out` with .json, .table.md and, where there is matplotlib, .png."""
+    """`out` with .json, .md and, where there is matplotlib, .png."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    out.with_suffix(".table.md").write_text(markdown(report) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(markdown(report) + "\n", encoding="utf-8")
     try:
         plot(report, out.with_suffix(".png"))
     except ImportError as error:
         print(f"no plot: {error} (matplotlib is in the dev extra)", flush=True)
+
+
+def exchange_share(step: dict[str, Any], resident: dict[str, Any]) -> float:
+    """How much of a whole step its exchange adds to it."""
+    return 1 - resident["whole_ms"] / step["whole_ms"]
 
 
 def hidden_share(step: dict[str, Any], resident: dict[str, Any]) -> float | None:
@@ -27,9 +33,9 @@ def hidden_share(step: dict[str, Any], resident: dict[str, Any]) -> float | None
     neither side, while all that hiding costs (fewer SMs for the experts, memory shared with copies) counts. At most 1
     but for noise; below 0 where slices make it worse. None where the exchange adds less than 2 %: that is noise.
     """
-    added = step["whole_ms"] - resident["whole_ms"]
-    if added < 0.02 * step["whole_ms"]:
+    if exchange_share(step, resident) < NOISE:
         return None
+    added = step["whole_ms"] - resident["whole_ms"]
     return 1 - (step["sliced_ms"] - resident["sliced_ms"]) / added
 
 
@@ -50,6 +56,8 @@ def markdown(report: dict[str, Any]) -> str:
     software = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
     return "\n".join(
         [
+            "# Microbatches: steps whole and in slices, by exchange",
+            "",
             f"{where}, {report['ranks']} ranks, {report['date'][:10]}; {software}. Model "
             f"{report['model']}, random weights, uniform routing; `scheduler.cuda_graphs: "
             f"{report['cuda_graphs']}`.",
@@ -68,21 +76,22 @@ def _steps(report: dict[str, Any]) -> Iterator[str]:
     found = measured(report)
     resident = found.get(RESIDENT, {})
     head = ["exchange", "step", "tokens a rank", "whole (ms)", "in slices (ms)"]
-    head += ["tokens/s in slices / whole", "hidden", "comm_sms", "rounds"]
+    head += ["tokens/s in slices / whole", "exchange of whole", "hidden", "comm_sms", "rounds"]
     yield f"| {' | '.join(head)} |"
-    yield "|---|---|" + "---:|" * 7
+    yield "|---|---|" + "---:|" * 8
     for name, steps in found.items():
         comparable = name != RESIDENT and _product(report, name) == _product(report, RESIDENT)
         limit = report["backends"][name].get("best_comm_sms") or "-"
         for (phase, tokens), step in steps.items():
-            share = None
+            shares: list[float | None] = [None, None]
             if comparable and (phase, tokens) in resident:
-                share = hidden_share(step, resident[phase, tokens])
+                both = step, resident[phase, tokens]
+                shares = [exchange_share(*both), hidden_share(*both)]
             cells = [
                 *(name, phase, f"{tokens:,}"),
                 *(f"{step[key]:.2f}" for key in ("whole_ms", "sliced_ms")),
                 f"{step['whole_ms'] / step['sliced_ms']:.3f}",
-                "-" if share is None else f"{100 * share:.0f} %",
+                *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
                 *(str(limit), str(len(step["all_whole_ms"]))),
             ]
             yield f"| {' | '.join(cells)} |"
@@ -144,7 +153,8 @@ def _others(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "Times are the slowest rank's, medians over rounds of alternating forms, each the median of three steps. "
-        f"`{RESIDENT}` is the same step without an exchange: the rows of all ranks lie there already. Hidden = 1 - "
+        f"`{RESIDENT}` is the same step without an exchange: the rows of all ranks lie there already. Exchange of "
+        f"whole = what the exchange adds to a whole step, beyond `{RESIDENT}`. Hidden = 1 - "
         "(what the exchange adds to the step in slices) / (what it adds to the whole step), added being the time "
         f"beyond `{RESIDENT}` in the same form; - where it adds less than 2 %, or the experts' product is another."
     )

@@ -116,10 +116,9 @@ class Recording:
     def happened(self) -> bool:
         """Whether the marks have times: those of a graph that was never replayed have none."""
         try:
-            self._seconds(self.end)
+            return self._seconds(self.end) > 0
         except RuntimeError:
             return False
-        return True
 
     def schedule(self) -> Schedule:
         """Waits for the device."""
