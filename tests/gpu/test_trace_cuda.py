@@ -1,0 +1,86 @@
+"""A traced step on GPUs: its marks are nodes of CUDA graphs, and exchanges end where their own stream says so."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster import trace_drawing
+from kernels.select import probe
+from tests.distributed.engine_harness import rank_config
+from tests.distributed.rank_pool import RankPool
+from workers.checkpoint import make_checkpoint
+from workers.process_group import host_store
+from workers.rank import Rank
+from workers.rank_info import Rendezvous
+from workers.schedule import RankTrace
+from workers.trace_step import trace_step
+
+MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+
+LAYERS, NUM_RANKS = 4, 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "model"
+    sizes = {"num_layers": LAYERS, "hidden_size": 1024, "num_experts": 16, "num_experts_per_tok": 4}
+    return make_checkpoint(path, **sizes, num_heads=8, num_kv_heads=2, head_dim=128)
+
+
+def traced(
+    index: int, _ranks: int, _info: Any, config, rendezvous, graphs: bool
+) -> list[RankTrace]:
+    """A prefill and a decode of one rank, each in both forms."""
+    torch.cuda.set_device(index)
+    rank = Rank(index, config)
+    try:
+        rank.join_group(rendezvous, 60)
+        rank.load()
+        traces = [trace_step(rank, "prefill", 1024), trace_step(rank, "decode", 8)]
+        assert (rank.engine.runner.graphs is not None) == graphs
+        return traces
+    finally:
+        rank.close()
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("all2all", ["copy_engine", "allgather"])
+def test_both_forms_are_traced(checkpoint: Path, tmp_path: Path, all2all: str, graphs: bool):
+    if torch.cuda.device_count() < NUM_RANKS:
+        pytest.skip(f"needs {NUM_RANKS} GPUs, found {torch.cuda.device_count()}")
+    config = rank_config(
+        checkpoint,
+        NUM_RANKS,
+        "cuda",
+        model={"dtype": "bfloat16", "max_model_len": 1024},
+        scheduler={"max_num_seqs": 16, "max_num_batched_tokens": 1024, "cuda_graphs": graphs},
+        cache={"num_blocks": 512},
+        kernels={"all2all": all2all},
+        overlap={"mode": "on"},
+    )
+    store = host_store("127.0.0.1")
+    rendezvous = Rendezvous("127.0.0.1", store.port, f"trace-{store.port}")
+    pool = RankPool(NUM_RANKS)
+    try:
+        arguments = (config, rendezvous, graphs)
+        found = pool.run(traced, NUM_RANKS, *arguments, with_group=False, timeout_s=240)
+    finally:
+        pool.close()
+    for prefill, decode in found:
+        for trace in (prefill, decode):
+            one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(2)]
+            assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
+            assert trace.microbatched.order() == one_layer * LAYERS
+            for schedule in (trace.plain, trace.microbatched):
+                assert (schedule.launched is None) == graphs
+                assert 0 <= schedule.exposed + schedule.hidden <= 1.001 * schedule.seconds
+                for x in schedule.exchanges:
+                    assert 0 <= x.called <= x.sent <= x.awaited <= x.arrived <= schedule.seconds
+            ends = [x.done is not None for x in trace.microbatched.exchanges]
+            assert all(ends) if all2all == "copy_engine" else not any(ends)
+        assert prefill.microbatched.hidden > 0
+    written = trace_drawing.write([prefill for prefill, _ in found], tmp_path / "step", "a step")
+    assert all(path.stat().st_size for path in written)
