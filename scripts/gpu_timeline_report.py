@@ -64,7 +64,7 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         "",
         f"{where}, {num_ranks} rank(s), {report['date'][:10]}; {software}.",
         f"Backends: {chosen}. Model {report['model']}, weights {report['weights']}, routing {report['routing']}; "
-        "all ranks in step, no HTTP. `scripts/bench_gpu_timeline.py` wrote this and all numbers in it.",
+        "all ranks in step, no HTTP. Written by `scripts/bench_gpu_timeline.py`.",
         f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
         f"{assumed['link_bytes'] / 1e9:g} GB/s of links. A part's floor is the longest of the three, reading and "
         "writing what it takes and leaves; the whole step's leaves that out, and everything overlaps. Kernels of "
@@ -137,13 +137,14 @@ def _rows(state: dict[str, Any], slow: int) -> list[str]:
                 f"| {part} | {here['ms']:.3f} | {there['ms']:.3f} | {floor['floor_ms']:.3f} | {share} | "
                 f"{floor['bound']} | {here['kernels']:.0f} |"
             )
+    twice = [round(-device["overlap_ms"], 3) + 0.0 for device in (mine, other)]
     floors = sum(floor["floor_ms"] for floor in state["floors"].values())
     total = mine["step_ms"]
     kernels = sum(found["kernels"] for found in mine["parts"].values())
     return [
         *rows,
         f"| {GAPS} | {mine['gaps_ms']:.3f} | {other['gaps_ms']:.3f} | | | | {mine['num_gaps']:.0f} gaps |",
-        f"| two at once | {-mine['overlap_ms']:.3f} | {-other['overlap_ms']:.3f} | | | | |",
+        f"| two at once | {twice[0]:.3f} | {twice[1]:.3f} | | | | |",
         f"| all | {total:.3f} | {other['step_ms']:.3f} | {floors:.3f} | {floors / total:.0%} | | {kernels:.0f} |",
     ]
 
