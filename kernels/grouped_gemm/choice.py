@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from kernels.block_fp8 import BLOCK
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.deepgemm import (
+    FITS,
     DeepGemm,
     DeepGemmFp8,
     DeepGemmUnavailableError,
@@ -74,7 +75,7 @@ def _deep_gemm_missing(capability: tuple[int, int]) -> str | None:
     if capability < (9, 0):
         return "it needs compute capability 9.0, found {}.{}".format(*capability)
     if find_spec("deep_gemm") is None:
-        return "deep_gemm is not installed (sgl-deep-gemm 0.1.4 or newer, as fits this torch)"
+        return f"deep_gemm is not installed: {FITS}"
     try:
         load_deep_gemm()
     except DeepGemmUnavailableError as error:

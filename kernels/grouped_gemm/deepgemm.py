@@ -8,6 +8,7 @@ R places, D hidden, I expert width, e local experts, M rows an expert has room f
 """
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from kernels.block_fp8 import BlockWeights, quantise_blocks
 from kernels.cache_folder import cache_folder
 from kernels.grouped_gemm.base import GroupedGemm
 
+DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm")
+FITS = "sgl-deep-gemm 0.1.4.post1 is for torch 2.11, each release for one torch"
 NEEDED = (
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
@@ -39,11 +42,22 @@ def load_deep_gemm() -> Any:
         Exception
     ) as error:  # a wheel for another torch fails in many ways, with AssertionError without CUDA
         said = str(error).strip().splitlines() or [type(error).__name__]
-        raise DeepGemmUnavailableError(f"import deep_gemm failed: {said[0]}") from error
+        raise DeepGemmUnavailableError(
+            f"import deep_gemm failed with torch {torch.__version__} ({_installed()}; {FITS}): {said[0]}"
+        ) from error
     lacking = [name for name in NEEDED if not hasattr(deep_gemm, name)]
     if lacking:
-        raise DeepGemmUnavailableError(f"it is too old or not the GPU one: no {', '.join(lacking)}")
+        raise DeepGemmUnavailableError(f"{_installed()}, {FITS}: it has no {', '.join(lacking)}")
     return deep_gemm
+
+
+def _installed() -> str:
+    for name in DISTRIBUTIONS:
+        try:
+            return f"{name} {version(name)} is installed"
+        except PackageNotFoundError:
+            continue
+    return "an unknown version is installed"
 
 
 class DeepGemm(GroupedGemm):
