@@ -2,6 +2,7 @@
 
 import os
 
-from kernels.cuda_environment import MULTICAST_OFF
+from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 
 os.environ.update(MULTICAST_OFF)
+share_compiled_kernels(os.environ)  # as served ranks do: what a start has compiled serves the tests
