@@ -213,7 +213,7 @@ def draw(state: dict[str, Any], num_layers: int, path: Path) -> None:
     whole.axvspan(begin / 1e3, end / 1e3, color="black", alpha=0.15)
     whole.set(xlim=(0, drawing["us"] / 1e3), xlabel="ms")
     title = f"the step: {drawing['us'] / 1e3:.2f} ms (the layer above is shaded)"
-    whole.set_title(f"{title}; the host works on the next one", loc="left")
+    whole.set_title(title, loc="left")
     used = {span[1] for span in drawing["device"]}
     patches = [Patch(color=COLOURS[part], label=part) for part in StepPart if part in used]
     phases = {span[0] for span in drawing["host"]} - {"step"}
