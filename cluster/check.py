@@ -17,7 +17,13 @@ from rich.table import Table
 from cluster.api_keys import VARIABLE, load_digests
 from cluster.check_backends import alternatives, capabilities
 from cluster.check_memory import RankRow, rank_rows
-from cluster.check_steps import check_comm_sms, graph_line, never_reached, overlap_lines
+from cluster.check_steps import (
+    check_comm_sms,
+    graph_line,
+    never_reached,
+    overlap_lines,
+    slow_for_want_of_graphs,
+)
 from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
 from cluster.tracing import check_tracing
 from kernels import select
@@ -80,7 +86,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         steps={"cuda_graphs": graph_reason, **overlap},
         alternatives=alternatives(selection, found, shape),
         assumed=assumed,
-        warnings=list(_warnings(config, rank_config, model, ranks, num_api_keys)),
+        warnings=list(_warnings(config, rank_config, model, selection, ranks, num_api_keys)),
     )
 
 
@@ -97,6 +103,7 @@ def _warnings(
     config: PhalanxConfig,
     rank_config: RankConfig,
     model: Qwen3MoeConfig,
+    selection: select.Selection,
     ranks: list[RankRow],
     num_api_keys: int,
 ) -> Iterator[str]:
@@ -108,6 +115,7 @@ def _warnings(
                 f"cluster.device is cuda with {per_node} rank(s) a node, this machine has {found} "
                 "GPU(s); backends are chosen as if they were there"
             )
+        yield from slow_for_want_of_graphs(rank_config.scheduler, selection)
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
     yield from never_reached(config.overlap, rank_config.scheduler)

@@ -30,6 +30,13 @@ def graph_line(
     return sizes, f"on: {sizes}"
 
 
+def slow_for_want_of_graphs(scheduler: SchedulerConfig, selection: Selection) -> Iterator[str]:
+    """What of the backends costs GPUs their CUDA graphs, where nobody asked for that; for people."""
+    obstacle = selection.graph_obstacle
+    if scheduler.cuda_graphs == "auto" and obstacle is not None:
+        yield f"small steps will be slow, since there are no CUDA graphs: {obstacle}"
+
+
 def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dict[str, str]]:
     """How many slices there are, 0 where no step is ever cut; setting to what it comes to."""
     name = selection.all2all.name

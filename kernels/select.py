@@ -246,7 +246,10 @@ def _choose(
             found = obstacle(name)
             if found is None:
                 return Choice(name, f"auto: {reason}")
-        reasons = "; ".join(f"{name}: {obstacle(name)}" for name in order)
+        by_reason: dict[str | None, list[str]] = {}
+        for name in order:
+            by_reason.setdefault(obstacle(name), []).append(name)
+        reasons = "; ".join(f"{', '.join(names)}: {why}" for why, names in by_reason.items())
         raise KernelChoiceError(family, wanted, reasons, [])
     found = obstacle(wanted)
     if found is not None:

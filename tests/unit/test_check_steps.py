@@ -53,6 +53,8 @@ def test_no_graphs_and_why(yaml_path: Path, override: str, reason: str) -> None:
     report = checked(yaml_path, override)
     assert report.steps["cuda_graphs"].startswith(f"off: {reason}")
     assert report.ranks[0].graph_bytes == 0
+    warned = any("no CUDA graphs: " in warning for warning in report.warnings)
+    assert warned == override.startswith("kernels."), "where it was not asked for"
 
 
 def test_graphs_that_are_demanded_and_cannot_be(yaml_path: Path) -> None:

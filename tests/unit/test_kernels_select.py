@@ -186,6 +186,14 @@ def test_build_one_rank():
         select.build(choose(num_ranks=2), several)
 
 
+def test_nothing_works_for_one_reason_that_is_said_once():
+    missing = dict.fromkeys(("copy_engine", "allgather", "torch_dist"), "no triton")
+    with pytest.raises(KernelChoiceError) as caught:
+        choose(Capabilities("cuda", missing | {"symm": "no triton", "shm": "no"}), 3)
+    says = "copy_engine, allgather, torch_dist: no triton. Nothing works"
+    assert str(caught.value).endswith(says)
+
+
 def test_an_error_lists_all_that_could_run_and_survives_pickling():
     with pytest.raises(KernelChoiceError) as caught:
         choose(CUDA, 3, all2all="deepep")
