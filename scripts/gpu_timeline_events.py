@@ -24,6 +24,7 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 CALLS = ("cuda_runtime", "cuda_driver")
 # Rows that copy engines move to other GPUs; smaller copies are no exchange.
 BETWEEN_GPUS, EXCHANGED_BYTES = r"Memcpy (PtoP|DtoD)", 2**19
+PACKS_ROWS = r"pack_rows|weighted_sum"  # the kernels that make what they move
 
 # The first that is found in a kernel's name.
 RULES: tuple[tuple[StepPart, str], ...] = (
@@ -120,22 +121,24 @@ def read_trace(path: Path) -> Trace:
 
 
 def _with_rows_moved(device: Sequence[Span], moved: Sequence[int]) -> list[Span]:
-    """Copies between GPUs belong to the exchange that packed or summed the rows last; `moved` bytes each.
+    """Copies between GPUs belong to the exchange whose rows they move; `moved` bytes each.
 
-    An exchange's copies follow each other on their stream, all of one size, while other slices compute.
+    Exchanges are carried out in the order in which their rows were packed or summed, each by as many copies.
     """
-    found: list[Span] = []
-    before: dict[int, tuple[int, StepPart]] = {}
-    way = StepPart.DISPATCH
-    for span, size in zip(device, moved, strict=True):
-        part = span.part
-        if part in (StepPart.DISPATCH, StepPart.COMBINE):
-            way = part
-        elif size >= EXCHANGED_BYTES and re.match(BETWEEN_GPUS, span.name):
-            last_size, last_part = before.get(span.row, (0, part))
-            part = last_part if size == last_size else way
-            before[span.row] = size, part
-        found.append(replace(span, part=part))
+    ways = [
+        StepPart.DISPATCH if "pack_rows" in span.name else StepPart.COMBINE
+        for span in device
+        if re.search(PACKS_ROWS, span.name)
+    ]
+    copies = [
+        index
+        for index, (span, size) in enumerate(zip(device, moved, strict=True))
+        if size >= EXCHANGED_BYTES and re.match(BETWEEN_GPUS, span.name)
+    ]
+    found = list(device)
+    for number, index in enumerate(copies if ways else ()):
+        way = ways[number * len(ways) // len(copies)]
+        found[index] = replace(found[index], part=way)
     return found
 
 

@@ -100,7 +100,6 @@ class StepGraphs:
         self._last_tokens = last_tokens
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(model.device)
         for attention in filter(None, (self._attention, microbatches)):
             attention.reserve_graphs(sizes.largest, max_seqs, max_blocks)
@@ -146,6 +145,11 @@ class StepGraphs:
         self.discard(key for key in self.captured() if key.microbatch)
         self._microbatches = None
 
+    def close(self) -> None:
+        """Forget all. A communicator whose operations are still in graphs cannot be left: NCCL waits for their end."""
+        torch.cuda.synchronize(self._model.device)
+        self._graphs.clear()
+
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Prepare a replay for a batch that was built with `key.rows` rows."""
         form = self._forms(key)[-1]
@@ -167,6 +171,8 @@ class StepGraphs:
         return forms[-1:] if key.microbatch else forms
 
     def _capture(self, key: GraphKey, form: GraphForm) -> ForwardGraph:
+        if not self._graphs:  # a pool ends with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
         batch = self._builder.build(_IDLE, key.rows, (0,))
         decodes = _Decodes.of(min(key.rows, self._max_seqs), self._model.device)
         self._attention_of(key).plan_graph(decodes, key.rows, form)

@@ -49,6 +49,7 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
         count *= 2
     largest = free - torch.cuda.mem_get_info()[0]
     each = graphs.capture(keys[1:2])
+    graphs.close()
     return int(_MARGIN * (largest + max(0, each) * (count - 1)))
 
 

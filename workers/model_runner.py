@@ -143,6 +143,11 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.forget_slices()
 
+    def close(self) -> None:
+        """Forget the captured forwards; before the group that they exchange over is left."""
+        if self.graphs is not None:
+            self.graphs.close()
+
     def _plan(self, batch: ForwardBatch, plan: StepPlan) -> Callable[[], Forwarded]:
         """Plan attention; what runs the forward."""
         if plan.graph_mode != GraphMode.NONE:

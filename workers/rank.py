@@ -242,6 +242,8 @@ class Rank:
         """Leave the group and free what is shared with other ranks."""
         if self.grammars is not None:
             self.grammars.close()
+        if self._sized is not None:
+            self._sized[0].close()
         self.overlap.close()
         self.kernels.all2all.close()
         process_group.leave(self.shared_memory)
