@@ -63,3 +63,8 @@ prepare_venv() {
         fi
     ) 9<"$ROOT/pyproject.toml" || exit 1
 }
+
+# run_module MODULE ARGUMENTS: `python -m` of a module of this repository, from wherever one stands.
+run_module() {
+    PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" exec "$VENV/bin/python" -m "$@"
+}

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "scripts"))
+from scripts.bench.processes import Limits, run_group
 
-from sweep_processes import Limits, run_group  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def measure(rank: int, report, folder: Path, what: str) -> None:
@@ -52,7 +51,7 @@ def test_the_end_of_the_whole_run_is_the_end_of_a_group():
 
 
 def test_exchanges_are_swept_over_gloo(tmp_path):
-    command = [sys.executable, "scripts/bench_all2all.py", "--device", "cpu", "--ranks", "2"]
+    command = [sys.executable, "-m", "scripts.bench.all2all", "--device", "cpu", "--ranks", "2"]
     command += ["--tokens", "1", "5", "--rounds", "1", "--hidden", "64", "--width", "32"]
     command += ["--experts", "8", "--top-k", "2", "--out", str(tmp_path / "x")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
@@ -69,7 +68,16 @@ def test_exchanges_are_swept_over_gloo(tmp_path):
 
 
 def test_experts_are_swept_on_the_cpu(tmp_path):
-    command = [sys.executable, "scripts/bench_experts.py", "--device", "cpu", "--tokens", "1", "5"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.bench.experts",
+        "--device",
+        "cpu",
+        "--tokens",
+        "1",
+        "5",
+    ]
     command += ["--rounds", "1", "--hidden", "64", "--width", "32", "--experts", "8"]
     command += ["--local-experts", "4", "--top-k", "2", "--out", str(tmp_path / "x")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -1,8 +1,7 @@
-"""bench_gpu_timeline: kernels to parts by name, gaps and sums of made-up traces, and a dry run on a CPU."""
+"""timeline.py: kernels to parts by name, gaps and sums of made-up traces, and a dry run on a CPU."""
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,11 @@ import pytest
 
 from cluster.bench.step_work import StepPart
 from cluster.config import load_config, resolve_rank_config
+from scripts.bench import timeline, timeline_report
+from scripts.bench.timeline_events import Span, find_gaps, one_step, part_of, read_trace, summarise
+from scripts.bench.timeline_ranks import Loop, State
 from workers.rank import Rank
 from workers.rank_info import Rendezvous
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import bench_gpu_timeline
-import gpu_timeline_report
-from gpu_timeline_events import Span, find_gaps, one_step, part_of, read_trace, summarise
-from gpu_timeline_ranks import Loop, State
 
 ROOT = Path(__file__).parents[2]
 FLASHINFER = (
@@ -63,7 +58,7 @@ def test_every_triton_kernel_has_a_part() -> None:
     }
     assert {"grouped_gemm_kernel", "_add_rms_norm", "push_rows_kernel", "_store_kv"} <= launched
     unknown = sorted(name for name in launched if part_of(name) == StepPart.OTHER)
-    assert not unknown, f"gpu_timeline_events.RULES: to which part of a step do {unknown} belong?"
+    assert not unknown, f"timeline_events.RULES: to which part of a step do {unknown} belong?"
     assert part_of("push_rows_kernel") == StepPart.DISPATCH
     assert part_of("weighted_sum_kernel") == part_of("push_sums_kernel") == StepPart.COMBINE
     assert part_of("place_pairs_kernel") == StepPart.EXPERT_ORDER
@@ -180,7 +175,7 @@ def test_a_layer_is_cut_out_from_norm_to_norm(tmp_path: Path) -> None:
     trace = read_trace(replayed(layers=4, steps=3).write(tmp_path / "trace.json"))
     drawing = one_step(trace)
     assert drawing["us"] == pytest.approx(1000)
-    begin, end = gpu_timeline_report.layer_bounds(drawing, 4)
+    begin, end = timeline_report.layer_bounds(drawing, 4)
     assert end - begin == pytest.approx(29 + 10)
     inside = [s[1] for s in drawing["device"] if begin <= s[3] < end]
     assert len(inside) == 10 and inside[0] == "norms" and inside[-1] == "combine"
@@ -193,8 +188,8 @@ def test_what_exceeds_the_floor_and_who_is_slow() -> None:
 
     floors = {"attention": {"floor_ms": 4.0}, "dispatch": {"floor_ms": 0.5}}
     state = {"ranks": [rank(5.0, 2.0), rank(6.0, 1.0)], "floors": floors}
-    assert gpu_timeline_report.slowest_rank(state) == 1
-    assert gpu_timeline_report.excesses(state) == [
+    assert timeline_report.slowest_rank(state) == 1
+    assert timeline_report.excesses(state) == [
         ("dispatch", 1.5),
         ("attention", 1.0),
         ("gaps", 0.3),
@@ -205,7 +200,7 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     overrides = ("cluster.ranks=1", "cluster.device=cpu", "model.weights=dummy")
     config = resolve_rank_config(load_config(ROOT / "configs" / "local.yaml", overrides))
     states = [State("decode", 2, 4, 90), State("prefill", 2, 20, 20)]
-    bench_gpu_timeline.check(config, states)
+    timeline.check(config, states)
     rank = Rank(0, config)
     rank.join_group(Rendezvous("", 0, "alone"), 30)
     rank.load()
@@ -223,11 +218,11 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert measured["shape"]["tokens"] == state.seqs * (20 if state.phase == "prefill" else 1)
         assert measured["device"]["parts"]["other"]["kernels"] > 0
     of_rank = {"states": found, "backends": backends, "stages_s": {}}
-    report = bench_gpu_timeline.make_report(config, states, [of_rank])
+    report = timeline.make_report(config, states, [of_rank])
     output = tmp_path / "out" / "timeline.json"
-    bench_gpu_timeline.write(report, output)
+    timeline.write(report, output)
     assert json.loads(output.read_text()) == report
-    bench_gpu_timeline.draw_all(report, output)
+    timeline.draw_all(report, output)
     table = (tmp_path / "out" / "timeline.md").read_text()
     assert (
         "| gaps |" in table and "1. " in table and table.strip() == capsys.readouterr().out.strip()
@@ -239,4 +234,4 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_states_that_do_not_fit_name_the_setting() -> None:
     config = resolve_rank_config(load_config(ROOT / "configs" / "local.yaml"), num_gpus=0)
     with pytest.raises(SystemExit, match=r"scheduler.max_num_seqs is 16, but needs 128"):
-        bench_gpu_timeline.check(config, [State("decode", 128, 10, 90)])
+        timeline.check(config, [State("decode", 128, 10, 90)])

@@ -1,18 +1,26 @@
-"""scripts/serve and scripts/test with a python that only takes notes: no network, no installation."""
+"""The commands of scripts/ with a python that only takes notes, without network; the modules' --help."""
 
 import os
+import runpy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+COMMANDS = ("serve", "test", "bench_local", "bench_ingress", "bench_gpu_serving")
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for path in (ROOT / "scripts").rglob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
+)
 TOOLS = ("bash", "basename", "cat", "cksum", "dirname", "env", "flock", "mkdir", "rm", "touch")
 
 # Makes "environments" whose python takes notes too. FAKE_VERSION_OK=1: too old; FAKE_PIP=1: pip fails.
 FAKE_PYTHON = """#!/usr/bin/env bash
-echo "$(basename "$0") $*" >>"$NOTES"
+echo "$(basename "$0") $*${PYTHONPATH:+ in $PYTHONPATH}" >>"$NOTES"
 case "$*" in
     "-c import sys; sys.exit"*) exit "${FAKE_VERSION_OK:-0}" ;;
     "-m venv "*)
@@ -31,7 +39,7 @@ class Clone:
     def __init__(self, folder: Path):
         self.root = folder / "a clone"
         (self.root / "scripts").mkdir(parents=True)
-        for name in ("serve", "test", "venv.sh"):
+        for name in (*COMMANDS, "venv.sh"):
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
         (self.root / "pyproject.toml").write_text("first")
         self.bin = folder / "bin"
@@ -179,7 +187,35 @@ def test_two_at_once_install_once(clone: Clone) -> None:
         assert len(installs(clone.notes.read_text().splitlines())) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "extras"), [("local", "bench"), ("ingress", "bench"), ("gpu_serving", "bench,gpu")]
+)
+def test_measurements_find_the_repository_from_anywhere(
+    clone: Clone, name: str, extras: str
+) -> None:
+    notes, _ = clone.run(f"bench_{name}", "--set", "a.b=c d")
+    assert installs(notes) == [f"{clone.root}[{extras}]"]
+    assert notes[-1] == f"python -m scripts.bench.{name} --set a.b=c d in {clone.root}"
+
+
+def test_modules_of_the_commands_are_there() -> None:
+    named = {f"scripts.bench.{name}" for name in ("local", "ingress", "gpu_serving")}
+    assert named < set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_help_needs_no_gpu(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, "--help"])
+    monkeypatch.delitem(sys.modules, module, raising=False)  # it runs anew
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code in (0, None)
+    assert "--out" in capsys.readouterr().out or module == "scripts.bench.engine"
+
+
 def test_ci_runs_the_suite() -> None:
     assert "scripts/test" in (ROOT / ".ci" / "run").read_text()
-    for script in (".ci/run", "scripts/serve", "scripts/test"):
+    for script in (".ci/run", *(f"scripts/{name}" for name in COMMANDS)):
         assert os.access(ROOT / script, os.X_OK), script

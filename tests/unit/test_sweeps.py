@@ -1,22 +1,13 @@
 """What the sweeps of exchanges and experts compute and write, without measuring anything."""
 
 import argparse
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-
-import all2all_plan
-import all2all_report
-import bench_experts
-import experts_report
-import sweep_report
-
 from kernels import select
 from kernels.placement import ExpertPlacement
+from scripts.bench import all2all_plan, all2all_report, experts, experts_report, results
 
 ARGS = argparse.Namespace(
     tokens=[1, 1024, 4096, 8192],
@@ -146,7 +137,7 @@ def test_a_page_keeps_the_notes_that_a_person_added(tmp_path):
     found, out = exchanges(), tmp_path / "x"
     plots = []
     for _ in range(2):
-        sweep_report.write(out, found, all2all_report.page, lambda found, path: plots.append(path))
+        results.write(out, found, all2all_report.page, lambda found, path: plots.append(path))
         page = out.with_suffix(".md").read_text()
         assert "- not measured: deepep: not installed" in page
         out.with_suffix(".md").write_text(page + "\n## Notes\n\nmine\n")
@@ -176,7 +167,7 @@ def test_tokens_per_expert():
     assert experts_report.tokens_per_expert(1, SHAPE) == 0.25
 
 
-def experts() -> dict:
+def measured_experts() -> dict:
     """Results of two formats, of which one was measured in one size only."""
     found = {
         "date": "2026-01-02",
@@ -208,7 +199,7 @@ def experts() -> dict:
 
 
 def test_the_table_of_experts():
-    assert experts_report.table(experts()).splitlines() == [
+    assert experts_report.table(measured_experts()).splitlines() == [
         "| tokens a rank | per expert | floor | FP8 floor | a | b masked * |",
         "| ---: | ---: | ---: | ---: | ---: | ---: |",
         "| 1 | 0.25 | 16.52 | 8.27 | **100** / 0.8 / 120 | 50 / 1.5 / - |",
@@ -217,18 +208,18 @@ def test_the_table_of_experts():
 
 
 def test_the_page_and_the_plot_of_experts(tmp_path):
-    sweep_report.write(tmp_path / "x", experts(), experts_report.page, experts_report.plot)
+    results.write(tmp_path / "x", measured_experts(), experts_report.page, experts_report.plot)
     assert "- not measured: deepgemm: too old" in (tmp_path / "x.md").read_text()
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_more_tokens_than_the_masked_layout_gets_are_listed():
     args = argparse.Namespace(**vars(ARGS) | {"device": "cuda"}, backends=["deepgemm", "triton"])
-    able, refused = bench_experts.plan(args, {"triton": "triton is not installed"})
+    able, refused = experts.plan(args, {"triton": "triton is not installed"})
     assert able == ["deepgemm"]
     assert refused == {
         "triton": "triton is not installed",
         "deepgemm masked with 4,096, 8,192 tokens": "the exchange that brings masked rows takes "
         "1,024 of a rank",
     }
-    assert bench_experts.sizes(args, "masked") == [1, 1024]
+    assert experts.sizes(args, "masked") == [1, 1024]

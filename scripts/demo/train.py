@@ -1,6 +1,6 @@
 """Train the demo model: a small Qwen3-MoE that talks about Python's standard library.
 
-    python scripts/train_demo.py --corpus default --out configs/models/demo --compile
+    python -m scripts.demo.train --corpus default --out configs/models/demo --compile
 
 The corpus is what demo_corpus.py gathers (`default`: the running interpreter's docstrings; a
 folder: also the documentation's rst sources; a .jsonl.gz: a saved corpus). The weights are trained
@@ -11,7 +11,6 @@ evaluated. Needs torch, transformers, tokenizers, and a GPU unless it is a trial
 import argparse
 import json
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -19,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from demo_corpus import load
-from demo_data import (
+from scripts.demo.corpus import load
+from scripts.demo.data import (
     END_OF_TEXT_ID,
     IGNORED,
     ROW,
@@ -30,7 +28,6 @@ from demo_data import (
     text_rows,
     train_tokenizer,
 )
-
 from workers.checkpoint import SPECIAL_TOKENS, generation_config, save_tokenizer
 
 SAMPLES = [

@@ -19,7 +19,6 @@ from typing import Annotated, Any
 
 import ray
 import typer
-from bench_servers import ROOT, free_port
 from ray import serve
 
 from cluster import supervisor
@@ -27,6 +26,8 @@ from cluster.bench import machine
 from cluster.config import PhalanxConfig, load_config
 from cluster.ingress import Ingress
 from cluster.serve import RAY_ENVIRONMENT
+from scripts.bench import ROOT
+from scripts.bench.servers import free_port
 from workers.actor import RankActor
 from workers.inbox import Inbox
 from workers.open_requests import OpenRequests

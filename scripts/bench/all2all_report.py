@@ -1,4 +1,4 @@
-"""The figures, the page and the plot of bench_all2all; nothing here needs a GPU.
+"""The figures, the page and the plot of all2all.py; nothing here needs a GPU.
 
 T tokens of a rank, K experts per token, r ranks.
 """
@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sweep_report import markdown_table, missing_lines, origin_line
+
+from scripts.bench.results import markdown_table, missing_lines, origin_line
 
 STYLES = ("-", "--", ":")  # of a backend's variants
 LINK = 380e9  # bytes/s out of one H200 to its peers over NVLink, measured
@@ -38,7 +39,7 @@ def hidden_share(gemm_us: float, exchange_us: float, both_us: float) -> float:
 
 
 def figures(times: dict[str, float], sent_bytes: int) -> dict[str, float]:
-    """`times` of bench_all2all with what follows from them."""
+    """`times` of all2all.py with what follows from them."""
     found = dict(times)
     if times["us"]:
         found["gb_per_s"] = round(sent_bytes / times["us"] / 1e3, 1)

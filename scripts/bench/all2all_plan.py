@@ -1,4 +1,4 @@
-"""What bench_all2all measures of each backend, and what a backend refuses, with the reason. Needs no GPU."""
+"""What all2all.py measures of each backend, and what a backend refuses, with the reason. Needs no GPU."""
 
 import argparse
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What each rank of bench_gpu_timeline does: fills a steady state, times its steps, profiles some more."""
+"""What each rank of timeline.py does: fills a steady state, times its steps, profiles some more."""
 
 import json
 import random
@@ -11,10 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
-from gpu_timeline_events import (
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from cluster.bench.step_work import StepShape
+from scripts.bench.timeline_events import (
     EXCHANGE,
     PREFIX,
     SAMPLE,
@@ -24,9 +25,6 @@ from gpu_timeline_events import (
     read_trace,
     summarise,
 )
-from torch.profiler import ProfilerActivity, profile, record_function
-
-from cluster.bench.step_work import StepShape
 from workers import exchange
 from workers.config import RankConfig
 from workers.engine import Engine

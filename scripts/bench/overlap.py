@@ -1,6 +1,6 @@
 """Times steps whole and in microbatches by turns, for every exchange: what overlap gains, how much it hides.
 
-    python scripts/bench_overlap.py --out docs/results/gpu-overlap
+    python -m scripts.bench.overlap --out docs/results/gpu-overlap
 
 A process and a GPU for each rank, without Ray; new ones for each exchange, so one that is missing, fails or hangs costs
 the others nothing but its time. Qwen3-30B-A3B's shapes with random weights and uniform routing, unless told otherwise.
@@ -8,7 +8,7 @@ the others nothing but its time. Qwen3-30B-A3B's shapes with random weights and 
 is what its exchange adds. Writes OUT.json, OUT.md and OUT.png after each exchange. On a CPU it is a dry run of
 itself:
 
-    python scripts/bench_overlap.py --ranks 2 --backends torch_dist --model configs/models/demo --max-model-len 64 \\
+    python -m scripts.bench.overlap --ranks 2 --backends torch_dist --model configs/models/demo --max-model-len 64 \\
         --prefill 32,64 --decode 4,8 --out overlap
 """
 
@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import overlap_report
-from sweep_processes import Limits, Report, run_group
 
 from cluster.bench import machine
 from kernels.all2all import choice
@@ -40,6 +34,8 @@ from kernels.all2all.payload import Gathered, RowFormat, pick_local
 from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.pending import Pending
 from kernels.permute import ExpertOrder
+from scripts.bench import ROOT, overlap_report
+from scripts.bench.processes import Limits, Report, run_group
 from workers import process_group
 from workers.config import RankConfig
 from workers.microbatch import alternate
@@ -47,7 +43,6 @@ from workers.overlap_tuning import decode_context
 from workers.rank import Rank
 from workers.rank_info import Rendezvous
 
-ROOT = Path(__file__).resolve().parents[1]
 BACKENDS = "copy_engine,symm,deepep,allgather,torch_dist,deepep_low_latency"
 RESIDENT = overlap_report.RESIDENT
 BLOCK_SIZE = 16
@@ -312,7 +307,7 @@ def task_of(args: argparse.Namespace, backend: str) -> Task:
 
 def measure(args: argparse.Namespace) -> None:
     """Every exchange after the other; what there is is written after each."""
-    from bench_gpu_serving import gpu_versions
+    from scripts.bench.gpu_serving import gpu_versions
 
     end = time.monotonic() + args.budget
     report: dict[str, Any] = {

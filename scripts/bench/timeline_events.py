@@ -5,15 +5,12 @@ Reads the traces that torch.profiler exports. Times are microseconds.
 
 import json
 import re
-import sys
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cluster.bench.step_work import StepPart
 

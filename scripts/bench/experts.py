@@ -1,19 +1,18 @@
 """Times one rank's experts in one MoE layer on one GPU: every grouped GEMM, by tokens per expert.
 
-    python scripts/bench_experts.py --out docs/results/gpu-experts
+    python -m scripts.bench.experts --out docs/results/gpu-experts
 
 A process of its own for each backend: one that fails or hangs loses its own figures only, and is listed with the
 reason. What compiles is compiled by many processes before. Shapes are Qwen3-30B-A3B's over four ranks with uniform
 random routing, unless told otherwise; nothing is exchanged. Writes OUT.json, OUT.md and OUT.png; `--redraw` makes the
 page and the plot of an OUT.json again. On a CPU it is a dry run of itself:
 
-    python scripts/bench_experts.py --device cpu --tokens 1 8 --out /tmp/dry
+    python -m scripts.bench.experts --device cpu --tokens 1 8 --out /tmp/dry
 """
 
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,19 +20,16 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from experts_report import BF16, FP8, MEMORY, add, page, plot
-from sweep_processes import Limits, Report, run_group
-from sweep_report import origin, save, write
-from sweep_timing import alternate, repeated
-
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY, low_latency_rows
 from kernels.all2all.payload import pick_local
 from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
+from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
+from scripts.bench.processes import Limits, Report, run_group
+from scripts.bench.results import origin, save, write
+from scripts.bench.timing import alternate, repeated
 
 BACKENDS = ("triton", "deepgemm", "deepgemm_fp8", "torch_grouped", "reference")
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)

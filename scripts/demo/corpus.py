@@ -5,7 +5,7 @@ Sources: the docstrings of the running interpreter's standard library (found by 
 documentation (CPython's `Doc/`, or Debian's package python3.11-doc). All of it is under the PSF
 licence. It knows nothing of tokens or models.
 
-    python scripts/demo_corpus.py --docs DOC_FOLDER --out corpus.jsonl.gz
+    python -m scripts.demo.corpus --docs DOC_FOLDER --out corpus.jsonl.gz
 """
 
 import argparse
@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import yaml
-from demo_rst import Entry, Page, Parser, flow, labels
 
-SMALL_TALK = Path(__file__).with_name("demo_smalltalk.yaml")
+from scripts.demo.rst import Entry, Page, Parser, flow, labels
+
+SMALL_TALK = Path(__file__).with_name("smalltalk.yaml")
 SKIPPED_PARTS = {"c-api", "distutils"}
 SKIPPED_PACKAGES = {
     "test",

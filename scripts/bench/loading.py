@@ -1,6 +1,6 @@
 """Times how fast one rank's weights come onto a GPU: read from a checkpoint in the page cache, or drawn there.
 
-    python scripts/bench_loading.py --out results.json
+    python -m scripts.bench.loading --out results.json
 
 The checkpoint has the shape of configs/models/qwen3-30b-a3b with fewer layers, in several files, and is written first.
 The baseline copies each tensor out of a mapped file. Random weights are drawn for all layers.
@@ -13,7 +13,6 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,9 +24,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from kernels.placement import ExpertPlacement
+from scripts.bench import ROOT
 from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.initial_weights import draw_weights
 from workers.models.slots import WeightSlot
@@ -35,7 +33,7 @@ from workers.models.tensors import rank_tensors
 from workers.models.weight_files import read_headers
 from workers.models.weight_reader import SlotSource, fill_slots
 
-MODEL = Path(__file__).resolve().parents[1] / "configs" / "models" / "qwen3-30b-a3b"
+MODEL = ROOT / "configs" / "models" / "qwen3-30b-a3b"
 
 
 class Rank:

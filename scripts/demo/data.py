@@ -4,16 +4,12 @@ It knows nothing of the model that learns from the rows.
 """
 
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from demo_corpus import Ask, Document
-
+from scripts.demo.corpus import Ask, Document
 from workers.checkpoint import END_OF_TEXT, SPECIAL_TOKENS
 
 ROW = 1024

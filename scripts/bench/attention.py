@@ -1,6 +1,6 @@
 """Time attention and the fused operators around it on one GPU, beside torch's and beside their floors.
 
-    python scripts/bench_gpu_attention.py [--out gpu-attention.json]
+    python -m scripts.bench.attention [--out gpu-attention.json]
 
 Qwen3-30B-A3B's shapes in bfloat16. Times are medians, in us a layer, of CUDA graphs of CALLS calls over caches too
 large for the GPU's own cache; `sdpa`, which is not made for graphs, is timed by events around the same calls.
@@ -11,7 +11,6 @@ T tokens, H query heads, h KV heads, d head dim, B sequences.
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -22,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.flashinfer import FlashInferAttention

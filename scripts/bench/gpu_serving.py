@@ -20,17 +20,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-import bench_servers
-from bench_servers import ROOT, ServerProcess, free_port
-from gpu_serving_report import markdown
-
 from cluster.bench import loop, machine
 from cluster.bench.load import Driver
 from cluster.bench.metrics import RoundResult
 from cluster.bench.roofline import Hardware, floor_of
 from cluster.bench.settings import Load
+from scripts.bench import ROOT, servers
+from scripts.bench.gpu_serving_report import markdown
+from scripts.bench.servers import ServerProcess, free_port
 from workers.models.config import load_model_config
 
 LOADS = ((512, 1024, 1024), (128, 128, 512), (256, 4096, 8))  # in flight, input, output tokens
@@ -83,7 +80,7 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     )
     port = free_port()
     command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
-    bench_servers.START_TIMEOUT_S = START_TIMEOUT_S
+    servers.START_TIMEOUT_S = START_TIMEOUT_S
     log = options.log or log
     server = ServerProcess(command, port, resolved["config"]["serve"]["model_name"], log)
     try:

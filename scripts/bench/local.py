@@ -17,18 +17,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench_servers import (
-    ROOT,
+from cluster.bench import loop, machine
+from cluster.bench.load import Driver, Load
+from cluster.bench.metrics import RoundResult, middle
+from scripts.bench import ROOT
+from scripts.bench.servers import (
     ServerProcess,
     free_port,
     phalanx_command,
     resolved,
     transformers_command,
 )
-
-from cluster.bench import loop, machine
-from cluster.bench.load import Driver, Load
-from cluster.bench.metrics import RoundResult, middle
 from workers.checkpoint import make_checkpoint
 
 CACHE = ("model.max_model_len=2048", "cache.num_blocks=1024")  # all of the heavier load fits
@@ -169,7 +168,7 @@ def measure(
 def measure_engine(load: Load, cycle: int, config: Path, sets: list[str]) -> list[float]:
     """Output tok/s of one rank's step loop under the same load, without Ray and HTTP."""
     print(f"cycle {cycle + 1}: the engine alone", file=sys.stderr)
-    command = [sys.executable, str(ROOT / "scripts" / "bench_engine.py"), str(config)]
+    command = [sys.executable, "-m", "scripts.bench.engine", str(config)]
     for setting in ("cluster.device=cpu", *CACHE, *sets):
         command += ["--set", setting]
     for name in ("requests", "concurrency", "input_len", "output_len", "rounds"):

@@ -1,18 +1,17 @@
 """Times every exchange around the experts between the GPUs of this host, alone and behind the experts.
 
-    python scripts/bench_all2all.py --out docs/results/gpu-all2all
+    python -m scripts.bench.all2all --out docs/results/gpu-all2all
 
 One process per GPU, new ones for each backend: one that fails or hangs loses its own figures only, and is listed with
 the reason. Shapes are Qwen3-30B-A3B's with uniform random routing, unless told otherwise. Writes OUT.json, OUT.md
 and OUT.png; `--redraw` makes the page and the plot of an OUT.json again. On a CPU it is a dry run of itself over gloo:
 
-    python scripts/bench_all2all.py --device cpu --ranks 2 --tokens 1 8 --out /tmp/dry
+    python -m scripts.bench.all2all --device cpu --ranks 2 --tokens 1 8 --out /tmp/dry
 """
 
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,14 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
-from all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
-from sweep_processes import Limits, Report, run_group
-from sweep_report import origin, save, write
-from sweep_timing import alternate, repeated
 
 from kernels import select
 from kernels.all2all.base import AllToAll, MaskedInput
@@ -41,6 +32,11 @@ from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
+from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
+from scripts.bench.all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
+from scripts.bench.processes import Limits, Report, run_group
+from scripts.bench.results import origin, save, write
+from scripts.bench.timing import alternate, repeated
 
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
 IN_GRAPH, ROUNDS = 6, 9

@@ -1,10 +1,10 @@
-"""The figures, the page and the plot of bench_experts; nothing here needs a GPU. D hidden, I expert width."""
+"""The figures, the page and the plot of experts.py; nothing here needs a GPU. D hidden, I expert width."""
 
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sweep_report import markdown_table, missing_lines, origin_line
+from scripts.bench.results import markdown_table, missing_lines, origin_line
 
 MEMORY, BF16, FP8 = (
     4.0e12,

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts.bench import ROOT
+
 MEGABYTE = 1e6
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 20.0

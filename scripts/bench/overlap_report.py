@@ -1,4 +1,4 @@
-"""Tables and plots of what bench_overlap measured. Plain figures in, Markdown and a PNG out."""
+"""Tables and plots of what overlap.py measured. Plain figures in, Markdown and a PNG out."""
 
 import json
 from collections.abc import Iterator

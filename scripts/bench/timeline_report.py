@@ -1,11 +1,8 @@
-"""Tables and pictures of bench_gpu_timeline: a step's parts against their floors, and what ran when."""
+"""Tables and pictures of timeline.py: a step's parts against their floors, and what ran when."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cluster.bench.step_work import StepPart
 
@@ -64,7 +61,7 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         "",
         f"{where}, {num_ranks} rank(s), {report['date'][:10]}; {software}.",
         f"Backends: {chosen}. Model {report['model']}, weights {report['weights']}, routing {report['routing']}; "
-        "all ranks in step, no HTTP. Written by `scripts/bench_gpu_timeline.py`.",
+        "all ranks in step, no HTTP. Written by `python -m scripts.bench.timeline`.",
         f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
         f"{assumed['link_bytes'] / 1e9:g} GB/s of links. A part's floor is the longest of the three, reading and "
         "writing what it takes and leaves; the whole step's leaves that out, and everything overlaps. Kernels of "

@@ -1,11 +1,11 @@
 """Where the time of a step goes: ranks in step, timed, then profiled, each part of the step against its floor.
 
-    python scripts/bench_gpu_timeline.py --ranks 4 --output docs/results/gpu-timeline.json
+    python -m scripts.bench.timeline --ranks 4 --output docs/results/gpu-timeline.json
 
 Writes the JSON, and tables and pictures beside it. One process and GPU for each rank, without Ray and HTTP; the model,
 its random weights and the backends are those of configs/gpu-bench.yaml. On a CPU a dry run of itself:
 
-    python scripts/bench_gpu_timeline.py --config configs/local.yaml --ranks 2 --scale 0.1 --lengths 0.1 \\
+    python -m scripts.bench.timeline --config configs/local.yaml --ranks 2 --scale 0.1 --lengths 0.1 \\
         --set cluster.device=cpu --set model.weights=dummy --output /tmp/timeline.json
 """
 
@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import re
-import sys
 import tempfile
 import time
 from dataclasses import asdict, replace
@@ -22,12 +21,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 import torch.multiprocessing
-from gpu_timeline_ranks import State, run_rank
-from gpu_timeline_report import draw, markdown
 
 from cluster.bench import machine
 from cluster.bench.roofline import Hardware, Part, step_floor, step_floors
@@ -35,12 +30,14 @@ from cluster.bench.step_work import StepShape
 from cluster.config import load_config, resolve_rank_config
 from cluster.trace_drawing import check_matplotlib
 from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
+from scripts.bench import ROOT
+from scripts.bench.timeline_ranks import State, run_rank
+from scripts.bench.timeline_report import draw, markdown
 from workers import process_group
 from workers.config import RankConfig
 from workers.models.config import load_model_config
 from workers.rank_info import Rendezvous
 
-ROOT = Path(__file__).parents[1]
 GPU_PACKAGES = ("torch", "triton", "flashinfer-python", "sgl-deep-gemm", "phalanx")
 STATES = (
     State("decode", 128, 1024, 2048),
