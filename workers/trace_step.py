@@ -13,6 +13,9 @@ from workers.rank import Rank
 from workers.schedule import RankTrace, Schedule
 from workers.schedule_recorder import Recording, ScheduleRecorder
 
+# Recordings of whole forwards, and of those in slices.
+Found = tuple[list[Recording], list[Recording]]
+
 
 def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
     """A step of each form, after the rank's stages; its engine must not run, then or later.
@@ -29,26 +32,29 @@ def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
     timer = rank.overlap.timer(engine.runner, engine.scheduler, rank.max_model_len)
     unrecorded = timer(phase, num_tokens, False), timer(phase, num_tokens, True)
     recorder = ScheduleRecorder(rank.device)
-    found: list[Recording] = []
+    # By form, and kept to the end: a graph sets the events of its marks at each replay, whoever asked for it.
+    found: Found = ([], [])
     runner = _recorded(rank, engine.runner, recorder, found)
     timer = rank.overlap.timer(runner, engine.scheduler, rank.max_model_len)
     schedules = []
-    for microbatch in (False, True):
-        found.clear()
-        timer(phase, num_tokens, microbatch)
-        schedules.append(_typical(found, num_tokens))
+    try:
+        for microbatch in (False, True):
+            timer(phase, num_tokens, microbatch)
+            schedules.append(_typical(found[microbatch], num_tokens))
+    finally:
+        runner.close()  # a failure would keep graphs alive beyond their communicator
     return RankTrace(rank.rank, num_tokens, rank.kernels.all2all.name, *schedules, unrecorded)
 
 
 def _recorded(
-    rank: Rank, runner: ModelRunner, recorder: ScheduleRecorder, found: list[Recording]
+    rank: Rank, runner: ModelRunner, recorder: ScheduleRecorder, found: Found
 ) -> ModelRunner:
     """Another runner over the same sequences, whose forwards add what was recorded to `found`."""
     assert runner.microbatches is not None
     whole = rank.model.with_kernels(recorder.kernels(rank.kernels, 0))
     recorded = copy(runner)
-    recorded.model = _followed(whole, recorder, found)
-    recorded.microbatches = _followed(runner.microbatches.recorded(recorder), recorder, found)
+    recorded.model = _followed(whole, recorder, found[False])
+    recorded.microbatches = _followed(runner.microbatches.recorded(recorder), recorder, found[True])
     if runner.graphs is not None:
         runner.graphs.discard(runner.graphs.captured())
         recorded.make_graphs(runner.graphs.sizes)

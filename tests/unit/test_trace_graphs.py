@@ -1,0 +1,172 @@
+"""`trace_step` where steps replay graphs: with events and graphs that stand in for CUDA's."""
+
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.engine_harness import rank_config
+from workers import schedule_recorder, trace_step
+from workers.checkpoint import make_checkpoint
+from workers.graph_sizes import GraphKey, GraphSizes
+from workers.model_runner import ModelRunner
+from workers.rank import Rank
+from workers.rank_info import Rendezvous
+from workers.schedule_recorder import ScheduleRecorder
+from workers.scheduler import ScheduledBatch
+
+LAYERS = 2
+IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
+
+
+class FakeCuda:
+    """One stream and its clock. In a capture only external events are recorded, at each replay, and not kept alive."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.capture: list[weakref.ref] | None = None
+
+    def is_current_stream_capturing(self) -> bool:
+        return self.capture is not None
+
+    def current_stream(self) -> str:
+        return "the stream"
+
+    def Event(self, *, enable_timing: bool, external: bool) -> "FakeEvent":
+        assert enable_timing and external == self.is_current_stream_capturing()
+        return FakeEvent(self)
+
+    def replay(self, events: list[weakref.ref]) -> None:
+        for reference in events:
+            event = reference()
+            assert event is not None, "a replay sets an event that is gone"
+            self.tick(event)
+
+    def tick(self, event: "FakeEvent") -> None:
+        self.now += 1.0
+        event.ms = self.now
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda):
+        self.cuda, self.ms = cuda, None
+
+    def record(self, _stream: object) -> None:
+        if self.cuda.capture is None:
+            self.cuda.tick(self)
+        else:
+            self.cuda.capture.append(weakref.ref(self))
+
+    def elapsed_time(self, end: "FakeEvent") -> float:
+        if self.ms is None or end.ms is None:
+            raise RuntimeError("never recorded")
+        return end.ms - self.ms
+
+    def synchronize(self) -> None:
+        assert self.cuda.capture is None
+
+
+class FakeGraphs:
+    """Replays marks, and runs the step by `model`, which has none."""
+
+    def __init__(self, cuda: FakeCuda, runner: ModelRunner, model: Any, sizes: GraphSizes):
+        self.sizes, self.closed = sizes, False
+        self._cuda, self._runner, self._model = cuda, runner, model
+        self._marks: dict[GraphKey, list[weakref.ref]] = {}
+
+    def captured(self) -> set[GraphKey]:
+        return set(self._marks)
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._marks
+
+    def discard(self, keys: Iterable[GraphKey]) -> None:
+        for key in set(keys):
+            self._marks.pop(key, None)
+
+    @torch.inference_mode()
+    def capture(self, keys: Iterable[GraphKey], progress: Any = None) -> int:
+        for key in keys:
+            batch = self._runner._builder.build(IDLE, key.rows, (0,))
+            if key.microbatch:
+                self._runner.microbatches.plan(batch, key.rows)
+            else:
+                self._runner._attention.plan(batch)
+            forward = (self._runner.microbatches if key.microbatch else self._runner.model).forward
+            forward(batch)
+            self._cuda.capture = self._marks[key] = []
+            forward(batch)
+            self._cuda.capture = None
+        return 0
+
+    def plan(self, batch: Any, key: GraphKey) -> Any:
+        assert not self.closed
+        graph = SimpleNamespace(logits=lambda batch: None, offs_Le=None)
+
+        def replay() -> None:
+            self._cuda.replay(self._marks[key])
+            self._runner._attention.plan(batch)
+            graph.hidden_TD = self._model.forward(batch)
+
+        graph.graph = SimpleNamespace(replay=replay)
+        return graph
+
+    def close(self) -> None:
+        self.closed = True
+        self._marks.clear()
+
+
+@pytest.fixture
+def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Rank]:
+    """A rank that believes in its graphs, after its stages."""
+    sizes = {"num_layers": LAYERS, "hidden_size": 64, "num_experts": 6, "head_dim": 32}
+    config = rank_config(make_checkpoint(tmp_path / "model", **sizes), 1, overlap={"mode": "on"})
+    rank = Rank(0, config)
+    rank.join_group(Rendezvous("", 0, "trace"), 30)
+    rank.load()
+    rank.start_engine(lambda ingress, outputs: None, lambda step: None)
+    cuda = FakeCuda()
+    made: list[FakeGraphs] = []
+
+    def make_graphs(runner: ModelRunner, sizes: GraphSizes) -> None:
+        runner.graphs = FakeGraphs(cuda, runner, rank.model, sizes)
+        made.append(runner.graphs)
+
+    monkeypatch.setattr(ModelRunner, "make_graphs", make_graphs)
+    monkeypatch.setattr(schedule_recorder, "torch", SimpleNamespace(cuda=cuda))
+    on_cuda = ScheduleRecorder(torch.device("cuda"))
+    monkeypatch.setattr(trace_step, "ScheduleRecorder", lambda device: on_cuda)
+    rank.engine.runner.make_graphs(GraphSizes((2, 4, 8, 16), (16, 64, 256)))
+    yield rank
+    rank.close()
+    assert len(made) > 1 and all(graphs.closed for graphs in made)
+
+
+@pytest.mark.parametrize(("phase", "num_tokens"), [("prefill", 200), ("decode", 8)])
+def test_the_marks_of_both_forms_have_the_times_of_replays(rank, phase, num_tokens):
+    """Prompts before measured decodes replay whole graphs also when those in slices are traced."""
+    trace = trace_step.trace_step(rank, phase, num_tokens)
+    assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
+    one_layer = [(operation, index) for operation in ("dispatch", "combine") for index in range(2)]
+    assert trace.microbatched.order() == one_layer * LAYERS
+    for schedule in (trace.plain, trace.microbatched):
+        assert schedule.launched is None, "the trace is not that of a graph"
+        assert schedule.seconds > 0
+        for x in schedule.exchanges:
+            assert 0 < x.called < x.sent < x.awaited < x.arrived < schedule.seconds
+
+
+def test_graphs_end_with_a_trace_that_fails(rank, monkeypatch):
+    """A communicator cannot be left while graphs hold its operations, and a traceback keeps what failed alive."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no times")
+
+    monkeypatch.setattr(trace_step, "_typical", fail)
+    with pytest.raises(RuntimeError, match="no times"):
+        trace_step.trace_step(rank, "decode", 8)
