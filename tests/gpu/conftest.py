@@ -1,8 +1,29 @@
-"""Settings that must be there before a GPU is touched, in this process and in the ranks it starts."""
+"""Settings that must be there before a GPU is touched, in this process and in the ranks it starts; early failures."""
 
 import os
+
+import pytest
 
 from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 
 os.environ.update(MULTICAST_OFF)
 share_compiled_kernels(os.environ)  # as served ranks do: what a start has compiled serves the tests
+
+SHOWN = 3000  # characters of a failure, its last ones
+
+
+class TellAtOnce:
+    """Prints why a test failed when it has, and not only at the end, which a limit on time may cut off."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self._config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None and report.nodeid.startswith("tests/gpu/"):
+            terminal.write_line(f"\n{report.nodeid}\n{report.longreprtext[-SHOWN:]}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Also called when pytest finds this file late."""
+    config.pluginmanager.register(TellAtOnce(config), "tell-at-once")
