@@ -15,12 +15,12 @@ import numpy as np
 
 from kernels.cache_folder import cache_folder
 from workers.model_runner import ModelRunner
-from workers.overlap import OverlapPolicy, Sample, with_measured
+from workers.overlap import OverlapPolicy, Sample, threshold, with_measured
 from workers.request import EngineRequest, SamplingParams
 from workers.scheduler import Scheduler
 from workers.step_sync import ForwardMode, StepPlan
 
-BUDGET_S = 30.0  # larger steps than those measured by then are taken to be like the last one
+BUDGET_S = 30.0  # smaller steps than those measured by then are not cut
 REPEATS = 3
 PROMPT_LEN = 1024  # tokens of a prompt in measured prefills
 CONTEXT_LEN = 128  # tokens before measured decodes
@@ -45,6 +45,13 @@ def sizes_to_measure(phase: str, largest: int) -> list[int]:
     return [*sizes, largest] if largest >= SMALLEST[phase] else []
 
 
+def sizes_to_warm_up(phase: str, least: int | None, largest: int) -> list[int]:
+    """Of the same, those that stand for steps of `least` tokens and more, which are cut; none where None are."""
+    if least is None:
+        return []
+    return [size for size in sizes_to_measure(phase, largest) if 2 * size > least]
+
+
 def tune(
     policy: OverlapPolicy,
     phases: Iterable[str],
@@ -53,15 +60,18 @@ def tune(
     gather: Gather,
     budget_s: float = BUDGET_S,
 ) -> OverlapPolicy:
-    """`policy` with measured thresholds of `phases`; the same on all ranks. `largest` is the biggest step of each."""
+    """`policy` with measured thresholds of `phases`; the same on all ranks. `largest` is the biggest step of each.
+
+    From the largest size down to the first at which slices do not win: nothing below it changes the threshold.
+    """
     started = time.monotonic()
     for phase in sorted(phases):
-        samples = []
-        for size in sizes_to_measure(phase, largest[phase]):
+        samples: list[Sample] = []
+        for size in reversed(sizes_to_measure(phase, largest[phase])):
             mine = run(phase, size, False), run(phase, size, True), time.monotonic() - started
             whole_s, sliced_s, spent_s = (max(column) for column in zip(*gather(mine), strict=True))
-            samples.append(Sample(size, whole_s, sliced_s))
-            if spent_s > budget_s:
+            samples.insert(0, Sample(size, whole_s, sliced_s))
+            if spent_s > budget_s or threshold(samples) != size:
                 break
         policy = with_measured(policy, phase, samples)
     return policy

@@ -124,7 +124,7 @@ class RankOverlap:
         run = self.timer(runner, scheduler, max_model_len)
         largest = self.largest(scheduler, max_model_len)
         choices: Sequence[int] = ()
-        measured = False
+        measured: frozenset[str] = frozenset()
         if self._config.overlap.comm_sms == "auto":
             choices = self._slices[0].all2all.sm_choices
         if self._unknown or choices:
@@ -134,18 +134,32 @@ class RankOverlap:
             kept = self._gather(overlap_tuning.load_policy(path) if self._rank == 0 else None)[0]
             if kept is None:
                 self._measure(runner, choices, largest, run)
+                measured = self._unknown
                 if self._rank == 0:
                     overlap_tuning.save_policy(path, self.policy)
             else:
                 self.policy = kept
                 runner.microbatches.comm_sms = kept.comm_sms
-            measured = kept is None
         if runner.graphs is not None:
             self._capture(runner.graphs)
-        elif self.policy.enabled and self._device.type == "cuda" and not measured:
-            for phase in overlap_tuning.PHASES:
-                for size in overlap_tuning.sizes_to_measure(phase, largest[phase]):
-                    run(phase, size, True)
+        if self._device.type == "cuda":
+            self._warm_up(runner.graphs, largest, run, measured)
+
+    def _warm_up(
+        self,
+        graphs: StepGraphs | None,
+        largest: Mapping[str, int],
+        run: overlap_tuning.Run,
+        measured: frozenset[str],
+    ) -> None:
+        """Run the steps that will be cut and replay no graph, in phases that were not measured just now."""
+        for phase in overlap_tuning.PHASES:
+            replayed = graphs is not None and (phase == "decode" or graphs.sizes.mixed)
+            if replayed or phase in measured:
+                continue
+            least = getattr(self.policy, f"min_{phase}_tokens")
+            for size in overlap_tuning.sizes_to_warm_up(phase, least, largest[phase]):
+                run(phase, size, True)
 
     def _capture(self, graphs: StepGraphs) -> None:
         """The graphs in slices that the policy asks for, and no others."""

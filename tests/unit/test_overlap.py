@@ -127,6 +127,30 @@ def test_sizes_are_powers_of_two_up_to_the_largest():
     assert overlap_tuning.sizes_to_measure("decode", 15) == []
 
 
+@pytest.mark.parametrize(
+    ("gains", "expected", "asked"),
+    [
+        ({}, None, [1000]),
+        ({1000: 1}, 1000, [1000, 512]),
+        ({1000: 1, 512: 1, 128: 1}, 512, [1000, 512, 256]),
+        ({1000: 1, 512: 1, 256: 1, 128: 1}, 128, [1000, 512, 256, 128]),
+        ({128: 1, 256: 1}, None, [1000]),
+    ],
+)
+def test_measuring_goes_down_to_the_first_size_that_loses(gains, expected, asked):
+    runs = []
+
+    def run(phase, size, sliced):
+        runs.append((size, sliced))
+        return 0.5 if sliced and size in gains else 1.0
+
+    policy = tune(never(""), ["prefill"], {"prefill": 1000}, run, alone)
+    assert policy.min_prefill_tokens == expected
+    assert runs == [(size, sliced) for size in asked for sliced in (False, True)]
+    everything = [Sample(s, 1.0, 0.5 if s in gains else 1.0) for s in (128, 256, 512, 1000)]
+    assert threshold(everything) == expected, "sizes that were left out count"
+
+
 def test_measuring_ends_with_its_budget():
     asked = []
 
@@ -135,8 +159,16 @@ def test_measuring_ends_with_its_budget():
         return 0.5 if sliced else 1.0
 
     policy = tune(never(""), ["decode"], {"decode": 1024}, run, alone, budget_s=-1.0)
-    assert asked == [16, 16]
-    assert policy.min_decode_tokens == 16
+    assert asked == [1024, 1024]
+    assert policy.min_decode_tokens == 1024, "what was not measured is not cut"
+
+
+def test_sizes_that_are_cut_run_before_there_is_traffic():
+    sizes = overlap_tuning.sizes_to_warm_up
+    assert sizes("prefill", None, 1000) == []
+    assert sizes("prefill", 2, 1000) == [128, 256, 512, 1000]
+    assert sizes("prefill", 300, 1000) == [256, 512, 1000]
+    assert sizes("decode", 4, 15) == []
 
 
 def test_the_exchange_gets_the_multiprocessors_that_make_a_step_fastest():
