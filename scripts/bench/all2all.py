@@ -10,7 +10,6 @@ and OUT.png; `--redraw` makes the page and the plot of an OUT.json again. On a C
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -34,8 +33,8 @@ from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
 from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
 from scripts.bench.all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
-from scripts.bench.processes import Limits, Report, run_group
-from scripts.bench.results import origin, save, write
+from scripts.bench.processes import Report, add_limits, limits_from_now, run_group
+from scripts.bench.results import add_options, load, origin, save, write
 from scripts.bench.timing import alternate, repeated
 
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -260,7 +259,7 @@ def join_group(rank: int, folder: Path, args: argparse.Namespace) -> None:
 def sweep(args: argparse.Namespace) -> None:
     """All backends, one after the other; the figures are saved after each."""
     begin = time.monotonic()
-    limits = Limits(args.patience, begin + args.budget)
+    limits = limits_from_now(args)
     capabilities = select.probe(args.device)
     found = about(args)
     for backend in args.backends:
@@ -285,7 +284,7 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     shape = {key: getattr(args, key) for key in ("hidden", "width", "experts", "top_k")}
     return {
         "what": "microseconds of dispatch and combine of one MoE layer, alone and behind its experts",
-        **origin(args.device, args.ranks, args.commit),
+        **origin(args.ranks if args.device == "cuda" else 0, args.commit),
         "shape": shape | {"dtype": str(args.dtype)[6:]},
         "gemm": args.gemm,
         "in_graph": IN_GRAPH,
@@ -293,7 +292,6 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
         "link_bytes_per_s": LINK,
         "sum_bytes": args.hidden * args.dtype.itemsize,
         "sms_tokens": args.sms_tokens,
-        "plot": args.out.with_suffix(".png").name,
         "tokens": {},
         "backends": {},
         "missing": {},
@@ -311,13 +309,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, help="default: one per GPU of this host")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs whose median counts")
-    parser.add_argument(
-        "--patience", type=float, default=40, help="s without a result of a backend"
-    )
-    parser.add_argument("--budget", type=float, default=150, help="s for all backends")
-    parser.add_argument("--commit", help="the measured commit; asked from git if left out")
-    parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
-    parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
+    add_limits(parser, patience_s=40, budget_s=150)
+    add_options(parser)
     args = parser.parse_args()
     args.tokens = sorted(set(args.tokens))
     args.sms_tokens = SMS_TOKENS if SMS_TOKENS in args.tokens else args.tokens[-1]
@@ -329,7 +322,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.redraw:
-        write(args.out, json.loads(args.out.with_suffix(".json").read_text()), page, plot)
+        write(args.out, load(args.out), page, plot)
         return
     num_devices = torch.cuda.device_count() if args.device == "cuda" else args.ranks or 2
     args.ranks = args.ranks or num_devices

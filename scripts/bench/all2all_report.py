@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scripts.bench.results import markdown_table, missing_lines, origin_line
+from scripts.bench.results import devices, markdown_table, missing_lines, origin_line
 
 STYLES = ("-", "--", ":")  # of a backend's variants
 LINK = 380e9  # bytes/s out of one H200 to its peers over NVLink, measured
@@ -63,7 +63,7 @@ def add(found: dict[str, Any], reports: Iterable[dict[str, Any]]) -> None:
             entry["sizes"][size] = figures(report["times"], sent_bytes)
 
 
-def page(found: dict[str, Any]) -> str:
+def page(found: dict[str, Any], name: str) -> str:
     """All of the .md but its notes."""
     shape = found["shape"]
     missing = missing_lines(found["missing"])
@@ -86,7 +86,7 @@ The floor is the bytes over {found["link_bytes_per_s"] / 1e9:g} GB/s; `here` is 
 
 {tokens_table(found)}
 {sms_table(found)}
-![time and share hidden by tokens]({Path(found["plot"]).name})
+![time and share hidden by tokens]({name}.png)
 
 {chr(10).join(missing)}
 """
@@ -137,7 +137,7 @@ def sms_table(found: dict[str, Any]) -> str:
     return caption + markdown_table(head, rows)
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(found: dict[str, Any], out: Path) -> None:
     """Time and GB/s over tokens, the share hidden, and the SMs' split; nothing where nothing was measured."""
     from matplotlib.figure import Figure
 
@@ -170,8 +170,8 @@ def plot(found: dict[str, Any], path: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7, ncols=2)
     shape = found["shape"]
-    figure.suptitle(f"{found['hardware']}, hidden {shape['hidden']}, {shape['experts']} experts")
-    figure.savefig(path, dpi=110)
+    figure.suptitle(f"{devices(found)}, hidden {shape['hidden']}, {shape['experts']} experts")
+    figure.savefig(out.with_suffix(".png"), dpi=110)
 
 
 def _color(found: dict[str, Any], backend: str) -> str:

@@ -1,6 +1,6 @@
 """Time attention and the fused operators around it on one GPU, beside torch's and beside their floors.
 
-    python -m scripts.bench.attention [--out gpu-attention.json]
+    python -m scripts.bench.attention --out docs/results/gpu-attention
 
 Qwen3-30B-A3B's shapes in bfloat16. Times are medians, in us a layer, of CUDA graphs of CALLS calls over caches too
 large for the GPU's own cache; `sdpa`, which is not made for graphs, is timed by events around the same calls.
@@ -9,12 +9,9 @@ T tokens, H query heads, h KV heads, d head dim, B sequences.
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +23,8 @@ from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.fused import fused_kernels
+from scripts.bench.results import add_options, origin, save
+from scripts.bench.timing import alternate, repeated
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EXPERTS, TOP_K = 2048, 32, 4, 128, 16, 128, 8
 SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEAD_DIM**-0.5)
@@ -84,14 +83,9 @@ class Case:
         heads = (HEADS, KV_HEADS, KV_HEADS)
         self.q, self.k, self.v = self.qkv.split(heads, dim=1)
 
-    def layers(self, attention: Attention) -> Callable[[], None]:
-        """CALLS layers, after a plan."""
-
-        def run() -> None:
-            for call in range(CALLS):
-                attention(self.q, self.k, self.v, call % LAYERS)
-
-        return run
+    def layer(self, attention: Attention) -> Callable[[int], object]:
+        """One layer or another, after a plan."""
+        return lambda call: attention(self.q, self.k, self.v, call % LAYERS)
 
     def floor_us(self) -> float:
         """Time to read what must be read or to multiply what must be multiplied, whichever is longer."""
@@ -108,29 +102,10 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=DTYPE)
 
 
-def events_us(run: Callable[[], object]) -> float:
-    """Median of `run` on the device, divided by CALLS."""
-    run()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return round(statistics.median(times), 2)
-
-
-def graph_us(run: Callable[[], object]) -> float:
-    """The same of a graph of `run`."""
-    with torch.cuda.stream(torch.cuda.Stream()):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return events_us(graph.replay)
+def device_us(call: Callable[[int], object], *, graph: bool = True) -> float:
+    """Median of a call on the device; CALLS of them are timed together."""
+    runs = {"us": repeated(call, CALLS, graph=graph)}
+    return alternate(runs, ROUNDS, CALLS, torch.device("cuda"), digits=2)["us"]
 
 
 def host_us(run: Callable[[], object]) -> float:
@@ -151,20 +126,20 @@ def time_attention(label: str, seqs: Seqs) -> Row:
     flashinfer = FlashInferAttention(SPEC)
     flashinfer.bind(case.caches)
     flashinfer.plan(case.batch)
-    row["flashinfer_us"] = graph_us(case.layers(flashinfer))
+    row["flashinfer_us"] = device_us(case.layer(flashinfer))
     row["plan_host_us"] = host_us(lambda: flashinfer.plan(case.batch))
     if case.batch.num_decodes == len(seqs):
         flashinfer.reserve_graphs(len(seqs), len(seqs), case.batch.block_table.shape[1])
         form = flashinfer.decode_form(case.batch, len(seqs))
         flashinfer.plan_graph(case.batch, len(seqs), form)
-        row["flashinfer_graph_us"] = graph_us(case.layers(flashinfer))
+        row["flashinfer_graph_us"] = device_us(case.layer(flashinfer))
         row["plan_graph_host_us"] = host_us(
             lambda: flashinfer.plan_graph(case.batch, len(seqs), form)
         )
     sdpa = SdpaAttention(SPEC)
     sdpa.bind(case.caches)
     sdpa.plan(case.batch)
-    row["sdpa_us"] = events_us(case.layers(sdpa))
+    row["sdpa_us"] = device_us(case.layer(sdpa), graph=False)
     return row
 
 
@@ -211,7 +186,7 @@ def time_fused(num_tokens: int) -> list[Row]:
     }
 
     def time_layers(operator: Callable[[int], object]) -> float:
-        return graph_us(lambda: [operator(call % LAYERS) for call in range(CALLS)])
+        return device_us(lambda call: operator(call % LAYERS))
 
     return [
         {
@@ -227,16 +202,11 @@ def time_fused(num_tokens: int) -> list[Row]:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("gpu-attention.json"))
+    add_options(parser, drawn=False)
     args = parser.parse_args()
-    report: Row = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "flashinfer": version("flashinfer-python"),
-        "attention": [],
-        "fused": [],
-    }
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU, found none")
+    report: Row = {**origin(1, args.commit), "attention": [], "fused": []}
     torch.manual_seed(0)
     for label, seqs in attention_cases().items():
         report["attention"].append(time_attention(label, seqs))
@@ -245,7 +215,7 @@ def main() -> None:
         report["fused"] += time_fused(num_tokens)
         for row in report["fused"][-3:]:
             print(row, flush=True)
-    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    save(args.out, report)
 
 
 if __name__ == "__main__":

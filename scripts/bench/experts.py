@@ -11,7 +11,6 @@ page and the plot of an OUT.json again. On a CPU it is a dry run of itself:
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -27,8 +26,8 @@ from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
-from scripts.bench.processes import Limits, Report, run_group
-from scripts.bench.results import origin, save, write
+from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
+from scripts.bench.results import add_options, load, origin, save, write
 from scripts.bench.timing import alternate, repeated
 
 BACKENDS = ("triton", "deepgemm", "deepgemm_fp8", "torch_grouped", "reference")
@@ -191,7 +190,7 @@ def plan(args: argparse.Namespace, missing: dict[str, str]) -> tuple[list[str], 
 def sweep(args: argparse.Namespace) -> None:
     """All backends, one after the other; the figures are saved after each."""
     begin = time.monotonic()
-    limits = Limits(args.patience, begin + args.budget)
+    limits = limits_from_now(args)
     found = about(args)
     able, found["missing"] = plan(args, gemms.missing(torch.device(args.device)))
     if args.device == "cuda":
@@ -230,14 +229,13 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
     names = ("experts", "local_experts", "top_k", "hidden", "width")
     return {
         "what": "microseconds of one rank's experts in one MoE layer",
-        **origin(args.device, 1, args.commit),
+        **origin(1 if args.device == "cuda" else 0, args.commit),
         "shape": {name: getattr(args, name) for name in names},
         "dtype": str(args.dtype)[6:],
         "in_graph": IN_GRAPH,
         "rounds": args.rounds,
         "layers": args.layers,
         "ceilings": {"memory_bytes_per_s": MEMORY, "bf16_flops": BF16, "fp8_flops": FP8},
-        "plot": args.out.with_suffix(".png").name,
         "tokens": args.tokens,
         "backends": {},
         "missing": {},
@@ -256,13 +254,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=3, help="layers whose weights take turns")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs whose median counts")
-    parser.add_argument(
-        "--patience", type=float, default=40, help="s without a result of a backend"
-    )
-    parser.add_argument("--budget", type=float, default=90, help="s for all backends")
-    parser.add_argument("--commit", help="the measured commit; asked from git if left out")
-    parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
-    parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
+    add_limits(parser, patience_s=40, budget_s=90)
+    add_options(parser)
     args = parser.parse_args()
     args.tokens = sorted(set(args.tokens))
     args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
@@ -272,7 +265,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if args.redraw:
-        write(args.out, json.loads(args.out.with_suffix(".json").read_text()), page, plot)
+        write(args.out, load(args.out), page, plot)
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("needs a GPU, found none; --device cpu is a dry run")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.results import markdown_table, missing_lines, origin_line
+from scripts.bench.results import devices, markdown_table, missing_lines, origin_line
 
 MEMORY, BF16, FP8 = (
     4.0e12,
@@ -65,7 +65,7 @@ def add(found: dict[str, Any], reports: Iterable[dict[str, Any]]) -> None:
             }
 
 
-def page(found: dict[str, Any]) -> str:
+def page(found: dict[str, Any], name: str) -> str:
     """All of the .md but its notes."""
     shape, ceilings = found["shape"], found["ceilings"]
     missing = missing_lines(found["missing"])
@@ -86,7 +86,7 @@ and tokens in and out at {ceilings["memory_bytes_per_s"] / 1e12:g} TB/s, and the
 {ceilings["bf16_flops"] / 1e12:g} TFLOP/s ({ceilings["fp8_flops"] / 1e12:g} in FP8).
 
 {table(found)}
-![TFLOP/s and time by tokens per expert]({found["plot"]})
+![TFLOP/s and time by tokens per expert]({name}.png)
 
 {chr(10).join(missing)}
 """
@@ -126,7 +126,7 @@ def _floor(at: dict[str, Any], backends: dict[str, Any], fp8: bool) -> str:
     return f"{found[0]:g}" if found else "-"
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(found: dict[str, Any], out: Path) -> None:
     """TFLOP/s and time of the products over tokens per expert, with the floors; nothing where nothing was measured."""
     from matplotlib.figure import Figure
 
@@ -158,5 +158,5 @@ def plot(found: dict[str, Any], path: Path) -> None:
         axes.set(xscale="log", yscale="log", title=title, xlabel="tokens per expert")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.suptitle(f"{found['hardware']}, {found['shape']['local_experts']} experts of a rank")
-    figure.savefig(path, dpi=110)
+    figure.suptitle(f"{devices(found)}, {found['shape']['local_experts']} experts of a rank")
+    figure.savefig(out.with_suffix(".png"), dpi=110)

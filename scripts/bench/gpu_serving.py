@@ -4,7 +4,8 @@ Each load keeps a number of requests in flight, all of the same lengths, with ra
 length. The loads are made for four GPUs; with fewer ranks fewer requests are in flight. Run it as
 scripts/bench_gpu_serving; on a CPU with a small checkpoint it is a dry run of itself:
 
-    scripts/bench_gpu_serving --config configs/local.yaml --ranks 1 --set cluster.device=cpu --lengths 0.02 --scale 0.01
+    scripts/bench_gpu_serving --config configs/local.yaml --ranks 1 --set cluster.device=cpu --lengths 0.02 \\
+        --scale 0.01 --out /tmp/serving
 """
 
 import argparse
@@ -15,8 +16,6 @@ import sys
 import tempfile
 import urllib.request
 from dataclasses import asdict
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +24,25 @@ from cluster.bench.load import Driver
 from cluster.bench.metrics import RoundResult
 from cluster.bench.roofline import Hardware, floor_of
 from cluster.bench.settings import Load
-from scripts.bench import ROOT, servers
-from scripts.bench.gpu_serving_report import markdown
+from scripts.bench import ROOT, results
+from scripts.bench.gpu_serving_report import page
 from scripts.bench.servers import ServerProcess, free_port
 from workers.models.config import load_model_config
 
 LOADS = ((512, 1024, 1024), (128, 128, 512), (256, 4096, 8))  # in flight, input, output tokens
 LOADS_RANKS = 4
 START_TIMEOUT_S = 900.0  # the first start on a machine compiles
-GPU_PACKAGES = ("triton", "flashinfer-python", "sgl-deep-gemm", "sgl-deep-ep", "numpy", "pyzmq")
 STAGE = re.compile(r"^  (\S.*?) +([\d.]+) s$", re.MULTILINE)
 
 
 def main() -> None:
     """Command line."""
     options = parse()
-    with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
-        report = measure(options, Path(folder) / "server.log")
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    table = markdown(report)
-    options.output.with_suffix(".md").write_text(table + "\n", encoding="utf-8")
-    print(table)
-    print(f"\nwrote {options.output} and {options.output.with_suffix('.md')}", file=sys.stderr)
+    if not options.redraw:
+        with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
+            results.save(options.out, measure(options, Path(folder) / "server.log"))
+    results.write(options.out, results.load(options.out), page)
+    print(options.out.with_suffix(".md").read_text())
 
 
 def parse() -> argparse.Namespace:
@@ -61,11 +56,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--loads", default="0,1,2", help="which of the loads, from 0")
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
     parser.add_argument("--log", type=Path, help="keep the server's output here")
-    results = ROOT / "docs" / "results" / "gpu-serving.json"
-    parser.add_argument("--output", type=Path, default=results)
+    results.add_options(parser, "gpu-serving")
     options = parser.parse_args()
     options.ranks = options.ranks or len(machine.hardware()["gpus"])
-    if not options.ranks:
+    if not options.ranks and not options.redraw:
         parser.error("no GPU was found; --ranks says how many ranks to start")
     options.scale = options.scale or options.ranks / LOADS_RANKS
     return options
@@ -80,9 +74,10 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     )
     port = free_port()
     command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
-    servers.START_TIMEOUT_S = START_TIMEOUT_S
     log = options.log or log
-    server = ServerProcess(command, port, resolved["config"]["serve"]["model_name"], log)
+    server = ServerProcess(
+        command, port, resolved["config"]["serve"]["model_name"], log, START_TIMEOUT_S
+    )
     try:
         print(f"first answer after {server.start_s:.1f} s", file=sys.stderr)
         loads = [run_load(server, load, resolved) for load in make_loads(options)]
@@ -91,11 +86,12 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     output = log.read_text(errors="replace")
     model = resolved["config"]["model"]
     model["path"] = Path(model["path"]).name
+    num_gpus = 0 if resolved["config"]["cluster"]["device"] == "cpu" else options.ranks
+    where = results.origin(num_gpus, options.commit)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "method": __doc__,
-        "hardware": machine.hardware(),
-        "versions": machine.versions() | gpu_versions(),
+        **where,
+        "versions": machine.versions() | where["versions"],
         "assumed_hardware": asdict(Hardware()),
         "ranks": options.ranks,
         "scale": options.scale,
@@ -111,17 +107,6 @@ def phalanx(command: str, config: Path, settings: list[str], *options: str) -> l
     """A command line of this installation."""
     overrides = [part for setting in settings for part in ("--set", setting)]
     return [sys.executable, "-m", "cluster.cli", command, str(config), *options, *overrides]
-
-
-def gpu_versions() -> dict[str, str]:
-    """Of the packages that kernels come from."""
-    found = {}
-    for package in GPU_PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def make_loads(options: argparse.Namespace) -> list[Load]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from scripts.bench.results import origin_line
+
 # vLLM 0.26 (data parallel 4, expert parallel, CUDA graphs) on four H200 with the same weights' shapes:
 # output tok/s or, for the last, total tok/s.
 PEER = {
@@ -11,34 +13,29 @@ PEER = {
 }
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """All tables."""
-    hardware, versions = report["hardware"], report["versions"]
-    gpus = hardware["gpus"]
-    where = f"{len(gpus)} x {gpus[0].split(',')[0]}" if gpus else hardware["cpu"]
-    software = ", ".join(f"{name} {found}" for name, found in versions.items())
+def page(report: dict[str, Any], _name: str) -> str:
+    """All of the .md but its notes."""
     backends = report["resolved"]["backends"]
     chosen = ", ".join(f"{family} {choice['name']}" for family, choice in backends.items())
     config = report["resolved"]["config"]
     assumed = report["assumed_hardware"]
-    return "\n".join(
-        [
-            "# Served speed on GPUs",
-            "",
-            f"{where}, {report['ranks']} rank(s), {report['date'][:10]}; {software}.",
-            f"Backends: {chosen}. Model {config['model']['path']}, weights "
-            f"{config['model']['weights']}, routing {config['model']['routing']['kind']}; through HTTP, "
-            "random prompts, answers of full length.",
-            f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
-            f"{assumed['link_bytes'] / 1e9:g} GB/s of links, all overlapped, nothing else.",
-            "",
-            *_loads(report),
-            "",
-            *_start(report),
-            "",
-            *_steps(report),
-        ]
-    )
+    lines = [
+        "# Served speed on GPUs",
+        "",
+        f"{origin_line(report)} {report['ranks']} rank(s).",
+        f"Backends: {chosen}. Model {config['model']['path']}, weights "
+        f"{config['model']['weights']}, routing {config['model']['routing']['kind']}; through HTTP, "
+        "random prompts, answers of full length.",
+        f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
+        f"{assumed['link_bytes'] / 1e9:g} GB/s of links, all overlapped, nothing else.",
+        "",
+        *_loads(report),
+        "",
+        *_start(report),
+        "",
+        *_steps(report),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _loads(report: dict[str, Any]) -> list[str]:

@@ -1,18 +1,15 @@
 """Times how fast one rank's weights come onto a GPU: read from a checkpoint in the page cache, or drawn there.
 
-    python -m scripts.bench.loading --out results.json
+    python -m scripts.bench.loading --out docs/results/gpu-loading
 
 The checkpoint has the shape of configs/models/qwen3-30b-a3b with fewer layers, in several files, and is written first.
 The baseline copies each tensor out of a mapped file. Random weights are drawn for all layers.
 """
 
 import argparse
-import datetime
 import json
 import math
-import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,6 +23,7 @@ from safetensors.torch import save_file
 
 from kernels.placement import ExpertPlacement
 from scripts.bench import ROOT
+from scripts.bench.results import add_options, origin, save
 from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.initial_weights import draw_weights
 from workers.models.slots import WeightSlot
@@ -136,16 +134,14 @@ def main() -> None:
     parser.add_argument(
         "--folder", default=None, help="where to write it; default: the temporary folder"
     )
-    parser.add_argument("--out", type=Path, default=None)
+    add_options(parser, drawn=False)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("needs a GPU, found none")
     device = torch.device("cuda", torch.cuda.current_device())
     config = load_model_config(MODEL)
-    smi = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     result = {
-        "date": datetime.date.today().isoformat(),
-        "gpu": subprocess.run(smi, capture_output=True, text=True).stdout.splitlines()[0],
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
+        **origin(1, args.commit),
         "layers": args.layers,
         "drawing": measure_drawing(config, device),
     }
@@ -155,10 +151,8 @@ def main() -> None:
         result["reading"] = measure_reading(smaller, Path(folder), device)
         torch.cuda.empty_cache()
         result["one_rank_of_four"] = measure_part(smaller, Path(folder), device)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.out is not None:
-        args.out.write_text(text + "\n")
+    save(args.out, result)
+    print(args.out.with_suffix(".json").read_text())
 
 
 if __name__ == "__main__":

@@ -19,13 +19,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cluster.bench import machine
 from kernels.all2all import choice
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import ExpertInput
@@ -34,8 +32,10 @@ from kernels.all2all.payload import Gathered, RowFormat, pick_local
 from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.pending import Pending
 from kernels.permute import ExpertOrder
-from scripts.bench import ROOT, overlap_report
-from scripts.bench.processes import Limits, Report, run_group
+from scripts.bench import ROOT
+from scripts.bench.overlap_report import RESIDENT, page, plot
+from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
+from scripts.bench.results import add_options, load, origin, save, write
 from workers import process_group
 from workers.config import RankConfig
 from workers.microbatch import alternate
@@ -44,7 +44,6 @@ from workers.rank import Rank
 from workers.rank_info import Rendezvous
 
 BACKENDS = "copy_engine,symm,deepep,allgather,torch_dist,deepep_low_latency"
-RESIDENT = overlap_report.RESIDENT
 BLOCK_SIZE = 16
 SWEEP_FROM = 4096  # tokens of the prefills that limits on the exchange's SMs are tried with
 TINY_STEPS = 200  # of empty tasks, for the cost of handing over
@@ -307,13 +306,9 @@ def task_of(args: argparse.Namespace, backend: str) -> Task:
 
 def measure(args: argparse.Namespace) -> None:
     """Every exchange after the other; what there is is written after each."""
-    from scripts.bench.gpu_serving import gpu_versions
-
-    end = time.monotonic() + args.budget
+    limits = limits_from_now(args)
     report: dict[str, Any] = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hardware": machine.hardware(),
-        "versions": machine.versions() | gpu_versions(),
+        **origin(args.ranks if args.device == "cuda" else 0, args.commit),
         "model": args.model.name,
         "ranks": args.ranks,
         "cuda_graphs": args.cuda_graphs,
@@ -322,14 +317,15 @@ def measure(args: argparse.Namespace) -> None:
     }
     for backend in (RESIDENT, *args.backends):
         started = time.monotonic()
-        if started < end:
-            figures = figures_of(task_of(args, backend), Limits(args.patience, end))
+        if started < limits.end:
+            figures = figures_of(task_of(args, backend), limits)
         else:
             figures = {"missing": f"left out: {args.budget:g} s had passed"}
         figures["seconds"] = round(time.monotonic() - started, 1)
         report["backends"][backend] = figures
         print(backend, json.dumps(figures), flush=True)
-        overlap_report.write(report, args.out)
+        save(args.out, report)
+        write(args.out, report, page, plot)
 
 
 def parse() -> argparse.Namespace:
@@ -349,10 +345,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grouped-gemm", default="auto")
     parser.add_argument("--repeats", type=int, default=7, help="rounds over all sizes, at most")
     parser.add_argument("--seconds", type=float, default=18, help="after which no round is begun")
-    parser.add_argument("--patience", type=float, default=60, help="seconds without any progress")
-    parser.add_argument("--budget", type=float, default=235, help="seconds of the whole run")
-    parser.add_argument("--redraw", action="store_true", help="table and plot of OUT.json alone")
-    parser.add_argument("--out", type=Path, required=True, help="path of the results, less suffix")
+    add_limits(parser, patience_s=60, budget_s=235)
+    add_options(parser)
     args = parser.parse_args()
     num_gpus = torch.cuda.device_count()
     args.device = "cuda" if num_gpus else "cpu"
@@ -368,7 +362,7 @@ def main() -> None:
     """Command line."""
     args = parse()
     if args.redraw:
-        overlap_report.write(json.loads(args.out.with_suffix(".json").read_text()), args.out)
+        write(args.out, load(args.out), page, plot)
         return
     os.environ.update(MULTICAST_OFF)
     share_compiled_kernels(os.environ)

@@ -1,24 +1,14 @@
 """Tables and plots of what overlap.py measured. Plain figures in, Markdown and a PNG out."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from scripts.bench.results import origin_line
+
 RESIDENT = "resident"  # the step without an exchange
 NOISE = 0.02
 Step = tuple[str, int]  # phase, tokens of a rank
-
-
-def write(report: dict[str, Any], out: Path) -> None:
-    """`out` with .json, .md and, where there is matplotlib, .png."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    out.with_suffix(".md").write_text(markdown(report) + "\n", encoding="utf-8")
-    try:
-        plot(report, out.with_suffix(".png"))
-    except ImportError as error:
-        print(f"no plot: {error} (matplotlib is in the dev extra)", flush=True)
 
 
 def exchange_share(step: dict[str, Any], resident: dict[str, Any]) -> float:
@@ -48,28 +38,24 @@ def measured(report: dict[str, Any]) -> dict[str, dict[Step, dict[str, Any]]]:
     }
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """All tables."""
-    hardware = report["hardware"]
-    gpus = hardware["gpus"]
-    where = f"{len(gpus)} x {gpus[0].split(',')[0]}" if gpus else hardware["cpu"]
-    software = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
-    return "\n".join(
-        [
-            "# Microbatches: steps whole and in slices, by exchange",
-            "",
-            f"{where}, {report['ranks']} ranks, {report['date'][:10]}; {software}. Model "
-            f"{report['model']}, random weights, uniform routing; `scheduler.cuda_graphs: "
-            f"{report['cuda_graphs']}`.",
-            "",
-            *_steps(report),
-            "",
-            *_best(report),
-            "",
-            *_comm_sms(report),
-            *_others(report),
-        ]
-    )
+def page(report: dict[str, Any], name: str) -> str:
+    """All of the .md but its notes."""
+    lines = [
+        "# Microbatches: steps whole and in slices, by exchange",
+        "",
+        f"{origin_line(report)} {report['ranks']} ranks. Model {report['model']}, random weights, uniform routing; "
+        f"`scheduler.cuda_graphs: {report['cuda_graphs']}`.",
+        "",
+        *_steps(report),
+        "",
+        *_best(report),
+        "",
+        f"![what slices gain by tokens and SMs]({name}.png)",
+        "",
+        *_comm_sms(report),
+        *_others(report),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _steps(report: dict[str, Any]) -> Iterator[str]:
@@ -165,7 +151,7 @@ def _product(report: dict[str, Any], name: str) -> str | None:
     return report["backends"].get(name, {}).get("backends", {}).get("grouped_gemm")
 
 
-def plot(report: dict[str, Any], path: Path) -> None:
+def plot(report: dict[str, Any], out: Path) -> None:
     """Gain by tokens for both phases, and milliseconds by SMs of the exchange."""
     from matplotlib.figure import Figure
 
@@ -205,7 +191,7 @@ def plot(report: dict[str, Any], path: Path) -> None:
     sms.set_ylim(bottom=0)
     sms.grid(alpha=0.3)
     _legend(sms)
-    figure.savefig(path, dpi=120)
+    figure.savefig(out.with_suffix(".png"), dpi=120)
 
 
 def _legend(axis: Any) -> None:

@@ -4,6 +4,7 @@ A group is one process per rank. Rank 0 reports results as it gets them; when a 
 reported for too long, the whole group is killed and what was reported until then is kept. Knows nothing of kernels.
 """
 
+import argparse
 import json
 import multiprocessing
 import tempfile
@@ -26,6 +27,18 @@ class Limits:
 
     patience_s: float
     end: float
+
+
+def add_limits(parser: argparse.ArgumentParser, *, patience_s: float, budget_s: float) -> None:
+    """--patience and --budget."""
+    help_text = "seconds that ranks may take without a result"
+    parser.add_argument("--patience", type=float, default=patience_s, help=help_text)
+    parser.add_argument("--budget", type=float, default=budget_s, help="seconds of the whole run")
+
+
+def limits_from_now(args: argparse.Namespace) -> Limits:
+    """Of the options."""
+    return Limits(args.patience, time.monotonic() + args.budget)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""What the reports of the sweeps share: where they were measured, tables in Markdown, and notes that a person added."""
+"""What the measurements share: where they were made, tables in Markdown, and files that keep a person's notes."""
 
+import argparse
 import datetime
 import json
-import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,19 +13,40 @@ from typing import Any
 
 import torch
 
+from cluster.bench import machine
+from scripts.bench import ROOT
+
 PACKAGES = ("triton", "deep_ep", "sgl-deep-ep", "sgl-deep-gemm", "flashinfer-python")
 NOTES = "## Notes"
+FLAT_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")  # strings hold no line breaks in JSON
+
+Found = dict[str, Any]
+Page = Callable[[Found, str], str]  # of the results and the name of their files, less suffix
+Plot = Callable[[Found, Path], None]  # of the results and the path of their files, less suffix
 
 
-def origin(device: str, num_devices: int, commit: str | None) -> dict[str, Any]:
-    """When, where and with what: date, commit, hardware, versions. `commit` as told, else git's."""
+def add_options(
+    parser: argparse.ArgumentParser, name: str | None = None, *, drawn: bool = True
+) -> None:
+    """Where results go, by default to NAME in docs/results; drawing them again; what was measured."""
+    out = None if name is None else ROOT / "docs" / "results" / name
+    where = "path of the results, less suffix"
+    parser.add_argument("--out", type=Path, default=out, required=out is None, help=where)
+    if drawn:
+        parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
+    parser.add_argument("--commit", help="the measured commit; asked from git if left out")
+
+
+def origin(num_gpus: int, commit: str | None) -> Found:
+    """When, where and with what: date, commit, hardware with the GPUs that are used, versions of kernels."""
     if commit is None:
-        command = ["git", "rev-parse", "--short", "HEAD"]
+        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    name = torch.cuda.get_device_name() if device == "cuda" else f"CPU ({platform.machine()})"
-    found = {"torch": torch.__version__}
-    if device == "cuda":
-        found["CUDA"] = str(torch.version.cuda)
+    hardware = machine.hardware()
+    hardware["gpus"] = hardware["gpus"][:num_gpus]
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda is not None:
+        found["CUDA"] = torch.version.cuda
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     for package in PACKAGES:
         try:
@@ -32,18 +54,27 @@ def origin(device: str, num_devices: int, commit: str | None) -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "date": datetime.date.today().isoformat(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or "unknown",
-        "hardware": f"{num_devices} x {name}",
-        "cpus": os.cpu_count(),
+        "hardware": hardware,
         "versions": found,
     }
 
 
-def origin_line(found: dict[str, Any]) -> str:
+def devices(found: Found) -> str:
+    """`4 x NVIDIA H200`, or the processor."""
+    hardware = found["hardware"]
+    if isinstance(hardware, str):  # in the oldest results
+        return hardware
+    gpus = hardware["gpus"]
+    return f"{len(gpus)} x {gpus[0].split(',')[0]}" if gpus else hardware["cpu"]
+
+
+def origin_line(found: Found) -> str:
     """One sentence of `origin`."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    return f"{found['hardware']}; {versions}; commit {found['commit']}, {found['date']}."
+    commit = f"commit {found['commit']}, " if "commit" in found else ""  # the oldest have none
+    return f"{devices(found)}; {versions}; {commit}{found['date'][:10]}."
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -52,23 +83,35 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def save(out: Path, found: dict[str, Any]) -> None:
-    """OUT.json."""
-    out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+def missing_lines(found: dict[str, str]) -> list[str]:
+    """What was not measured, and why."""
+    return [f"- not measured: {name}: {reason}" for name, reason in found.items()]
 
 
-def write(
-    out: Path,
-    found: dict[str, Any],
-    text: Callable[[dict[str, Any]], str],
-    plot: Callable[[dict[str, Any], Path], None],
-) -> None:
-    """OUT.md and OUT.png; what an OUT.md that is there has from `## Notes` on stays."""
-    page = out.with_suffix(".md")
-    notes = kept_notes(page.read_text()) if page.exists() else ""
-    page.write_text(text(found) + notes)
+def save(out: Path, found: Found) -> None:
+    """OUT.json, with lists of plain values on a line of their own."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    text = FLAT_LIST.sub(_on_one_line, json.dumps(found, indent=1))
+    out.with_suffix(".json").write_text(text + "\n")
+
+
+def _on_one_line(found: re.Match[str]) -> str:
+    return "[" + re.sub(r"\s*\n\s*", " ", found[1]) + "]"
+
+
+def load(out: Path) -> Found:
+    """What was saved."""
+    return json.loads(out.with_suffix(".json").read_text())
+
+
+def write(out: Path, found: Found, page: Page, plot: Plot | None = None) -> None:
+    """OUT.md and its plot; what an OUT.md that is there has from `## Notes` on stays."""
+    path = out.with_suffix(".md")
+    notes = kept_notes(path.read_text()) if path.exists() else ""
+    path.write_text(page(found, out.stem) + notes)
     try:
-        plot(found, out.with_suffix(".png"))
+        if plot is not None:
+            plot(found, out)
     except ImportError as error:
         print(f"no plot: {error} (pip install 'phalanx[bench]', then --redraw)", flush=True)
 
@@ -77,8 +120,3 @@ def kept_notes(page: str) -> str:
     """The page's notes with an empty line before them, "" if it has none."""
     begin = page.find(f"\n{NOTES}\n")
     return "" if begin < 0 else page[begin:]
-
-
-def missing_lines(found: dict[str, str]) -> list[str]:
-    """What was not measured, and why."""
-    return [f"- not measured: {name}: {reason}" for name, reason in found.items()]

@@ -29,10 +29,17 @@ class ServerProcess:
     `start_s` counts from the command to the first generated answer.
     """
 
-    def __init__(self, command: list[str], port: int, model: str, log: Path):
+    def __init__(
+        self,
+        command: list[str],
+        port: int,
+        model: str,
+        log: Path,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ):
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
-        self._model = model
+        self._model, self._start_timeout_s = model, start_timeout_s
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         started = time.perf_counter()
         with log.open("w") as output:
@@ -124,7 +131,7 @@ class ServerProcess:
             headers={"Content-Type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as answer:
+            with urllib.request.urlopen(request, timeout=self._start_timeout_s) as answer:
                 return bool(json.load(answer)["choices"])
         except urllib.error.HTTPError as error:
             if error.code in (404, 502, 503):  # a proxy is there, the application not yet
@@ -134,7 +141,7 @@ class ServerProcess:
             return False
 
     def _check_alive(self, waited_s: float) -> None:
-        if self._process.poll() is None and waited_s < START_TIMEOUT_S:
+        if self._process.poll() is None and waited_s < self._start_timeout_s:
             return
         tail = self._log.read_text(errors="replace")[-3000:]
         raise RuntimeError(f"no answer after {waited_s:.0f} s; the server said:\n{tail}")

@@ -1,44 +1,38 @@
 """Where the time of a step goes: ranks in step, timed, then profiled, each part of the step against its floor.
 
-    python -m scripts.bench.timeline --ranks 4 --output docs/results/gpu-timeline.json
+    python -m scripts.bench.timeline --ranks 4 --out docs/results/gpu-timeline
 
-Writes the JSON, and tables and pictures beside it. One process and GPU for each rank, without Ray and HTTP; the model,
-its random weights and the backends are those of configs/gpu-bench.yaml. On a CPU a dry run of itself:
+Writes OUT.json, OUT.md and a picture of each state; `--redraw` makes page and pictures of an OUT.json again. One
+process and GPU for each rank, without Ray and HTTP; the model, its random weights and the backends are those of
+configs/gpu-bench.yaml. On a CPU it is a dry run of itself:
 
     python -m scripts.bench.timeline --config configs/local.yaml --ranks 2 --scale 0.1 --lengths 0.1 \\
-        --set cluster.device=cpu --set model.weights=dummy --output /tmp/timeline.json
+        --set cluster.device=cpu --set model.weights=dummy --out /tmp/timeline
 """
 
 import argparse
-import json
 import os
-import re
-import tempfile
 import time
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
 
-from cluster.bench import machine
 from cluster.bench.roofline import Hardware, Part, step_floor, step_floors
 from cluster.bench.step_work import StepShape
 from cluster.config import load_config, resolve_rank_config
-from cluster.trace_drawing import check_matplotlib
 from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from scripts.bench import ROOT
+from scripts.bench.processes import add_limits, limits_from_now, run_group
+from scripts.bench.results import add_options, load, origin, save, write
 from scripts.bench.timeline_ranks import State, run_rank
-from scripts.bench.timeline_report import draw, markdown
+from scripts.bench.timeline_report import draw, page
 from workers import process_group
 from workers.config import RankConfig
 from workers.models.config import load_model_config
 from workers.rank_info import Rendezvous
 
-GPU_PACKAGES = ("torch", "triton", "flashinfer-python", "sgl-deep-gemm", "phalanx")
 STATES = (
     State("decode", 128, 1024, 2048),
     State("decode", 32, 128, 640),
@@ -50,26 +44,11 @@ def main() -> None:
     """Command line."""
     options = parse()
     if options.redraw:
-        draw_all(json.loads(options.redraw.read_text()), options.redraw)
+        write(options.out, load(options.out), page, draw)
         return
     os.environ.update(MULTICAST_OFF)
     share_compiled_kernels(os.environ)
-    config = resolve_rank_config(
-        load_config(options.config, [f"cluster.ranks={options.ranks}", *options.set])
-    )
-    states = [scaled(state, options.scale, options.lengths) for state in STATES]
-    check(config, states)
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="phalanx-timeline-") as folder:
-        run_ranks(config, states, Path(folder), options.timeout)
-        ranks = [
-            json.loads((Path(folder) / f"{rank}.json").read_text())
-            for rank in range(config.num_ranks)
-        ]
-    report = make_report(config, states, ranks)
-    report["seconds"] = round(time.perf_counter() - started, 1)
-    write(report, options.output)
-    draw_all(report, options.output)
+    measure(options)
 
 
 def parse() -> argparse.Namespace:
@@ -82,12 +61,36 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, default=1.0, help="factor of sequences a rank")
     parser.add_argument("--lengths", type=float, default=1.0, help="factor of their tokens")
     parser.add_argument("--set", action="append", default=[], help="setting of the configuration")
-    parser.add_argument("--timeout", type=float, default=400.0, help="seconds for everything")
-    parser.add_argument(
-        "--output", type=Path, default=ROOT / "docs" / "results" / "gpu-timeline.json"
-    )
-    parser.add_argument("--redraw", type=Path, help="tables and pictures of such a JSON, no more")
+    add_limits(parser, patience_s=300, budget_s=400)
+    add_options(parser, "gpu-timeline")
     return parser.parse_args()
+
+
+def measure(options: argparse.Namespace) -> None:
+    """All states, in processes; those that were measured until something failed are written all the same."""
+    overrides = [f"cluster.ranks={options.ranks}", *options.set]
+    config = resolve_rank_config(load_config(options.config, overrides))
+    states = [scaled(state, options.scale, options.lengths) for state in STATES]
+    check(config, states)
+    started = time.perf_counter()
+    store = process_group.host_store("127.0.0.1")  # lives as long as its name
+    rendezvous = Rendezvous("127.0.0.1", store.port, f"timeline-{store.port}")
+    outcome = run_group(
+        run_rank, (config, states, rendezvous), config.num_ranks, limits_from_now(options)
+    )
+    found = [report["ranks"] for report in outcome.reports if "ranks" in report]
+    if found:
+        (start,) = (report["start"] for report in outcome.reports if "start" in report)
+        report = {
+            **origin(config.num_ranks if config.device == "cuda" else 0, options.commit),
+            **make_report(config, start, states[: len(found)], found),
+            "seconds": round(time.perf_counter() - started, 1),
+        }
+        save(options.out, report)
+        write(options.out, report, page, draw)
+        print(options.out.with_suffix(".md").read_text())
+    if outcome.failure is not None:
+        raise SystemExit(outcome.failure)
 
 
 def scaled(state: State, seqs: float, lengths: float) -> State:
@@ -120,34 +123,19 @@ def check(config: RankConfig, states: list[State]) -> None:
         raise SystemExit(f"{config.num_ranks} ranks need as many GPUs: --ranks")
 
 
-def run_ranks(config: RankConfig, states: list[State], folder: Path, timeout_s: float) -> None:
-    """A process for each rank; when one fails the others are ended, and its traceback is raised."""
-    store = process_group.host_store("127.0.0.1")
-    rendezvous = Rendezvous("127.0.0.1", store.port, f"timeline-{os.getpid()}")
-    context = torch.multiprocessing.spawn(
-        run_rank, (config, states, rendezvous, folder), config.num_ranks, join=False
-    )
-    deadline = time.monotonic() + timeout_s
-    try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                raise SystemExit(f"the ranks were not done after {timeout_s:g} s (--timeout)")
-    finally:
-        for process in context.processes:
-            process.kill()
-
-
 def make_report(
-    config: RankConfig, states: list[State], ranks: list[dict[str, Any]]
+    config: RankConfig,
+    start: dict[str, Any],
+    states: list[State],
+    found: list[list[dict[str, Any]]],
 ) -> dict[str, Any]:
-    """What all ranks found, and the floors."""
+    """What all ranks found in each state, and the floors. `start`: backends, and seconds of the stages."""
     model = replace(load_model_config(config.model.path), dtype=config.model.dtype)
-    found = []
-    for index, state in enumerate(states):
-        of_ranks = [rank["states"][index] for rank in ranks]
+    rows = []
+    for state, of_ranks in zip(states, found, strict=True):
         shape = StepShape(**of_ranks[0]["shape"])
         floors = step_floors(model, config.num_ranks, shape)
-        found.append(
+        rows.append(
             {
                 "title": state.title,
                 **asdict(state),
@@ -158,19 +146,15 @@ def make_report(
             }
         )
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "method": __doc__,
-        "hardware": machine.hardware(),
-        "versions": versions(),
         "assumed_hardware": asdict(Hardware()),
         "model": Path(config.model.path).name,
         "weights": config.model.weights,
         "routing": config.model.routing.kind,
         "num_layers": model.num_hidden_layers,
         "ranks": config.num_ranks,
-        "backends": ranks[0]["backends"],
-        "stages_s": ranks[0]["stages_s"],
-        "states": found,
+        **start,
+        "states": rows,
     }
 
 
@@ -179,46 +163,6 @@ def floor_figures(floor: Part) -> dict[str, Any]:
     kinds = {"memory": floor.memory_s, "compute": floor.compute_s, "links": floor.link_s}
     bound = max(kinds, key=lambda kind: kinds[kind]) if floor.floor_s else "-"
     return {"floor_ms": 1e3 * floor.floor_s, "bound": bound}
-
-
-def versions() -> dict[str, str]:
-    """Of what the kernels come from."""
-    found = {}
-    for package in GPU_PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def write(report: dict[str, Any], output: Path) -> None:
-    """JSON, one line for each kernel that is drawn."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(report, indent=1)
-    output.write_text(re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", one_line, text) + "\n")
-
-
-def draw_all(report: dict[str, Any], output: Path) -> None:
-    """Beside the JSON: the tables, and a picture of each state."""
-    pictures = []
-    for state in report["states"]:
-        tokens = round(state["shape"]["tokens"])
-        pictures.append(output.with_name(f"{output.stem}-{state['phase']}-{tokens}.png"))
-    table = markdown(report, [picture.name for picture in pictures])
-    output.with_suffix(".md").write_text(table + "\n")
-    print(table)
-    try:
-        check_matplotlib()
-    except ValueError as error:
-        raise SystemExit(f"no pictures: {error}; then --redraw {output}") from None
-    for state, picture in zip(report["states"], pictures, strict=True):
-        draw(state, report["num_layers"], picture)
-
-
-def one_line(found: re.Match[str]) -> str:
-    """A list without breaks."""
-    return "[" + re.sub(r"\s*\n\s*", " ", found[1]) + "]"
 
 
 if __name__ == "__main__":

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cluster.bench.step_work import StepShape
+from scripts.bench.processes import Report
 from scripts.bench.timeline_events import (
     EXCHANGE,
     PREFIX,
@@ -68,9 +70,14 @@ class State:
 
 
 def run_rank(
-    index: int, config: RankConfig, states: list[State], rendezvous: Rendezvous, folder: Path
+    index: int,
+    report: Report,
+    folder: Path,
+    config: RankConfig,
+    states: list[State],
+    rendezvous: Rendezvous,
 ) -> None:
-    """A rank's process: all stages, then all states; what it found goes to `folder`."""
+    """A rank's process: all stages, then all states. Rank 0 reports each stage, the start, and what all found."""
     if config.device == "cuda":
         torch.cuda.set_device(index)
     rank, stages = Rank(index, config), {}
@@ -79,17 +86,19 @@ def run_rank(
         started = time.perf_counter()
         rank.run_stage(stage, lambda done, total: None)
         stages[stage] = round(time.perf_counter() - started, 1)
+        report({"stage": stage})
     info = rank.start_engine(lambda ingress_id, outputs: None, lambda step: None)
-    if index == 0:
-        print(f"ready: {stages}, {info.backends}", file=sys.stderr, flush=True)
+    report({"start": {"backends": info.backends, "stages_s": stages}})
     loop = Loop(rank, folder / f"trace-{index}.json")
-    found = {"stages_s": stages, "backends": info.backends, "states": []}
-    for state in states:
-        found["states"].append(loop.measure(state))
+    # Ranks that vote over shared memory have left torch.distributed by now.
+    store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False)
+    for number, state in enumerate(states):
+        found = loop.measure(state)
+        store.set(f"{number}/{index}", json.dumps(found))
+        keys = [f"{number}/{other}" for other in range(config.num_ranks)]
+        report({"state": state.title, "ranks": [json.loads(store.get(key)) for key in keys]})
         if index == 0:
-            ms = found["states"][-1]["step_ms"]
-            print(f"{state.title}: {ms:.3f} ms a step", file=sys.stderr, flush=True)
-    (folder / f"{index}.json").write_text(json.dumps(found))
+            print(f"{state.title}: {found['step_ms']:.3f} ms a step", file=sys.stderr, flush=True)
     rank.close()
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.step_work import StepPart
+from scripts.bench.results import origin_line
 
 GAPS = "gaps"
 # Waits for other ranks are inside these kernels.
@@ -49,17 +50,14 @@ HOST_COLOURS = {
 INNER = ("build", "plan", "sample")
 
 
-def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
-    """A table for each state, and at last what is furthest from its floor."""
-    gpus, assumed = report["hardware"]["gpus"], report["assumed_hardware"]
-    num_ranks = report["ranks"]
-    where = f"{len(gpus)} x {gpus[0].split(',')[0]}" if gpus else report["hardware"]["cpu"]
-    software = ", ".join(f"{name} {found}" for name, found in report["versions"].items())
-    chosen = ", ".join(f"{family} {name}" for family, name in report["backends"].items())
+def page(report: dict[str, Any], name: str) -> str:
+    """All of the .md but its notes: a table for each state, and at last what is furthest from its floor."""
+    assumed, num_ranks = report["assumed_hardware"], report["ranks"]
+    chosen = ", ".join(f"{family} {kind}" for family, kind in report["backends"].items())
     lines = [
         "# Where the time of a step goes",
         "",
-        f"{where}, {num_ranks} rank(s), {report['date'][:10]}; {software}.",
+        f"{origin_line(report)} {num_ranks} rank(s).",
         f"Backends: {chosen}. Model {report['model']}, weights {report['weights']}, routing {report['routing']}; "
         "all ranks in step, no HTTP. Written by `python -m scripts.bench.timeline`.",
         f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
@@ -67,12 +65,18 @@ def markdown(report: dict[str, Any], pictures: Sequence[str]) -> str:
         "writing what it takes and leaves; the whole step's leaves that out, and everything overlaps. Kernels of "
         "dispatch and combine also wait for other ranks.",
     ]
-    for state, picture in zip(report["states"], pictures, strict=True):
+    for state in report["states"]:
+        picture = picture_name(state, name)
         lines += ["", f"## {state['title']}", "", *_state(state, num_ranks), "", f"![]({picture})"]
     lines += ["", "## Furthest from the floor", ""]
     for state in report["states"]:
         lines += [f"{state['title']}:", "", *_furthest(state), ""]
-    return "\n".join(lines[:-1])
+    return "\n".join(lines)
+
+
+def picture_name(state: dict[str, Any], name: str) -> str:
+    """Of the file beside those of that name."""
+    return f"{name}-{state['phase']}-{state['shape']['tokens']:.0f}.png"
 
 
 def slowest_rank(state: dict[str, Any]) -> int:
@@ -188,7 +192,14 @@ def layer_bounds(drawing: dict[str, Any], num_layers: int) -> tuple[float, float
     return first_norm(layer), first_norm(layer + 1)
 
 
-def draw(state: dict[str, Any], num_layers: int, path: Path) -> None:
+def draw(report: dict[str, Any], out: Path) -> None:
+    """A picture of each state."""
+    for state in report["states"]:
+        path = out.with_name(picture_name(state, out.stem))
+        draw_state(state, report["num_layers"], path)
+
+
+def draw_state(state: dict[str, Any], num_layers: int, path: Path) -> None:
     """A PNG: a layer above, the whole step of rank 0 and its host below."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

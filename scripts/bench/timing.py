@@ -29,7 +29,7 @@ def repeated(call: Callable[[int], object], times: int, *, graph: bool) -> Run:
 
 
 def alternate(
-    runs: dict[str, Run], rounds: int, times: int, device: torch.device
+    runs: dict[str, Run], rounds: int, times: int, device: torch.device, digits: int = 1
 ) -> dict[str, float]:
     """Name to median microseconds of one of a run's `times` calls; the runs take turns, because clocks drift.
 
@@ -43,7 +43,7 @@ def alternate(
     slowest = torch.tensor(medians, device=device)
     if dist.is_initialized():
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return dict(zip(found, (round(us, 1) for us in slowest.tolist()), strict=True))
+    return dict(zip(found, (round(us, digits) for us in slowest.tolist()), strict=True))
 
 
 def _seconds(run: Run, device: torch.device) -> float:

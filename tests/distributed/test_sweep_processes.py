@@ -50,13 +50,21 @@ def test_the_end_of_the_whole_run_is_the_end_of_a_group():
     assert outcome.failure == "the time for the whole run was over"
 
 
-def test_exchanges_are_swept_over_gloo(tmp_path):
-    command = [sys.executable, "-m", "scripts.bench.all2all", "--device", "cpu", "--ranks", "2"]
-    command += ["--tokens", "1", "5", "--rounds", "1", "--hidden", "64", "--width", "32"]
-    command += ["--experts", "8", "--top-k", "2", "--out", str(tmp_path / "x")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+def dry_run(name: str, options: str, out: Path) -> dict:
+    """What a measurement writes on a CPU."""
+    command = [sys.executable, "-m", f"scripts.bench.{name}", *options.split(), "--out", str(out)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "x.json").read_text())
+    assert out.with_suffix(".md").read_text().startswith("# ")
+    return json.loads(out.with_suffix(".json").read_text())
+
+
+def test_exchanges_are_swept_over_gloo(tmp_path):
+    options = "--device cpu --ranks 2 --tokens 1 5 --rounds 1 --hidden 64 --width 32"
+    found = dry_run("all2all", options + " --experts 8 --top-k 2", tmp_path / "x")
     assert set(found["missing"]) == {"symm", "copy_engine", "deepep", "deepep_low_latency"}
     assert set(found["tokens"]) == {"1", "5"}
     for name in ("allgather", "torch_dist"):
@@ -68,22 +76,34 @@ def test_exchanges_are_swept_over_gloo(tmp_path):
 
 
 def test_experts_are_swept_on_the_cpu(tmp_path):
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.bench.experts",
-        "--device",
-        "cpu",
-        "--tokens",
-        "1",
-        "5",
-    ]
-    command += ["--rounds", "1", "--hidden", "64", "--width", "32", "--experts", "8"]
-    command += ["--local-experts", "4", "--top-k", "2", "--out", str(tmp_path / "x")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "x.json").read_text())
+    options = "--device cpu --tokens 1 5 --rounds 1 --hidden 64 --width 32"
+    options += " --experts 8 --local-experts 4 --top-k 2"
+    found = dry_run("experts", options, tmp_path / "x")
     assert set(found["missing"]) == {"triton", "deepgemm", "deepgemm_fp8"}
     for name in ("torch_grouped", "reference"):
         rows = found["backends"][name]["sizes"]
         assert set(rows) == {"1", "5"} and rows["5"]["products_us"] > 0
+
+
+def test_steps_are_cut_over_gloo(tmp_path):
+    options = "--ranks 2 --backends torch_dist,symm --model configs/models/demo --max-model-len 64"
+    found = dry_run("overlap", options + " --prefill 32 --decode 4 --repeats 1", tmp_path / "x")
+    assert "missing" in found["backends"]["symm"]
+    for name in ("resident", "torch_dist"):
+        steps = found["backends"][name]["steps"]
+        assert [(step["phase"], step["tokens"]) for step in steps] == [
+            ("prefill", 32),
+            ("decode", 4),
+        ]
+        assert all(step["sliced_ms"] > 0 for step in steps)
+
+
+def test_a_timeline_of_two_ranks_has_all_states_of_both(tmp_path):
+    options = "--config configs/local.yaml --ranks 2 --scale 0.03 --lengths 0.03"
+    options += " --set cluster.device=cpu --set model.weights=dummy --commit abc"
+    found = dry_run("timeline", options, tmp_path / "x")
+    assert found["commit"] == "abc" and found["backends"]["all2all"] == "shm"
+    assert [state["phase"] for state in found["states"]] == ["decode", "decode", "prefill"]
+    for state in found["states"]:
+        assert [rank["step_ms"] > 0 for rank in state["ranks"]] == [True, True]
+    assert len(list(tmp_path.glob("x-*.png"))) == 3

@@ -9,13 +9,13 @@ import pytest
 
 from cluster.bench.step_work import StepPart
 from cluster.config import load_config, resolve_rank_config
-from scripts.bench import timeline, timeline_report
+from scripts.bench import ROOT, timeline, timeline_report
+from scripts.bench.results import origin, write
 from scripts.bench.timeline_events import Span, find_gaps, one_step, part_of, read_trace, summarise
 from scripts.bench.timeline_ranks import Loop, State
 from workers.rank import Rank
 from workers.rank_info import Rendezvous
 
-ROOT = Path(__file__).parents[2]
 FLASHINFER = (
     "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer"
 )
@@ -196,7 +196,7 @@ def test_what_exceeds_the_floor_and_who_is_slow() -> None:
     ]
 
 
-def test_a_dry_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_on_a_cpu(tmp_path: Path) -> None:
     overrides = ("cluster.ranks=1", "cluster.device=cpu", "model.weights=dummy")
     config = resolve_rank_config(load_config(ROOT / "configs" / "local.yaml", overrides))
     states = [State("decode", 2, 4, 90), State("prefill", 2, 20, 20)]
@@ -217,18 +217,14 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert phases >= {"step", "schedule", "exchange", "launch", "build", "plan", "sample"}
         assert measured["shape"]["tokens"] == state.seqs * (20 if state.phase == "prefill" else 1)
         assert measured["device"]["parts"]["other"]["kernels"] > 0
-    of_rank = {"states": found, "backends": backends, "stages_s": {}}
-    report = timeline.make_report(config, states, [of_rank])
-    output = tmp_path / "out" / "timeline.json"
-    timeline.write(report, output)
-    assert json.loads(output.read_text()) == report
-    timeline.draw_all(report, output)
-    table = (tmp_path / "out" / "timeline.md").read_text()
-    assert (
-        "| gaps |" in table and "1. " in table and table.strip() == capsys.readouterr().out.strip()
-    )
+    start = {"backends": backends, "stages_s": {}}
+    report = timeline.make_report(config, start, states, [[measured] for measured in found])
+    out = tmp_path / "timeline"
+    write(out, origin(0, "abc") | report, timeline_report.page, timeline_report.draw)
+    table = out.with_suffix(".md").read_text()
+    assert "| gaps |" in table and "1. " in table
     for name in ("timeline-decode-2.png", "timeline-prefill-40.png"):
-        assert name in table and (tmp_path / "out" / name).stat().st_size > 10_000
+        assert name in table and (tmp_path / name).stat().st_size > 10_000
 
 
 def test_states_that_do_not_fit_name_the_setting() -> None:

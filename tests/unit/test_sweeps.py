@@ -1,13 +1,17 @@
 """What the sweeps of exchanges and experts compute and write, without measuring anything."""
 
 import argparse
+import importlib
+import re
+import shutil
+import sys
 
 import pytest
 import torch
 
 from kernels import select
 from kernels.placement import ExpertPlacement
-from scripts.bench import all2all_plan, all2all_report, experts, experts_report, results
+from scripts.bench import ROOT, all2all_plan, all2all_report, experts, experts_report, results
 
 ARGS = argparse.Namespace(
     tokens=[1, 1024, 4096, 8192],
@@ -101,7 +105,6 @@ def exchanges() -> dict:
         "link_bytes_per_s": 380e9,
         "sum_bytes": 16,
         "sms_tokens": 4096,
-        "plot": "x.png",
         "tokens": {},
         "backends": {},
         "missing": {"deepep": "not installed"},
@@ -137,16 +140,48 @@ def test_a_page_keeps_the_notes_that_a_person_added(tmp_path):
     found, out = exchanges(), tmp_path / "x"
     plots = []
     for _ in range(2):
-        results.write(out, found, all2all_report.page, lambda found, path: plots.append(path))
+        results.write(out, found, all2all_report.page, lambda found, out: plots.append(out))
         page = out.with_suffix(".md").read_text()
         assert "- not measured: deepep: not installed" in page
         out.with_suffix(".md").write_text(page + "\n## Notes\n\nmine\n")
     assert page.count("## Notes") == 1 and page.endswith("\n## Notes\n\nmine\n")
-    assert plots == [tmp_path / "x.png"] * 2
+    assert plots == [out] * 2
+
+
+@pytest.mark.parametrize("name", ["all2all", "overlap", "timeline", "gpu_serving"])
+def test_published_results_are_redrawn_and_keep_their_notes(name, tmp_path, monkeypatch):
+    published = ROOT / "docs" / "results" / f"gpu-{name.removeprefix('gpu_')}.json"
+    out = tmp_path / published.stem
+    shutil.copy(published, tmp_path)
+    old = published.with_suffix(".md").read_text()
+    notes = results.kept_notes(old) or "\n## Notes\n\nmine\n"
+    out.with_suffix(".md").write_text("# Another page\n" + notes)
+    monkeypatch.setattr(sys, "argv", [name, "--redraw", "--out", str(out)])
+    importlib.import_module(f"scripts.bench.{name}").main()
+    page = out.with_suffix(".md").read_text()
+    assert page.splitlines()[0] == old.splitlines()[0]
+    assert page.endswith(notes) and page.count("\n## Notes\n") == 1
+    for picture in re.findall(r"!\[.*\]\((.*)\)", page):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_saved_is_loaded_with_short_lists_on_one_line(tmp_path):
+    found = {"a": [1, [2.5, "x"], []], "text": "of [\n 1 ]", "method": "[ 2 ]"}
+    results.save(tmp_path / "new" / "x", found)
+    assert results.load(tmp_path / "new" / "x") == found
+    assert '[2.5, "x"]' in (tmp_path / "new" / "x.json").read_text()
+
+
+def test_only_the_gpus_that_were_used_are_named(monkeypatch):
+    gpus = ["H200, 1 MiB"] * 4
+    monkeypatch.setattr(results.machine, "hardware", lambda: {"gpus": list(gpus), "cpu": "CPU"})
+    assert results.devices(results.origin(2, "abc")) == "2 x H200"
+    assert results.devices(results.origin(0, "abc")) == "CPU"
+    assert "; commit abc, 20" in results.origin_line(results.origin(1, "abc"))
 
 
 def test_the_plot_of_exchanges_is_drawn_with_what_is_missing(tmp_path):
-    all2all_report.plot(exchanges(), tmp_path / "x.png")
+    all2all_report.plot(exchanges(), tmp_path / "x")
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -172,7 +207,7 @@ def measured_experts() -> dict:
     found = {
         "date": "2026-01-02",
         "commit": "abc",
-        "hardware": "1 x GPU",
+        "hardware": {"gpus": ["GPU, 1 MiB"], "cpu": "CPU"},
         "versions": {"torch": "2"},
         "shape": SHAPE,
         "dtype": "bfloat16",
@@ -180,7 +215,6 @@ def measured_experts() -> dict:
         "in_graph": 9,
         "layers": 3,
         "ceilings": {"memory_bytes_per_s": 4e12, "bf16_flops": 75e13, "fp8_flops": 15e14},
-        "plot": "x.png",
         "tokens": [1, 1024],
         "backends": {},
         "missing": {"deepgemm": "too old"},
