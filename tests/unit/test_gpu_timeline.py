@@ -1,5 +1,6 @@
 """timeline.py: kernels to parts by name, gaps and sums of made-up traces, and a dry run on a CPU."""
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from cluster.bench.step_work import StepPart
 from cluster.config import load_config, resolve_rank_config
 from scripts.bench import ROOT, timeline, timeline_report
-from scripts.bench.results import origin, write
+from scripts.bench.processes import Outcome
+from scripts.bench.results import load
 from scripts.bench.timeline_events import Span, find_gaps, one_step, part_of, read_trace, summarise
 from scripts.bench.timeline_ranks import Loop, State
 from workers.rank import Rank
@@ -196,7 +198,7 @@ def test_what_exceeds_the_floor_and_who_is_slow() -> None:
     ]
 
 
-def test_a_dry_run_on_a_cpu(tmp_path: Path) -> None:
+def test_a_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ("cluster.ranks=1", "cluster.device=cpu", "model.weights=dummy")
     config = resolve_rank_config(load_config(ROOT / "configs" / "local.yaml", overrides))
     states = [State("decode", 2, 4, 90), State("prefill", 2, 20, 20)]
@@ -217,14 +219,34 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path) -> None:
         assert phases >= {"step", "schedule", "exchange", "launch", "build", "plan", "sample"}
         assert measured["shape"]["tokens"] == state.seqs * (20 if state.phase == "prefill" else 1)
         assert measured["device"]["parts"]["other"]["kernels"] > 0
-    start = {"backends": backends, "stages_s": {}}
-    report = timeline.make_report(config, start, states, [[measured] for measured in found])
-    out = tmp_path / "timeline"
-    write(out, origin(0, "abc") | report, timeline_report.page, timeline_report.draw)
-    table = out.with_suffix(".md").read_text()
-    assert "| gaps |" in table and "1. " in table
+    reports = [
+        {"stage": "weights"},
+        {"start": {"backends": backends, "stages_s": {}}},
+        *({"state": state.title, "ranks": [it]} for state, it in zip(states, found, strict=True)),
+    ]
+    monkeypatch.setattr(timeline, "STATES", states)
+    monkeypatch.setattr(timeline, "run_group", lambda *args: Outcome(reports, None))
+    options = argparse.Namespace(
+        config=ROOT / "configs" / "local.yaml",
+        set=overrides,
+        ranks=1,
+        scale=1.0,
+        lengths=1.0,
+        patience=1.0,
+        budget=1.0,
+        commit="abc",
+        out=tmp_path / "timeline",
+    )
+    timeline.measure(options)
+    page = (tmp_path / "timeline.md").read_text()
+    assert "| gaps |" in page and "1. " in page
     for name in ("timeline-decode-2.png", "timeline-prefill-40.png"):
-        assert name in table and (tmp_path / name).stat().st_size > 10_000
+        assert name in page and (tmp_path / name).stat().st_size > 10_000
+    del reports[-1]
+    monkeypatch.setattr(timeline, "run_group", lambda *args: Outcome(reports, "rank 0: died"))
+    with pytest.raises(SystemExit, match="rank 0: died"):
+        timeline.measure(options)
+    assert [state["phase"] for state in load(options.out)["states"]] == ["decode"]
 
 
 def test_states_that_do_not_fit_name_the_setting() -> None:
