@@ -108,6 +108,10 @@ class StepGraphs:
         self._hidden_TD = torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
         self._logits_TV = torch.zeros(max(sizes.decode, default=0), vocab, **new)
 
+    def count(self, keys: Iterable[GraphKey]) -> int:
+        """How many graphs these are, in all their forms."""
+        return sum(len(self._forms(key)) for key in keys)
+
     def captured(self) -> set[GraphKey]:
         """What can be replayed."""
         return {key for key, _ in self._graphs}
@@ -125,10 +129,16 @@ class StepGraphs:
         free, _ = torch.cuda.mem_get_info(self._model.device)
         forms = [(key, form) for key in keys for form in self._forms(key)]
         forms.sort(key=lambda one: (one[0].rows, one[0].mode, one[1]), reverse=True)
+        ran: set[GraphKey] = set()
+        ran_forms: set[tuple[bool, GraphForm]] = set()
         for done, (key, form) in enumerate(forms):
             if progress is not None:
                 progress(done, len(forms))
-            self._graphs[key, form] = self._capture(key, form)
+            # Forms of a size differ in attention's kernel alone, which takes any number of rows.
+            known = key in ran and (key.microbatch, form) in ran_forms
+            self._graphs[key, form] = self._capture(key, form, run=not known)
+            ran.add(key)
+            ran_forms.add((key.microbatch, form))
         torch.cuda.synchronize(self._model.device)
         torch.cuda.empty_cache()
         if progress is not None:
@@ -170,7 +180,8 @@ class StepGraphs:
         forms: tuple[GraphForm, ...] = self._attention.decode_forms(key.rows)
         return forms[-1:] if key.microbatch else forms
 
-    def _capture(self, key: GraphKey, form: GraphForm) -> ForwardGraph:
+    def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> ForwardGraph:
+        """With `run` once as it is before: what compiles or allocates at first use does so there."""
         if not self._graphs:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         batch = self._builder.build(_IDLE, key.rows, (0,))
@@ -179,8 +190,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Once as it is: what compiles or allocates at first use does so here.
-            self._forward(batch, key)
+            if run:
+                self._forward(batch, key)
             # Other threads may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:

@@ -34,7 +34,8 @@ def own_bytes(
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     """What graphs of these sizes will take, with those of slices. Collective; the runner is of no use afterwards.
 
-    They share a pool that the largest ones, whole and in slices, fill; each further one takes what the next one takes.
+    They share a pool that the largest ones, whole and in slices, fill; each further one takes what the next one takes,
+    with as many slices as many times that.
     """
     if not sizes:
         return 0
@@ -43,10 +44,11 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     graphs = runner.make_graphs(sizes)
     keys = sorted(sizes.whole_steps(), key=lambda key: (key.rows, key.mode), reverse=True)
     graphs.capture(keys[:1])
-    count = len(keys)
+    count = graphs.count(keys)
     if runner.microbatches is not None:
-        graphs.capture([keys[0]._replace(microbatch=True)])
-        count *= 2
+        sliced = [key._replace(microbatch=True) for key in keys]
+        graphs.capture(sliced[:1])
+        count += runner.microbatches.num_slices * graphs.count(sliced)
     largest = free - torch.cuda.mem_get_info()[0]
     each = graphs.capture(keys[1:2])
     graphs.close()

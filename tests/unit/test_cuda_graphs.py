@@ -1,12 +1,15 @@
 """Which graphs there are and what is voted for them; capturing and replaying is tested on GPUs."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kernels.attention.base import GraphForm
 from kernels.select import Choice, Selection
 from tests.unit.test_step_sync import rows, vote
+from workers import cuda_graphs
 from workers.config import SchedulerConfig
 from workers.graph_sizes import (
     GraphKey,
@@ -93,3 +96,35 @@ def test_what_is_captured():
     assert sizes("auto", mixed=True) == GraphSizes(decodes, (6,))
     assert not sizes(False) and not sizes("auto", replace(can, attention=cannot))
     assert not sizes("auto", device=cpu)
+
+
+def test_only_what_has_not_run_yet_is_run_before_it_is_captured(monkeypatch):
+    """The largest first. A second form of a size differs in attention alone, which has run in that form by then."""
+    cuda = SimpleNamespace(
+        empty_cache=lambda: None,
+        synchronize=lambda device: None,
+        mem_get_info=lambda device: (0, 0),
+    )
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
+    graphs = object.__new__(cuda_graphs.StepGraphs)
+    graphs._graphs, graphs._model = {}, SimpleNamespace(device="cuda")
+    graphs._attention = SimpleNamespace(
+        decode_forms=lambda rows: tuple(GraphForm(form) for form in range(rows < 66, 2))
+    )
+    order = []
+
+    def capture(key, form, *, run):
+        order.append((*key, form.name, run))
+
+    monkeypatch.setattr(graphs, "_capture", capture)
+    graphs.capture(GraphSizes((64, 80, 96), (96,)).whole_steps())
+    decode, mixed = GraphMode.DECODE, GraphMode.MIXED
+    assert order == [
+        (decode, 96, False, "DECODES", True),
+        (decode, 96, False, "EVEN_DECODES", True),
+        (mixed, 96, False, "MIXED", True),
+        (decode, 80, False, "DECODES", True),
+        (decode, 80, False, "EVEN_DECODES", False),
+        (decode, 64, False, "DECODES", True),
+    ]
+    assert graphs.count(graphs.captured()) == len(order)
