@@ -176,7 +176,9 @@ class ModelRunner:
             logits_LV = graph.logits(batch)
             if logits_LV is None:
                 logits_LV = self._logits(graph.hidden_TD, batch)
-        return graph.hidden_TD, logits_LV, graph.offs_Le if watching else None
+        # A copy, because the next replay may write there before the host has it.
+        offs_Le = graph.offs_Le.clone() if watching and graph.offs_Le is not None else None
+        return graph.hidden_TD, logits_LV, offs_Le
 
     def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
         """float32, of the rows that sample, if any do."""
