@@ -1,10 +1,12 @@
 """Settings that must be there before a GPU is touched, in this process and in the ranks it starts; early failures."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
 from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
+from tests.gpu.pools import Pools
 
 os.environ.update(MULTICAST_OFF)
 share_compiled_kernels(os.environ)  # as served ranks do: what a start has compiled serves the tests
@@ -27,3 +29,11 @@ class TellAtOnce:
 def pytest_configure(config: pytest.Config) -> None:
     """Also called when pytest finds this file late."""
     config.pluginmanager.register(TellAtOnce(config), "tell-at-once")
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    """The processes of one file's ranks."""
+    pools = Pools()
+    yield pools
+    pools.close()

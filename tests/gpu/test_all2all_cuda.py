@@ -5,7 +5,6 @@ The checks replace the experts by something whose sum is known: expert e multipl
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,8 +19,10 @@ from kernels.config import KernelsConfig
 from kernels.placement import ExpertPlacement
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_all2all import CASES, run_cases
+from tests.gpu.pools import Pools
 
 NUM_GPUS = torch.cuda.device_count()
+MAX_RANKS = min(4, NUM_GPUS)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two GPUs, found {NUM_GPUS}"),
@@ -31,13 +32,6 @@ HIDDEN, NUM_EXPERTS, TOP_K, MAX_TOKENS = 256, 16, 4, KERNEL_ROWS + 64
 ROUNDS = 1000
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool(min(4, NUM_GPUS))
-    yield pool
-    pool.close()
 
 
 def skip_missing(name: str) -> None:
@@ -248,21 +242,21 @@ def check_one_visible_gpu(rank: int, num_ranks: int, info: GroupInfo, name: str)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_contract(pool: RankPool, name: str):
+def test_contract(pools: Pools, name: str):
     skip_missing(name)
-    for num_ranks in range(2, pool.max_ranks + 1):
+    for num_ranks in range(2, MAX_RANKS + 1):
         cases = {label: case for label, case in CASES.items() if len(case.tokens) == num_ranks}
         half = {label: replace(case, dtype=torch.bfloat16) for label, case in cases.items()}
         for gemm, drawn in (("reference", cases), ("triton", cases), ("torch_grouped", half)):
             args = (name, gemm, drawn, "cuda")
-            pool.run(run_cases, num_ranks, *args, backend="nccl", timeout_s=150)
+            pools.run(run_cases, num_ranks, *args, backend="nccl", timeout_s=150)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exchange(pool: RankPool, name: str):
+def test_exchange(pools: Pools, name: str):
     skip_missing(name)
-    for num_ranks in {2, pool.max_ranks}:
-        pool.run(check_exchange, num_ranks, name, backend="nccl", timeout_s=150)
+    for num_ranks in {2, MAX_RANKS}:
+        pools.run(check_exchange, num_ranks, name, backend="nccl", timeout_s=150)
 
 
 @pytest.mark.parametrize("name", ["symm", "copies"])

@@ -7,19 +7,24 @@ import pytest
 import torch
 
 from tests.distributed.engine_harness import RankResult, rank_config, run_engines
-from tests.distributed.rank_pool import RankPool
 from tests.distributed.reference import (
-    NUM_PROMPTS,
     Reference,
     arrivals,
     check,
     generate_references,
     write_checkpoint,
 )
+from tests.gpu.pools import Pools
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+COUNT = 24  # prompts, the first ones, of 1 to 600 tokens
+EXCHANGES = [
+    (1, "local"),
+    *((r, name) for r in (2, 4) for name in ("allgather", "torch_dist", "copy_engine", "symm")),
 ]
 
 
@@ -30,17 +35,17 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def references(checkpoint: Path) -> list[Reference]:
-    return generate_references(checkpoint, "cuda")
-
-
-EXCHANGES = [
-    (1, "local"),
-    *((r, name) for r in (2, 3, 4) for name in ("allgather", "torch_dist", "copy_engine", "symm")),
-]
+    return generate_references(checkpoint, "cuda")[:COUNT]
 
 
 def _run(
-    checkpoint: Path, references: list[Reference], ranks: int, all2all: str, **sections: Any
+    pools: Pools,
+    checkpoint: Path,
+    references: list[Reference],
+    ranks: int,
+    all2all: str,
+    grouped_gemm: str,
+    **sections: Any,
 ) -> list[RankResult]:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
@@ -48,35 +53,35 @@ def _run(
         checkpoint,
         ranks,
         "cuda",
-        kernels={"all2all": all2all},
-        cache={"num_blocks": "auto", "memory_fraction": 0.2},
+        kernels={"all2all": all2all, "grouped_gemm": grouped_gemm},
+        cache={"num_blocks": 256},
         **sections,
     )
-    pool = RankPool(ranks)
-    try:
-        results = run_engines(
-            pool, config, arrivals(references, NUM_PROMPTS, ranks), keep_logits=True
-        )
-    finally:
-        pool.close()
-    check(references, results, NUM_PROMPTS, tolerance=1e-3)
+    events = arrivals(references, COUNT, ranks)
+    results = run_engines(pools, config, events, keep_logits=True, timeout_s=60)
+    check(references, results, COUNT, tolerance=1e-3)
     return results
 
 
 @pytest.mark.parametrize(("ranks", "all2all"), EXCHANGES)
-def test_tokens_equal_transformers(checkpoint, references, ranks, all2all):
-    _run(checkpoint, references, ranks, all2all)
+def test_tokens_equal_transformers(pools, checkpoint, references, ranks, all2all):
+    _run(pools, checkpoint, references, ranks, all2all, "triton")
 
 
+# The products that compute in float32, each with every exchange.
 @pytest.mark.parametrize(("ranks", "all2all"), EXCHANGES)
-@pytest.mark.parametrize("num_microbatches", [2, 3])
-def test_in_microbatches_too(checkpoint, references, ranks, all2all, num_microbatches):
+@pytest.mark.parametrize(("grouped_gemm", "num_slices"), [("triton", 2), ("reference", 3)])
+def test_in_microbatches_too(
+    pools, checkpoint, references, ranks, all2all, grouped_gemm, num_slices
+):
     results = _run(
+        pools,
         checkpoint,
         references,
         ranks,
         all2all,
+        grouped_gemm,
         scheduler={"cuda_graphs": False},
-        overlap={"mode": "on", "num_microbatches": num_microbatches},
+        overlap={"mode": "on", "num_microbatches": num_slices},
     )
     assert all(result.num_microbatched > 0 for result in results)
