@@ -6,8 +6,9 @@ are not the best there; of answers to another prompt 77 % are not.
 """
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,43 @@ import torch
 
 from kernels.select import probe
 from tests.distributed.engine_harness import Event, make_request, rank_config
-from tests.distributed.rank_pool import RankPool
+from tests.gpu.pools import Pools
 from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
 from workers.process_group import host_store
 from workers.rank import Rank
 from workers.rank_info import Rendezvous
+from workers.step_sync import StepPlan
 
 MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 MAX_LEN = 256
+NUM_STEPS = 2000  # at least, of each group of ranks
+JUDGED = 150  # requests, the first ones
+
+
+def _checkpoint(folder: Path, **sizes: int) -> Path:
+    sizes = {
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_heads": 8,
+        "num_kv_heads": 2,
+        **sizes,
+    }
+    return make_checkpoint(folder / "model", **sizes, head_dim=128)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("graphs") / "model"
-    sizes = {"num_layers": 3, "hidden_size": 256, "num_experts": 16, "num_experts_per_tok": 4}
-    return make_checkpoint(path, **sizes, num_heads=8, num_kv_heads=2, head_dim=128)
+    return _checkpoint(tmp_path_factory.mktemp("graphs"), num_layers=3, hidden_size=256)
+
+
+@pytest.fixture(scope="module")
+def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As wide as DeepEP's low-latency kernels and DeepGEMM want it."""
+    sizes = {"num_layers": 2, "hidden_size": 2048, "moe_intermediate_size": 128}
+    return _checkpoint(tmp_path_factory.mktemp("wide"), **sizes)
 
 
 @dataclass
@@ -42,6 +62,7 @@ class Answers:
     ends: dict[str, str] = field(default_factory=dict)
     prompt_logprobs: dict[str, Any] = field(default_factory=dict)
     kinds: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    forms: list[str] = field(default_factory=list)
     num_preemptions: int = 0
     padding: int = 0
 
@@ -68,6 +89,7 @@ def configure(
     num_ranks: int = 1,
     all2all: str = "local",
     overlap: str = "off",
+    grouped_gemm: str = "triton",
     **scheduler: Any,
 ) -> RankConfig:
     limits = {"max_num_seqs": 12, "max_num_batched_tokens": 96, **scheduler}
@@ -78,7 +100,7 @@ def configure(
         model={"dtype": "bfloat16", "max_model_len": MAX_LEN},
         scheduler=limits,
         cache={"num_blocks": 120, "block_size": 16},
-        kernels={"grouped_gemm": "triton", "all2all": all2all},
+        kernels={"grouped_gemm": grouped_gemm, "all2all": all2all},
         overlap={"mode": overlap},
     )
 
@@ -108,7 +130,9 @@ def serve(
             for event in events:
                 if event.rank == rank_index and event.step == step:
                     engine.submit(event.request) if event.request else engine.abort(event.abort)
-            if not engine.step().run and step > last:
+            plan = engine.step()
+            answers.forms.append(_form(plan, rank_index))
+            if not plan.run and step > last:
                 break
         stats = engine.stats.snapshot()
         answers.kinds, answers.padding = stats["kinds"], stats["padding_tokens"]
@@ -117,6 +141,15 @@ def serve(
     finally:
         rank.close()
     return answers
+
+
+def _form(plan: StepPlan, rank: int) -> str:
+    """What a step was on a rank: nothing, idle, or with tokens; of which graphs, and whether in slices."""
+    if not plan.run:
+        return "asleep"
+    if not plan.num_tokens_across_dp[rank]:
+        return "idle"
+    return f"{plan.graph_mode.name}{' in slices' if plan.microbatch else ''}"
 
 
 def _forbid_waiting(runner: Any) -> None:
@@ -162,7 +195,7 @@ def judge(checkpoint: Path, events: list[Event], answers: list[Answers]) -> None
     assert requests.keys() - aborted <= ends.keys() and set(ends.values()) <= {"stop", "length"}
     again = [
         Event(0, 0, make_request(name, request.prompt_token_ids + tokens[name], prompt_logprobs=1))
-        for name, request in requests.items()
+        for name, request in islice(requests.items(), JUDGED)
         if tokens.get(name)
     ]
     plain = configure(checkpoint, cuda_graphs=False, async_scheduling=False)
@@ -223,39 +256,78 @@ def test_launching_never_waits_for_the_device(checkpoint: Path):
     assert sum(equal) > 0.7 * sum(len(expected) for _, expected in pairs), equal
 
 
-RANKS = [
-    (2, "allgather", "off", 96),
-    (4, "allgather", "off", 96),
-    # In slices of up to 512 rows, which are copied; smaller ones are pushed by kernels.
-    (2, "copy_engine", "on", 1024),
-    (4, "copy_engine", "on", 1024),
-    (4, "symm", "on", 96),
-    (4, "allgather", "on", 96),
+@dataclass(frozen=True)
+class Group:
+    """Ranks that serve together. Their slices have up to max_tokens / 2 rows; copy_engine copies more than 256."""
+
+    num_ranks: int
+    all2all: str
+    overlap: str = "on"
+    max_tokens: int = 96
+    graphs: bool = True
+    grouped_gemm: str = "triton"
+
+    def __str__(self) -> str:
+        graphs = "graphs" if self.graphs else "eager"
+        return f"{self.num_ranks}-{self.all2all}-{self.overlap}-{self.max_tokens}-{graphs}"
+
+
+GROUPS = [
+    Group(2, "allgather", "off"),
+    Group(2, "copy_engine", max_tokens=1024),
+    Group(2, "copy_engine", max_tokens=1024, graphs=False),
+    Group(2, "symm"),
+    Group(4, "allgather", "off"),
+    Group(4, "allgather"),
+    Group(4, "copy_engine", max_tokens=1024),
+    Group(4, "symm"),
+]
+DEEPEP = [
+    Group(2, "deepep", "off"),
+    Group(2, "deepep", max_tokens=1024),
+    Group(2, "deepep_low_latency", max_tokens=1024, grouped_gemm="deepgemm"),
+    Group(4, "deepep", max_tokens=1024),
+    Group(4, "deepep_low_latency", max_tokens=1024, grouped_gemm="deepgemm"),
 ]
 
 
-@pytest.mark.parametrize(("num_ranks", "all2all", "overlap", "max_tokens"), RANKS)
-def test_ranks_replay_together(
-    checkpoint: Path, num_ranks: int, all2all: str, overlap: str, max_tokens: int
-):
+def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
     """Ranks with prompts, decodes and nothing at the same time, in whole steps and in slices."""
-    if torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"needs {num_ranks} GPUs, found {torch.cuda.device_count()}")
-    events = traffic(random.Random(2), 150, num_ranks)
+    if torch.cuda.device_count() < group.num_ranks:
+        pytest.skip(f"needs {group.num_ranks} GPUs, found {torch.cuda.device_count()}")
+    for name in (group.all2all, group.grouped_gemm):
+        if reason := probe("cuda").missing.get(name):
+            pytest.skip(reason)
+    events = traffic(random.Random(2), 450, group.num_ranks)
     store = host_store("127.0.0.1")
     rendezvous = Rendezvous("127.0.0.1", store.port, f"graphs-{store.port}")
-    config = configure(checkpoint, num_ranks, all2all, overlap, max_num_batched_tokens=max_tokens)
-    pool = RankPool(num_ranks)
-    try:
-        answers = pool.run(
-            serve, num_ranks, config, rendezvous, events, with_group=False, timeout_s=240
-        )
-    finally:
-        pool.close()
+    config = configure(
+        checkpoint,
+        group.num_ranks,
+        group.all2all,
+        group.overlap,
+        group.grouped_gemm,
+        max_num_batched_tokens=group.max_tokens,
+        cuda_graphs=group.graphs,
+    )
+    arguments = (config, rendezvous, events)
+    answers = pools.run(serve, group.num_ranks, *arguments, with_group=False, timeout_s=120)
+    modes = ("DECODE", "MIXED") if group.graphs else ("NONE",)
+    cuts = ("", " in slices") if group.overlap == "on" else ("",)
+    expected = {"asleep", "idle", *(mode + cut for mode in modes for cut in cuts)}
     for found in answers:
-        assert found.num_of("DECODE") > 200 and found.num_of("MIXED") > 20
-        assert not found.num_of("NONE")
-        cut = found.num_of("DECODE", True) and found.num_of("MIXED", True)
-        assert bool(cut) == (overlap == "on")
-        assert any(mode == "IDLE" for mode, _, _ in found.kinds)
+        forms = Counter(found.forms)
+        assert sum(forms.values()) - forms["asleep"] >= NUM_STEPS and forms["idle"] > 100, forms
+        assert sum(a != b for a, b in pairwise(found.forms)) > 150, "few changes of form"
+    assert {form for found in answers for form in found.forms} == expected
     judge(checkpoint, events, answers)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=str)
+def test_ranks_replay_together(pools: Pools, checkpoint: Path, group: Group):
+    random_steps(pools, checkpoint, group)
+
+
+@pytest.mark.parametrize("group", DEEPEP, ids=str)
+def test_deepep_in_whole_engines(pools: Pools, wide_checkpoint: Path, group: Group):
+    random_steps(pools, wide_checkpoint, group)
