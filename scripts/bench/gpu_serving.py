@@ -87,11 +87,9 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     model = resolved["config"]["model"]
     model["path"] = Path(model["path"]).name
     num_gpus = 0 if resolved["config"]["cluster"]["device"] == "cpu" else options.ranks
-    where = results.origin(num_gpus, options.commit)
     return {
         "method": __doc__,
-        **where,
-        "versions": machine.versions() | where["versions"],
+        **results.origin(num_gpus, options.commit, served=True),
         "assumed_hardware": asdict(Hardware()),
         "ranks": options.ranks,
         "scale": options.scale,

@@ -22,11 +22,11 @@ import typer
 from ray import serve
 
 from cluster import supervisor
-from cluster.bench import machine
 from cluster.config import PhalanxConfig, load_config
 from cluster.ingress import Ingress
 from cluster.serve import RAY_ENVIRONMENT
 from scripts.bench import ROOT
+from scripts.bench.results import origin, save
 from scripts.bench.servers import free_port
 from workers.actor import RankActor
 from workers.inbox import Inbox
@@ -35,7 +35,7 @@ from workers.rank_info import RankInfo
 from workers.request import EngineRequest, RequestOutput
 from workers.stats import EngineStats
 
-RESULTS = ROOT / "docs" / "results" / "ingress.json"
+RESULTS = ROOT / "docs" / "results" / "ingress"
 CONNECTIONS = 32
 STEPS_MS = (20.0, 4.0, 2.0, 1.0, 0.7)  # with 32 connections: 1,600 to 45,700 tok/s
 SECONDS = 3.0  # of one stream
@@ -192,7 +192,7 @@ def measure_first_token(url: str, step_s: float, rounds: int) -> dict[str, Any]:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the JSON goes.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Path of the results, less suffix.")] = RESULTS,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at each pace.")] = 3,
     ranks: Annotated[int, typer.Option(min=1, help="Paced ranks.")] = 1,
 ) -> None:
@@ -205,8 +205,7 @@ def main(
     actors = ray.get(owner.ranks.remote())
     url = f"http://127.0.0.1:{port}"
     report = {
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        **origin(0, None, served=True),
         "connections": CONNECTIONS,
         "ranks": ranks,
         "first_token": measure_first_token(url, STEPS_MS[0] / 1e3, rounds),
@@ -222,8 +221,8 @@ def main(
             f"a token each {pace['step_ms']:g} ms, {pace['offered_tokens_per_s']:,} tok/s offered: "
             f"{pace['output_tokens_per_s']:,.0f} tok/s, {pace['tokens_per_chunk']} tokens a chunk"
         )
-    output.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"wrote {output}")
+    save(out, report)
+    print(f"wrote {out.with_suffix('.json')}")
     ray.shutdown()
 
 

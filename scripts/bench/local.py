@@ -12,15 +12,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cluster.bench import loop, machine
+from cluster.bench import loop
 from cluster.bench.load import Driver, Load
 from cluster.bench.metrics import RoundResult, middle
 from scripts.bench import ROOT
+from scripts.bench.results import add_options, origin, save
 from scripts.bench.servers import (
     ServerProcess,
     free_port,
@@ -60,14 +60,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128, help="requests of a round")
     parser.add_argument("--skip-transformers", action="store_true")
     parser.add_argument("--set", action="append", default=[], help="setting for Phalanx")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "cpu-local.json")
+    add_options(parser, "cpu-local", drawn=False)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
         report = run(options, Path(folder))
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    save(options.out, report)
     print(markdown(report))
-    print(f"\nwrote {options.output}", file=sys.stderr)
+    print(f"\nwrote {options.out.with_suffix('.json')}", file=sys.stderr)
 
 
 def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -83,10 +82,8 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for contestant in contestants:
             measure(contestant, loads, cycle, folder / f"{cycle}-{contestant.name}.log", config)
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "method": __doc__,
-        "hardware": machine.hardware(),
-        "versions": machine.versions(),
+        **origin(0, options.commit, served=True),
         "loads": {name: load.__dict__ for name, load in loads.items()},
         "cycles": options.cycles,
         "engine_alone_output_tokens_per_s": engine_rates,

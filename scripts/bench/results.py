@@ -37,14 +37,18 @@ def add_options(
     parser.add_argument("--commit", help="the measured commit; asked from git if left out")
 
 
-def origin(num_gpus: int, commit: str | None) -> Found:
-    """When, where and with what: date, commit, hardware with the GPUs that are used, versions of kernels."""
+def origin(num_gpus: int, commit: str | None, *, served: bool = False) -> Found:
+    """When, where and with what: date, commit, hardware with the GPUs that are used, versions.
+
+    `served`: of a whole server, so the versions are not only those of its kernels.
+    """
     if commit is None:
         command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     hardware = machine.hardware()
     hardware["gpus"] = hardware["gpus"][:num_gpus]
-    found = {"python": platform.python_version(), "torch": torch.__version__}
+    found = machine.versions() if served else {"python": platform.python_version()}
+    found["torch"] = torch.__version__
     if torch.version.cuda is not None:
         found["CUDA"] = torch.version.cuda
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
