@@ -2,7 +2,7 @@
 
     python -m scripts.demo.train --corpus default --out configs/models/demo --compile
 
-The corpus is what demo_corpus.py gathers (`default`: the running interpreter's docstrings; a
+The corpus is what corpus.py gathers (`default`: the running interpreter's docstrings; a
 folder: also the documentation's rst sources; a .jsonl.gz: a saved corpus). The weights are trained
 in bfloat16 with float32 master copies, so the checkpoint on disk is exactly the model that was
 evaluated. Needs torch, transformers, tokenizers, and a GPU unless it is a trial of a few steps.
