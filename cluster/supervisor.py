@@ -272,6 +272,8 @@ class Supervisor:
     async def _watch_ranks(self) -> None:
         """Ends when a rank ends: a group with a missing rank cannot take another step."""
         done = [asyncio.ensure_future(_wait(rank.done.remote())) for rank in self._ranks]
+        for task in done:  # the others end with an error too, once killed; unread, asyncio logs it
+            task.add_done_callback(_read_error)
         finished, _ = await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
         if self._status.state == "ready":
             rank = next(index for index, task in enumerate(done) if task in finished)
@@ -305,6 +307,11 @@ class Supervisor:
 
 async def _wait(ref: "ray.ObjectRef") -> Any:
     return await ref
+
+
+def _read_error(task: asyncio.Task) -> None:
+    if not task.cancelled():
+        task.exception()
 
 
 async def _gather(refs: list["ray.ObjectRef"]) -> list[Any]:

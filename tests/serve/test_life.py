@@ -124,7 +124,9 @@ def test_a_killed_rank_is_told_to_everybody(tmp_path, checkpoint):
         assert stream.lines[-1] == "data: [DONE]" and '"error"' in stream.lines[-2]
         server.process.wait(20)
         assert server.process.returncode == 1
-        assert "rank" in server.log.read_text().split("ready in")[1]
+        told = server.log.read_text().split("ready in")[1]
+        assert "rank 1: its process died" in told
+        assert "never retrieved" not in told and "Traceback" not in told
 
 
 def run_serve(*arguments: str) -> subprocess.CompletedProcess:
