@@ -101,12 +101,11 @@ def _override(override: str, source: ConfigSource) -> None:
             Problem("", f"--set {show(override)} is not of the form key.path=value")
         )
         return
+    source.places[".".join(parts)] = "--set"
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        source.problems.append(
-            Problem(".".join(parts), f"--set value is not valid YAML: {_yaml_reason(error)}")
-        )
+        source.problems.append(Problem(".".join(parts), f"not valid YAML: {_yaml_reason(error)}"))
         return
     node = source.data
     for part in parts[:-1]:
@@ -115,4 +114,3 @@ def _override(override: str, source: ConfigSource) -> None:
             child = node[part] = {}
         node = child
     node[parts[-1]] = value
-    source.places[".".join(parts)] = "--set"

@@ -165,13 +165,15 @@ kernels:
 def test_message_has_a_line_each_with_its_place(tmp_path: Path, checkpoint: Path) -> None:
     path = write(tmp_path, f"model:\n  path: {checkpoint}\nserve:\n  port: 0\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(path, ["cluster.rank=2", "no-equals-sign"])
+        load_config(path, ["cluster.rank=2", "no-equals-sign", "cache.num_blocks=[1"])
     head, *lines = str(caught.value).splitlines()
-    assert head == f"{path}: 3 problems"
-    assert len(lines) == 3
+    assert head == f"{path}: 4 problems"
+    assert len(lines) == 4
     assert any(line.startswith("  serve.port: 0 ") and line.endswith("(line 4)") for line in lines)
     assert any("cluster.rank:" in line and line.endswith("(--set)") for line in lines)
     assert any('--set "no-equals-sign"' in line for line in lines)
+    broken = next(line for line in lines if "cache.num_blocks: not valid YAML" in line)
+    assert broken.endswith("(--set)")
 
 
 @pytest.mark.parametrize(

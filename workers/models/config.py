@@ -131,7 +131,10 @@ def parse_model_config(
 def _read_json(folder: Path, name: str, *, required: bool) -> dict[str, Any]:
     file = folder / name
     if not folder.is_dir():
-        raise ModelConfigError(f"model path {str(folder)!r} is not a folder; expected a checkpoint")
+        raise ModelConfigError(
+            f"model path {str(folder)!r} is not a folder; expected a checkpoint on this machine "
+            "(nothing is downloaded: `hf download NAME --local-dir FOLDER` does that)"
+        )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
