@@ -6,6 +6,7 @@ Knows nothing of rounds and figures.
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from http import HTTPStatus
 
 from cluster.bench.bodies import Target, request_body
 from cluster.bench.http import Connection, Endpoint, HttpError, Response
@@ -86,6 +87,11 @@ class Prober:
 
     async def _first_model(self) -> str:
         response = await self._ask("GET", "/v1/models", b"")
+        if response.status == HTTPStatus.UNAUTHORIZED:
+            raise BenchError(
+                f"{self._name}: HTTP 401: put the right API key into the environment variable "
+                "OPENAI_API_KEY, or into the one that --api-key-env names"
+            )
         try:
             return json.loads(response.body)["data"][0]["id"]
         except (ValueError, LookupError, TypeError):

@@ -50,6 +50,7 @@ class FakeServer:
     one_byte_writes: bool = False
     length_framing: bool = False
     status: Callable[[int], int] = lambda index: 200
+    models_status: int = 200
     break_off: bool = False
     error_event: bool = False
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class FakeServer:
 
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         if path == "/v1/models":
-            await self._plain(writer, 200, {"data": [{"id": "fake"}]})
+            await self._plain(writer, self.models_status, {"data": [{"id": "fake"}]})
             return
         index = len(self.bodies)
         self.bodies.append(body)

@@ -136,6 +136,8 @@ def test_server_that_refuses_every_form() -> None:
         run(FakeServer(status=lambda index: 400))
     with pytest.raises(BenchError, match="HTTP 401"):
         run(FakeServer(status=lambda index: 401))
+    with pytest.raises(BenchError, match=r"HTTP 401.*OPENAI_API_KEY.*--api-key-env"):
+        run(FakeServer(models_status=401))
 
 
 def test_connection_refused() -> None:
