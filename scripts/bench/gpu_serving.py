@@ -40,7 +40,7 @@ def main() -> None:
     options = parse()
     if not options.redraw:
         with tempfile.TemporaryDirectory(prefix="phalanx-bench-") as folder:
-            results.save(options.out, measure(options, Path(folder) / "server.log"))
+            results.save(options.out, measure(options, options.log or Path(folder) / "server.log"))
     results.write(options.out, results.load(options.out), page)
     print(options.out.with_suffix(".md").read_text())
 
@@ -55,6 +55,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=2, help="requests for each one in flight")
     parser.add_argument("--loads", default="0,1,2", help="which of the loads, from 0")
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
+    parser.add_argument(
+        "--against", action="append", default=[], help="setting of a second server, to compare with"
+    )
     parser.add_argument("--log", type=Path, help="keep the server's output here")
     results.add_options(parser, "gpu-serving")
     options = parser.parse_args()
@@ -66,15 +69,32 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
-    """Start, load, stop; the report."""
+    """The report of one server, and of a second one that differs in the settings `--against`."""
     settings = [f"cluster.ranks={options.ranks}", *options.set]
+    served = serve(options, settings, log)
+    on_cpu = served["resolved"]["config"]["cluster"]["device"] == "cpu"
+    report = {
+        "method": __doc__,
+        **results.origin(0 if on_cpu else options.ranks, options.commit, served=True),
+        "assumed_hardware": asdict(Hardware()),
+        "ranks": options.ranks,
+        "scale": options.scale,
+        **served,
+    }
+    if options.against:
+        other = serve(options, [*settings, *options.against], log.with_suffix(".against.log"))
+        report["against"] = {"settings": options.against, **other}
+    return report
+
+
+def serve(options: argparse.Namespace, settings: list[str], log: Path) -> dict[str, Any]:
+    """Start a server, load it, stop it."""
     checked = phalanx("check", options.config, settings, "--json")
     resolved = json.loads(
         subprocess.run(checked, check=True, capture_output=True, text=True).stdout
     )
     port = free_port()
     command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
-    log = options.log or log
     server = ServerProcess(
         command, port, resolved["config"]["serve"]["model_name"], log, START_TIMEOUT_S
     )
@@ -86,13 +106,7 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     output = log.read_text(errors="replace")
     model = resolved["config"]["model"]
     model["path"] = Path(model["path"]).name
-    num_gpus = 0 if resolved["config"]["cluster"]["device"] == "cpu" else options.ranks
     return {
-        "method": __doc__,
-        **results.origin(num_gpus, options.commit, served=True),
-        "assumed_hardware": asdict(Hardware()),
-        "ranks": options.ranks,
-        "scale": options.scale,
         "start_to_first_answer_s": round(server.start_s, 2),
         "start_stages_s": {name: float(seconds) for name, seconds in STAGE.findall(output)},
         "stop_s": stop_s and round(stop_s, 2),

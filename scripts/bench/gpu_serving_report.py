@@ -35,6 +35,8 @@ def page(report: dict[str, Any], _name: str) -> str:
         "",
         *_steps(report),
     ]
+    if "against" in report:
+        lines += ["", *_against(report)]
     return "\n".join(lines) + "\n"
 
 
@@ -62,6 +64,21 @@ def _loads(report: dict[str, Any]) -> list[str]:
             PEER.get(key, "-"),
         ]
         lines.append(f"| {' / '.join(map(str, key))} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _against(report: dict[str, Any]) -> list[str]:
+    """Both servers' tokens a second."""
+    other = report["against"]
+    lines = [
+        f"| in flight / in / out: total tok/s | here | with {', '.join(other['settings'])} | here / there |",
+        "|---|---:|---:|---:|",
+    ]
+    for load, there in zip(report["loads"], other["loads"], strict=True):
+        key = " / ".join(str(load[name]) for name in ("in_flight", "input_len", "output_len"))
+        rates = [one["result"]["total_tokens_per_s"] for one in (load, there)]
+        ratio = rates[0] / rates[1]
+        lines.append(f"| {key} | {rates[0]:,.0f} | {rates[1]:,.0f} | {ratio:.3f} |")
     return lines
 
 

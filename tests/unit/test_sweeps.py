@@ -1,7 +1,9 @@
 """What the sweeps of exchanges and experts compute and write, without measuring anything."""
 
 import argparse
+import copy
 import importlib
+import json
 import re
 import shutil
 import sys
@@ -11,7 +13,15 @@ import torch
 
 from kernels import select
 from kernels.placement import ExpertPlacement
-from scripts.bench import ROOT, all2all_plan, all2all_report, experts, experts_report, results
+from scripts.bench import (
+    ROOT,
+    all2all_plan,
+    all2all_report,
+    experts,
+    experts_report,
+    gpu_serving_report,
+    results,
+)
 
 ARGS = argparse.Namespace(
     tokens=[1, 1024, 4096, 8192],
@@ -257,3 +267,13 @@ def test_more_tokens_than_the_masked_layout_gets_are_listed():
         "1,024 of a rank",
     }
     assert experts.sizes(args, "masked") == [1, 1024]
+
+
+def test_a_second_server_is_compared_load_by_load():
+    report = json.loads((ROOT / "docs" / "results" / "gpu-serving.json").read_text())
+    slower = copy.deepcopy(report["loads"])
+    for load in slower:
+        load["result"]["total_tokens_per_s"] /= 1.25
+    report["against"] = {"settings": ["overlap.mode=off"], "loads": slower}
+    page = gpu_serving_report.page(report, "gpu-serving")
+    assert page.count("| 1.250 |") == len(slower) and "with overlap.mode=off" in page
