@@ -12,9 +12,10 @@ from kernels.slices import build_slices
 from workers import overlap_tuning, process_group
 from workers.config import RankConfig
 from workers.cuda_graphs import StepGraphs
+from workers.graph_sizes import GraphKey, GraphSizes
 from workers.microbatch import MicrobatchWrapper, SliceableModel
 from workers.model_runner import ModelRunner
-from workers.overlap import configured
+from workers.overlap import OverlapPolicy, configured
 from workers.scheduler import Scheduler
 from workers.step_sync import ForwardMode, GraphMode, StepPlan
 
@@ -163,18 +164,10 @@ class RankOverlap:
 
     def _capture(self, graphs: StepGraphs) -> None:
         """The graphs in slices that the policy asks for, and no others."""
-        least = {
-            GraphMode.DECODE: self.policy.min_decode_tokens,
-            GraphMode.MIXED: self.policy.min_prefill_tokens,
-        }
-        wanted = []
-        for key in graphs.sizes.whole_steps():
-            sliced, fewest = key._replace(microbatch=True), least[key.mode]
-            if fewest is None or key.rows < max(fewest, self._config.overlap.num_microbatches):
-                graphs.discard([sliced])
-            elif sliced not in graphs:
-                wanted.append(sliced)
-        graphs.capture(wanted)
+        wanted = sliced_graphs(graphs.sizes, self.policy, self._config.overlap.num_microbatches)
+        captured = graphs.captured()
+        graphs.discard(key for key in captured if key.microbatch and key not in wanted)
+        graphs.capture(sorted(wanted - captured))
 
     def _measure(
         self,
@@ -244,6 +237,20 @@ class RankOverlap:
                 limits.max_num_seqs * (max_model_len - 2),
             ),
         }
+
+
+def sliced_graphs(sizes: GraphSizes, policy: OverlapPolicy, num_microbatches: int) -> set[GraphKey]:
+    """All graphs in slices that a step can ever replay under this policy."""
+    least = {
+        GraphMode.DECODE: policy.min_decode_tokens,
+        GraphMode.MIXED: policy.min_prefill_tokens,
+    }
+    found = set()
+    for key in sizes.whole_steps():
+        fewest = least[key.mode]
+        if fewest is not None and key.rows >= max(fewest, num_microbatches):
+            found.add(key._replace(microbatch=True))
+    return found
 
 
 def _num_sms(device: torch.device) -> int:

@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kernels.attention.base import GraphForm
 from kernels.select import Choice, Selection
@@ -18,6 +20,8 @@ from workers.graph_sizes import (
     graphs_to_capture,
     mixed_sizes,
 )
+from workers.overlap import never
+from workers.rank_overlap import sliced_graphs
 from workers.step_sync import ForwardMode, GraphMode, PlanConfig, decide
 
 
@@ -128,3 +132,38 @@ def test_only_what_has_not_run_yet_is_run_before_it_is_captured(monkeypatch):
         (decode, 64, False, "DECODES", True),
     ]
     assert graphs.count(graphs.captured()) == len(order)
+
+
+def small(most: int) -> st.SearchStrategy:
+    return st.one_of(st.none(), st.integers(2, most))
+
+
+@given(
+    st.tuples(st.integers(1, 40), st.integers(1, 300), st.booleans()),
+    st.tuples(small(40), small(300), st.integers(2, 4)),
+    st.lists(st.tuples(st.sampled_from(ForwardMode), st.integers(1, 300)), min_size=1, max_size=5),
+)
+def test_every_step_finds_its_graph(limits, overlap, group):
+    """Whatever the ranks have, the plan names a graph that was captured, or none."""
+    max_seqs, max_tokens, mixed = limits
+    min_decode, min_prefill, num_slices = overlap
+    sizes = GraphSizes(
+        decode_sizes(min(max_seqs, max_tokens)), mixed_sizes(max_tokens) if mixed else ()
+    )
+    policy = replace(never(""), min_decode_tokens=min_decode, min_prefill_tokens=min_prefill)
+    captured = {*sizes.whole_steps(), *sliced_graphs(sizes, policy, num_slices)}
+
+    def votes():
+        for mode, tokens in group:
+            most = {ForwardMode.IDLE: 0, ForwardMode.DECODE: min(max_seqs, max_tokens)}
+            tokens = min(tokens, most.get(mode, max_tokens))
+            wants = int(policy.wants(mode, tokens))
+            yield vote(
+                tokens, wants_microbatch=wants, forward_mode=mode, **sizes.vote(mode, tokens)
+            )
+
+    plan = decide(rows(*votes()), PlanConfig(equal_tokens=False, num_microbatches=num_slices))
+    if plan.run and plan.graph_mode:
+        assert GraphKey(plan.graph_mode, plan.padded_tokens, plan.microbatch) in captured
+    if mixed and plan.run:
+        assert plan.graph_mode
