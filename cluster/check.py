@@ -24,7 +24,12 @@ from cluster.check_steps import (
     overlap_lines,
     slow_for_want_of_graphs,
 )
-from cluster.config import PhalanxConfig, available_cores, resolve_rank_config
+from cluster.config import (
+    PhalanxConfig,
+    available_cores,
+    check_num_ranks,
+    resolve_rank_config,
+)
 from cluster.tracing import check_tracing
 from kernels import select
 from workers.config import RankConfig, not_for_answers
@@ -60,10 +65,11 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     """Resolve a valid configuration; None = look for API keys where the server would.
 
     Raises KernelChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
-    cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is missing
-    or overlap.comm_sms leaves nothing of the GPU.
+    cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
+    missing, overlap.comm_sms leaves nothing of the GPU, or the ranks are too many for this machine.
     """
     check_tracing(config.serve.tracing)
+    check_num_ranks(config)
     if num_api_keys is None:
         num_api_keys = len(load_digests(config.serve.api_keys_file))
     rank_config = resolve_rank_config(config)

@@ -30,6 +30,9 @@ from workers.models.config import Qwen3MoeConfig, load_model_config
 GIB = 2**30
 MAX_RANKS = 1024
 MAX_THREADS_PER_RANK = 8
+RANK_PROCESS_BYTES = (
+    400 * 10**6
+)  # of a rank's process beside weights and cache, see docs/results/cpu-local.json
 # On a GPU a step of few tokens takes as long as one of some hundreds: it is bound by reading the weights.
 GPU_NUM_SEQS, GPU_BATCHED_TOKENS = 256, 8192
 CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 2048
@@ -271,3 +274,17 @@ def resolve_threads(config: PhalanxConfig) -> int:
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_num_ranks(config: PhalanxConfig) -> None:
+    """Raises ConfigError when the ranks' processes, whatever the model, take more memory than this machine has."""
+    if config.cluster.ray_address is not None:
+        return
+    per_node = config.cluster.ranks // config.cluster.nodes
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if per_node * RANK_PROCESS_BYTES > memory:
+        message = (
+            f"{per_node} ranks on a node take {per_node * RANK_PROCESS_BYTES / 1e9:.0f} GB before they load a model, "
+            f"this machine has {memory / 1e9:.0f}; expected at most {memory // RANK_PROCESS_BYTES}"
+        )
+        raise ConfigError.of("configuration", [Problem("cluster.ranks", message)])

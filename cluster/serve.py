@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.api_keys import VARIABLE, load_digests
-from cluster.config import PhalanxConfig
+from cluster.config import PhalanxConfig, check_num_ranks
 from cluster.console_logs import show_logs
 from cluster.stop_signals import StopSignals
 from kernels.cuda_environment import MULTICAST_OFF
@@ -55,6 +55,7 @@ def run_server(config: PhalanxConfig) -> None:
     digests = load_digests(config.serve.api_keys_file)
     os.environ.pop(VARIABLE, None)  # no process of Ray needs to know the keys themselves
     _check_port(config.serve.host, config.serve.port)
+    check_num_ranks(config)
     check = BackgroundCheck(config, len(digests))
     try:
         with _stage("ray"):

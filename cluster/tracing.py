@@ -70,7 +70,7 @@ def _exporter_class() -> tuple[Any, bool]:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         install = (
-            "pip install 'phalanx[tracing]'"
+            "pip install -e '.[tracing]'"
             if package == "http"
             else "pip install opentelemetry-exporter-otlp-proto-grpc"
         )

@@ -79,14 +79,16 @@ class RankOverlap:
         Either way slices have then run at all sizes, or were captured at all that replay them, so that nothing of
         theirs compiles in traffic.
         """
+        # Where nothing was open and nothing will be cut, `phalanx check` says why; a start need not.
+        level = logging.INFO if self._slices else logging.DEBUG
         if self._slices:
             self._tune(runner, scheduler, max_model_len, facts)
         if not self.policy.enabled:
             runner.forget_slices()
             self.close()
-        if self._rank == 0 and self._config.overlap.mode != "off":
+        if self._rank == 0:
             for line in self.policy.lines():
-                logger.info(line)
+                logger.log(level, line)
 
     def timer(
         self,

@@ -1,10 +1,18 @@
 """Limits of a step that are left out: by the device, and so that those which are given fit."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from cluster.config import load_config, max_num_seqs, resolve_rank_config, resolve_scheduler
+from cluster.config import (
+    ConfigError,
+    check_num_ranks,
+    load_config,
+    max_num_seqs,
+    resolve_rank_config,
+    resolve_scheduler,
+)
 from workers.checkpoint import make_checkpoint
 
 
@@ -40,3 +48,12 @@ def test_limits_of_a_step_follow_the_device(
 def test_a_step_holds_the_longest_prompt_that_is_not_cut(yaml_path: Path) -> None:
     scheduler = load_config(yaml_path, ["scheduler.chunked_prefill=false"]).scheduler
     assert resolve_scheduler(scheduler, "cpu", 40_960).max_num_batched_tokens == 40_960
+
+
+def test_more_ranks_than_this_machine_can_ever_hold_are_refused(yaml_path, monkeypatch):
+    sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}  # 8.2 GB
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    check_num_ranks(load_config(yaml_path, ["cluster.ranks=20"]))
+    with pytest.raises(ConfigError, match=r"cluster.ranks: 21 ranks .* expected at most 20"):
+        check_num_ranks(load_config(yaml_path, ["cluster.ranks=21"]))
+    check_num_ranks(load_config(yaml_path, ["cluster.ranks=400", "cluster.ray_address=auto"]))
