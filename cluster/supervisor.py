@@ -21,7 +21,7 @@ from cluster.config import PhalanxConfig, resolve_rank_config
 from cluster.metrics import GAUGES
 from cluster.metrics_snapshot import Snapshot, SnapshotTotals
 from kernels.cuda_environment import MULTICAST_OFF
-from workers.actor import RankActor
+from workers.actor import PeerFailedError, RankActor, RankFailedError
 from workers.log import set_up_logging
 from workers.rank_info import RankInfo, Rendezvous, start_stages, total_progress
 from workers.schedule import RankTrace
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "phalanx"
 LEASE_S = 30.0
+CULPRIT_S = 2.0  # Ray tells of a process that died within a second
 # What vendors' libraries read reaches the ranks on every node, as it would in a plain process.
 FORWARDED_ENVIRONMENT = (
     *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
@@ -274,12 +275,11 @@ class Supervisor:
         done = [asyncio.ensure_future(_wait(rank.done.remote())) for rank in self._ranks]
         for task in done:  # the others end with an error too, once killed; unread, asyncio logs it
             task.add_done_callback(_read_error)
-        finished, _ = await asyncio.wait(done, return_when=asyncio.FIRST_COMPLETED)
+        ended = await _first_to_end(done)
         if self._status.state == "ready":
-            rank = next(index for index, task in enumerate(done) if task in finished)
-            error = finished.pop().exception()
+            error = ended.exception()
             reason = why(error) if error is not None else "left its loop"
-            self._release("failed", f"rank {rank}: {reason}")
+            self._release("failed", f"rank {done.index(ended)}: {reason}")
 
     async def _watch_leases(self) -> None:
         """Frees what a vanished ingress had open; ends the whole group when the last one is gone."""
@@ -309,6 +309,25 @@ async def _wait(ref: "ray.ObjectRef") -> Any:
     return await ref
 
 
+async def _first_to_end(done: list[asyncio.Task]) -> asyncio.Task:
+    """Of the ranks' ends the first; but one that only noticed another's end gives that CULPRIT_S to be told."""
+    noticed: list[asyncio.Task] = []
+    waiting = set(done)
+    while waiting:
+        ended, waiting = await asyncio.wait(
+            waiting,
+            timeout=CULPRIT_S if noticed else None,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not ended:
+            break
+        for task in ended:
+            if not isinstance(_cause(task.exception()), PeerFailedError):
+                return task
+            noticed.append(task)
+    return noticed[0]
+
+
 def _read_error(task: asyncio.Task) -> None:
     if not task.cancelled():
         task.exception()
@@ -320,12 +339,17 @@ async def _gather(refs: list["ray.ObjectRef"]) -> list[Any]:
 
 def why(error: BaseException) -> str:
     """What happened, without the remote traceback that Ray puts around it; the log has that."""
-    if isinstance(error, RayTaskError) and error.cause is not None:
-        error = error.cause
+    error = _cause(error)
     if isinstance(error, ActorDiedError):
         # Of what was raised in the actor's constructor only the text comes; its last line says what.
         return str(error).splitlines()[-1] if error.actor_init_failed else "its process died"
-    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    told = isinstance(error, ValueError | RankFailedError)
+    return str(error) if told else f"{type(error).__name__}: {error}"
+
+
+def _cause(error: BaseException | None) -> BaseException | None:
+    """What was raised remotely."""
+    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
 
 
 def _forwarded_environment() -> dict[str, str]:

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from kernels.cuda_environment import check_multicast_off, share_compiled_kernels
+from kernels.shm import PeerLeftError
 from workers.config import RankConfig
 from workers.inbox import Inbox, InboxSender
 from workers.log import set_up_logging
@@ -21,6 +22,7 @@ from workers.request import RequestOutput
 from workers.schedule import RankTrace
 from workers.secure_socket import StreamAddress
 from workers.stats_line import INTERVAL_S, stats_fields, stats_line
+from workers.step_sync import LockstepError
 from workers.token_stream import TokenSender
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 class RankFailedError(RuntimeError):
     """The rank's step loop ended with an error; it will not run again."""
+
+
+class PeerFailedError(RankFailedError):
+    """It ended because another rank did."""
 
 
 class RankActor:
@@ -131,7 +137,7 @@ class RankActor:
     @property
     def _engine(self):
         if self._rank.engine is None:
-            raise RankFailedError(f"rank {self._rank.rank} is not started")
+            raise RankFailedError("it is not started")
         return self._rank.engine
 
     async def _log_stats(self) -> None:
@@ -164,8 +170,12 @@ class RankActor:
         try:
             self._engine.run()
         except BaseException as error:
-            logger.exception("the step loop failed")
-            failure = RankFailedError(f"rank {self._rank.rank}: {type(error).__name__}: {error}")
+            innocent = isinstance(error, PeerLeftError) or (
+                isinstance(error, LockstepError) and error.__cause__ is None
+            )
+            logger.error("the step loop failed: %s", error, exc_info=not innocent)
+            kind = PeerFailedError if innocent else RankFailedError
+            failure = kind(f"{type(error).__name__}: {error}")
             loop.call_soon_threadsafe(self._done.set_exception, failure)
         else:
             self._rank.close()

@@ -33,7 +33,7 @@ class SharedMemoryExchange:
         try:
             return self._group.all_gather_row(row)
         except (TimeoutError, ConnectionError) as error:
-            raise LockstepError(f"step exchange: {error}") from error
+            raise LockstepError(f"step exchange: {error}") from None
 
 
 class GlooExchange:
@@ -53,7 +53,7 @@ class GlooExchange:
         except RuntimeError as error:
             raise LockstepError(
                 f"step exchange: a rank left or did not answer within {self._timeout_s:g} s: {error}"
-            ) from error
+            ) from None
         return self._rows.numpy()
 
 

@@ -96,7 +96,10 @@ class StepPlan:
 
 
 class LockstepError(RuntimeError):
-    """The ranks are no longer in step, or one of them is unwell: the group cannot go on."""
+    """The ranks are no longer in step, or one of them is unwell: the group cannot go on.
+
+    Its cause is what went wrong on this rank; without one it was another's fault.
+    """
 
 
 class Exchange(Protocol):
