@@ -6,6 +6,7 @@ Implements `cluster.api.backend.EngineBackend`. Knows nothing of HTTP.
 import asyncio
 import logging
 import random
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field
@@ -69,6 +70,7 @@ class EngineClient:
         self._ranks: list[ray.actor.ActorHandle] = []
         self._inboxes: list[InboxSender] = []
         self._receiver: TokenReceiver | None = None  # until connected
+        self._stopping = False
         self.metrics_source: Callable[[], Snapshot] = dict
         """Gives what this ingress has counted; the owner sets it."""
 
@@ -169,7 +171,9 @@ class EngineClient:
 
     async def drain_asked(self) -> float:
         """Returns when the server is to stop: the seconds that requests get to finish."""
-        return await self._supervisor.drain_asked.remote()
+        timeout_s = await self._supervisor.drain_asked.remote()
+        self._stopping = True
+        return timeout_s
 
     async def report_drained(self) -> None:
         """Tell that this ingress answers nobody any more."""
@@ -209,8 +213,11 @@ class EngineClient:
             await self._ranks[rank].done.remote()
         except RayError as error:
             reason = type(error).__name__
-        # The supervisor knows better than we do.
-        await self._ask_supervisor()
+        # The supervisor knows better than we do, soon.
+        deadline = time.monotonic() + 2 * supervisor.CULPRIT_S
+        while self._failure is None and time.monotonic() < deadline:
+            await self._ask_supervisor()
+            await asyncio.sleep(POLL_S)
         self._fail(f"rank {rank}: {reason}")
 
     async def _beat(self) -> None:
@@ -227,6 +234,8 @@ class EngineClient:
             state, error = await self._heartbeat()
         except RayError as gone:
             state, error = "failed", f"the supervisor is gone: {type(gone).__name__}"
+            if self._stopping:  # it may end before it is asked
+                error = supervisor.STOPPING
         if state != "ready":
             self._fail(error)
 

@@ -22,12 +22,12 @@ from cluster.engine_client import EngineClient
 from cluster.http_server import HttpServer
 from cluster.metrics import IngressMetrics
 from cluster.serve_config import open_choices_limit
+from cluster.supervisor import STOPPING
 from cluster.tracing import make_tracer
 from workers.log import set_up_logging
 
 logger = logging.getLogger(__name__)
 
-STOPPING = "the server is stopping"
 LAST_WORDS_S = 1.0  # for telling the clients of requests that took too long to finish
 # What Serve waits beyond the drain before it kills a replica: closing connections takes a few seconds at worst.
 KILL_AFTER_S = 10.0

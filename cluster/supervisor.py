@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "phalanx"
 LEASE_S = 30.0
+STOPPING = "the server is stopping"
 CULPRIT_S = 2.0  # Ray tells of a process that died within a second
 # What vendors' libraries read reaches the ranks on every node, as it would in a plain process.
 FORWARDED_ENVIRONMENT = (
@@ -157,14 +158,17 @@ class Supervisor:
 
     async def stop(self) -> None:
         """Stop the ranks and give back everything they hold."""
-        if self._status.state == "ready":
+        were_ready = self._status.state == "ready"
+        # First, since whoever sees a rank end asks why.
+        self._status.state, self._status.error = "stopped", STOPPING
+        if were_ready:
             done = [rank.done.remote() for rank in self._ranks]
             self._ranks[0].stop.remote()
             try:
                 await asyncio.wait_for(asyncio.gather(*done, return_exceptions=True), timeout=3)
             except TimeoutError:
                 logger.warning("ranks did not stop within 3 s and are killed")
-        self._release("stopped", "the server is stopping")
+        self._release("stopped", STOPPING)
 
     async def _live(self) -> None:
         try:
