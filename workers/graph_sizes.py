@@ -43,7 +43,7 @@ class GraphSizes:
     @property
     def largest(self) -> int:
         """Rows of the largest graph."""
-        return max(*self.decode, *self.mixed)
+        return max((*self.decode, *self.mixed))
 
     def whole_steps(self) -> list[GraphKey]:
         """All graphs of whole steps."""

@@ -63,6 +63,13 @@ def test_votes(mode, num_tokens, decode_rows, mixed_rows):
     assert GraphSizes().vote(mode, num_tokens) == {"decode_rows": 0, "mixed_rows": 0}
 
 
+@pytest.mark.parametrize(
+    ("sizes", "largest"), [(SIZES, 64), (GraphSizes((1,)), 1), (GraphSizes((1, 2), (1,)), 2)]
+)
+def test_the_largest_graph(sizes, largest):
+    assert sizes.largest == largest
+
+
 def test_what_equal_ranks_replay():
     assert SIZES.key(ForwardMode.DECODE, 9) == GraphKey(GraphMode.DECODE, 10)
     assert SIZES.key(ForwardMode.EXTEND, 9, True) == GraphKey(GraphMode.MIXED, 16, True)
