@@ -10,7 +10,7 @@ from kernels.select import Selection
 from workers.config import OverlapConfig, SchedulerConfig
 from workers.graph_sizes import GraphSizes, graphs_to_capture
 from workers.kernel_choice import graphs_off
-from workers.overlap import configured
+from workers.overlap import configured, too_many_sms
 
 MEASURED = "measured at the start"
 
@@ -75,8 +75,7 @@ def check_comm_sms(config: OverlapConfig, selection: Selection, num_slices: int)
     ):
         return
     found = torch.cuda.get_device_properties(0).multi_processor_count
-    if wanted >= found:
-        message = f"{wanted} leaves none of this GPU's {found} multiprocessors to the experts; expected auto, or fewer"
+    if message := too_many_sms(wanted, found, selection.sm_choices):
         raise ConfigError.of("configuration", [Problem("overlap.comm_sms", message)])
 
 

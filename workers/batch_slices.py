@@ -11,26 +11,18 @@ T rows of a batch (padding included), n slices, B sequences.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from kernels.attention.base import AttentionBatch
+from workers.models.qwen3_moe import ModelBatch
 from workers.step_sync import slice_borders
-
-
-class ModelBatch(Protocol):
-    """What the model reads of a ForwardBatch. num_tokens is a tensor [1] where a graph is captured."""
-
-    num_tokens: int | torch.Tensor
-    input_ids: torch.Tensor
-    positions: torch.Tensor
 
 
 @dataclass(frozen=True)
 class RowSlice:
-    """What the model reads of a slice: input_ids, positions int64 [rows of the slice], the batch's own memory."""
+    """A ModelBatch of a slice's rows; input_ids and positions are the batch's own memory."""
 
     num_tokens: int | torch.Tensor
     input_ids: torch.Tensor

@@ -40,8 +40,8 @@ class ForwardGraph:
     offs_Le: torch.Tensor | None
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """float32 of the rows that sample, if the graph has computed them."""
-        if self.logits_TV is None:
+        """float32 of the rows that sample; None where none do, or the graph has not computed them."""
+        if self.logits_TV is None or not len(batch.logits_indices):
             return None
         if len(batch.logits_indices) == batch.num_tokens:
             return self.logits_TV[: batch.num_tokens]

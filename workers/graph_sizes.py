@@ -9,7 +9,7 @@ import torch
 from kernels.select import Selection
 from workers.config import SchedulerConfig
 from workers.kernel_choice import graphs_off
-from workers.step_sync import ForwardMode, GraphMode
+from workers.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
 
 # Up to here a step with prompts is bound by the weights it reads, and one size an octave is enough.
 FINE_MIXED_ROWS = 512
@@ -55,7 +55,7 @@ class GraphSizes:
     ) -> GraphKey | None:
         """What a step replays in which all ranks have so many tokens; None where no graph takes it."""
         vote = self.vote(forward_mode, num_tokens)
-        for mode, name in ((GraphMode.DECODE, "decode_rows"), (GraphMode.MIXED, "mixed_rows")):
+        for mode, name in GRAPH_ROWS.items():
             if vote[name]:
                 return GraphKey(mode, vote[name], microbatch)
         return None

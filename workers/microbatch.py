@@ -17,7 +17,8 @@ from greenlet import getcurrent, greenlet
 from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.pending import hands_over, set_hand_over
 from kernels.select import Kernels
-from workers.batch_slices import ModelBatch, RowSlice, cut, cut_rows
+from workers.batch_slices import RowSlice, cut, cut_rows
+from workers.models.qwen3_moe import ModelBatch
 from workers.schedule_recorder import ScheduleRecorder
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from workers.models.qwen3_moe import Qwen3MoeForCausalLM
 from workers.scheduler import ScheduledBatch
 from workers.sequence import SequenceTable
 from workers.step_output import RunTimes, StepOutput
-from workers.step_sync import GraphMode, StepPlan
+from workers.step_sync import StepPlan
 from workers.token_picker import Picked, TokenPicker
 
 # hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that are looked at.
@@ -150,7 +150,7 @@ class ModelRunner:
 
     def _plan(self, batch: ForwardBatch, plan: StepPlan) -> Callable[[], Forwarded]:
         """Plan attention; what runs the forward."""
-        if plan.graph_mode != GraphMode.NONE:
+        if plan.graph_mode:
             assert self.graphs is not None, "a step replays graphs, but none were captured"
             key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.microbatch)
             return partial(self._replay, self.graphs.plan(batch, key), batch)
@@ -171,11 +171,9 @@ class ModelRunner:
     def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Forwarded:
         watching, self._expert_load.watching = self._expert_load.watching, False
         graph.graph.replay()
-        logits_LV = None
-        if len(batch.logits_indices):
-            logits_LV = graph.logits(batch)
-            if logits_LV is None:
-                logits_LV = self._logits(graph.hidden_TD, batch)
+        logits_LV = graph.logits(batch)
+        if logits_LV is None:
+            logits_LV = self._logits(graph.hidden_TD, batch)
         # A copy, because the next replay may write there before the host has it.
         offs_Le = graph.offs_Le.clone() if watching and graph.offs_Le is not None else None
         return graph.hidden_TD, logits_LV, offs_Le

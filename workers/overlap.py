@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from workers.config import OverlapConfig
 from workers.step_sync import ForwardMode
 
+PHASES = ("decode", "prefill")
 # Slices must be faster by so much, at a size and at all measured ones above it: less is noise.
 MARGIN = 0.02
 # Exchanges with nothing to hide, and why.
@@ -73,7 +74,7 @@ class OverlapPolicy:
 
 def never(reason: str) -> OverlapPolicy:
     """No microbatches at all."""
-    return OverlapPolicy(None, None, None, dict.fromkeys(("decode", "prefill", "comm_sms"), reason))
+    return OverlapPolicy(None, None, None, dict.fromkeys((*PHASES, "comm_sms"), reason))
 
 
 def configured(config: OverlapConfig, all2all: str) -> tuple[OverlapPolicy, frozenset[str]]:
@@ -87,7 +88,7 @@ def configured(config: OverlapConfig, all2all: str) -> tuple[OverlapPolicy, froz
         return never(f"nothing to gain with {all2all}: {GAINS_NOTHING[all2all]}"), frozenset()
     least: dict[str, int | None] = {}
     reasons, unknown = {}, set()
-    for phase in ("decode", "prefill"):
+    for phase in PHASES:
         key = f"min_{phase}_tokens"
         wanted = getattr(config, key)
         if wanted != "auto":
@@ -101,6 +102,16 @@ def configured(config: OverlapConfig, all2all: str) -> tuple[OverlapPolicy, froz
     reasons["comm_sms"] = "the backend's own" if comm_sms is None else "overlap.comm_sms"
     policy = OverlapPolicy(least["decode"], least["prefill"], comm_sms, reasons)
     return policy, frozenset(unknown)
+
+
+def too_many_sms(comm_sms: int, num_sms: int, usual: Sequence[int]) -> str | None:
+    """Why a GPU of `num_sms` multiprocessors cannot give the exchange `comm_sms`, or None."""
+    if comm_sms < num_sms:
+        return None
+    return (
+        f"{comm_sms} leaves none of this GPU's {num_sms} multiprocessors to the experts; expected auto, or fewer: "
+        f"{usual[0]} to {usual[-1]} are usual"
+    )
 
 
 def with_measured(

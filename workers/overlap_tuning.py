@@ -25,7 +25,6 @@ REPEATS = 3
 PROMPT_LEN = 1024  # tokens of a prompt in measured prefills
 CONTEXT_LEN = 128  # tokens before measured decodes
 SMALLEST = {"decode": 16, "prefill": 128}
-PHASES = ("decode", "prefill")
 TIMED = {
     "decode": (ForwardMode.DECODE,),
     "prefill": (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE),

@@ -15,7 +15,7 @@ from workers.cuda_graphs import StepGraphs
 from workers.graph_sizes import GraphKey, GraphSizes
 from workers.microbatch import MicrobatchWrapper, SliceableModel
 from workers.model_runner import ModelRunner
-from workers.overlap import OverlapPolicy, configured
+from workers.overlap import PHASES, OverlapPolicy, configured, too_many_sms
 from workers.scheduler import Scheduler
 from workers.step_sync import ForwardMode, GraphMode, StepPlan
 
@@ -44,15 +44,11 @@ class RankOverlap:
         wanted, all2all = self.policy.comm_sms, self._slices[0].all2all
         if wanted is None:
             return
-        num_sms = _num_sms(self._device)
         if not all2all.sm_choices:
             reason = f"{all2all.name} takes no limit, so overlap.comm_sms is ignored"
             self.policy = self.policy.with_comm_sms(None, reason)
-        elif wanted >= num_sms:
-            raise ValueError(
-                f"overlap.comm_sms: {wanted} leaves none of this GPU's {num_sms} multiprocessors to the "
-                f"experts; {all2all.sm_choices[0]} to {all2all.sm_choices[-1]} are usual"
-            )
+        elif reason := too_many_sms(wanted, _num_sms(self._device), all2all.sm_choices):
+            raise ValueError(f"overlap.comm_sms: {reason}")
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """The caches of all attention: of whole steps and of slices."""
@@ -91,19 +87,14 @@ class RankOverlap:
                 logger.log(level, line)
 
     def timer(
-        self,
-        runner: ModelRunner,
-        scheduler: Scheduler,
-        max_model_len: int,
-        *,
-        graphs: bool = True,
+        self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int
     ) -> overlap_tuning.StepTimer:
         """What times steps that are alike on all ranks, in graphs where there are some; every rank calls it alike."""
         limits = self._config.scheduler
         return overlap_tuning.StepTimer(
             runner,
             scheduler,
-            plan=partial(self._plan, runner.graphs if graphs else None),
+            plan=partial(self._plan, runner.graphs),
             max_prompt_len=max_model_len - 2,
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,
@@ -131,9 +122,12 @@ class RankOverlap:
         if self._config.overlap.comm_sms == "auto":
             choices = self._slices[0].all2all.sm_choices
         if self._unknown or choices:
-            hardware = {"hardware": _hardware(self._device), "model": runner.model.config}
-            hardware["graphs"] = runner.graphs is not None
-            path = overlap_tuning.cache_path({**facts, **hardware})
+            measured_on = {
+                "hardware": _hardware(self._device),
+                "model": runner.model.config,
+                "graphs": runner.graphs is not None,
+            }
+            path = overlap_tuning.cache_path({**facts, **measured_on})
             kept = self._gather(overlap_tuning.load_policy(path) if self._rank == 0 else None)[0]
             if kept is None:
                 self._measure(runner, choices, largest, run)
@@ -156,7 +150,7 @@ class RankOverlap:
         measured: frozenset[str],
     ) -> None:
         """Run the steps that will be cut and replay no graph, in phases that were not measured just now."""
-        for phase in overlap_tuning.PHASES:
+        for phase in PHASES:
             replayed = graphs is not None and (phase == "decode" or graphs.sizes.mixed)
             if replayed or phase in measured:
                 continue

@@ -31,6 +31,10 @@ class GraphMode(IntEnum):
     DECODE = 2
 
 
+# The field of a Vote for each kind of graphs, the fastest kind first.
+GRAPH_ROWS = {GraphMode.DECODE: "decode_rows", GraphMode.MIXED: "mixed_rows"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vote:
     """One rank's row, all int64, in this order.
@@ -136,7 +140,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
 
 def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
     """The fastest graphs that all ranks fit into, and their rows; the most tokens of a rank where there are none."""
-    for mode, name in ((GraphMode.DECODE, "decode_rows"), (GraphMode.MIXED, "mixed_rows")):
+    for mode, name in GRAPH_ROWS.items():
         if all(columns[name]):
             return mode, max(columns[name])
     return GraphMode.NONE, max(columns["num_tokens"])

@@ -8,7 +8,7 @@ import torch
 
 from workers.forward_batch import ForwardBatch
 from workers.model_runner import ModelRunner
-from workers.overlap_tuning import PHASES
+from workers.overlap import PHASES
 from workers.rank import Rank
 from workers.schedule import RankTrace, Schedule
 from workers.schedule_recorder import Recording, ScheduleRecorder

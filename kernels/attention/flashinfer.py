@@ -21,7 +21,13 @@ import numpy as np
 import torch
 
 from kernels.attention.base import Attention, AttentionBatch, AttentionSpec, GraphForm
-from kernels.attention.flashinfer_decodes import Decodes, Pages, Shape, chunk_pages
+from kernels.attention.flashinfer_decodes import (
+    ALIGNMENT_BYTES,
+    Decodes,
+    Pages,
+    Shape,
+    chunk_pages,
+)
 from kernels.attention.flashinfer_graphs import GraphPlans, Planned
 
 MIN_VERSION = (0, 6, 6)
@@ -34,7 +40,6 @@ PREFILL_TILE = 128  # rows of query heads times query tokens
 BLOCKS_PER_SM = 2
 # For partial results of sequences that are cut, at least.
 WORKSPACE_BYTES = 128 * 2**20
-ALIGNMENT_BYTES = 2**16
 
 
 def flashinfer_missing(device: torch.device) -> str | None:

@@ -17,6 +17,7 @@ from kernels.attention.base import AttentionSpec
 
 # Rows of a tile of query heads times query tokens, by how many heads share a KV head.
 TILES = (16, 64, 128)
+ALIGNMENT_BYTES = 2**16  # what flashinfer may skip of a workspace
 
 
 @dataclass(frozen=True)

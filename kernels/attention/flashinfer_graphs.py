@@ -12,9 +12,14 @@ import numpy as np
 import torch
 
 from kernels.attention.base import AttentionBatch, GraphForm
-from kernels.attention.flashinfer_decodes import Decodes, Pages, Shape, chunk_pages
+from kernels.attention.flashinfer_decodes import (
+    ALIGNMENT_BYTES,
+    Decodes,
+    Pages,
+    Shape,
+    chunk_pages,
+)
 
-ALIGNMENT_BYTES = 2**16
 # Of a schedule of decodes; some 30 bytes a row are used.
 SCHEDULE_BYTES = 2**20
 PREFILL_TILE_ROWS = 128  # tokens, of one head
