@@ -33,6 +33,12 @@ def check_multicast_off(environment: Mapping[str, str]) -> None:
         )
 
 
+def prepare(environment: MutableMapping[str, str]) -> None:
+    """For a process that starts ranks of its own: no multicast, and compiled kernels in the shared folder."""
+    environment.update(MULTICAST_OFF)
+    share_compiled_kernels(environment)
+
+
 def share_compiled_kernels(environment: MutableMapping[str, str]) -> None:
     """Let what compiles at first use keep its results under the cache folder, unless told where before.
 

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels import select
+from kernels import cuda_environment, select
 from kernels.all2all.base import AllToAll, MaskedInput
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat, pick_local
 from kernels.attention.base import AttentionSpec
 from kernels.block_fp8 import BLOCK
-from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
 from kernels.placement import ExpertPlacement
@@ -35,7 +34,7 @@ from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
 from scripts.bench.all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
 from scripts.bench.processes import Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, load, origin, save, write
-from scripts.bench.timing import alternate, repeated
+from scripts.bench.timing import add_layer_options, alternate, repeated
 
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
 IN_GRAPH, ROUNDS = 6, 9
@@ -301,14 +300,8 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="rows of each rank")
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--ranks", type=int, help="default: one per GPU of this host")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs whose median counts")
+    add_layer_options(parser, tokens=TOKENS, rounds=ROUNDS)
     add_limits(parser, patience_s=40, budget_s=150)
     add_options(parser)
     args = parser.parse_args()
@@ -330,8 +323,7 @@ def main() -> None:
         raise SystemExit(
             f"--ranks is {args.ranks}, expected 2 to the {num_devices} devices there are"
         )
-    os.environ.update(MULTICAST_OFF)
-    share_compiled_kernels(os.environ)
+    cuda_environment.prepare(os.environ)
     sweep(args)
 
 

@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
+from kernels import cuda_environment
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY, low_latency_rows
 from kernels.all2all.payload import pick_local
-from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, load, origin, save, write
-from scripts.bench.timing import alternate, repeated
+from scripts.bench.timing import add_layer_options, alternate, repeated
 
 BACKENDS = ("triton", "deepgemm", "deepgemm_fp8", "torch_grouped", "reference")
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -245,15 +245,9 @@ def about(args: argparse.Namespace) -> dict[str, Any]:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
-    parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS, help="of each rank")
-    parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--local-experts", type=int, default=32, help="of one rank")
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=3, help="layers whose weights take turns")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs whose median counts")
+    add_layer_options(parser, tokens=TOKENS, rounds=ROUNDS)
     add_limits(parser, patience_s=40, budget_s=90)
     add_options(parser)
     args = parser.parse_args()
@@ -269,8 +263,7 @@ def main() -> None:
         return
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("needs a GPU, found none; --device cpu is a dry run")
-    os.environ.update(MULTICAST_OFF)
-    share_compiled_kernels(os.environ)
+    cuda_environment.prepare(os.environ)
     sweep(args)
 
 

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from kernels import cuda_environment
 from kernels.all2all import choice
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import ExpertInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY
 from kernels.all2all.payload import Gathered, RowFormat, pick_local
-from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
 from kernels.pending import Pending
 from kernels.permute import ExpertOrder
 from scripts.bench import ROOT
@@ -364,8 +364,7 @@ def main() -> None:
     if args.redraw:
         write(args.out, load(args.out), page, plot)
         return
-    os.environ.update(MULTICAST_OFF)
-    share_compiled_kernels(os.environ)
+    cuda_environment.prepare(os.environ)
     measure(args)
 
 

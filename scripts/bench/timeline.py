@@ -22,7 +22,7 @@ import torch
 from cluster.bench.roofline import Hardware, Part, step_floor, step_floors
 from cluster.bench.step_work import StepShape
 from cluster.config import load_config, resolve_rank_config
-from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
+from kernels import cuda_environment
 from scripts.bench import ROOT
 from scripts.bench.processes import add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, load, origin, save, write
@@ -46,8 +46,7 @@ def main() -> None:
     if options.redraw:
         write(options.out, load(options.out), page, draw)
         return
-    os.environ.update(MULTICAST_OFF)
-    share_compiled_kernels(os.environ)
+    cuda_environment.prepare(os.environ)
     measure(options)
 
 

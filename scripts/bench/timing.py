@@ -1,14 +1,28 @@
 """Times calls that belong together: as CUDA graphs where that is possible, in turns, the slowest rank's median."""
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 Run = Callable[[], object]
 WARM_UPS = 2
+
+
+def add_layer_options(
+    parser: argparse.ArgumentParser, *, tokens: Sequence[int], rounds: int
+) -> None:
+    """One MoE layer, by default Qwen3-30B-A3B's, and how often it is timed."""
+    parser.add_argument("--tokens", nargs="+", type=int, default=tokens, help="of each rank")
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=rounds, help="runs whose median counts")
 
 
 def repeated(call: Callable[[int], object], times: int, *, graph: bool) -> Run:

@@ -5,11 +5,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernels.cuda_environment import MULTICAST_OFF, share_compiled_kernels
+from kernels import cuda_environment
 from tests.gpu.pools import Pools
 
-os.environ.update(MULTICAST_OFF)
-share_compiled_kernels(os.environ)  # as served ranks do: what a start has compiled serves the tests
+cuda_environment.prepare(
+    os.environ
+)  # as served ranks do: what a start has compiled serves the tests
 
 SHOWN = 3000  # characters of a failure, its last ones
 
