@@ -10,8 +10,6 @@ from workers.schedule import RankTrace, Schedule
 
 Phase = Literal["prefill", "decode"]
 TOKENS = {"prefill": 1024, "decode": 32}
-
-
 HOST_BOUND = 0.9  # of a step that its launch takes: then the device waits for the host
 
 

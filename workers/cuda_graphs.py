@@ -150,9 +150,13 @@ class StepGraphs:
         gone = set(keys)
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
 
+    def discard_slices(self) -> None:
+        """Forget what was captured in slices."""
+        self.discard(key for key in self.captured() if key.microbatch)
+
     def forget_slices(self) -> None:
         """No step will be cut."""
-        self.discard(key for key in self.captured() if key.microbatch)
+        self.discard_slices()
         self._microbatches = None
 
     def close(self) -> None:

@@ -137,6 +137,13 @@ class ModelRunner:
         )
         return self.graphs
 
+    def limit_exchange(self, comm_sms: int | None) -> None:
+        """SMs of the exchange beside microbatches from now on; graphs in slices hold the limit of their capture."""
+        assert self.microbatches is not None, "there are no slices"
+        self.microbatches.comm_sms = comm_sms
+        if self.graphs is not None:
+            self.graphs.discard_slices()
+
     def forget_slices(self) -> None:
         """No step will be cut."""
         self.microbatches = None

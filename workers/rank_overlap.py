@@ -136,7 +136,7 @@ class RankOverlap:
                     overlap_tuning.save_policy(path, self.policy)
             else:
                 self.policy = kept
-                runner.microbatches.comm_sms = kept.comm_sms
+                runner.limit_exchange(kept.comm_sms)
         if runner.graphs is not None:
             self._capture(runner.graphs)
         if self._device.type == "cuda":
@@ -204,13 +204,7 @@ class RankOverlap:
         num_tokens: int,
         run: overlap_tuning.Run,
     ) -> None:
-        wrapper, graphs = runner.microbatches, runner.graphs
-
-        def limit(comm_sms: int | None) -> None:
-            wrapper.comm_sms = comm_sms
-            if graphs is not None:  # the ones that hold another limit
-                graphs.discard([key for key in graphs.captured() if key.microbatch])
-
+        limit = runner.limit_exchange
         best = overlap_tuning.best_comm_sms(choices, num_tokens, run, self._gather, limit)
         limit(best)
         self.policy = self.policy.with_comm_sms(best, f"fastest of {choices} and no limit")

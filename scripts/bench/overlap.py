@@ -109,7 +109,7 @@ class Measurement:
         assert rank._sized is not None
         runner, scheduler = rank._sized
         assert runner.microbatches is not None
-        self._wrapper, self._graphs = runner.microbatches, runner.graphs
+        self._wrapper, self._limit = runner.microbatches, runner.limit_exchange
         self._timer = rank.overlap.timer(runner, scheduler, rank.max_model_len)
         largest = rank.overlap.largest(scheduler, rank.max_model_len)
         self._sizes = [
@@ -163,12 +163,6 @@ class Measurement:
 
     def _say(self, text: str) -> None:
         self._report({"stage": text})
-
-    def _limit(self, comm_sms: int | None) -> None:
-        """SMs of the exchange from now on; graphs of slices hold the limit that they were captured with."""
-        self._wrapper.comm_sms = comm_sms
-        if self._graphs is not None:
-            self._graphs.discard([key for key in self._graphs.captured() if key.microbatch])
 
     def _best(self, found: dict[str, dict[str, float]]) -> int | None:
         """The limit that makes the largest of these prefills fastest."""

@@ -8,9 +8,8 @@ import pytest
 from kernels import cuda_environment
 from tests.gpu.pools import Pools
 
-cuda_environment.prepare(
-    os.environ
-)  # as served ranks do: what a start has compiled serves the tests
+# As served ranks do: what a start has compiled serves the tests.
+cuda_environment.prepare(os.environ)
 
 SHOWN = 3000  # characters of a failure, its last ones
 
