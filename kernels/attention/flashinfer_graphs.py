@@ -1,8 +1,8 @@
 """flashinfer's plans for CUDA graphs: what a captured forward reads has fixed addresses, filled before each replay.
 
 All graphs run one after the other, so they share their buffers. A graph of decodes has one kernel with a row for each
-sequence. One that takes prompts too has that for up to `max_seqs` decodes, and FlashAttention 3 behind it, whose blocks
-take their work from a list: both write to the same rows of the output, the second over what the first left empty.
+sequence. One that takes prompts too has two: FlashAttention 2 for up to `max_seqs` decodes, FlashAttention 3 for the
+prompts behind them. Both take their work from lists: neither touches the other's rows, blocks without work end at once.
 """
 
 from collections.abc import Callable
@@ -48,15 +48,15 @@ class _PlannedDecodes:
 class _PlannedMixed:
     """Decodes in the first rows, prompts behind them; `out` is kept, so that rows of neither stay finite."""
 
-    def __init__(self, num_decode_rows: int, decodes: Decodes, prefill: Any, out_THd: torch.Tensor):
-        self._num_decode_rows, self._decodes = num_decode_rows, decodes.wrapper
-        self._prefill, self._out_THd = prefill, out_THd
+    def __init__(self, num_decode_rows: int, decodes: Any, prompts: Any, out_THd: torch.Tensor):
+        self._num_decode_rows = num_decode_rows
+        self._decodes, self._prompts, self._out_THd = decodes, prompts, out_THd
 
     def run(self, q_THd: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         assert len(q_THd) == len(self._out_THd), (len(q_THd), len(self._out_THd))
         rows = self._num_decode_rows
         self._decodes.run(q_THd[:rows], caches, out=self._out_THd[:rows])
-        return self._prefill.run(q_THd, caches, out=self._out_THd)
+        return self._prompts.run(q_THd, caches, out=self._out_THd)
 
 
 class _PageBuffers:
@@ -136,23 +136,39 @@ class GraphPlans:
         slots, count = self.slots[:num_rows], len(batch.slot_mapping)
         slots[:count].copy_(batch.slot_mapping)
         slots[count:].fill_(-1)
-        decode_rows = min(num_rows, self._max_seqs)
-        decodes = self._plan_decodes(batch, decode_rows, cuts=True)
-        first = batch.num_decodes
         assert self._prompt_pages is not None
-        pages = self._ship(batch, slice(first, batch.num_seqs), self._max_seqs, self._prompt_pages)
-        query_starts = np.full(self._max_seqs + 1, batch.num_tokens, np.int32)
-        query_starts[: batch.num_seqs - first] = batch.query_start_loc_cpu[first:-1]
-        self._prefill.plan(
+        first = batch.num_decodes
+        decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
+        chunk = self._chunk(np.diff(decodes.starts_cpu.numpy()), self._max_seqs)
+        self._plan_rows(self._some_decodes, batch, 0, first, decodes, fixed_split_size=chunk)
+        seqs = slice(first, batch.num_seqs)
+        prompts = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
+        self._plan_rows(self._prompts, batch, first, batch.num_seqs, prompts, causal=True)
+        rows = min(num_rows, self._max_seqs)
+        return _PlannedMixed(rows, self._some_decodes, self._prompts, self._out_THd[:num_rows])
+
+    def _plan_rows(
+        self,
+        wrapper: Any,
+        batch: AttentionBatch,
+        first: int,
+        end: int,
+        pages: Pages,
+        **options: Any,
+    ) -> None:
+        """Sequences `first` to `end` of the batch; the others of the wrapper's have no rows."""
+        starts = batch.query_start_loc_cpu[first : end + 1]
+        query_starts = np.full(self._max_seqs + 1, starts[-1], np.int32)
+        query_starts[: len(starts)] = starts
+        wrapper.plan(
             torch.from_numpy(query_starts),
             pages.starts_cpu,
             pages.pages[: pages.total],
             pages.last_lens_cpu,
             *self._shape.arguments,
-            causal=True,
+            **options,
             **self._shape.types,
         )
-        return _PlannedMixed(decode_rows, decodes, self._prefill, self._out_THd[:num_rows])
 
     def _ship(
         self,
@@ -191,18 +207,27 @@ class GraphPlans:
         self._out_THd = torch.zeros(
             (self._max_rows, spec.num_heads, spec.head_dim), dtype=self._shape.dtype, **self._new
         )
-        self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            self._workspace,
-            backend="fa3",
-            use_cuda_graph=True,
-            qo_indptr_buf=torch.zeros(seqs + 1, dtype=torch.int32, **self._new),
-            **{f"{name}_buf": it for name, it in self._prompt_pages.of(seqs).items()},
-        )
         tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)
         schedule = self._bytes(4 * PREFILL_FIELDS * tiles + ALIGNMENT_BYTES)
-        self._prefill.reset_workspace_buffer(self._workspace, schedule)
-        assert hasattr(self._prefill, "_max_total_num_rows"), "flashinfer has changed"
-        self._prefill._max_total_num_rows = self._max_rows
+        self._prompts = self._wrapper("fa3", self._prompt_pages, schedule, self._max_rows)
+        self._some_decodes = self._wrapper("fa2", self._decode_pages, self._schedule, seqs)
+
+    def _wrapper(
+        self, backend: str, pages: _PageBuffers, schedule: torch.Tensor, max_rows: int
+    ) -> Any:
+        """For up to `max_seqs` sequences with `max_rows` rows together, at addresses that never change."""
+        seqs = self._max_seqs
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            backend=backend,
+            use_cuda_graph=True,
+            qo_indptr_buf=torch.zeros(seqs + 1, dtype=torch.int32, **self._new),
+            **{f"{name}_buf": it for name, it in pages.of(seqs).items()},
+        )
+        wrapper.reset_workspace_buffer(self._workspace, schedule)
+        assert hasattr(wrapper, "_max_total_num_rows"), "flashinfer has changed"
+        wrapper._max_total_num_rows = max_rows
+        return wrapper
 
     def _bytes(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, **self._new)
