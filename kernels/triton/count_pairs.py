@@ -33,10 +33,10 @@ def count_pairs_kernel(
 def count_pairs(
     topk_idx_NK: torch.Tensor, experts: range, *, bins: int, chunk: int
 ) -> torch.Tensor:
-    """int32 [C, bins]; column e of each chunk counts its pairs that are not local, later ones are 0."""
+    """int32 [C + 1, bins], the last row free; column e counts the pairs that are not local, later ones are 0."""
     num_pairs = topk_idx_NK.numel()
     num_chunks = triton.cdiv(num_pairs, chunk)
-    counts = torch.empty(num_chunks, bins, dtype=torch.int32, device=topk_idx_NK.device)
+    counts = torch.empty(num_chunks + 1, bins, dtype=torch.int32, device=topk_idx_NK.device)
     count_pairs_kernel[(num_chunks,)](
         topk_idx_NK,
         topk_idx_NK.stride(0),
@@ -47,6 +47,6 @@ def count_pairs(
         NUM_EXPERTS=len(experts),
         BINS=bins,
         CHUNK=chunk,
-        num_warps=8,
+        num_warps=4,
     )
     return counts

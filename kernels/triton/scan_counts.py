@@ -1,4 +1,4 @@
-"""Where each expert's rows begin, and each chunk's share of them, out of the counts of `count_pairs`.
+"""How many pairs of each expert come before each chunk, out of the counts of `count_pairs`.
 
 e local experts, C chunks of pairs.
 """
@@ -7,55 +7,29 @@ import torch
 import triton
 import triton.language as tl
 
-STEP = 64  # chunks at a time
-
-
-@triton.jit
-def store_bounds(
-    bounds_ptr, totals, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ALIGNMENT: tl.constexpr
-):
-    """Writes start, end and number of rows up to here of each expert; `totals` are the experts' rows."""
-    experts = tl.arange(0, BINS)
-    totals = tl.where(experts < NUM_EXPERTS, totals, 0)
-    taken = (totals + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    starts = tl.cumsum(taken, 0) - taken
-    inside = experts < NUM_EXPERTS
-    tl.store(bounds_ptr + experts, starts, mask=inside)
-    tl.store(bounds_ptr + NUM_EXPERTS + experts, starts + totals, mask=inside)
-    tl.store(bounds_ptr + 2 * NUM_EXPERTS + experts, tl.cumsum(totals, 0), mask=inside)
+STEP, COLUMNS = 1024, 8  # chunks at a time, and experts of a program
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def scan_counts_kernel(
-    counts_ptr,
-    bounds_ptr,
-    num_chunks,
-    NUM_EXPERTS: tl.constexpr,
-    BINS: tl.constexpr,
-    STEP: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    counts_ptr, num_chunks, BINS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One program: turns counts[chunk, expert] into the sum over the chunks before, and fills `bounds`."""
-    totals = tl.zeros((BINS,), tl.int32)
+    """A few columns: each count becomes the sum of those above it, the row behind the last chunk's of all."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    totals = tl.zeros((COLUMNS,), tl.int32)
     for first in range(0, num_chunks, STEP):
         chunks = (first + tl.arange(0, STEP))[:, None]
-        counts_at = counts_ptr + chunks * BINS + tl.arange(0, BINS)[None, :]
+        counts_at = counts_ptr + chunks * BINS + columns[None, :]
         counts = tl.load(counts_at, mask=chunks < num_chunks, other=0)
         before = tl.cumsum(counts, 0) - counts + totals[None, :]
         tl.store(counts_at, before, mask=chunks < num_chunks)
         totals += tl.sum(counts, 0)
-    store_bounds(bounds_ptr, totals, NUM_EXPERTS, BINS, ALIGNMENT)
+    tl.store(counts_ptr + num_chunks * BINS + columns, totals)
 
 
-def scan_counts(counts: torch.Tensor, bounds_3e: torch.Tensor, alignment: int) -> None:
-    """counts int32 [C, bins] becomes the rows of earlier chunks; bounds_3e int32 is filled."""
-    scan_counts_kernel[(1,)](
-        counts,
-        bounds_3e,
-        counts.shape[0],
-        NUM_EXPERTS=bounds_3e.shape[1],
-        BINS=counts.shape[1],
-        STEP=STEP,
-        ALIGNMENT=alignment,
-        num_warps=8,
+def scan_counts(counts: torch.Tensor) -> None:
+    """counts int32 [C + 1, bins] becomes the pairs of earlier chunks, of all in its last row."""
+    bins = counts.shape[1]
+    scan_counts_kernel[(triton.cdiv(bins, COLUMNS),)](
+        counts, counts.shape[0] - 1, BINS=bins, STEP=STEP, COLUMNS=COLUMNS, num_warps=8
     )
