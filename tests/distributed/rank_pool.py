@@ -6,6 +6,7 @@ that is destroyed afterwards. Knows nothing of what the tests exchange.
 """
 
 import atexit
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -60,6 +61,8 @@ def _call(payload: bytes) -> Any:
     import torch.distributed as dist
 
     fn, rank, num_ranks, info, backend, args = pickle.loads(payload)
+    # A rank that hangs says where, before the pool ends it.
+    faulthandler.dump_traceback_later(0.9 * info.timeout_s)
     if backend:
         store = dist.FileStore(info.store_path, num_ranks)
         timeout = timedelta(seconds=info.timeout_s)
@@ -67,10 +70,23 @@ def _call(payload: bytes) -> Any:
             backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
         )
     try:
-        return fn(rank, num_ranks, info, *args)
+        answer = fn(rank, num_ranks, info, *args)
+    except BaseException:
+        _leave_group()
+        raise
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
+    # A function that made its own may have to keep it: NCCL's never ends while a GPU waits for another one.
+    if backend:
+        _leave_group()
+    return answer
+
+
+def _leave_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _failure(error: BaseException) -> RankFailure:
