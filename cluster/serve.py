@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from cluster.api_keys import VARIABLE, load_digests
+from cluster.compile_ahead import CompileAhead
 from cluster.config import PhalanxConfig, check_num_ranks
 from cluster.console_logs import show_logs
 from cluster.stop_signals import StopSignals
@@ -57,6 +58,7 @@ def run_server(config: PhalanxConfig) -> None:
     _check_port(config.serve.host, config.serve.port)
     check_num_ranks(config)
     check = BackgroundCheck(config, len(digests))
+    ahead = CompileAhead(config)
     try:
         with _stage("ray"):
             start_ray(config)
@@ -68,6 +70,7 @@ def run_server(config: PhalanxConfig) -> None:
             _watch(config, stop)
             _drain(config, stop)
     finally:
+        ahead.close()
         _shut_down(config)
 
 

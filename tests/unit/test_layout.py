@@ -24,7 +24,10 @@ ALLOWED = {
     "uvicorn": ("cluster",),
     "deep_ep": ("kernels/all2all/deepep.py",),
     "deep_gemm": ("kernels/grouped_gemm/deepgemm.py",),
-    "flashinfer": ("kernels/attention/flashinfer.py",),
+    "flashinfer": (
+        "kernels/attention/flashinfer.py",
+        "kernels/attention/flashinfer_modules.py",
+    ),
     "triton": ("kernels/triton",),
 }
 # Imported when the backend is built, never when its module is.
