@@ -166,23 +166,20 @@ class StepGraphs:
 
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Prepare a replay for a batch that was built with `key.rows` rows."""
-        form = self._forms(key)[-1]
-        if not key.microbatch and key.mode == GraphMode.DECODE:
-            form = self._attention.decode_form(batch, key.rows)
+        attention, prompts = self._attention_of(key), key.mode == GraphMode.MIXED
+        form = attention.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert graph is not None, f"a step replays {key}, which was not captured"
-        self._attention_of(key).plan_graph(batch, key.rows, form)
+        attention.plan_graph(batch, key.rows, form)
         return graph
 
     def _attention_of(self, key: GraphKey) -> Any:
         return self._microbatches if key.microbatch else self._attention
 
     def _forms(self, key: GraphKey) -> tuple[GraphForm, ...]:
-        """Those of a size, the one that takes any batch last; slices have only that."""
-        if key.mode == GraphMode.MIXED:
-            return (GraphForm.MIXED,)
-        forms: tuple[GraphForm, ...] = self._attention.decode_forms(key.rows)
-        return forms[-1:] if key.microbatch else forms
+        prompts = key.mode == GraphMode.MIXED
+        forms: tuple[GraphForm, ...] = self._attention_of(key).forms(key.rows, prompts=prompts)
+        return forms
 
     def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> ForwardGraph:
         """With `run` once as it is before: what compiles or allocates at first use does so there."""

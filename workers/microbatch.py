@@ -84,6 +84,25 @@ class MicrobatchWrapper:
             attention: Any = own.attention
             attention.reserve_graphs(-(-max_rows // self.num_slices), max_seqs, max_blocks)
 
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        """As the attention's, but decodes have one form alone: they are rarely worth cutting."""
+        attention: Any = self._kernels[0].attention
+        forms: tuple[GraphForm, ...] = attention.forms(num_rows // self.num_slices, prompts=prompts)
+        return forms if prompts else forms[-1:]
+
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        """As the attention's: the one that serves all slices."""
+        general = self.forms(num_rows, prompts=prompts)[-1]
+        if not prompts:
+            return general
+        parts = cut(batch, num_rows, self.num_slices)
+        attentions: list[Any] = [own.attention for own in self._kernels]
+        found = {
+            attention.form(part, part.end - part.start, prompts=True)
+            for attention, part in zip(attentions, parts, strict=True)
+        }
+        return found.pop() if len(found) == 1 else general
+
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         """As the attention's, for each slice."""
         self._planned_rows = num_rows

@@ -34,12 +34,14 @@ class GraphForm(IntEnum):
 
     EVEN_DECODES  decodes of which none is much longer than the others; a little faster
     DECODES       any decodes
-    MIXED         decodes and prompts
+    NEW_PROMPTS   decodes, and prompts of which nothing was computed before; faster
+    MIXED         decodes and any prompts
     """
 
     EVEN_DECODES = 0
     DECODES = 1
-    MIXED = 2
+    NEW_PROMPTS = 2
+    MIXED = 3
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Attention(ABC):
     """plan() once a forward, then one call a layer, which also writes the new K and V to the cache."""
 
     name: str
-    # Whether decodes can be planned for CUDA graphs: reserve_graphs, decode_forms, decode_form, plan_graph.
+    # Whether decodes can be planned for CUDA graphs: reserve_graphs, forms, form, plan_graph.
     graph: bool = False
     # Whether prompts can too; known when the caches are bound.
     mixed_graph: bool = False
@@ -89,13 +91,13 @@ class Attention(ABC):
         eps: float,
         rotation_T1d: torch.Tensor,
         layer: int,
-    ) -> torch.Tensor:
-        """Norm q and k per head, rotate them, write K and V to the cache; returns q_THd for `attend`.
+    ) -> None:
+        """Norm q and k per head and rotate them in place, write K and V to the cache, for `attend`.
 
-        qkv [T, H + 2h, d] is overwritten; weight [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs.
+        qkv [T, H + 2h, d]; weight [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs.
         """
         raise NotImplementedError(f"{self.name} leaves this to the model")
 
-    def attend(self, q_THd: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention over a cache that has the new K and V already: o_THd in q's dtype."""
+    def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention over a cache that has the new K and V already, q, k and v as in it: o_THd in qkv's dtype."""
         raise NotImplementedError(f"{self.name} writes K and V itself")

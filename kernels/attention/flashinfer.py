@@ -1,7 +1,8 @@
 """Attention by flashinfer over the paged KV cache: decodes and new prompts, planned once a step. 16-bit floats on GPUs.
 
 Decodes run on its tensor-core decode, which keeps the query heads that share a KV head in one tile; other sequences on
-its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere). The block table becomes flashinfer's list of pages on the
+its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere). On Hopper prompts that are all new read K and V where the
+projection left them, 14 to 30 % faster than out of pages. The block table becomes flashinfer's list of pages on the
 device, so a plan waits for nothing. Forwards can also be planned for CUDA graphs, prompts on Hopper alone:
 `reserve_graphs` once, then `plan_graph` before the capture and before each replay of a size.
 
@@ -27,6 +28,7 @@ from kernels.attention.flashinfer_decodes import (
     Pages,
     Shape,
     chunk_pages,
+    prompts_are_new,
 )
 from kernels.attention.flashinfer_graphs import GraphPlans, Planned
 
@@ -38,6 +40,8 @@ DTYPES = (torch.float16, torch.bfloat16)
 PREFILL_TILE = 128  # rows of query heads times query tokens
 # Blocks a multiprocessor that flashinfer aims at when it splits long sequences.
 BLOCKS_PER_SM = 2
+# Rows from which prompts that are all new get graphs of their own: there they save 1 % of a step and more.
+NEW_PROMPT_ROWS = 1024
 # For partial results of sequences that are cut, at least.
 WORKSPACE_BYTES = 128 * 2**20
 
@@ -97,6 +101,7 @@ class FlashInferAttention(Attention):
         self._list_pages, self._store_kv = list_pages, store_kv
         self._norm_rotate_store = norm_rotate_store
         self._num_tokens = self._num_decodes = 0
+        self._all_new = False
         self._plans: GraphPlans | None = None
         self._graph: Planned | None = None
 
@@ -128,6 +133,11 @@ class FlashInferAttention(Attention):
         self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace, backend="fa3" if hopper else "fa2"
         )
+        self._new_prompts = None
+        if hopper:
+            self._new_prompts = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+                workspace, backend="fa3"
+            )
         self._planned = torch.cuda.Event()
         self._plans = self._graph = None
         self._compile()
@@ -164,7 +174,11 @@ class FlashInferAttention(Attention):
         if batch.num_decodes:
             self._plan_decodes(pages, batch.num_decodes)
         if batch.num_decodes < batch.num_seqs:
-            self._plan_extends(pages, batch.num_decodes, batch.query_start_loc_cpu)
+            self._all_new = self._new_prompts is not None and prompts_are_new(batch)
+            if self._all_new:
+                self._plan_new_prompts(batch.query_start_loc_cpu[batch.num_decodes :])
+            else:
+                self._plan_extends(pages, batch.num_decodes, batch.query_start_loc_cpu)
         self._planned.record()
 
     def _plan_decodes(self, pages: Pages, num_decodes: int) -> None:
@@ -185,11 +199,16 @@ class FlashInferAttention(Attention):
             **self._shape.types,
         )
 
+    def _plan_new_prompts(self, query_start_loc: np.ndarray) -> None:
+        starts = torch.from_numpy(query_start_loc - query_start_loc[0])
+        *heads, _ = self._shape.arguments
+        self._new_prompts.plan(starts, starts, *heads, causal=True, **self._shape.types)
+
     def __call__(
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         self._store_kv(k_Thd, v_Thd, self._slots, *self._layers[layer])
-        return self.attend(q_THd, layer)
+        return self._attend(q_THd, k_Thd, v_Thd, layer)
 
     def norm_rotate_store(
         self,
@@ -198,20 +217,30 @@ class FlashInferAttention(Attention):
         eps: float,
         rotation_T1d: torch.Tensor,
         layer: int,
+    ) -> None:
+        caches = self._layers[layer]
+        self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
+
+    def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
+        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
+        return self._attend(*qkv_TMd.split((heads, kv_heads, kv_heads), dim=1), layer)
+
+    def _attend(
+        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         caches = self._layers[layer]
-        return self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
-
-    def attend(self, q_THd: torch.Tensor, layer: int) -> torch.Tensor:
-        caches = self._layers[layer]
         if self._graph is not None:
-            return self._graph.run(q_THd, caches)
+            return self._graph.run(q_THd, k_Thd, v_Thd, caches)
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         split, end = self._num_decodes, self._num_tokens
         if split:
             self._decode.wrapper.run(q_THd[:split], caches, out=out_THd[:split])
-        if split < end:
-            self._prefill.run(q_THd[split:end], caches, out=out_THd[split:end])
+        prompts = slice(split, end)
+        if split < end and self._all_new:
+            new = q_THd[prompts], k_Thd[prompts], v_Thd[prompts]
+            self._new_prompts.run(*new, out=out_THd[prompts])
+        elif split < end:
+            self._prefill.run(q_THd[prompts], caches, out=out_THd[prompts])
         if end < len(q_THd):
             out_THd[end:] = 0
         return out_THd
@@ -231,18 +260,26 @@ class FlashInferAttention(Attention):
             max_blocks=max_blocks,
         )
 
-    def decode_forms(self, num_rows: int) -> tuple[GraphForm, ...]:
-        """The forms to capture for decodes of this size."""
-        if num_rows < self._shape.num_blocks:
-            return (GraphForm.DECODES,)
-        return GraphForm.EVEN_DECODES, GraphForm.DECODES
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        """The forms to capture for steps of this size, of decodes alone or with prompts; any can be of the last one."""
+        if prompts:
+            faster, rows, general = GraphForm.NEW_PROMPTS, NEW_PROMPT_ROWS, GraphForm.MIXED
+        else:
+            faster, rows, general = (
+                GraphForm.EVEN_DECODES,
+                self._shape.num_blocks,
+                GraphForm.DECODES,
+            )
+        return (faster, general) if num_rows >= rows else (general,)
 
-    def decode_form(self, batch: AttentionBatch, num_rows: int) -> GraphForm:
-        """Which of them serves this batch better."""
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        """Which of them serves this batch best."""
         assert self._plans is not None, "reserve_graphs comes first"
-        if len(self.decode_forms(num_rows)) > 1 and self._plans.even(batch, num_rows):
-            return GraphForm.EVEN_DECODES
-        return GraphForm.DECODES
+        forms = self.forms(num_rows, prompts=prompts)
+        fits = len(forms) > 1 and (
+            prompts_are_new(batch) if prompts else self._plans.even(batch, num_rows)
+        )
+        return forms[0] if fits else forms[-1]
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         """Plan for a graph of `num_rows` rows and this form, of which the batch may leave the last ones empty.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.attention.base import AttentionSpec
+from kernels.attention.base import AttentionBatch, AttentionSpec
 
 # Rows of a tile of query heads times query tokens, by how many heads share a KV head.
 TILES = (16, 64, 128)
@@ -112,6 +112,13 @@ def chunk_pages(
         return None
     chunk = -(-int(num_pages.sum()) // (max_chunks - num_rows))
     return chunk if int(num_pages.max(initial=0)) > chunk else None
+
+
+def prompts_are_new(batch: AttentionBatch) -> bool:
+    """Whether nothing was computed before of the sequences that are no decodes."""
+    prompts = slice(batch.num_decodes, batch.num_seqs)
+    new = np.diff(batch.query_start_loc_cpu[batch.num_decodes : batch.num_seqs + 1])
+    return bool((batch.seq_lens_cpu[prompts] == new).all())
 
 
 class Decodes:

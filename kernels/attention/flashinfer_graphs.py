@@ -2,7 +2,8 @@
 
 All graphs run one after the other, so they share their buffers. A graph of decodes has one kernel with a row for each
 sequence. One that takes prompts too has two: FlashAttention 2 for up to `max_seqs` decodes, FlashAttention 3 for the
-prompts behind them. Both take their work from lists: neither touches the other's rows, blocks without work end at once.
+prompts behind them, in pages or all new. They take their work from lists: none touches another's rows, and blocks
+without work end at once.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,14 @@ PREFILL_FIELDS = 8  # int32 of a tile in FlashAttention 3's schedule
 class Planned(Protocol):
     """The attention of a captured forward, planned."""
 
-    def run(self, q_THd: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """o_THd of one layer."""
+    def run(
+        self,
+        q_THd: torch.Tensor,
+        k_Thd: torch.Tensor,
+        v_Thd: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """o_THd of one layer, whose new K and V are in its caches."""
 
 
 class _PlannedDecodes:
@@ -39,7 +46,13 @@ class _PlannedDecodes:
     def __init__(self, num_rows: int, decodes: Decodes):
         self._num_rows, self._wrapper = num_rows, decodes.wrapper
 
-    def run(self, q_THd: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(
+        self,
+        q_THd: torch.Tensor,
+        _k_Thd: torch.Tensor,
+        _v_Thd: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
         assert len(q_THd) == self._num_rows, (len(q_THd), self._num_rows)
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         return self._wrapper.run(q_THd, caches, out=out_THd)
@@ -48,14 +61,30 @@ class _PlannedDecodes:
 class _PlannedMixed:
     """Decodes in the first rows, prompts behind them; `out` is kept, so that rows of neither stay finite."""
 
-    def __init__(self, num_decode_rows: int, decodes: Any, prompts: Any, out_THd: torch.Tensor):
-        self._num_decode_rows = num_decode_rows
+    def __init__(
+        self,
+        num_decode_rows: int,
+        decodes: Any,
+        prompts: Any,
+        out_THd: torch.Tensor,
+        *,
+        all_new: bool,
+    ):
+        self._num_decode_rows, self._all_new = num_decode_rows, all_new
         self._decodes, self._prompts, self._out_THd = decodes, prompts, out_THd
 
-    def run(self, q_THd: torch.Tensor, caches: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def run(
+        self,
+        q_THd: torch.Tensor,
+        k_Thd: torch.Tensor,
+        v_Thd: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
         assert len(q_THd) == len(self._out_THd), (len(q_THd), len(self._out_THd))
         rows = self._num_decode_rows
         self._decodes.run(q_THd[:rows], caches, out=self._out_THd[:rows])
+        if self._all_new:
+            return self._prompts.run(q_THd, k_Thd, v_Thd, out=self._out_THd)
         return self._prompts.run(q_THd, caches, out=self._out_THd)
 
 
@@ -105,8 +134,8 @@ class GraphPlans:
 
     def plan(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> Planned:
         """As FlashInferAttention.plan_graph; also fills `slots`."""
-        if form == GraphForm.MIXED:
-            return self._plan_mixed(batch, num_rows)
+        if form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED):
+            return self._plan_mixed(batch, num_rows, all_new=form == GraphForm.NEW_PROMPTS)
         assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
         slots = batch.slot_mapping, self.slots[:num_rows]
         cuts = form == GraphForm.DECODES
@@ -130,7 +159,7 @@ class GraphPlans:
         self._decodes[key].plan(pages, num_rows, chunk, self._shape)
         return self._decodes[key]
 
-    def _plan_mixed(self, batch: AttentionBatch, num_rows: int) -> Planned:
+    def _plan_mixed(self, batch: AttentionBatch, num_rows: int, *, all_new: bool) -> Planned:
         if self._prompt_pages is None:
             self._reserve_prompts()
         slots, count = self.slots[:num_rows], len(batch.slot_mapping)
@@ -140,28 +169,32 @@ class GraphPlans:
         first = batch.num_decodes
         decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
         chunk = self._chunk(np.diff(decodes.starts_cpu.numpy()), self._max_seqs)
-        self._plan_rows(self._some_decodes, batch, 0, first, decodes, fixed_split_size=chunk)
-        seqs = slice(first, batch.num_seqs)
-        prompts = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
-        self._plan_rows(self._prompts, batch, first, batch.num_seqs, prompts, causal=True)
-        rows = min(num_rows, self._max_seqs)
-        return _PlannedMixed(rows, self._some_decodes, self._prompts, self._out_THd[:num_rows])
+        starts = self._query_starts(batch, 0, first)
+        self._plan_pages(self._some_decodes, starts, decodes, fixed_split_size=chunk)
+        starts = self._query_starts(batch, first, batch.num_seqs)
+        prompts = self._new_prompts if all_new else self._prompts
+        if all_new:
+            *heads, _ = self._shape.arguments
+            prompts.plan(starts, starts, *heads, causal=True, **self._shape.types)
+        else:
+            seqs = slice(first, batch.num_seqs)
+            pages = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
+            self._plan_pages(prompts, starts, pages, causal=True)
+        rows, out_THd = min(num_rows, self._max_seqs), self._out_THd[:num_rows]
+        return _PlannedMixed(rows, self._some_decodes, prompts, out_THd, all_new=all_new)
 
-    def _plan_rows(
-        self,
-        wrapper: Any,
-        batch: AttentionBatch,
-        first: int,
-        end: int,
-        pages: Pages,
-        **options: Any,
-    ) -> None:
-        """Sequences `first` to `end` of the batch; the others of the wrapper's have no rows."""
+    def _query_starts(self, batch: AttentionBatch, first: int, end: int) -> torch.Tensor:
+        """int32 [max_seqs + 1] of sequences `first` to `end` of the batch; the others have no rows."""
         starts = batch.query_start_loc_cpu[first : end + 1]
         query_starts = np.full(self._max_seqs + 1, starts[-1], np.int32)
         query_starts[: len(starts)] = starts
+        return torch.from_numpy(query_starts)
+
+    def _plan_pages(
+        self, wrapper: Any, query_starts: torch.Tensor, pages: Pages, **options: Any
+    ) -> None:
         wrapper.plan(
-            torch.from_numpy(query_starts),
+            query_starts,
             pages.starts_cpu,
             pages.pages[: pages.total],
             pages.last_lens_cpu,
@@ -201,7 +234,7 @@ class GraphPlans:
         return Decodes(wrapper, self._flashinfer.fast_decode_plan, cuts=cuts)
 
     def _reserve_prompts(self) -> None:
-        """What prompts need on top: one wrapper whose addresses are those of the largest step."""
+        """What prompts need on top: wrappers whose addresses are those of the largest step."""
         spec, seqs = self._shape.spec, self._max_seqs
         self._prompt_pages = _PageBuffers(seqs, len(self._decode_pages.pages), self.slots.device)
         self._out_THd = torch.zeros(
@@ -209,20 +242,31 @@ class GraphPlans:
         )
         tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)
         schedule = self._bytes(4 * PREFILL_FIELDS * tiles + ALIGNMENT_BYTES)
-        self._prompts = self._wrapper("fa3", self._prompt_pages, schedule, self._max_rows)
-        self._some_decodes = self._wrapper("fa2", self._decode_pages, self._schedule, seqs)
+        paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        pages = {f"{name}_buf": it for name, it in self._prompt_pages.of(seqs).items()}
+        self._prompts = self._wrapper(paged, "fa3", schedule, self._max_rows, **pages)
+        pages = {f"{name}_buf": it for name, it in self._decode_pages.of(seqs).items()}
+        self._some_decodes = self._wrapper(paged, "fa2", self._schedule, seqs, **pages)
+        ragged = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+        starts = {"kv_indptr_buf": torch.zeros(seqs + 1, dtype=torch.int32, **self._new)}
+        self._new_prompts = self._wrapper(ragged, "fa3", schedule, self._max_rows, **starts)
 
     def _wrapper(
-        self, backend: str, pages: _PageBuffers, schedule: torch.Tensor, max_rows: int
+        self,
+        kind: Callable[..., Any],
+        backend: str,
+        schedule: torch.Tensor,
+        max_rows: int,
+        **buffers: torch.Tensor,
     ) -> Any:
         """For up to `max_seqs` sequences with `max_rows` rows together, at addresses that never change."""
-        seqs = self._max_seqs
-        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        query_starts = torch.zeros(self._max_seqs + 1, dtype=torch.int32, **self._new)
+        wrapper = kind(
             self._workspace,
             backend=backend,
             use_cuda_graph=True,
-            qo_indptr_buf=torch.zeros(seqs + 1, dtype=torch.int32, **self._new),
-            **{f"{name}_buf": it for name, it in pages.of(seqs).items()},
+            qo_indptr_buf=query_starts,
+            **buffers,
         )
         wrapper.reset_workspace_buffer(self._workspace, schedule)
         assert hasattr(wrapper, "_max_total_num_rows"), "flashinfer has changed"

@@ -36,11 +36,11 @@ class StandInAttention(Attention):
         eps: float,
         rotation_T1d: torch.Tensor,
         layer: int,
-    ) -> torch.Tensor:
+    ) -> None:
         from kernels.triton.qk_rope import norm_rotate_store
 
         caches = self.kv_caches[layer]
-        return norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
+        norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
 
-    def attend(self, q_THd: torch.Tensor, layer: int) -> torch.Tensor:
-        return q_THd.new_zeros(q_THd.shape)
+    def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
+        return qkv_TMd.new_zeros(len(qkv_TMd), self.spec.num_heads, self.spec.head_dim)

@@ -27,7 +27,7 @@ def _norm_rotate(
     HEADS: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """A program takes HEADS heads of one token. STORE: K and V go to their slots, else K stays in place."""
+    """A program takes HEADS heads of one token. STORE: K and V go to their slots as well."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, HEAD_DIM)[None, :]
@@ -47,16 +47,14 @@ def _norm_rotate(
     cos, sin = tl.split(tl.reshape(rotation, (1, HEAD_DIM // 2, 2)))
     turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
     y = tl.reshape(turned, (HEADS, HEAD_DIM)).to(x_ptr.dtype.element_ty)
+    tl.store(at, y, mask=head < rotated_heads)
     if STORE:
-        tl.store(at, y, mask=head < NUM_HEADS)
         slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
         row = slot * (NUM_KV_HEADS * HEAD_DIM) + dim
         is_key = (head >= NUM_HEADS) & (head < rotated_heads) & (slot >= 0)
         tl.store(k_slots_ptr + row + (head - NUM_HEADS) * HEAD_DIM, y, mask=is_key)
         is_value = (head >= rotated_heads) & (head < all_heads) & (slot >= 0)
         tl.store(v_slots_ptr + row + (head - rotated_heads) * HEAD_DIM, x, mask=is_value)
-    else:
-        tl.store(at, y, mask=head < rotated_heads)
 
 
 def norm_rotate_store(
@@ -67,10 +65,10 @@ def norm_rotate_store(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-) -> torch.Tensor:
-    """Norm and rotate q in place, k into the cache, copy v into the cache; returns q_THd, a view.
+) -> None:
+    """Norm and rotate q and k in place, copy k and v into the cache.
 
-    qkv       [T, H + 2h, d], heads contiguous; the k and v in it are not changed
+    qkv       [T, H + 2h, d], heads contiguous
     weight    [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs
     slots     int64 [up to T], -1 for none; rows beyond have none
     caches    [num_blocks, block_size, h, d]
@@ -79,7 +77,6 @@ def norm_rotate_store(
     num_heads = qkv_TMd.shape[1] - 2 * num_kv_heads
     store = (slots, k_cache, v_cache)
     _launch(qkv_TMd, weight_Nd, eps, rotation_T1d, num_heads, num_kv_heads, store)
-    return qkv_TMd[:, :num_heads]
 
 
 def norm_rotate(

@@ -130,7 +130,7 @@ def time_attention(label: str, seqs: Seqs) -> Row:
     row["plan_host_us"] = host_us(lambda: flashinfer.plan(case.batch))
     if case.batch.num_decodes == len(seqs):
         flashinfer.reserve_graphs(len(seqs), len(seqs), case.batch.block_table.shape[1])
-        form = flashinfer.decode_form(case.batch, len(seqs))
+        form = flashinfer.form(case.batch, len(seqs), prompts=False)
         flashinfer.plan_graph(case.batch, len(seqs), form)
         row["flashinfer_graph_us"] = device_us(case.layer(flashinfer))
         row["plan_graph_host_us"] = host_us(

@@ -5,6 +5,7 @@ import torch
 
 from kernels.attention.base import AttentionSpec, GraphForm
 from kernels.attention.flashinfer import HEAD_DIMS, FlashInferAttention
+from kernels.attention.flashinfer_modules import modules
 from kernels.fused import fused_kernels
 from kernels.select import probe
 from tests.unit.test_kernels_attention import BATCHES, NUM_LAYERS, Pages, Seqs, check
@@ -68,6 +69,14 @@ STEPS: dict[int, list[Seqs]] = {
 }
 MIXED_STEPS: dict[int, list[Seqs]] = {
     16: [[(0, 16)], [(33, 1), (5, 1), (7, 9), (0, 4)], [(900, 1)] * 5, []],
+    # Enough rows for a form of prompts that are all new: alone, behind decodes, none; one that is not.
+    1024: [
+        [(0, 700), (0, 130), (0, 194)],
+        [*[(100, 1)] * 60, (1999, 1), (0, 33), (0, 800)],
+        [(50, 1)] * 90,
+        [],
+        [(3, 1), (0, 500), (1, 500)],
+    ],
     # More rows than sequences; contexts; a prompt of one token; all decodes; nothing.
     600: [
         [(0, 300), (0, 299), (40, 1)][::-1],
@@ -141,7 +150,7 @@ class Replayed:
                 close = {"atol": 1e-2, "rtol": 1e-2}
                 torch.testing.assert_close(found, expected[layer][:num_tokens], **close)
                 assert padding.isfinite().all(), (size, i, form)
-                assert form == GraphForm.MIXED or not padding.count_nonzero(), (size, i, form)
+                assert form >= GraphForm.NEW_PROMPTS or not padding.count_nonzero(), (size, i, form)
                 assert torch.equal(self.caches[layer], written[layer]), (size, i, form)
 
 
@@ -151,14 +160,15 @@ def test_graphs_equal_eager():
     case = Replayed(STEPS)
     attention, pages = case.attention, case.pages
     even, cut = GraphForm.EVEN_DECODES, GraphForm.DECODES
-    assert attention.decode_forms(8) == (cut,) and attention.decode_forms(1000) == (even, cut)
-    assert attention.decode_form(pages[100, 1].batch(), 100) == cut
-    assert attention.decode_form(pages[100, 0].batch(), 100) == even
+    assert attention.forms(8, prompts=False) == (cut,)
+    assert attention.forms(1000, prompts=False) == (even, cut)
+    assert attention.form(pages[100, 1].batch(), 100, prompts=False) == cut
+    assert attention.form(pages[100, 0].batch(), 100, prompts=False) == even
     for size in reversed(STEPS):
-        for form in attention.decode_forms(size):
+        for form in attention.forms(size, prompts=False):
             case.capture(size, form)
     for size, i in sorted(pages, key=lambda key: key[1]):
-        case.check(size, i, attention.decode_forms(size))
+        case.check(size, i, attention.forms(size, prompts=False))
 
 
 @torch.inference_mode()
@@ -166,10 +176,15 @@ def test_graphs_of_prompts_equal_eager():
     case = Replayed(MIXED_STEPS)
     if not case.attention.mixed_graph:
         pytest.skip("this GPU has no FlashAttention 3")
-    for size in reversed(MIXED_STEPS):
-        case.capture(size, GraphForm.MIXED)
+    attention, new = case.attention, []
+    for size in sorted(MIXED_STEPS, reverse=True):
+        for form in attention.forms(size, prompts=True):
+            case.capture(size, form)
     for size, i in sorted(case.pages, key=lambda key: key[1]):
-        case.check(size, i, (GraphForm.MIXED,))
+        best = attention.form(case.pages[size, i].batch(), size, prompts=True)
+        case.check(size, i, tuple({best, GraphForm.MIXED}))
+        new += [(size, i)] if best == GraphForm.NEW_PROMPTS else []
+    assert new == [(1024, i) for i in range(4)]
 
 
 @pytest.mark.parametrize("padding", [0, 2])
@@ -197,7 +212,17 @@ def test_fused_norm_rotate_and_store(label: str, padding: int):
 
     attention.bind(fused_caches)
     attention.plan(pages.batch())
-    q = attention.norm_rotate_store(qkv, weight, 1e-6, rotation, 0)
-    assert torch.equal(q, qk[:, :heads])
+    attention.norm_rotate_store(qkv, weight, 1e-6, rotation, 0)
+    assert torch.equal(qkv[:, : heads + kv_heads], qk) and torch.equal(qkv[:, -kv_heads:], pages.v)
     assert torch.equal(fused_caches[0], pages.caches[0])
-    assert torch.equal(attention.attend(q, 0), expected)
+    assert torch.equal(attention.attend(qkv, 0), expected)
+
+
+def test_compiles_ahead_what_it_loads():
+    run(BATCHES["mixed"], **QWEN3)
+    from flashinfer.jit.core import jit_spec_registry
+
+    loaded = {name for name in jit_spec_registry.get_all_specs() if "prefill" in name}
+    found = modules(torch.bfloat16, 128)
+    assert {module.name for module in found} <= loaded
+    assert all(module.is_compiled for module in found)

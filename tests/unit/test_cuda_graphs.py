@@ -120,7 +120,9 @@ def test_only_what_has_not_run_yet_is_run_before_it_is_captured(monkeypatch):
     graphs = object.__new__(cuda_graphs.StepGraphs)
     graphs._graphs, graphs._model = {}, SimpleNamespace(device="cuda")
     graphs._attention = SimpleNamespace(
-        decode_forms=lambda rows: tuple(GraphForm(form) for form in range(rows < 66, 2))
+        forms=lambda rows, prompts: tuple(
+            GraphForm(2 * prompts + form) for form in range(rows < 66, 2)
+        )
     )
     order = []
 
@@ -134,6 +136,7 @@ def test_only_what_has_not_run_yet_is_run_before_it_is_captured(monkeypatch):
         (decode, 96, False, "DECODES", True),
         (decode, 96, False, "EVEN_DECODES", True),
         (mixed, 96, False, "MIXED", True),
+        (mixed, 96, False, "NEW_PROMPTS", True),
         (decode, 80, False, "DECODES", True),
         (decode, 80, False, "EVEN_DECODES", False),
         (decode, 64, False, "DECODES", True),

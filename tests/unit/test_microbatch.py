@@ -1,11 +1,14 @@
 """Slices take turns in a fixed order, lose no error, and compute what one forward computes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels.all2all.base import AllToAll
+from kernels.attention.base import GraphForm
+from kernels.attention.flashinfer_decodes import prompts_are_new
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.pending import Pending, hands_over
 from kernels.select import Kernels
@@ -275,3 +278,40 @@ def test_a_split_leaves_something_to_both():
             sm_split([], comm_sms, 132),
         ):
             pass
+
+
+class TwoForms:
+    """Attention that has a form of its own for prompts that are all new, in steps of 8 rows and more."""
+
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        if not prompts:
+            return GraphForm.EVEN_DECODES, GraphForm.DECODES
+        return (GraphForm.NEW_PROMPTS, GraphForm.MIXED)[num_rows < 8 :]
+
+    def form(self, batch, num_rows: int, *, prompts: bool) -> GraphForm:
+        assert prompts and num_rows == batch.end - batch.start
+        forms = self.forms(num_rows, prompts=True)
+        return forms[0] if prompts_are_new(batch) else forms[-1]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "form"),
+    [
+        ([(8, 0), (8, 0)], GraphForm.NEW_PROMPTS),
+        ([(1, 5), (1, 9), (6, 0), (8, 0)], GraphForm.NEW_PROMPTS),
+        ([(5, 0), (5, 0), (6, 0)], GraphForm.MIXED),  # the cut goes through one
+        ([(8, 0), (8, 3)], GraphForm.MIXED),
+        ([(8, 0)], GraphForm.NEW_PROMPTS),  # the rest is padding
+        ([], GraphForm.NEW_PROMPTS),
+    ],
+)
+def test_slices_share_the_form_that_serves_all(sequences, form):
+    kernels = SimpleNamespace(attention=TwoForms())
+    wrapper = MicrobatchWrapper(SimpleNamespace(with_kernels=lambda own: own), [kernels] * 2)
+    assert wrapper.forms(17, prompts=True) == (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
+    assert wrapper.forms(15, prompts=True) == (GraphForm.MIXED,)
+    assert wrapper.forms(64, prompts=False) == (GraphForm.DECODES,)
+    new_ids, contexts = [[7] * new for new, _ in sequences], [before for _, before in sequences]
+    batch = make_batch(new_ids, contexts, padding=16 - sum(map(len, new_ids)))
+    assert wrapper.form(batch, 16, prompts=True) == form
+    assert wrapper.form(batch, 16, prompts=False) == GraphForm.DECODES

@@ -39,7 +39,7 @@ def test_a_stand_in_answers_with_zeros_in_the_shape_of_the_query() -> None:
     qkv_TMd = torch.randn(6, 8, 8)  # one row of padding
     answers = (
         stand_in(qkv_TMd[:, :4], qkv_TMd[:, 4:6], qkv_TMd[:, 6:], 0),
-        stand_in.attend(qkv_TMd[:, :4], 0),
+        stand_in.attend(qkv_TMd, 0),
     )
     for o_THd in answers:
         assert o_THd.shape == (6, 4, 8) and o_THd.dtype == qkv_TMd.dtype and not o_THd.any()

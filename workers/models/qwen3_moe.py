@@ -183,10 +183,8 @@ class AttentionBlock:
     def _attend(self, qkv_TNd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
         if self.attention.fuses_qk_norm:
             norm, layer = self.qk_norm, self.layer
-            q_THd = self.attention.norm_rotate_store(
-                qkv_TNd, norm.weight, norm.eps, rotation_T1d, layer
-            )
-            return self.attention.attend(q_THd, layer)
+            self.attention.norm_rotate_store(qkv_TNd, norm.weight, norm.eps, rotation_T1d, layer)
+            return self.attention.attend(qkv_TNd, layer)
         qk_TNd = norm_and_rotate(self.qk_norm, qkv_TNd[:, : self.num_qk_heads], rotation_T1d)
         return self.attention(
             qk_TNd[:, : self.num_heads],
