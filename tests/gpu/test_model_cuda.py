@@ -23,7 +23,7 @@ NUM_SEQS = 4
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_checkpoint(tmp_path_factory.mktemp("cuda") / "model", head_dim=64)
+    return small_checkpoint(tmp_path_factory.mktemp("cuda") / "model", head_dim=128)
 
 
 def batches() -> list[Batch]:
