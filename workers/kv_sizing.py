@@ -34,8 +34,8 @@ def own_bytes(
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     """What graphs of these sizes will take, with those of slices. Collective; the runner is of no use afterwards.
 
-    They share a pool that the largest ones, whole and in slices, fill; each further one takes what the next one takes,
-    with as many slices as many times that.
+    They share a pool that the largest ones, whole and in slices, fill; each further one takes what one of the next size
+    takes, with as many slices as many times that.
     """
     if not sizes:
         return 0
@@ -50,7 +50,7 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
         graphs.capture(sliced[:1])
         count += runner.microbatches.num_slices * graphs.count(sliced)
     largest = free - torch.cuda.mem_get_info()[0]
-    each = graphs.capture(keys[1:2])
+    each = graphs.capture(keys[1:2]) / max(1, graphs.count(keys[1:2]))
     graphs.close()
     return int(_MARGIN * (largest + max(0, each) * (count - 1)))
 

@@ -12,7 +12,7 @@ POOL, WHOLE, SLICED, OTHERS = 1000, 10, 30, 7
 
 
 class FakeGraphs:
-    """The first capture fills the pool; decodes of eight rows have two forms."""
+    """The first capture fills the pool; decodes of eight rows and prompts of more have two forms each."""
 
     def __init__(self, device):
         self.device, self.captured, self.closed = device, [], False
@@ -20,13 +20,13 @@ class FakeGraphs:
 
     def count(self, keys):
         return sum(
-            1 + (k.mode == GraphMode.DECODE and k.rows >= 8 and not k.microbatch) for k in keys
+            1 + (k.mode == GraphMode.MIXED or (k.rows >= 8 and not k.microbatch)) for k in keys
         )
 
     def capture(self, keys):
         before = self.device.used
         for key in keys:
-            self.device.used += SLICED if key.microbatch else WHOLE
+            self.device.used += self.count([key]) * (SLICED if key.microbatch else WHOLE)
             self.device.used += 0 if self.captured else POOL
             self.captured.append(key)
         return self.device.used - before
@@ -54,9 +54,9 @@ def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_slices):
     assert made[0].closed
     captured = made[0].captured
     assert captured[0].rows == 64 and len(captured) == 2 + bool(num_slices)
-    largest = OTHERS + POOL + WHOLE + (SLICED if num_slices else 0)
-    # Six graphs of whole steps, the decodes of eight rows in two forms, and five of slices.
-    others = 6 - 1 + num_slices * 5
+    largest = OTHERS + POOL + 2 * WHOLE + (2 * SLICED if num_slices else 0)
+    # Eight graphs of whole steps, all but the decodes of one and two rows in two forms, and seven of slices.
+    others = 8 - 1 + num_slices * 7
     assert found == int(1.1 * (largest + others * WHOLE))
 
 
