@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
-from greenlet import getcurrent, greenlet
+from greenlet import greenlet
 
 from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.pending import hands_over, set_hand_over
@@ -133,22 +133,25 @@ def alternate(tasks: Sequence[Callable[[], T]], device: torch.device = CPU) -> l
     """
     assert not hands_over(), "slices cannot be cut again"
     slices = [_Slice(task) for task in tasks]
-    turns, modes = deque(slices), _modes(device)
+    turns, modes = deque(slices), _modes(device)  # the first one runs
     before = modes()
-    set_hand_over(getcurrent().switch)
+
+    def hand_over() -> None:
+        assert modes() == before, "a slice left a context manager open"
+        turns.rotate(-1)
+        turns[0].switch()
+
+    set_hand_over(hand_over)
     try:
         while turns:
-            current = turns.popleft()
-            result = current.switch()
-            if current.dead:
-                current.result = result
-            else:
-                turns.append(current)
+            result = turns[0].switch()  # back when the one that runs has ended
+            turns.popleft().result = result
             assert modes() == before, "a slice left a context manager open"
     except BaseException as error:
         set_hand_over(None)  # what unwinds must not come back here
         for other in turns:
-            other.unwind(error)
+            if not other.dead:
+                other.unwind(error)
         raise
     finally:
         set_hand_over(None)
@@ -157,10 +160,11 @@ def alternate(tasks: Sequence[Callable[[], T]], device: torch.device = CPU) -> l
 
 def _modes(device: torch.device) -> Callable[[], object]:
     """What tells the modes of this thread that slices share. Asked at each turn: public calls cost a microsecond."""
+    inference_mode = torch.is_inference_mode_enabled
     if device.type != "cuda":
-        return torch.is_inference_mode_enabled
+        return inference_mode
     index, current_stream = device.index, torch._C._cuda_getCurrentRawStream
-    return lambda: (torch.is_inference_mode_enabled(), current_stream(index))
+    return lambda: (inference_mode(), current_stream(index))
 
 
 class _Slice(greenlet):
