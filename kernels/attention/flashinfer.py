@@ -262,15 +262,10 @@ class FlashInferAttention(Attention):
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
         """The forms to capture for steps of this size, of decodes alone or with prompts; any can be of the last one."""
+        forms, rows = (GraphForm.EVEN_DECODES, GraphForm.DECODES), self._shape.num_blocks
         if prompts:
-            faster, rows, general = GraphForm.NEW_PROMPTS, NEW_PROMPT_ROWS, GraphForm.MIXED
-        else:
-            faster, rows, general = (
-                GraphForm.EVEN_DECODES,
-                self._shape.num_blocks,
-                GraphForm.DECODES,
-            )
-        return (faster, general) if num_rows >= rows else (general,)
+            forms, rows = (GraphForm.NEW_PROMPTS, GraphForm.MIXED), NEW_PROMPT_ROWS
+        return forms if num_rows >= rows else forms[-1:]
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
         """Which of them serves this batch best."""
