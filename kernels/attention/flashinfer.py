@@ -30,7 +30,7 @@ from kernels.attention.flashinfer_decodes import (
     chunk_pages,
     prompts_are_new,
 )
-from kernels.attention.flashinfer_graphs import GraphPlans, Planned
+from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
 
 MIN_VERSION = (0, 6, 6)
 MIN_CAPABILITY = (8, 0)
@@ -208,7 +208,7 @@ class FlashInferAttention(Attention):
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         self._store_kv(k_Thd, v_Thd, self._slots, *self._layers[layer])
-        return self._attend(q_THd, k_Thd, v_Thd, layer)
+        return self._attend((q_THd, k_Thd, v_Thd), layer)
 
     def norm_rotate_store(
         self,
@@ -223,22 +223,20 @@ class FlashInferAttention(Attention):
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        return self._attend(*qkv_TMd.split((heads, kv_heads, kv_heads), dim=1), layer)
+        q_THd, k_Thd, v_Thd = qkv_TMd.split((heads, kv_heads, kv_heads), dim=1)
+        return self._attend((q_THd, k_Thd, v_Thd), layer)
 
-    def _attend(
-        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
-    ) -> torch.Tensor:
-        caches = self._layers[layer]
+    def _attend(self, new: NewRows, layer: int) -> torch.Tensor:
+        q_THd, caches = new[0], self._layers[layer]
         if self._graph is not None:
-            return self._graph.run(q_THd, k_Thd, v_Thd, caches)
+            return self._graph.run(new, caches)
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         split, end = self._num_decodes, self._num_tokens
         if split:
             self._decode.wrapper.run(q_THd[:split], caches, out=out_THd[:split])
         prompts = slice(split, end)
         if split < end and self._all_new:
-            new = q_THd[prompts], k_Thd[prompts], v_Thd[prompts]
-            self._new_prompts.run(*new, out=out_THd[prompts])
+            self._new_prompts.run(*(rows[prompts] for rows in new), out=out_THd[prompts])
         elif split < end:
             self._prefill.run(q_THd[prompts], caches, out=out_THd[prompts])
         if end < len(q_THd):

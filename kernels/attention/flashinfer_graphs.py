@@ -27,17 +27,15 @@ PREFILL_TILE_ROWS = 128  # tokens, of one head
 PREFILL_FIELDS = 8  # int32 of a tile in FlashAttention 3's schedule
 
 
+NewRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_THd, k_Thd, v_Thd of one layer
+Caches = tuple[torch.Tensor, torch.Tensor]  # its K and V, with the new ones
+
+
 class Planned(Protocol):
     """The attention of a captured forward, planned."""
 
-    def run(
-        self,
-        q_THd: torch.Tensor,
-        k_Thd: torch.Tensor,
-        v_Thd: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        """o_THd of one layer, whose new K and V are in its caches."""
+    def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
+        """o_THd of one layer."""
 
 
 class _PlannedDecodes:
@@ -46,13 +44,8 @@ class _PlannedDecodes:
     def __init__(self, num_rows: int, decodes: Decodes):
         self._num_rows, self._wrapper = num_rows, decodes.wrapper
 
-    def run(
-        self,
-        q_THd: torch.Tensor,
-        _k_Thd: torch.Tensor,
-        _v_Thd: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
+    def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
+        q_THd, *_ = new
         assert len(q_THd) == self._num_rows, (len(q_THd), self._num_rows)
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
         return self._wrapper.run(q_THd, caches, out=out_THd)
@@ -73,19 +66,13 @@ class _PlannedMixed:
         self._num_decode_rows, self._all_new = num_decode_rows, all_new
         self._decodes, self._prompts, self._out_THd = decodes, prompts, out_THd
 
-    def run(
-        self,
-        q_THd: torch.Tensor,
-        k_Thd: torch.Tensor,
-        v_Thd: torch.Tensor,
-        caches: tuple[torch.Tensor, torch.Tensor],
-    ) -> torch.Tensor:
-        assert len(q_THd) == len(self._out_THd), (len(q_THd), len(self._out_THd))
-        rows = self._num_decode_rows
-        self._decodes.run(q_THd[:rows], caches, out=self._out_THd[:rows])
+    def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
+        q_THd, out_THd, rows = new[0], self._out_THd, self._num_decode_rows
+        assert len(q_THd) == len(out_THd), (len(q_THd), len(out_THd))
+        self._decodes.run(q_THd[:rows], caches, out=out_THd[:rows])
         if self._all_new:
-            return self._prompts.run(q_THd, k_Thd, v_Thd, out=self._out_THd)
-        return self._prompts.run(q_THd, caches, out=self._out_THd)
+            return self._prompts.run(*new, out=out_THd)
+        return self._prompts.run(q_THd, caches, out=out_THd)
 
 
 class _PageBuffers:
