@@ -10,16 +10,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
 
 from cluster.api_keys import VARIABLE, load_digests
-from cluster.compile_ahead import CompileAhead
 from cluster.config import PhalanxConfig, check_num_ranks
 from cluster.console_logs import show_logs
+from cluster.preflight import Preflight
 from cluster.stop_signals import StopSignals
 from kernels.cuda_environment import MULTICAST_OFF
 from workers.log import set_up_logging
@@ -57,52 +56,26 @@ def run_server(config: PhalanxConfig) -> None:
     os.environ.pop(VARIABLE, None)  # no process of Ray needs to know the keys themselves
     _check_port(config.serve.host, config.serve.port)
     check_num_ranks(config)
-    check = BackgroundCheck(config, len(digests))
-    ahead = CompileAhead(config)
+    preflight = Preflight(config, len(digests))
     try:
         with _stage("ray"):
             start_ray(config)
         stop.install()  # again, since Ray has put its own handlers in their place
-        url = None if stop.is_set() else _start_checked(config, digests, stop, check)
+        url = None if stop.is_set() else _start_checked(config, digests, stop, preflight)
         if url is not None:
             asks = f", {len(digests)} API key(s)" if digests else ""
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{asks}", style="bold")
             _watch(config, stop)
             _drain(config, stop)
     finally:
-        ahead.close()
+        preflight.close()
         _shut_down(config)
 
 
-class BackgroundCheck:
-    """`phalanx check` beside the start: it imports torch and looks for backends, which takes longer than Ray does.
-
-    Its thread does not keep the process from ending.
-    """
-
-    def __init__(self, config: PhalanxConfig, num_api_keys: int):
-        self._config, self._num_api_keys = config, num_api_keys
-        self._warnings: Future[list[str]] = Future()
-        self._told = False
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def done(self) -> bool:
-        """Whether `tell` would not wait."""
-        return self._warnings.done()
-
-    def tell(self) -> None:
-        """Print the warnings, once. Raises what the check raised."""
-        for warning in [] if self._told else self._warnings.result():
-            console.print(f"  warning: {warning}", style="yellow")
-        self._told = True
-
-    def _run(self) -> None:
-        try:
-            from cluster.check import check
-
-            self._warnings.set_result(check(self._config, self._num_api_keys).warnings)
-        except BaseException as error:
-            self._warnings.set_exception(error)
+def _tell(preflight: Preflight) -> None:
+    """Print the warnings, once. Raises what the check raised."""
+    for warning in preflight.warnings():
+        console.print(f"  warning: {warning}", style="yellow")
 
 
 def start_ray(config: PhalanxConfig) -> None:
@@ -139,18 +112,18 @@ def start_ray(config: PhalanxConfig) -> None:
 
 
 def _start_checked(
-    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, check: BackgroundCheck
+    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
 ) -> str | None:
     """`_start`, but what the check has against the configuration says more than how the start fails for it."""
     try:
-        return _start(config, digests, stop, check)
+        return _start(config, digests, stop, preflight)
     except Exception:
-        check.tell()
+        _tell(preflight)
         raise
 
 
 def _start(
-    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, check: BackgroundCheck
+    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
 ) -> str | None:
     """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
     import ray
@@ -169,7 +142,7 @@ def _start(
     http = threading.Thread(target=_start_http, args=arguments, daemon=True)
     http.start()
     try:
-        return _follow_start(config, actor, http, failure, stop, check)
+        return _follow_start(config, actor, http, failure, stop, preflight)
     except BaseException:
         stop.set()
         raise
@@ -185,7 +158,7 @@ def _follow_start(
     http: threading.Thread,
     failure: list[BaseException],
     stop: StopSignals,
-    check: BackgroundCheck,
+    preflight: Preflight,
 ) -> str | None:
     """Print each stage as it ends, and what the check says when it does."""
     ray_get = _ray_get()
@@ -193,8 +166,8 @@ def _follow_start(
     ranks_ready = time.monotonic()
     with console.status("starting ranks") as line:
         while not stop.is_set():
-            if check.done():
-                check.tell()
+            if preflight.done():
+                _tell(preflight)
             status = ray_get(actor.status.remote())
             for name, seconds in status.stages[reported:]:
                 _report(name, seconds)
@@ -206,8 +179,8 @@ def _follow_start(
             if status.state != "ready":
                 ranks_ready = time.monotonic()
                 line.update(_progress_line(status.stage, *status.progress))
-            elif check.done() and not http.is_alive():
-                check.tell()
+            elif preflight.done() and not http.is_alive():
+                _tell(preflight)
                 _report("http", time.monotonic() - ranks_ready)
                 for info in status.infos[:1]:
                     console.print(f"  {_backends_line(info.backends)}, {info.num_blocks} KV blocks")

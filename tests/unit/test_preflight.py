@@ -1,0 +1,130 @@
+"""What runs beside a start: its warnings are told once, its errors come first, and it ends with the server."""
+
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import preflight, serve
+from cluster.check import check
+from cluster.config import PhalanxConfig, load_config
+from cluster.preflight import Preflight
+from cluster.serve import ServerError
+from kernels.select import KernelChoiceError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+# Keeps what it is asked, answers what it finds, and then compiles for ever in a process of its own.
+PROCESS = f"""#!{sys.executable}
+import os, pathlib, subprocess, sys
+pathlib.Path("question").write_bytes(sys.stdin.buffer.read())
+os.write(1, pathlib.Path("answer").read_bytes())
+os.close(1)
+compiler = subprocess.Popen(["sleep", "1000"])
+pathlib.Path("compiler").write_text(f"{{compiler.pid}}\\n")
+compiler.wait()
+"""
+
+
+def _config(*settings: str) -> PhalanxConfig:
+    return load_config(CONFIGS / "local.yaml", list(settings))
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Start a process that answers so."""
+    program = tmp_path / "python"
+    program.write_text(PROCESS)
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(preflight.sys, "executable", str(program))
+    started: list[Preflight] = []
+
+    def start(answer: bytes) -> Preflight:
+        (tmp_path / "answer").write_bytes(answer)
+        started.append(Preflight(_config(), 3))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.close()
+
+
+def _soon(condition: Any, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def _runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_warnings_are_told_once(answer, monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr(serve.console, "file", None)
+    process = answer(pickle.dumps(["few cores", "no keys"]))
+    serve._tell(process)
+    serve._tell(process)
+    assert process.done()
+    assert capsys.readouterr().out == "  warning: few cores\n  warning: no keys\n"
+    assert pickle.loads((tmp_path / "question").read_bytes()) == (_config(), 3)
+
+
+def test_a_failed_start_is_told_by_the_check_if_it_knows_better(answer, monkeypatch) -> None:
+    def fail(*args: object) -> None:
+        raise ServerError("start failed at stage 'group'")
+
+    monkeypatch.setattr(serve, "_start", fail)
+    unfit = KernelChoiceError("attention", "flashinfer", "no GPU", ["sdpa"])
+    with pytest.raises(KernelChoiceError, match=r"kernels\.attention"):
+        serve._start_checked(None, (), None, answer(pickle.dumps(unfit)))
+    with pytest.raises(ServerError, match="stage 'group'"):
+        serve._start_checked(None, (), None, answer(pickle.dumps([])))
+
+
+def test_its_compilers_end_with_it(answer, tmp_path) -> None:
+    process, told = answer(pickle.dumps([])), tmp_path / "compiler"
+    _soon(lambda: told.exists() and told.read_text().endswith("\n"), "no compiler")
+    compiler = int(told.read_text())
+    assert process.warnings() == [] and _runs(compiler)
+    process.close()
+    _soon(lambda: not _runs(compiler), f"process {compiler} still runs")
+
+
+def test_an_end_without_an_answer_is_a_warning(answer, monkeypatch) -> None:
+    monkeypatch.setattr(preflight.sys, "executable", "/bin/false")
+    (warning,) = answer(b"").warnings()
+    assert "exit code 1" in warning and "phalanx check" in warning
+
+
+def test_the_process_itself() -> None:
+    """On a machine without a GPU it compiles nothing."""
+    config = _config("serve.host=0.0.0.0")
+    process = Preflight(config, 0)
+    assert process.warnings() == check(config, 0).warnings != []
+    assert process._process.wait(30) == 0
+    process.close()
+
+
+def test_the_process_raises_what_the_check_raises() -> None:
+    process = Preflight(_config("cluster.device=cpu", "kernels.attention=flashinfer"), 0)
+    with pytest.raises(KernelChoiceError, match="flashinfer"):
+        process.warnings()
+    process.close()
+
+
+def test_a_broken_check_says_how(monkeypatch, capfd) -> None:
+    def broken(*args: object) -> None:
+        raise KeyError("mended soon")
+
+    monkeypatch.setattr("cluster.check.check", broken)
+    report, outcome = preflight._check(_config(), 0)
+    assert report is None and isinstance(outcome, RuntimeError)
+    assert str(outcome) == "KeyError: 'mended soon'"
+    assert "Traceback" in capfd.readouterr().err
