@@ -22,7 +22,9 @@ from kernels import cuda_environment
 if TYPE_CHECKING:
     from cluster.check import CheckReport
 
-SILENT = "the check of the configuration ended without an answer (exit code {}); `phalanx check` repeats it"
+SILENT = (
+    "the configuration's check ended without an answer (exit code {}); `phalanx check` repeats it"
+)
 
 
 class Preflight:
@@ -31,8 +33,12 @@ class Preflight:
     def __init__(self, config: PhalanxConfig, num_api_keys: int):
         self._warnings: Future[list[str]] = Future()
         self._told = False
+        # Found where this process finds it: -m would look into the user's folder first.
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; from cluster.preflight import run; run()"
+        )
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.preflight"],
+            [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
@@ -65,7 +71,10 @@ class Preflight:
             process.stdin.write(question)
         with process.stdout:
             answer = process.stdout.read()
-        outcome = pickle.loads(answer) if answer else [SILENT.format(process.wait())]
+        try:
+            outcome = pickle.loads(answer)
+        except Exception:  # anything can come of broken bytes
+            outcome = [SILENT.format(process.wait())]
         if isinstance(outcome, Exception):
             self._warnings.set_exception(outcome)
         else:
@@ -111,7 +120,3 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         head_dim = load_model_config(config.model.path).head_dim
         compile_modules(getattr(torch, report.config["model"]["dtype"]), head_dim)
-
-
-if __name__ == "__main__":
-    run()

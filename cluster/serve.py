@@ -68,8 +68,10 @@ def run_server(config: PhalanxConfig) -> None:
             _watch(config, stop)
             _drain(config, stop)
     finally:
-        preflight.close()
-        _shut_down(config)
+        try:
+            _shut_down(config)
+        finally:
+            preflight.close()  # after the ranks, which would compile in its place
 
 
 def _tell(preflight: Preflight) -> None:

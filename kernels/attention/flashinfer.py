@@ -2,8 +2,9 @@
 
 Decodes run on its tensor-core decode, which keeps the query heads that share a KV head in one tile; other sequences on
 its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere). On Hopper prompts that are all new read K and V where the
-projection left them, 14 to 30 % faster than out of pages. The block table becomes flashinfer's list of pages on the
-device, so a plan waits for nothing. Forwards can also be planned for CUDA graphs, prompts on Hopper alone:
+projection left them, 14 to 30 % faster than out of pages; in bfloat16 alone, because a kernel's last tile of a prompt
+multiplies the next one's V by 0, which in float16 may have overflowed. The block table becomes flashinfer's list of
+pages on the device, so a plan waits for nothing. Forwards can also be planned for CUDA graphs, prompts on Hopper alone:
 `reserve_graphs` once, then `plan_graph` before the capture and before each replay of a size.
 
 T tokens, H query heads, h KV heads, d head dim, B sequences.
@@ -134,7 +135,7 @@ class FlashInferAttention(Attention):
             workspace, backend="fa3" if hopper else "fa2"
         )
         self._new_prompts = None
-        if hopper:
+        if hopper and cache.dtype == torch.bfloat16:
             self._new_prompts = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
                 workspace, backend="fa3"
             )
@@ -263,6 +264,8 @@ class FlashInferAttention(Attention):
         forms, rows = (GraphForm.EVEN_DECODES, GraphForm.DECODES), self._shape.num_blocks
         if prompts:
             forms, rows = (GraphForm.NEW_PROMPTS, GraphForm.MIXED), NEW_PROMPT_ROWS
+            if self._new_prompts is None:
+                return forms[-1:]
         return forms if num_rows >= rows else forms[-1:]
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:

@@ -52,7 +52,7 @@ class _PlannedDecodes:
 
 
 class _PlannedMixed:
-    """Decodes in the first rows, prompts behind them; `out` is kept, so that rows of neither stay finite."""
+    """Decodes in the first rows, prompts behind them; `out` is kept, and holds zeros for the rows of neither."""
 
     def __init__(
         self,
@@ -134,9 +134,9 @@ class GraphPlans:
         return self._chunk(num_pages, num_rows) is None
 
     def _plan_decodes(
-        self, batch: AttentionBatch, num_rows: int, cuts: bool, slots: tuple[torch.Tensor, ...] = ()
+        self, batch: AttentionBatch, num_rows: int, cuts: bool, slots: tuple[torch.Tensor, ...]
     ) -> Decodes:
-        """The batch's decodes, one a row; with `slots` also copies the first to the second."""
+        """The batch's decodes, one a row; also copies the first of `slots` to the second."""
         key = num_rows, cuts
         if key not in self._decodes:
             self._decodes[key] = self._new_decodes(num_rows, cuts)
@@ -152,6 +152,7 @@ class GraphPlans:
         slots, count = self.slots[:num_rows], len(batch.slot_mapping)
         slots[:count].copy_(batch.slot_mapping)
         slots[count:].fill_(-1)
+        self._out_THd[batch.num_tokens : num_rows].zero_()
         assert self._prompt_pages is not None
         first = batch.num_decodes
         decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)

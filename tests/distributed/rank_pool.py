@@ -63,13 +63,13 @@ def _call(payload: bytes) -> Any:
     fn, rank, num_ranks, info, backend, args = pickle.loads(payload)
     # A rank that hangs says where, before the pool ends it.
     faulthandler.dump_traceback_later(0.9 * info.timeout_s)
-    if backend:
-        store = dist.FileStore(info.store_path, num_ranks)
-        timeout = timedelta(seconds=info.timeout_s)
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
-        )
     try:
+        if backend:
+            store = dist.FileStore(info.store_path, num_ranks)
+            timeout = timedelta(seconds=info.timeout_s)
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
+            )
         answer = fn(rank, num_ranks, info, *args)
     except BaseException:
         _leave_group()

@@ -107,12 +107,13 @@ def plans() -> GraphPlans:
     ],
 )
 def test_rows_of_a_graph(plans: GraphPlans, seqs, form: GraphForm, number: float) -> None:
-    batch = make_batch(seqs)
-    planned = plans.plan(batch, MAX_ROWS, form)
+    batch, full = make_batch(seqs), make_batch([(0, MAX_ROWS)])
     new = tuple(torch.zeros(MAX_ROWS, heads, 8) for heads in (4, 2, 2))
-    out_THd = planned.run(new, ("K", "V"))
+    plans.plan(full, MAX_ROWS, form).run(new, ("K", "V")).fill_(torch.nan)  # of a step before
+    out_THd = plans.plan(batch, MAX_ROWS, form).run(new, ("K", "V"))
     expected = [2.0] * batch.num_decodes + [number] * (batch.num_tokens - batch.num_decodes)
-    assert out_THd[: batch.num_tokens, 0, 0].tolist() == expected
+    expected += [0.0] * (MAX_ROWS - batch.num_tokens)
+    assert out_THd[:, 0, 0].tolist() == expected
     assert plans.slots.tolist() == [*range(batch.num_tokens), *[-1] * (MAX_ROWS - batch.num_tokens)]
 
 
@@ -146,6 +147,9 @@ def test_the_form_that_serves_a_batch(seqs, form: GraphForm) -> None:
     attention._shape = Shape(SPEC, torch.bfloat16, 66)
     attention._plans = SimpleNamespace(even=lambda batch, num_rows: len(seqs) == 1)
     batch = make_batch(seqs)
+    attention._new_prompts = None  # float16
+    assert attention.form(batch, NEW_PROMPT_ROWS, prompts=True) == GraphForm.MIXED
+    attention._new_prompts = Ragged()
     assert attention.form(batch, NEW_PROMPT_ROWS, prompts=True) == form
     assert attention.form(batch, NEW_PROMPT_ROWS - 1, prompts=True) == GraphForm.MIXED
     even = GraphForm.EVEN_DECODES if len(seqs) == 1 else GraphForm.DECODES

@@ -103,6 +103,14 @@ def test_an_end_without_an_answer_is_a_warning(answer, monkeypatch) -> None:
     assert "exit code 1" in warning and "phalanx check" in warning
 
 
+def test_an_answer_that_nobody_understands_is_a_warning_too(answer, tmp_path) -> None:
+    process = answer(b"noise")
+    _soon((tmp_path / "compiler").exists, "no compiler")
+    process.close()
+    (warning,) = process.warnings()
+    assert "exit code -15" in warning
+
+
 def test_the_process_itself() -> None:
     """On a machine without a GPU it compiles nothing."""
     config = _config("serve.host=0.0.0.0")
