@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention import flashinfer
 from kernels.select import probe
 from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
@@ -213,8 +214,11 @@ def judge(checkpoint: Path, events: list[Event], answers: list[Answers]) -> None
 @pytest.mark.parametrize(
     ("graphs", "asynchronous"), [("auto", "auto"), ("auto", False), (False, True)]
 )
-def test_random_steps(checkpoint: Path, graphs: Any, asynchronous: Any):
-    """500 steps that flip between prompts, decodes of all sizes, both, and nothing."""
+def test_random_steps(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, graphs: Any, asynchronous: Any
+):
+    """500 steps that flip between prompts, all new or not, decodes of all sizes, both, and nothing."""
+    monkeypatch.setattr(flashinfer, "NEW_PROMPT_ROWS", 16)
     events = traffic(random.Random(1), 150)
     config = configure(checkpoint, cuda_graphs=graphs, async_scheduling=asynchronous)
     answers = alone(config, events)
