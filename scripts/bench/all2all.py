@@ -10,7 +10,6 @@ and OUT.png; `--redraw` makes the page and the plot of an OUT.json again. On a C
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels import cuda_environment, select
+from kernels import select
 from kernels.all2all.base import AllToAll, MaskedInput
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat, pick_local
@@ -33,8 +32,8 @@ from kernels.placement import ExpertPlacement
 from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
 from scripts.bench.all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
 from scripts.bench.processes import Report, add_limits, limits_from_now, run_group
-from scripts.bench.results import add_options, load, origin, save, write
-from scripts.bench.timing import add_layer_options, alternate, repeated
+from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
+from scripts.bench.timing import add_layer_options, alternate, parse_layer_options, repeated
 
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
 IN_GRAPH, ROUNDS = 6, 9
@@ -304,27 +303,25 @@ def parse() -> argparse.Namespace:
     add_layer_options(parser, tokens=TOKENS, rounds=ROUNDS)
     add_limits(parser, patience_s=40, budget_s=150)
     add_options(parser)
-    args = parser.parse_args()
-    args.tokens = sorted(set(args.tokens))
+    args = parse_layer_options(parser)
     args.sms_tokens = SMS_TOKENS if SMS_TOKENS in args.tokens else args.tokens[-1]
-    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     args.gemm = "triton" if args.device == "cuda" else "torch_grouped"
+    if not args.redraw:
+        _check_ranks(args)
     return args
 
 
-def main() -> None:
-    args = parse()
-    if args.redraw:
-        write(args.out, load(args.out), page, plot)
-        return
+def _check_ranks(args: argparse.Namespace) -> None:
     num_devices = torch.cuda.device_count() if args.device == "cuda" else args.ranks or 2
     args.ranks = args.ranks or num_devices
     if not 2 <= args.ranks <= num_devices:
         raise SystemExit(
             f"--ranks is {args.ranks}, expected 2 to the {num_devices} devices there are"
         )
-    cuda_environment.prepare(os.environ)
-    sweep(args)
+
+
+def main() -> None:
+    measure_or_redraw(parse(), sweep, page, plot)
 
 
 if __name__ == "__main__":

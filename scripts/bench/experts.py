@@ -11,7 +11,6 @@ page and the plot of an OUT.json again. On a CPU it is a dry run of itself:
 """
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any
 
 import torch
 
-from kernels import cuda_environment
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY, low_latency_rows
 from kernels.all2all.payload import pick_local
@@ -27,8 +25,8 @@ from kernels.grouped_gemm import choice as gemms
 from kernels.permute import ExpertOrder
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
-from scripts.bench.results import add_options, load, origin, save, write
-from scripts.bench.timing import add_layer_options, alternate, repeated
+from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
+from scripts.bench.timing import add_layer_options, alternate, parse_layer_options, repeated
 
 BACKENDS = ("triton", "deepgemm", "deepgemm_fp8", "torch_grouped", "reference")
 TOKENS = (1, 8, 32, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -250,21 +248,14 @@ def parse() -> argparse.Namespace:
     add_layer_options(parser, tokens=TOKENS, rounds=ROUNDS)
     add_limits(parser, patience_s=40, budget_s=90)
     add_options(parser)
-    args = parser.parse_args()
-    args.tokens = sorted(set(args.tokens))
-    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    args = parse_layer_options(parser)
+    if args.device == "cuda" and not (args.redraw or torch.cuda.is_available()):
+        raise SystemExit("needs a GPU, found none; --device cpu is a dry run")
     return args
 
 
 def main() -> None:
-    args = parse()
-    if args.redraw:
-        write(args.out, load(args.out), page, plot)
-        return
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("needs a GPU, found none; --device cpu is a dry run")
-    cuda_environment.prepare(os.environ)
-    sweep(args)
+    measure_or_redraw(parse(), sweep, page, plot)
 
 
 if __name__ == "__main__":

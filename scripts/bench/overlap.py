@@ -14,7 +14,6 @@ itself:
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,6 @@ from typing import Any
 
 import torch
 
-from kernels import cuda_environment
 from kernels.all2all import choice
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import ExpertInput
@@ -35,7 +33,7 @@ from kernels.permute import ExpertOrder
 from scripts.bench import ROOT
 from scripts.bench.overlap_report import RESIDENT, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
-from scripts.bench.results import add_options, load, origin, save, write
+from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
 from workers import process_group
 from workers.config import RankConfig
 from workers.microbatch import alternate
@@ -354,12 +352,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     """Command line."""
-    args = parse()
-    if args.redraw:
-        write(args.out, load(args.out), page, plot)
-        return
-    cuda_environment.prepare(os.environ)
-    measure(args)
+    measure_or_redraw(parse(), measure, page, plot)
 
 
 if __name__ == "__main__":

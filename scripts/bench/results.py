@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import os
 import platform
 import re
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from cluster.bench import machine
+from kernels import cuda_environment
 from scripts.bench import ROOT
 
 PACKAGES = ("triton", "deep_ep", "sgl-deep-ep", "sgl-deep-gemm", "flashinfer-python")
@@ -35,6 +37,20 @@ def add_options(
     if drawn:
         parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
     parser.add_argument("--commit", help="the measured commit; asked from git if left out")
+
+
+def measure_or_redraw(
+    args: argparse.Namespace,
+    measure: Callable[[argparse.Namespace], None],
+    page: Page,
+    plot: Plot,
+) -> None:
+    """What the options ask for: `measure`, in an environment to start ranks from, or to draw OUT.json again."""
+    if args.redraw:
+        write(args.out, load(args.out), page, plot)
+        return
+    cuda_environment.prepare(os.environ)
+    measure(args)
 
 
 def origin(num_gpus: int, commit: str | None, *, served: bool = False) -> Found:

@@ -11,7 +11,6 @@ configs/gpu-bench.yaml. On a CPU it is a dry run of itself:
 """
 
 import argparse
-import os
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,10 +21,9 @@ import torch
 from cluster.bench.roofline import Hardware, Part, step_floor, step_floors
 from cluster.bench.step_work import StepShape
 from cluster.config import load_config, resolve_rank_config
-from kernels import cuda_environment
 from scripts.bench import ROOT
 from scripts.bench.processes import add_limits, limits_from_now, run_group
-from scripts.bench.results import add_options, load, origin, save, write
+from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
 from scripts.bench.timeline_ranks import State, run_rank
 from scripts.bench.timeline_report import draw, page
 from workers import process_group
@@ -42,12 +40,7 @@ STATES = (
 
 def main() -> None:
     """Command line."""
-    options = parse()
-    if options.redraw:
-        write(options.out, load(options.out), page, draw)
-        return
-    cuda_environment.prepare(os.environ)
-    measure(options)
+    measure_or_redraw(parse(), measure, page, draw)
 
 
 def parse() -> argparse.Namespace:

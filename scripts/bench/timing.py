@@ -25,6 +25,14 @@ def add_layer_options(
     parser.add_argument("--rounds", type=int, default=rounds, help="runs whose median counts")
 
 
+def parse_layer_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """All options, with `dtype` for the device; tokens in order."""
+    args = parser.parse_args()
+    args.tokens = sorted(set(args.tokens))
+    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    return args
+
+
 def repeated(call: Callable[[int], object], times: int, *, graph: bool) -> Run:
     """`call(0)` to `call(times - 1)` in a row, run once to compile what it needs, then a CUDA graph if asked for."""
 
