@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from cluster.config_errors import ConfigError, Problem
-from kernels.attention.flashinfer import HOPPER
+from kernels.attention.flashinfer import on_hopper
 from kernels.select import Selection
 from workers.config import OverlapConfig, SchedulerConfig
 from workers.graph_sizes import GraphSizes, graphs_to_capture
@@ -22,8 +22,8 @@ def graph_line(
 
     A GPU that is not here is taken for a Hopper.
     """
-    major, _ = torch.cuda.get_device_capability() if torch.cuda.is_available() else (HOPPER, 0)
-    mixed = selection.attention.name == "flashinfer" and major == HOPPER
+    hopper = not torch.cuda.is_available() or on_hopper()
+    mixed = selection.attention.name == "flashinfer" and hopper
     sizes = graphs_to_capture(scheduler, selection, torch.device(device), mixed=mixed)
     if not sizes:
         return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device)}"

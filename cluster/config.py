@@ -30,9 +30,8 @@ from workers.models.config import Qwen3MoeConfig, load_model_config
 GIB = 2**30
 MAX_RANKS = 1024
 MAX_THREADS_PER_RANK = 8
-RANK_PROCESS_BYTES = (
-    400 * 10**6
-)  # of a rank's process beside weights and cache, see docs/results/cpu-local.json
+# Of a rank's process beside weights and cache, see docs/results/cpu-local.json.
+RANK_PROCESS_BYTES = 400 * 10**6
 # On a GPU a step of few tokens takes as long as one of some hundreds: it is bound by reading the weights.
 GPU_NUM_SEQS, GPU_BATCHED_TOKENS = 256, 8192
 CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 2048

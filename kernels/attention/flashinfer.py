@@ -29,6 +29,7 @@ from kernels.attention.flashinfer_decodes import (
     Pages,
     Shape,
     chunk_pages,
+    plan_new_prompts,
     prompts_are_new,
 )
 from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
@@ -76,6 +77,11 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
     return None
 
 
+def on_hopper(device: torch.device | None = None) -> bool:
+    """Whether this GPU's prompts have FlashAttention 3, and so graphs; None: the current device."""
+    return torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
 def _nvcc() -> str | None:
     """Where flashinfer looks for the compiler."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -117,11 +123,10 @@ class FlashInferAttention(Attention):
         self._layers = [(cache[0], cache[1]) for cache in kv_caches]
         self._device = cache.device
         self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
-        properties = torch.cuda.get_device_properties(self._device)
-        num_sms = properties.multi_processor_count
+        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         num_blocks = BLOCKS_PER_SM * num_sms // self.spec.num_kv_heads
         shape = self._shape = Shape(self.spec, cache.dtype, num_blocks)
-        hopper = self.mixed_graph = properties.major == HOPPER
+        hopper = self.mixed_graph = on_hopper(self._device)
         prefill_bytes = 0 if hopper else num_blocks * shape.chunk_bytes(PREFILL_TILE)
         decode_bytes = num_blocks * shape.chunk_bytes(shape.tile)
         size = max(prefill_bytes, decode_bytes, WORKSPACE_BYTES) + ALIGNMENT_BYTES
@@ -202,8 +207,7 @@ class FlashInferAttention(Attention):
 
     def _plan_new_prompts(self, query_start_loc: np.ndarray) -> None:
         starts = torch.from_numpy(query_start_loc - query_start_loc[0])
-        *heads, _ = self._shape.arguments
-        self._new_prompts.plan(starts, starts, *heads, causal=True, **self._shape.types)
+        plan_new_prompts(self._new_prompts, starts, self._shape)
 
     def __call__(
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int

@@ -121,6 +121,13 @@ def prompts_are_new(batch: AttentionBatch) -> bool:
     return bool((batch.seq_lens_cpu[prompts] == new).all())
 
 
+def plan_new_prompts(wrapper: Any, starts: torch.Tensor, shape: Shape) -> None:
+    """Plan a wrapper that reads K and V in place for prompts whose rows, of q as of k and v, begin at `starts`."""
+    spec = shape.spec
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    wrapper.plan(starts, starts, *heads, causal=True, **shape.types)
+
+
 class Decodes:
     """A decode wrapper of flashinfer and how it is planned.
 

@@ -19,6 +19,7 @@ from kernels.attention.flashinfer_decodes import (
     Pages,
     Shape,
     chunk_pages,
+    plan_new_prompts,
 )
 
 # Of a schedule of decodes; some 30 bytes a row are used.
@@ -142,28 +143,27 @@ class GraphPlans:
             self._decodes[key] = self._new_decodes(num_rows, cuts)
         count = batch.num_decodes
         pages = self._ship(batch, slice(0, count), num_rows, self._decode_pages, slots)
-        chunk = self._chunk(np.diff(pages.starts_cpu.numpy()), num_rows) if cuts else None
+        chunk = self._chunk_of(pages) if cuts else None
         self._decodes[key].plan(pages, num_rows, chunk, self._shape)
         return self._decodes[key]
 
     def _plan_mixed(self, batch: AttentionBatch, num_rows: int, *, all_new: bool) -> Planned:
         if self._prompt_pages is None:
             self._reserve_prompts()
+        assert self._prompt_pages is not None
         slots, count = self.slots[:num_rows], len(batch.slot_mapping)
         slots[:count].copy_(batch.slot_mapping)
         slots[count:].fill_(-1)
         self._out_THd[batch.num_tokens : num_rows].zero_()
-        assert self._prompt_pages is not None
         first = batch.num_decodes
         decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
-        chunk = self._chunk(np.diff(decodes.starts_cpu.numpy()), self._max_seqs)
+        chunk = self._chunk_of(decodes)
         starts = self._query_starts(batch, 0, first)
         self._plan_pages(self._some_decodes, starts, decodes, fixed_split_size=chunk)
         starts = self._query_starts(batch, first, batch.num_seqs)
         prompts = self._new_prompts if all_new else self._prompts
         if all_new:
-            *heads, _ = self._shape.arguments
-            prompts.plan(starts, starts, *heads, causal=True, **self._shape.types)
+            plan_new_prompts(prompts, starts, self._shape)
         else:
             seqs = slice(first, batch.num_seqs)
             pages = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
@@ -205,6 +205,9 @@ class GraphPlans:
         pages.ship(buffers.pages, buffers.lengths)
         self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)
         return pages
+
+    def _chunk_of(self, pages: Pages) -> int | None:
+        return self._chunk(np.diff(pages.starts_cpu.numpy()), pages.num_rows)
 
     def _chunk(self, num_pages: np.ndarray, num_rows: int) -> int | None:
         shape = self._shape

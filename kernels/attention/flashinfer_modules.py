@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention.flashinfer import HOPPER
+from kernels.attention.flashinfer import on_hopper
 
 
 def compile_modules(dtype: torch.dtype, head_dim: int) -> None:
@@ -22,8 +22,7 @@ def modules(dtype: torch.dtype, head_dim: int) -> list[Any]:
     """What `FlashInferAttention` of this dtype and head dim loads on this machine's GPU, as flashinfer's JitSpec."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
-    hopper = torch.cuda.get_device_capability()[0] == HOPPER
     types = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
     no_options = (0, False, False, False)  # position encoding, window, soft cap, 16-bit sums
-    backends = ("fa2", "fa3") if hopper else ("fa2",)
+    backends = ("fa2", "fa3") if on_hopper() else ("fa2",)
     return [gen_batch_prefill_module(backend, *types, *no_options) for backend in backends]

@@ -58,6 +58,6 @@ class TritonGroupedGemm(GroupedGemm):
         if mean <= 96:
             return TileShape(64, 64, 64, 4, 3, 3), TileShape(128, 128, 64, 4, 3, 2)
         down = TileShape(128, 128, 64, 8, 3, 2)
-        return TileShape(128, 64, 64, 4, 3, 2) if mean <= 768 else TileShape(
-            128, 128, 64, 8, 3
-        ), down
+        if mean <= 768:
+            return TileShape(128, 64, 64, 4, 3, 2), down
+        return TileShape(128, 128, 64, 8, 3), down
