@@ -25,6 +25,8 @@ from uuid import uuid4
 
 import pytest
 
+JOIN_FAILED = 70  # the exit code of a rank that could not enter its group
+
 
 @dataclass(frozen=True)
 class GroupInfo:
@@ -58,18 +60,12 @@ class RankFailure(Exception):
 
 def _call(payload: bytes) -> Any:
     """Run one call in a rank process, inside its own gloo group."""
-    import torch.distributed as dist
-
     fn, rank, num_ranks, info, backend, args = pickle.loads(payload)
     # A rank that hangs says where, before the pool ends it.
     faulthandler.dump_traceback_later(0.9 * info.timeout_s)
     try:
         if backend:
-            store = dist.FileStore(info.store_path, num_ranks)
-            timeout = timedelta(seconds=info.timeout_s)
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
-            )
+            _join_group(backend, info, rank, num_ranks)
         answer = fn(rank, num_ranks, info, *args)
     except BaseException:
         _leave_group()
@@ -80,6 +76,26 @@ def _call(payload: bytes) -> Any:
     if backend:
         _leave_group()
     return answer
+
+
+def _join_group(backend: str, info: GroupInfo, rank: int, num_ranks: int) -> None:
+    """Enter the call's group, and come back once every rank is in."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(info.store_path, num_ranks)
+    timeout = timedelta(seconds=info.timeout_s)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout
+        )
+        # gloo lets a rank in before its peers are: one that left at once would break their entry.
+        store.set(f"in/{rank}", "")
+        store.wait([f"in/{peer}" for peer in range(num_ranks)], timeout)
+    except BaseException:
+        # torch numbers groups, also those that failed: this process's next would not meet its peers'.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(JOIN_FAILED)
 
 
 def _leave_group() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.rank_pool import JOIN_FAILED, RankError, RankPool
 
 
 def _sum(rank, num_ranks, info, offset):
@@ -20,6 +20,10 @@ def _raise_on(rank, num_ranks, info, bad):
     if rank == bad:
         raise ValueError(f"rank {rank} is bad")
     dist.barrier()
+
+
+def _own_rank(rank, num_ranks, info):
+    return rank
 
 
 def _hang(rank, num_ranks, info):
@@ -55,3 +59,19 @@ def test_hung_and_dead_ranks_are_replaced():
         assert [x for x, _ in pool.run(_sum, 2, 0)] == [1, 1]
     finally:
         pool.close()
+
+
+def test_ranks_that_could_not_enter_their_group_are_replaced():
+    """torch would number a later group of theirs unlike their peers', and all would wait for it."""
+    pool = RankPool(2)
+    try:
+        for found in pool.outcomes(_sum, 2, 0, backend="no such backend"):
+            assert f"exit code {JOIN_FAILED}" in str(found)
+        assert [x for x, _ in pool.run(_sum, 2, 0)] == [1, 1]
+    finally:
+        pool.close()
+
+
+def test_a_rank_may_leave_at_once(rank_pool: RankPool):
+    for _ in range(20):
+        assert rank_pool.run(_own_rank, 2) == [0, 1]
