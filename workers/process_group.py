@@ -1,5 +1,7 @@
 """Joins the ranks of one epoch: the rendezvous, torch.distributed, and shared memory between ranks of one host."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -15,6 +17,13 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 def host_store(host: str) -> dist.TCPStore:
     """The store of a new group, on a free port of `host`; rank 0 keeps it alive."""
     return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+@contextmanager
+def local_rendezvous() -> Iterator[Rendezvous]:
+    """Where processes of this machine meet while the block runs, for benchmarks and tests."""
+    store = host_store("127.0.0.1")
+    yield Rendezvous("127.0.0.1", store.port, f"local-{store.port}")
 
 
 def join(

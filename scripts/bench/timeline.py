@@ -26,10 +26,9 @@ from scripts.bench.processes import add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
 from scripts.bench.timeline_ranks import State, run_rank
 from scripts.bench.timeline_report import draw, page
-from workers import process_group
 from workers.config import RankConfig
 from workers.models.config import load_model_config
-from workers.rank_info import Rendezvous
+from workers.process_group import local_rendezvous
 
 STATES = (
     State("decode", 128, 1024, 2048),
@@ -65,11 +64,9 @@ def measure(options: argparse.Namespace) -> None:
     states = [scaled(state, options.scale, options.lengths) for state in STATES]
     check(config, states)
     started = time.perf_counter()
-    store = process_group.host_store("127.0.0.1")  # lives as long as its name
-    rendezvous = Rendezvous("127.0.0.1", store.port, f"timeline-{store.port}")
-    outcome = run_group(
-        run_rank, (config, states, rendezvous), config.num_ranks, limits_from_now(options)
-    )
+    with local_rendezvous() as rendezvous:
+        task = (config, states, rendezvous)
+        outcome = run_group(run_rank, task, config.num_ranks, limits_from_now(options))
     found = [report["ranks"] for report in outcome.reports if "ranks" in report]
     if found:
         (start,) = (report["start"] for report in outcome.reports if "start" in report)

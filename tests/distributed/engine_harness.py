@@ -75,22 +75,13 @@ def run_engines(
     timeout_s: float = 120,
 ) -> list[RankResult]:
     """Run all events to their end on `config.num_ranks` ranks."""
-    from workers.process_group import host_store
-    from workers.rank_info import Rendezvous
+    from workers.process_group import local_rendezvous
 
-    store = host_store("127.0.0.1")
-    rendezvous = Rendezvous("127.0.0.1", store.port, f"test-{store.port}")
-    return pool.run(
-        _run_rank,
-        config.num_ranks,
-        config,
-        rendezvous,
-        events,
-        keep_logits,
-        max_steps,
-        with_group=False,
-        timeout_s=timeout_s,
-    )
+    with local_rendezvous() as rendezvous:
+        arguments = (config, rendezvous, events, keep_logits, max_steps)
+        return pool.run(
+            _run_rank, config.num_ranks, *arguments, with_group=False, timeout_s=timeout_s
+        )
 
 
 def _run_rank(

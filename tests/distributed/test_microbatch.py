@@ -10,7 +10,7 @@ from tests.distributed.microbatch_ranks import STEPS, SlicedRank, batch_of, rows
 from tests.distributed.rank_pool import RankPool
 from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.process_group import host_store
+from workers.process_group import local_rendezvous
 from workers.rank_info import Rendezvous
 from workers.schedule_recorder import ScheduleRecorder
 
@@ -33,10 +33,9 @@ def checkpoint(tmp_path_factory) -> Path:
 
 def on_ranks(pool: RankPool, function, config: RankConfig, *args) -> list:
     """`function(SlicedRank, *args)` on every rank."""
-    store = host_store("127.0.0.1")
-    rendezvous = Rendezvous("127.0.0.1", store.port, f"test-{store.port}")
-    arguments = (config.num_ranks, _on_rank, config, rendezvous, function, args)
-    return pool.run(_call, *arguments, with_group=False)
+    with local_rendezvous() as rendezvous:
+        arguments = (config.num_ranks, _on_rank, config, rendezvous, function, args)
+        return pool.run(_call, *arguments, with_group=False)
 
 
 def _call(rank: int, num_ranks: int, info, on_rank, *args):

@@ -18,7 +18,7 @@ from tests.distributed.reference import (
     write_checkpoint,
 )
 from workers.config import RankConfig
-from workers.process_group import host_store
+from workers.process_group import local_rendezvous
 from workers.rank_info import Rendezvous
 
 ALWAYS = {"mode": "on"}
@@ -171,17 +171,10 @@ def test_an_error_in_a_slice_stops_all_and_the_next_group_serves(
 ):
     config = rank_config(checkpoint, 2, kernels={"all2all": all2all}, overlap=ALWAYS)
     prompt = references[6].prompt
-    stores = [host_store("127.0.0.1") for _ in range(2)]
-    rendezvous = [Rendezvous("127.0.0.1", s.port, f"test-{s.port}") for s in stores]
-    outcomes = rank_pool.run(
-        _fail_and_live_again,
-        2,
-        config.model_copy(update={"exchange_timeout_s": 5.0}),
-        rendezvous,
-        failing_slice,
-        prompt,
-        with_group=False,
-    )
+    broken = config.model_copy(update={"exchange_timeout_s": 5.0})
+    with local_rendezvous() as first, local_rendezvous() as second:
+        arguments = (broken, [first, second], failing_slice, prompt)
+        outcomes = rank_pool.run(_fail_and_live_again, 2, *arguments, with_group=False)
     assert outcomes[1].error == "RuntimeError: the product failed"
     assert outcomes[1].seconds < 1, "the error did not surface at once"
     assert outcomes[0].seconds < 30, "the other rank did not notice"

@@ -11,8 +11,7 @@ from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankError
 from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.process_group import host_store
-from workers.rank_info import Rendezvous
+from workers.process_group import local_rendezvous
 from workers.schedule import RankTrace
 
 LAYERS = 2
@@ -38,10 +37,9 @@ def _trace(rank_index, num_ranks, info, config, rendezvous, phase, num_tokens) -
 
 
 def traces(pool, config: RankConfig, phase: str, num_tokens: int) -> list[RankTrace]:
-    store = host_store("127.0.0.1")
-    rendezvous = Rendezvous("127.0.0.1", store.port, f"test-{store.port}")
-    arguments = (config.num_ranks, config, rendezvous, phase, num_tokens)
-    return pool.run(_trace, *arguments, with_group=False)
+    with local_rendezvous() as rendezvous:
+        arguments = (config.num_ranks, config, rendezvous, phase, num_tokens)
+        return pool.run(_trace, *arguments, with_group=False)
 
 
 @pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])

@@ -21,7 +21,7 @@ from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
 from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.process_group import host_store
+from workers.process_group import local_rendezvous
 from workers.rank import Rank
 from workers.rank_info import Rendezvous
 from workers.step_sync import StepPlan
@@ -303,8 +303,6 @@ def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
         if reason := probe("cuda").missing.get(name):
             pytest.skip(reason)
     events = traffic(random.Random(2), 450, group.num_ranks)
-    store = host_store("127.0.0.1")
-    rendezvous = Rendezvous("127.0.0.1", store.port, f"graphs-{store.port}")
     config = configure(
         checkpoint,
         group.num_ranks,
@@ -314,8 +312,9 @@ def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
         max_num_batched_tokens=group.max_tokens,
         cuda_graphs=group.graphs,
     )
-    arguments = (config, rendezvous, events)
-    answers = pools.run(serve, group.num_ranks, *arguments, with_group=False, timeout_s=120)
+    with local_rendezvous() as rendezvous:
+        arguments = (config, rendezvous, events)
+        answers = pools.run(serve, group.num_ranks, *arguments, with_group=False, timeout_s=120)
     modes = ("DECODE", "MIXED") if group.graphs else ("NONE",)
     cuts = ("", " in slices") if group.overlap == "on" else ("",)
     expected = {"asleep", "idle", *(mode + cut for mode in modes for cut in cuts)}

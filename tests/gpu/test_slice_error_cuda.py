@@ -14,7 +14,7 @@ from tests.distributed.test_microbatch_engine import Failing
 from tests.gpu.pools import Pools
 from tests.gpu.test_cuda_graphs import checkpoint, configure, judge, serve
 from workers.config import RankConfig
-from workers.process_group import host_store
+from workers.process_group import local_rendezvous
 from workers.rank import Rank
 from workers.rank_info import Rendezvous
 
@@ -25,12 +25,6 @@ __all__ = ["checkpoint"]  # a fixture
 
 NOTICED_S = 3.0  # the others wait so long for a vote
 _kept: list[Any] = []  # a GPU that waits for a peer for ever lets nobody free its memory
-
-
-def meet() -> Rendezvous:
-    store = host_store("127.0.0.1")
-    _kept.append(store)
-    return Rendezvous("127.0.0.1", store.port, f"error-{store.port}")
 
 
 def fail(
@@ -69,11 +63,12 @@ def test_the_next_group_serves(checkpoint: Path, all2all: str, failing: int):
     config = configure(checkpoint, 2, all2all, "on", cuda_graphs=False)
     broken = config.model_copy(update={"exchange_timeout_s": NOTICED_S})
     pool, pools = RankPool(2), Pools()
-    try:
-        arguments = (broken, meet(), failing)
-        other, failed = pool.run(fail, 2, *arguments, with_group=False, timeout_s=60)
-    finally:
-        pool.close()
+    with local_rendezvous() as rendezvous:  # closed after the processes, which may still be in it
+        try:
+            arguments = (broken, rendezvous, failing)
+            other, failed = pool.run(fail, 2, *arguments, with_group=False, timeout_s=60)
+        finally:
+            pool.close()
     assert failed[0] == "RuntimeError: the product failed"
     assert failed[1] < 1, "the error did not surface at once"
     assert other[1] < 3 * NOTICED_S, f"the other rank noticed late: {other}"
@@ -83,7 +78,9 @@ def test_the_next_group_serves(checkpoint: Path, all2all: str, failing: int):
         for index, prompt in enumerate(prompts)
     ]
     try:
-        answers = pools.run(serve, 2, config, meet(), events, with_group=False, timeout_s=60)
+        with local_rendezvous() as rendezvous:
+            arguments = (config, rendezvous, events)
+            answers = pools.run(serve, 2, *arguments, with_group=False, timeout_s=60)
     finally:
         pools.close()
     judge(checkpoint, events, answers)

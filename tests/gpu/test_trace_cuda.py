@@ -10,9 +10,8 @@ from kernels.select import probe
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
 from workers.checkpoint import make_checkpoint
-from workers.process_group import host_store
+from workers.process_group import local_rendezvous
 from workers.rank import Rank
-from workers.rank_info import Rendezvous
 from workers.schedule import RankTrace, Schedule
 from workers.trace_step import trace_step
 
@@ -70,12 +69,11 @@ def test_both_forms_are_traced(checkpoint: Path, all2all: str, graphs: bool):
         kernels={"all2all": all2all},
         overlap={"mode": "on"},
     )
-    store = host_store("127.0.0.1")
-    rendezvous = Rendezvous("127.0.0.1", store.port, f"trace-{store.port}")
     pool = RankPool(NUM_RANKS)
     try:
-        arguments = (config, rendezvous, graphs)
-        found = pool.run(traced, NUM_RANKS, *arguments, with_group=False, timeout_s=60)
+        with local_rendezvous() as rendezvous:
+            arguments = (config, rendezvous, graphs)
+            found = pool.run(traced, NUM_RANKS, *arguments, with_group=False, timeout_s=60)
     finally:
         pool.close()
     for prefill, decode in found:
