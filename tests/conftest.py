@@ -1,4 +1,4 @@
-"""One thread a test process: the suite runs several processes on few cores."""
+"""One thread a test process: the suite runs several processes on few cores. Without a GPU, Triton interprets."""
 
 import os
 
@@ -7,3 +7,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in chi
 import torch
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    # For tests/triton. Read when Triton is imported, and libraries of other tests do that.
+    os.environ["TRITON_INTERPRET"] = "1"

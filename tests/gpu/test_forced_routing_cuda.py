@@ -1,6 +1,4 @@
-"""Experts by a law on a GPU: exactly the CPU's, without waiting for the device, and in a graph."""
-
-from typing import Any
+"""Experts by a law on a GPU: without waiting for the device, and in a graph."""
 
 import pytest
 import torch
@@ -20,23 +18,9 @@ def tokens(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.randint(0, 40_960, (num_tokens,), generator=generator)
 
 
-def law(name: str, exponent: float, device: str, **changes: Any) -> ForcedRouting:
+def law(name: str, exponent: float, device: str) -> ForcedRouting:
     values = {"num_experts": 128, "top_k": 8, "rank": 1, "num_ranks": 4, "layer": 47}
-    return ForcedRouting(name, exponent, **{**values, "device": device, **changes})
-
-
-@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (7, 3), (1, 1)])
-@pytest.mark.parametrize("num_tokens", [0, 1, 300, 8192])
-@pytest.mark.parametrize(("name", "exponent"), LAWS)
-def test_equals_the_cpu(name, exponent, num_tokens, num_experts, top_k):
-    shape = {"num_experts": num_experts, "top_k": top_k}
-    ids, positions = tokens(num_tokens)
-    expected = law(name, exponent, "cpu", **shape)(ids, positions, num_tokens - num_tokens // 5)
-    found = law(name, exponent, "cuda", **shape)(
-        ids.cuda(), positions.cuda(), num_tokens - num_tokens // 5
-    )
-    for tensor, wanted in zip(found, expected, strict=True):
-        assert tensor.dtype == wanted.dtype and torch.equal(tensor.cpu(), wanted)
+    return ForcedRouting(name, exponent, **values, device=device)
 
 
 @pytest.mark.parametrize(("name", "exponent"), LAWS)

@@ -1,0 +1,124 @@
+"""The fused kernels between matrix products against the same arithmetic in float32 operators of torch."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels.triton.norm import add_rms_norm
+from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
+from kernels.triton.route import route_top_k
+from tests.triton.device import COMPILED, DEVICE, compiled_only
+from workers.layers.rope import apply_rope
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+# The interpreter cuts bfloat16 off where a GPU rounds.
+CUT_OFF = {} if COMPILED else {torch.bfloat16: 2.0**-7}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(1)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def close(found: torch.Tensor, expected_f32: torch.Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float(), expected_f32, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("rows", "width"), [(0, 64), (1, 128), (7, 2048), *compiled_only((300, 2880)), (5, 7168)]
+)
+def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype):
+    x, delta = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
+    weight = randn(width, dtype=dtype)
+    close(
+        add_rms_norm(x, None, weight, 1e-6),
+        F.rms_norm(x.float(), (width,), weight.float(), 1e-6),
+    )
+    expected = x + delta
+    normed = add_rms_norm(x, delta, weight, 1e-6)
+    torch.testing.assert_close(x, expected, atol=0, rtol=CUT_OFF.get(dtype, 0))
+    close(normed, F.rms_norm(expected.float(), (width,), weight.float(), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (6, 64), (36, 128), (9, 256)])
+def test_norm_rotate(heads: int, head_dim: int, dtype: torch.dtype):
+    rows = 33
+    wide = randn(rows, heads + 3, head_dim, dtype=dtype)
+    weight = randn(heads, head_dim, dtype=dtype)
+    angles = randn(rows, 1, head_dim // 2)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    before = wide.clone()
+    x = wide[:, :heads]
+    normed = F.rms_norm(x.float(), (head_dim,), None, 1e-6) * weight.float()
+    expected = apply_rope(normed, rotation)
+    norm_rotate(x, weight, 1e-6, rotation)
+    close(x, expected)
+    assert torch.equal(wide[:, heads:], before[:, heads:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (8, 4, 128), (3, 3, 16)])
+def test_norm_rotate_store(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+    """As norm_rotate, and K and V of rows that have a slot lie there; nothing else is touched."""
+    rows, blocks, block_size = 7, 4, 4
+    qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
+    weight = randn(heads + kv_heads, head_dim, dtype=dtype)
+    angles = randn(rows, 1, head_dim // 2)
+    rotation = torch.polar(torch.ones_like(angles), angles)
+    slots = torch.tensor([5, -1, 15, 0, 6], device=DEVICE)  # the last two rows are padding
+    caches = [randn(blocks, block_size, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
+    before, caches_before = qkv.clone(), [cache.clone() for cache in caches]
+    expected = before.clone()
+    norm_rotate(expected[:, : heads + kv_heads], weight, 1e-6, rotation)
+    norm_rotate_store(qkv, weight, 1e-6, rotation, slots, *caches)
+    close(qkv, expected.float())
+    assert torch.equal(qkv[:, heads + kv_heads :], before[:, heads + kv_heads :])
+    for cache, first in zip(caches_before, (heads, heads + kv_heads), strict=True):
+        for row, slot in enumerate(slots.tolist()):
+            if slot >= 0:
+                cache.view(-1, kv_heads, head_dim)[slot] = qkv[row, first : first + kv_heads]
+    for cache, wanted in zip(caches, caches_before, strict=True):
+        assert torch.equal(cache, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (60, 4), (128, 8), (512, 10)])
+def test_route_top_k(experts: int, top_k: int, renormalise: bool, dtype: torch.dtype):
+    rows, num_tokens = (129, 127) if COMPILED else (9, 7)
+    # No two logits of a row are equal, also after rounding, so there is one right order.
+    order = torch.rand(rows, experts, device=DEVICE).argsort(1)
+    logits = ((order.float() - experts / 2) * 0.125).to(dtype)
+    if dtype == torch.bfloat16 and experts > 256:
+        logits = logits.float()
+    weights, ids = torch.topk(logits.float(), top_k)
+    weights = weights.softmax(-1) if renormalise else weights
+    if not renormalise:
+        weights = logits.float().softmax(-1).gather(1, ids)
+    on_device = torch.tensor([num_tokens], device=DEVICE)
+    for count in (num_tokens, on_device):
+        found_ids, found_weights = route_top_k(logits, top_k, renormalise, count)
+        assert torch.equal(found_ids[:num_tokens], ids[:num_tokens])
+        assert (found_ids[num_tokens:] == -1).all()
+        torch.testing.assert_close(found_weights, weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's of NaN
+def test_equal_and_odd_logits_give_valid_experts():
+    logits = torch.zeros(5, 16, device=DEVICE)
+    logits[1] = float("nan")
+    logits[2] = float("-inf")
+    logits[3, 4:] = float("inf")
+    logits[4, :8] = -0.0
+    ids, _ = route_top_k(logits, 4, True, 5)
+    assert ids[0].tolist() == [0, 1, 2, 3] and ids[3].tolist() == [4, 5, 6, 7]
+    for row in ids.tolist():
+        assert len(set(row)) == 4 and all(0 <= expert < 16 for expert in row)

@@ -1,0 +1,55 @@
+"""The grouped GEMM against float32, for each tile shape, with rows through an index and rows in order."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels.all2all.base import ExpertInput
+from kernels.device_routing import route_on_device
+from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+from tests.triton.device import DEVICE, compiled_only
+
+# The interpreter's of what lies at places that are nobody's.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+EXPERTS, TOP_K = 6, 2
+TOLERANCE = {torch.float32: 1e-11, torch.bfloat16: 2e-5, torch.float16: 1e-6}
+# The interpreter takes the bits of bfloat16 for integers.
+DTYPES = [torch.float32, torch.float16, *compiled_only(torch.bfloat16)]
+
+
+def difference(x: torch.Tensor, y: torch.Tensor) -> float:
+    """1 - 2 xy / (xx + yy) in double."""
+    x, y = x.double(), y.double()
+    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 20, 100, 200, 400, *compiled_only(3000)])
+@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (72, 40)])
+@torch.inference_mode()
+def test_equals_float32(hidden, width, num_rows, dtype, in_order):
+    """As many rows an expert as each tile shape is for, one expert without any."""
+    generator = torch.Generator().manual_seed(num_rows)
+    x_ND = torch.randn(num_rows, hidden, generator=generator).to(DEVICE, dtype)
+    w13 = torch.randn(EXPERTS - 2, 2 * width, hidden, generator=generator) / hidden**0.5
+    w2 = torch.randn(EXPERTS - 2, hidden, width, generator=generator) / width**0.5
+    w13, w2 = w13.to(DEVICE, dtype), w2.to(DEVICE, dtype)
+    scores = torch.rand(num_rows, EXPERTS, generator=generator)
+    scores[:, 3] = -1  # nobody's
+    ids_NK = scores.topk(TOP_K).indices.to(DEVICE)
+    experts = range(1, EXPERTS - 1)
+    routing = route_on_device(ids_NK, experts, num_experts=EXPERTS)
+    routed = ExpertInput(x_ND, routing.offs_e, None, routing)
+    if in_order:
+        num_routed = int(routing.offs_e[-1])
+        routed = ExpertInput(routed.in_order()[:num_routed].contiguous(), routing.offs_e, None)
+    y_RD = TritonGroupedGemm(num_sms=3)(routed, w13, w2)
+    for local, (start, end) in enumerate(zip(routing.starts_e, routing.ends_e, strict=True)):
+        x_RD = x_ND[routing.row_R[start:end].long()].float()
+        assert len(x_RD) == int((ids_NK == experts[local]).sum())
+        gate_RI, up_RI = F.linear(x_RD, w13[local].float()).chunk(2, -1)
+        expected_RD = F.linear(F.silu(gate_RI) * up_RI, w2[local].float())
+        if len(x_RD):
+            assert difference(y_RD[start:end], expected_RD) < TOLERANCE[dtype]

@@ -1,0 +1,104 @@
+"""What is done to whole rows: packed for the exchange, summed over ranks, activated, quantised."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels.all2all.payload import RowFormat
+from kernels.triton.pack_rows import pack_rows
+from kernels.triton.scatter_fp8 import scatter_fp8
+from kernels.triton.silu_mul import silu_mul
+from kernels.triton.silu_mul_fp8 import silu_mul_fp8
+from kernels.triton.sum_parts import sum_parts
+from tests.triton.device import COMPILED, DEVICE
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Of one rounding; the interpreter cuts bfloat16 off instead.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 1e-3}
+# Of rounding to 3 bits. The interpreter loses the carry of some of those that round up to the next power of two.
+E4M3_TOLERANCE = 2.0**-4 if COMPILED else 0.51
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+
+def close(found: torch.Tensor, expected_f32: torch.Tensor) -> None:
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float(), expected_f32, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "hidden", "top_k"), [(0, 8, 2), (5, 40, 3), (3, 5001, 8)])
+def test_pack_rows(num_rows: int, hidden: int, top_k: int, dtype: torch.dtype):
+    """Fields are what was packed, of strided rows too; padding between them is nobody's."""
+    row_format = RowFormat(hidden, top_k, dtype)
+    wide = randn(num_rows, hidden + 3, dtype=dtype)
+    ids = torch.arange(num_rows * top_k, device=DEVICE).view(num_rows, top_k) - 1
+    weights = randn(num_rows, top_k)
+    rows = torch.zeros(num_rows, row_format.row_bytes, dtype=torch.uint8, device=DEVICE)
+    fields = row_format.fields(rows)
+    pack_rows(wide[:, :hidden], ids, weights, fields)
+    for field, value in zip(fields, (wide[:, :hidden], ids.int(), weights), strict=True):
+        assert torch.equal(field, value)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("own", [0, 2])
+def test_sum_parts(own: int, dtype: torch.dtype):
+    """This rank's own part comes from elsewhere: what lies at its place must not count."""
+    parts, own_part = randn(3, 6, 2500, dtype=dtype), randn(6, 2500, dtype=dtype)
+    expected = parts.clone()
+    expected[own] = own_part
+    parts[own] = float("nan")
+    close(sum_parts(parts, own_part, own), expected.float().sum(0))
+
+
+def gated(h: torch.Tensor) -> torch.Tensor:
+    gate, up = h.float().chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 768])
+def test_silu_mul(width: int, dtype: torch.dtype):
+    """As far as each group has rows."""
+    h = randn(3, 8, 2 * width, dtype=dtype)
+    counts = torch.tensor([0, 8, 5], dtype=torch.int32, device=DEVICE)
+    found = silu_mul(h, counts)
+    for group, count in enumerate(counts.tolist()):
+        close(found[group, :count], gated(h)[group, :count])
+
+
+def check_quantised(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> None:
+    """A scale per group of 128 takes its largest value to 448, the largest of e4m3."""
+    groups = expected.unflatten(-1, (-1, 128))
+    torch.testing.assert_close(scales, groups.abs().amax(-1).clamp(1e-4) / 448)
+    kept = values.float().unflatten(-1, (-1, 128)) * scales.unsqueeze(-1)
+    torch.testing.assert_close(kept, groups, atol=2e-4, rtol=E4M3_TOLERANCE)
+
+
+def test_silu_mul_fp8():
+    h = randn(2, 8, 2 * 384, dtype=torch.bfloat16)
+    h[0, 1] = 0
+    counts = torch.tensor([3, 8], dtype=torch.int32, device=DEVICE)
+    values, scales = silu_mul_fp8(h, counts)
+    assert values.dtype == torch.float8_e4m3fn and scales.stride(1) == 1
+    for group, count in enumerate(counts.tolist()):
+        where = (group, slice(count))
+        check_quantised(values[where], scales[where], gated(h)[where])
+
+
+def test_scatter_fp8():
+    """Every row at each of its places, -1 goes nowhere."""
+    groups = 35  # three programs a row
+    x = randn(5, groups * 128 + 8, dtype=torch.bfloat16)[:, : groups * 128]
+    places = [[3, 0], [-1, 7], [1, 2], [-1, -1], [4, 6]]
+    place = torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    values, scales = scatter_fp8(x, place, 8)
+    assert values.shape == (8, x.shape[1]) and scales.shape == (8, groups)
+    assert scales.stride(0) == 1
+    for row, its_places in enumerate(places):
+        for at in filter(lambda place: place >= 0, its_places):
+            check_quantised(values[at], scales[at], x[row].float())
