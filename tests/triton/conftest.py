@@ -1,7 +1,7 @@
 """The Triton kernels against plain torch: compiled where there is a GPU, else in Triton's interpreter on the CPU.
 
-So every machine can run these tests, and a GPU machine those of the same files that are too large for the interpreter.
-What waits for other ranks in a kernel has inline assembly, which only a GPU runs: see tests/gpu/test_all2all_cuda.py.
+So every machine can run these tests, but for the cases that are too large for the interpreter. It knows no assembly, in
+which ranks wait for each other; that all kernels compile is a test of its own, in test_forms.py.
 """
 
 from importlib.util import find_spec

@@ -1,24 +1,15 @@
-"""Our Triton kernels have one compiled form each, whatever the sizes of a step and wherever its slices begin.
-
-Triton compiles anew for an integer that is 1 or a multiple of 16 and for a pointer that is a multiple of 16 bytes,
-unless told not to; a warm-up cannot meet all combinations of those.
+"""Launches of every Triton kernel: steps of any size whose slices begin anywhere, and the largest of a real model.
 
 N rows, D their width, K experts per row, E experts, B sequences.
 """
 
-import sys
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+from tests.triton.device import DEVICE
 
 # One, a multiple of 16, and neither; 16 and 17 rows of 8 experts are both one chunk of pairs.
 SIZES = (5, 1, 16, 17)
@@ -142,6 +133,30 @@ def _penalise(at: Inputs) -> None:
     penalise(logits, at.rows(1, dtype=torch.int64), seen, at.rows(1, dtype=torch.int64), values)
 
 
+def _grouped_gemm(at: Inputs) -> None:
+    from kernels.all2all.base import ExpertInput
+    from kernels.device_routing import route_on_device
+    from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+
+    routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
+    weights = torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.bfloat16, device=at.device)
+    routed = ExpertInput(at.rows(WIDTH), routing.offs_e, None, routing)
+    TritonGroupedGemm(num_sms=4)(routed, weights, weights[:, :WIDTH].contiguous())
+
+
+def _push(at: Inputs) -> None:
+    """The exchange of a rank with itself."""
+    from kernels.all2all.payload import RowFormat
+    from tests.triton.symm_ranks import build_ranks
+
+    row_format = RowFormat(WIDTH, TOP_K, torch.bfloat16)
+    (exchange,) = build_ranks(1, EXPERTS, row_format, max(SIZES), device=at.device)
+    weights = at.rows(TOP_K, dtype=torch.float32)
+    routed = exchange.dispatch(at.rows(WIDTH), at.ids(), weights).wait()
+    y_RD = torch.zeros(routed.places().num_places, WIDTH, dtype=torch.bfloat16, device=at.device)
+    exchange.combine(y_RD, routed.handle).wait()
+
+
 CASES: dict[str, Callable[[Inputs], None]] = {
     "list_pages": partial(_list_pages, padded=False),
     "list_pages_for_graphs": partial(_list_pages, padded=True),
@@ -153,40 +168,45 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "forced_route": _forced_route,
     "experts": _experts,
     "exchange": _exchange,
+    "grouped_gemm": _grouped_gemm,
+    "push": _push,
     "penalise": _penalise,
 }
 
 
-def _forget_forms() -> None:
-    """As if this process had launched none of our kernels; other tests may have."""
-    from triton.runtime.jit import JITFunction
+def _tiles(rows_per_expert: int) -> list[int]:
+    """Launch the products of Qwen3-30B-A3B's experts of one rank of four; how many programs an SM shall hold."""
+    from kernels.all2all.base import ExpertInput
+    from kernels.device_routing import DeviceRouting
+    from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.triton.")]
-    for module in modules:
-        for value in vars(module).values():
-            if isinstance(value, JITFunction):
-                value.device_caches = defaultdict(value.create_binder)
+    expected = EXPERTS * rows_per_expert
+    none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
+    routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
+    new: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
+    x, gemm = torch.zeros(expected, 2048, **new), TritonGroupedGemm(num_sms=132)
+    weights = torch.zeros(EXPERTS, 1536, 2048, **new), torch.zeros(EXPERTS, 2048, 768, **new)
+    gemm(ExpertInput(x, routing.offs_e, None, routing), *weights)
+    return [tile.programs_per_sm for tile in gemm._tiles(routing, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_one_form_serves_all_sizes_and_offsets(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
+def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:
+    """Launch both kernels of the exchange; all programs of the second wait, so as many as there are must fit."""
+    from kernels.all2all.payload import RowFormat
+    from tests.triton.symm_ranks import build_ranks
 
-    compiled: list[str] = []
+    row_format = RowFormat(2048, 8, torch.bfloat16)
+    exchange = build_ranks(num_ranks, 128, row_format, 512, device=DEVICE, num_sms=132)[0]
+    exchange.set_num_sms(num_sms)
+    at = Inputs(DEVICE, 512, 0)
+    routed = exchange.dispatch(at.rows(2048), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
+    y_RD = torch.zeros(routed.places().num_places, 2048, dtype=torch.bfloat16, device=DEVICE)
+    exchange.combine(y_RD, routed.handle).wait()
+    return [-(-exchange._limit // 132)] * 2
 
-    def note(**facts: Any) -> None:
-        compiled.append(facts["repr"])
 
-    # Called at the first launch of each form, whether its compiled code was on the disk or not.
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
-    run = CASES[case]
-    run(Inputs("cuda", SIZES[0], OFFSETS[0]))  # also imports the kernels
-    _forget_forms()
-    compiled.clear()
-    run(Inputs("cuda", SIZES[0], OFFSETS[0]))
-    first = list(compiled)
-    for size in SIZES:
-        for offset in OFFSETS:
-            run(Inputs("cuda", size, offset))
-    torch.cuda.synchronize()
-    assert first and compiled == first, compiled[len(first) :]
+LAUNCHES: dict[str, Callable[[], list[int]]] = {
+    **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (8, 40, 80, 400, 1000)},
+    **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
+    **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
+}

@@ -1,0 +1,122 @@
+"""A process that compiles each Triton kernel, and says in JSON for which shapes anew and what its programs need.
+
+    python -m tests.triton.compile
+
+For Hopper, and without running anything, where there is no GPU; else for the GPU that is there, where steps are run. A
+process of its own, because without a GPU the tests' own have Triton interpret.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from tests.triton.device import COMPILED, DEVICE
+from tests.triton.launches import CASES, LAUNCHES, OFFSETS, SIZES, Inputs
+
+# The others' programs are small and do not wait for each other.
+LARGE = ("grouped_gemm_kernel", "push_rows_kernel", "push_sums_kernel")
+
+
+class NoGpu:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def nothing_runs() -> Iterator[list[Any]]:
+    """Launches compile and no more; yields what they compiled."""
+    compiled, run = [], JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        compiled.append(run(self, *args, grid=grid, warmup=True, **kwargs))
+
+    JITFunction.run = compile_only
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+
+
+def forget_forms() -> None:
+    """As if this process had launched none of our kernels."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("kernels.triton.")]
+    for module in modules:
+        for value in vars(module).values():
+            if isinstance(value, JITFunction):
+                value.device_caches = defaultdict(value.create_binder)
+
+
+def forms_of(case: Callable[[Inputs], None]) -> dict[str, list[str]]:
+    """What the first step compiles, and what those of other sizes, whose slices begin elsewhere, compile more."""
+    case(Inputs(DEVICE, SIZES[0], OFFSETS[0]))  # imports the kernels
+    forget_forms()
+    compiled: list[str] = []
+    # Called at the first launch of each form, whether its compiled code was on the disk or not.
+    knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"])
+    case(Inputs(DEVICE, SIZES[0], OFFSETS[0]))
+    first = list(compiled)
+    for size in SIZES:
+        for offset in OFFSETS:
+            case(Inputs(DEVICE, size, offset))
+    knobs.runtime.jit_post_compile_hook = None
+    return {"first": first, "later": compiled[len(first) :]}
+
+
+def needs_of(launch: Callable[[], list[int]]) -> list[dict[str, Any]]:
+    """What a program of each kernel needs: bytes of shared memory, threads, registers and local bytes of each."""
+    with nothing_runs() as compiled:
+        programs = launch()
+    own = [kernel for kernel in compiled if kernel.name in LARGE]
+    return [
+        {**_resources(kernel), "kernel": kernel.name, "programs_per_sm": count}
+        for kernel, count in zip(own, programs, strict=True)
+    ]
+
+
+def _resources(kernel: Any) -> dict[str, int]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told))
+    return {
+        "shared": kernel.metadata.shared,
+        "threads": 32 * kernel.metadata.num_warps,
+        "registers": int(found["REG"]),
+        "local": int(found["STACK"]) + int(found["LOCAL"]),
+    }
+
+
+def main() -> None:
+    """Print {"forms": {case: forms}, "needs": {launch: needs}}."""
+    if not COMPILED:
+        driver.set_active(NoGpu())
+    with nullcontext() if COMPILED else nothing_runs():
+        forms = {name: forms_of(case) for name, case in CASES.items()}
+    needs = {name: needs_of(launch) for name, launch in LAUNCHES.items()}
+    print(json.dumps({"forms": forms, "needs": needs}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Our Triton kernels have one compiled form each, and their programs fit on an SM as often as the launches count on.
+
+Triton compiles anew for an integer that is 1 or a multiple of 16 and for a pointer that is a multiple of 16 bytes,
+unless told not to; a warm-up cannot meet all combinations of those. Without a GPU they are compiled for Hopper.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.triton.launches import CASES, LAUNCHES
+
+# Of an SM of Hopper: shared memory, of which each program's launch takes one KiB; registers; threads.
+SHARED, RESERVED, REGISTERS, THREADS = 228 * 1024, 1024, 64 * 1024, 2048
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.triton.compile"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_form_serves_all_sizes_and_offsets(compiled: dict[str, Any], case: str) -> None:
+    found = compiled["forms"][case]
+    assert found["first"] and not found["later"]
+
+
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_programs_fit_beside_each_other(compiled: dict[str, Any], launch: str) -> None:
+    """Else the last ones begin when the first have ended, or wait for them for ever."""
+    for needs in compiled["needs"][launch]:
+        programs = needs["programs_per_sm"]
+        assert programs * (needs["shared"] + RESERVED) <= SHARED, needs
+        assert programs * needs["threads"] <= THREADS, needs
+        # Registers are given to warps in units of 256, so 8 a thread.
+        assert programs * needs["threads"] * -(-needs["registers"] // 8) * 8 <= REGISTERS, needs
+        assert needs["local"] <= 16, f"registers spilled: {needs}"
