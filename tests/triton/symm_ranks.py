@@ -1,4 +1,4 @@
-"""Ranks of the exchange `symm` whose memory lies in one process."""
+"""Ranks of the exchanges `symm` and `copy_engine` whose memory lies in one process."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -27,6 +27,9 @@ class Memory:
         self.local[:HEADER_BYTES] = 0
         self._all.append(self.local)
 
+    def of(self, rank: int) -> torch.Tensor:
+        return self._all[rank]
+
     @property
     def bases_r(self) -> torch.Tensor:
         addresses = [memory.data_ptr() for memory in self._all]
@@ -46,9 +49,10 @@ def build_ranks(
     row_format: RowFormat,
     max_tokens: int,
     *,
+    kind: type[SymmAllToAll] = SymmAllToAll,
     device: str = "cpu",
     num_sms: int = 3,
-) -> list[SymmAllToAll]:
+) -> list[Any]:
     """All ranks, on a device of `num_sms` SMs."""
     placement, memories = ExpertPlacement(num_experts, num_ranks), []
     where, ranks = torch.device(device), []
@@ -62,5 +66,5 @@ def build_ranks(
             )
             experts = placement.local_experts(rank)
             order = DeviceOrder(experts, num_experts=num_experts, device=where)
-            ranks.append(SymmAllToAll(group, placement, order, row_format, where, max_tokens))
+            ranks.append(kind(group, placement, order, row_format, where, max_tokens))
     return ranks

@@ -1,13 +1,19 @@
-"""The exchange `symm` among ranks whose memory lies in this one process; on GPUs see tests/gpu/test_all2all_cuda.py.
+"""`symm` and `copy_engine` among ranks whose memory lies in this one process. See tests/gpu/test_all2all_cuda.py too.
 
-Ranks run one after the other, so nobody can wait for what comes later: the kernels' signals, assembly that the
-interpreter does not know, are left out, and sums are sent by all ranks before they count.
+Ranks run one after the other, so nobody can wait for what comes later: the signals, assembly that the interpreter does
+not know and operations of streams, are left out, and sums are sent by all ranks before they count.
 """
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.all2all import copy_engine, symm
 from kernels.all2all.base import ExpertInput
+from kernels.all2all.copy_engine import CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat
 from kernels.triton import push_rows, push_sums
 from tests.triton.device import COMPILED
@@ -27,6 +33,18 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "wait_for_ranks", lambda *_: None)
 
 
+@pytest.fixture
+def stream(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One that does all at once."""
+    found = SimpleNamespace(record_event=lambda: None, wait_event=lambda event: None)
+    signals = SimpleNamespace(exchange=lambda stream: None)
+    monkeypatch.setattr(copy_engine, "StreamSignals", lambda memory, at: signals)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: found)
+    for module in (copy_engine, symm):
+        monkeypatch.setattr(module, "behind_current", lambda stream: nullcontext())
+    return found
+
+
 def draw(num_tokens: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """x, topk_idx with some of -1, topk_weights."""
     generator = torch.Generator().manual_seed(seed)
@@ -40,11 +58,29 @@ def draw(num_tokens: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def answer(routed: ExpertInput, experts: range) -> torch.Tensor:
     """Expert e gives (e + 1) * x; what lies at nobody's places is NaN."""
-    y_RD = torch.full_like(routed.in_order(), float("nan"))
     x_RD, routing = routed.in_order(), routed.places()
+    y_RD = torch.full_like(x_RD, float("nan"))
     for expert, start, end in zip(experts, routing.starts_e, routing.ends_e, strict=True):
         y_RD[start:end] = x_RD[start:end] * (expert + 1)
     return y_RD
+
+
+def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> None:
+    """An exchange there and back gives each row the sum of its experts' answers."""
+    inputs = [draw(num_tokens, seed + rank, dtype) for rank in range(len(ranks))]
+    arrivals = [exchange.dispatch(*own) for exchange, own in zip(ranks, inputs, strict=True)]
+    routed = [arrival.wait() for arrival in arrivals]
+    experts = [exchange._order.experts for exchange in ranks]
+    answers = [answer(*each) for each in zip(routed, experts, strict=True)]
+    for _ in range(2):  # with the second one all ranks' sums are there
+        pending = [
+            exchange.combine(y_RD, its.handle)
+            for exchange, y_RD, its in zip(ranks, answers, routed, strict=True)
+        ]
+    for (x, ids, weights), sums in zip(inputs, pending, strict=True):
+        factor = (weights * (ids + 1)).sum(1, keepdim=True)  # an id of -1 adds nothing
+        tolerance = {"atol": ERRORS[dtype], "rtol": ERRORS[dtype]}
+        torch.testing.assert_close(sums.wait().float(), x.float() * factor, **tolerance)
 
 
 @pytest.mark.parametrize(
@@ -57,25 +93,23 @@ def answer(routed: ExpertInput, experts: range) -> torch.Tensor:
         (8, 2, torch.float32),  # one of them without experts
     ],
 )
-def test_rows_go_to_their_experts_and_back(one_process, num_ranks, num_sms, dtype):
+def test_kernels_bring_rows_to_their_experts_and_back(one_process, num_ranks, num_sms, dtype):
     row_format = RowFormat(HIDDEN, TOP_K, dtype)
     ranks = build_ranks(num_ranks, NUM_EXPERTS, row_format, MAX_TOKENS)
+    for exchange in ranks:
+        exchange.set_num_sms(num_sms)
     for call, num_tokens in enumerate((4, 0, MAX_TOKENS, 1)):
-        inputs = [draw(num_tokens, 10 * call + rank, dtype) for rank in range(num_ranks)]
-        for exchange in ranks:
-            exchange.set_num_sms(num_sms)
-        arrivals = [exchange.dispatch(*own) for exchange, own in zip(ranks, inputs, strict=True)]
-        routed = [arrival.wait() for arrival in arrivals]
-        experts = [exchange._order.experts for exchange in ranks]
-        answers = [answer(*each) for each in zip(routed, experts, strict=True)]
-        for _ in range(2):  # with the second one all ranks' sums are there
-            sums = [
-                exchange.combine(y_RD, its.handle).wait()
-                for exchange, y_RD, its in zip(ranks, answers, routed, strict=True)
-            ]
-        for (x, ids, weights), found in zip(inputs, sums, strict=True):
-            factor = (weights * (ids + 1)).sum(1, keepdim=True)  # an id of -1 adds nothing
-            expected = x.float() * factor
-            torch.testing.assert_close(
-                found.float(), expected, atol=ERRORS[dtype], rtol=ERRORS[dtype]
-            )
+        check(ranks, num_tokens, 10 * call, dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32)]
+)
+def test_copies_bring_rows_to_their_experts_and_back(stream, num_ranks, dtype):
+    """Few rows go by the kernels."""
+    row_format = RowFormat(HIDDEN, TOP_K, dtype)
+    ranks = build_ranks(num_ranks, NUM_EXPERTS, row_format, MAX_TOKENS, kind=CopyEngineAllToAll)
+    for exchange in ranks:
+        exchange.stream, exchange.kernel_rows = stream, 2
+    for call, num_tokens in enumerate((4, 1, 13, 5)):
+        check(ranks, num_tokens, 10 * call, dtype)
