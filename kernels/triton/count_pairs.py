@@ -8,6 +8,23 @@ import triton
 import triton.language as tl
 
 
+@triton.jit
+def bins_of(
+    ids_ptr,
+    ids_stride,
+    pairs,
+    num_pairs,
+    first_expert,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+):
+    """The local expert of each pair; NUM_EXPERTS where the pair is not local, or none at all."""
+    row = (pairs // TOP_K).to(tl.int64)
+    ids_at = ids_ptr + row * ids_stride + pairs % TOP_K
+    expert = tl.load(ids_at, mask=pairs < num_pairs, other=-1).to(tl.int32) - first_expert
+    return tl.where((expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs_kernel(
     ids_ptr,
@@ -23,10 +40,8 @@ def count_pairs_kernel(
     """One chunk: counts[chunk, expert]."""
     chunk = tl.program_id(0)
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
-    ids_at = ids_ptr + (pairs // TOP_K).to(tl.int64) * ids_stride + pairs % TOP_K
-    expert = tl.load(ids_at, mask=pairs < num_pairs, other=-1).to(tl.int32) - first_expert
-    local = (expert >= 0) & (expert < NUM_EXPERTS)
-    counts = tl.histogram(tl.where(local, expert, NUM_EXPERTS), BINS)
+    bins = bins_of(ids_ptr, ids_stride, pairs, num_pairs, first_expert, TOP_K, NUM_EXPERTS)
+    counts = tl.histogram(bins, BINS)
     tl.store(counts_ptr + chunk * BINS + tl.arange(0, BINS), counts)
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.count_pairs import count_pairs
+from kernels.triton.count_pairs import bins_of, count_pairs
 from kernels.triton.scan_counts import scan_counts
 
 # Pairs of an expert's only program, and its warps; pairs of a chunk. The fastest on one H200, with 32 local experts of
@@ -60,29 +60,26 @@ def place_pairs_few_kernel(
     """One expert's pairs."""
     expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
-    inside = pairs < num_pairs
-    row = pairs // TOP_K
-    ids_at = ids_ptr + row.to(tl.int64) * ids_stride + pairs % TOP_K
-    pair_expert = tl.load(ids_at, mask=inside, other=-1).to(tl.int32) - first_expert
-    local = (pair_expert >= 0) & (pair_expert < NUM_EXPERTS)
-    mine = local & (pair_expert == expert)
+    its_bin = bins_of(ids_ptr, ids_stride, pairs, num_pairs, first_expert, TOP_K, NUM_EXPERTS)
+    mine = its_bin == expert
     if ALIGNMENT == 1:
-        first = tl.sum((local & (pair_expert < expert)).to(tl.int32))
+        first = tl.sum((its_bin < expert).to(tl.int32))
         end = first + tl.sum(mine.to(tl.int32))
         tl.store(bounds_ptr + expert, first)
         tl.store(bounds_ptr + NUM_EXPERTS + expert, end)
         tl.store(bounds_ptr + 2 * NUM_EXPERTS + expert, end)
     else:
-        totals = tl.histogram(tl.where(local, pair_expert, NUM_EXPERTS), BINS)
+        totals = tl.histogram(its_bin, BINS)
         if expert == 0:
             store_bounds(bounds_ptr, totals, NUM_EXPERTS, BINS, ALIGNMENT)
         starts = starts_of(totals, NUM_EXPERTS, BINS, ALIGNMENT)
         first = tl.sum(tl.where(tl.arange(0, BINS) == expert, starts, 0))
     place = first + tl.cumsum(mine.to(tl.int32), 0) - 1
     tl.store(place_ptr + pairs, place, mask=mine)
-    tl.store(row_ptr + place, row, mask=mine)
+    tl.store(row_ptr + place, pairs // TOP_K, mask=mine)
     if expert == 0:
-        tl.store(place_ptr + pairs, tl.full((PAIRS,), -1, tl.int32), mask=inside & (local == 0))
+        nobodys = (pairs < num_pairs) & (its_bin == NUM_EXPERTS)
+        tl.store(place_ptr + pairs, tl.full((PAIRS,), -1, tl.int32), mask=nobodys)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
@@ -106,12 +103,8 @@ def place_pairs_chunk_kernel(
     chunk = tl.program_id(0)
     bins, within = tl.arange(0, BINS), tl.arange(0, CHUNK)
     pairs = chunk * CHUNK + within
-    inside = pairs < num_pairs
-    row = pairs // TOP_K
-    ids_at = ids_ptr + row.to(tl.int64) * ids_stride + pairs % TOP_K
-    expert = tl.load(ids_at, mask=inside, other=-1).to(tl.int32) - first_expert
-    local = (expert >= 0) & (expert < NUM_EXPERTS)
-    its_bin = tl.where(local, expert, NUM_EXPERTS)
+    its_bin = bins_of(ids_ptr, ids_stride, pairs, num_pairs, first_expert, TOP_K, NUM_EXPERTS)
+    local = its_bin < NUM_EXPERTS
     totals = tl.load(before_ptr + num_chunks * BINS + bins)
     if chunk == 0:
         store_bounds(bounds_ptr, totals, NUM_EXPERTS, BINS, ALIGNMENT)
@@ -119,8 +112,8 @@ def place_pairs_chunk_kernel(
     first += tl.load(before_ptr + chunk * BINS + bins)
     earlier = (its_bin[:, None] == its_bin[None, :]) & (within[:, None] > within[None, :])
     place = tl.gather(first, its_bin, 0) + tl.sum(earlier.to(tl.int32), 1)
-    tl.store(place_ptr + pairs, tl.where(local, place, -1), mask=inside)
-    tl.store(row_ptr + place, row, mask=local)
+    tl.store(place_ptr + pairs, tl.where(local, place, -1), mask=pairs < num_pairs)
+    tl.store(row_ptr + place, pairs // TOP_K, mask=local)
 
 
 def place_pairs(

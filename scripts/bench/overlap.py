@@ -38,7 +38,6 @@ from workers import process_group
 from workers.config import RankConfig
 from workers.microbatch import alternate
 from workers.overlap_tuning import decode_context
-from workers.process_group import local_rendezvous
 from workers.rank import Rank
 from workers.rank_info import Rendezvous
 
@@ -251,7 +250,7 @@ def work(index: int, report: Report, _folder: Path, task: Task, rendezvous: Rend
 
 def figures_of(task: Task, limits: Limits) -> dict[str, Any]:
     """What new ranks find, or {"missing": why}; with "failure" where they did not come to their end."""
-    with local_rendezvous() as rendezvous:
+    with process_group.local_rendezvous() as rendezvous:
         outcome = run_group(work, (task, rendezvous), task.config.num_ranks, limits)
     found = [report["found"] for report in outcome.reports if "found" in report]
     if not found:

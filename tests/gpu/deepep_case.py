@@ -11,6 +11,7 @@ from kernels import select
 from kernels.attention.base import AttentionSpec
 from kernels.config import KernelsConfig
 from kernels.placement import ExpertPlacement
+from tests.closeness import calc_diff
 
 HIDDEN, WIDTH, ROOM = 2048, 256, 256
 
@@ -67,13 +68,6 @@ EQUAL = {
     "top_1": Case((29, 29), top_k=1),
 }
 UNEVEN = {"uneven": Case((100, 7)), "zero_on_a_rank": Case((0, 61)), "full": Case((ROOM, 3))}
-
-
-def calc_diff(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """1 - 2 xy / (xx + yy) in double; 0 if both are zero."""
-    x, y = actual.double(), expected.double()
-    squares = float((x * x + y * y).sum())
-    return 1 - 2 * float((x * y).sum()) / squares if squares else 0.0
 
 
 def dense(inputs: Inputs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:

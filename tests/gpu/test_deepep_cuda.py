@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from kernels.all2all import deepep
+from tests.closeness import calc_diff
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_deepep import MaskedReference
-from tests.gpu.deepep_case import EQUAL, UNEVEN, Case, Layer, calc_diff, in_graph
+from tests.gpu.deepep_case import EQUAL, UNEVEN, Case, Layer, in_graph
 
 SUMS, FP8_SUMS = 5e-5, 3e-3  # of products that are themselves rounded
 

@@ -4,18 +4,13 @@ import pytest
 import torch
 
 from kernels.forced_routing import ForcedRouting
+from tests.triton.test_forced_route import tokens
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 LAWS = [("uniform", 1.0), ("zipf", 1.2), ("balanced", 1.0)]
-
-
-def tokens(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(num_tokens)
-    ids = torch.randint(0, 151_936, (num_tokens,), generator=generator)
-    return ids, torch.randint(0, 40_960, (num_tokens,), generator=generator)
 
 
 def law(name: str, exponent: float, device: str) -> ForcedRouting:

@@ -11,6 +11,7 @@ from kernels.all2all.local import LocalAllToAll
 from kernels.grouped_gemm import choice
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.permute import ExpertOrder
+from tests.closeness import calc_diff
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,13 +60,6 @@ def build(name: str) -> GroupedGemm:
     if reason:
         pytest.skip(reason)
     return choice.build(name)
-
-
-def calc_diff(x: torch.Tensor, y: torch.Tensor) -> float:
-    """1 - cosine-like similarity in double; 0 for two zeros."""
-    x, y = x.double(), y.double()
-    total = (x * x + y * y).sum()
-    return float(1 - 2 * (x * y).sum() / total) if total else 0.0
 
 
 class Layer:

@@ -10,8 +10,8 @@ from kernels.attention.base import Attention
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.select import probe
+from tests.closeness import calc_diff
 from tests.unit.model_case import Batch, OneRank, make_batch, small_checkpoint
-from tests.unit.test_kernels_attention import difference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,4 +70,4 @@ def test_logits_equal_the_cpu(
         expected = reference.logits(batch)
         found = model.logits(on_gpu(batch)).cpu()
         assert found.isfinite().all()
-        assert difference(found, expected) < tolerance
+        assert calc_diff(found, expected) < tolerance

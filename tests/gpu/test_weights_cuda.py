@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from kernels.block_fp8 import dequantise
 from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
+from tests.closeness import calc_diff
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.distributed.rank_pool import RankPool
-from tests.gpu.test_grouped_gemm_cuda import CASES, Layer, build, calc_diff
+from tests.gpu.test_grouped_gemm_cuda import CASES, Layer, build
 from tests.gpu.test_model_cuda import batches, on_gpu
 from tests.unit.model_case import OneRank, small_checkpoint
 from workers.models import weight_reader

@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -114,6 +115,8 @@ def main() -> None:
         driver.set_active(NoGpu())
     with nullcontext() if COMPILED else nothing_runs():
         forms = {name: forms_of(case) for name, case in CASES.items()}
+    if COMPILED:
+        torch.cuda.synchronize()  # what went wrong there is told here
     needs = {name: needs_of(launch) for name, launch in LAUNCHES.items()}
     print(json.dumps({"forms": forms, "needs": needs}))
 

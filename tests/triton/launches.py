@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
+from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.payload import RowFormat
+from kernels.device_routing import DeviceRouting, route_on_device
+from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from tests.triton.device import DEVICE
+from tests.triton.symm_ranks import build_ranks
 
 # One, a multiple of 16, and neither; 16 and 17 rows of 8 experts are both one chunk of pairs.
 SIZES = (5, 1, 16, 17)
@@ -112,7 +117,6 @@ def _experts(at: Inputs) -> None:
 
 def _exchange(at: Inputs) -> None:
     """Rows packed at this rank's place among those of two, and their sums."""
-    from kernels.all2all.payload import RowFormat
     from kernels.triton.pack_rows import pack_rows
     from kernels.triton.sum_parts import sum_parts
 
@@ -134,27 +138,23 @@ def _penalise(at: Inputs) -> None:
 
 
 def _grouped_gemm(at: Inputs) -> None:
-    from kernels.all2all.base import ExpertInput
-    from kernels.device_routing import route_on_device
-    from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
-
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
     weights = torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.bfloat16, device=at.device)
     routed = ExpertInput(at.rows(WIDTH), routing.offs_e, None, routing)
     TritonGroupedGemm(num_sms=4)(routed, weights, weights[:, :WIDTH].contiguous())
 
 
+def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
+    routed = exchange.dispatch(at.rows(width), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
+    y_RD = torch.zeros(routed.places().num_places, width, dtype=torch.bfloat16, device=at.device)
+    exchange.combine(y_RD, routed.handle).wait()
+
+
 def _push(at: Inputs) -> None:
     """The exchange of a rank with itself."""
-    from kernels.all2all.payload import RowFormat
-    from tests.triton.symm_ranks import build_ranks
-
     row_format = RowFormat(WIDTH, TOP_K, torch.bfloat16)
     (exchange,) = build_ranks(1, EXPERTS, row_format, max(SIZES), device=at.device)
-    weights = at.rows(TOP_K, dtype=torch.float32)
-    routed = exchange.dispatch(at.rows(WIDTH), at.ids(), weights).wait()
-    y_RD = torch.zeros(routed.places().num_places, WIDTH, dtype=torch.bfloat16, device=at.device)
-    exchange.combine(y_RD, routed.handle).wait()
+    _there_and_back(exchange, at, WIDTH)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
@@ -176,10 +176,6 @@ CASES: dict[str, Callable[[Inputs], None]] = {
 
 def _tiles(rows_per_expert: int) -> list[int]:
     """Launch the products of Qwen3-30B-A3B's experts of one rank of four; how many programs an SM shall hold."""
-    from kernels.all2all.base import ExpertInput
-    from kernels.device_routing import DeviceRouting
-    from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
-
     expected = EXPERTS * rows_per_expert
     none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
     routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
@@ -192,16 +188,10 @@ def _tiles(rows_per_expert: int) -> list[int]:
 
 def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:
     """Launch both kernels of the exchange; all programs of the second wait, so as many as there are must fit."""
-    from kernels.all2all.payload import RowFormat
-    from tests.triton.symm_ranks import build_ranks
-
     row_format = RowFormat(2048, 8, torch.bfloat16)
     exchange = build_ranks(num_ranks, 128, row_format, 512, device=DEVICE, num_sms=132)[0]
     exchange.set_num_sms(num_sms)
-    at = Inputs(DEVICE, 512, 0)
-    routed = exchange.dispatch(at.rows(2048), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
-    y_RD = torch.zeros(routed.places().num_places, 2048, dtype=torch.bfloat16, device=DEVICE)
-    exchange.combine(y_RD, routed.handle).wait()
+    _there_and_back(exchange, Inputs(DEVICE, 512, 0), 2048)
     return [-(-exchange._limit // 132)] * 2
 
 

@@ -1,17 +1,22 @@
 """The fused kernels between matrix products against the same arithmetic in float32 operators of torch."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from kernels.fused import FusedKernels, fused_kernels
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
 from kernels.triton.route import route_top_k
+from tests.closeness import assert_near
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 from workers.layers.rope import apply_rope
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+close = partial(assert_near, tolerances=TOLERANCE)
 # The interpreter cuts bfloat16 off where a GPU rounds.
 CUT_OFF = {} if COMPILED else {torch.bfloat16: 2.0**-7}
 
@@ -25,9 +30,8 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def close(found: torch.Tensor, expected_f32: torch.Tensor) -> None:
-    tolerance = TOLERANCE[found.dtype]
-    torch.testing.assert_close(found.float(), expected_f32, atol=tolerance, rtol=tolerance)
+def test_gpus_have_them():
+    assert fused_kernels("cuda") == FusedKernels(add_rms_norm, norm_rotate, route_top_k)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

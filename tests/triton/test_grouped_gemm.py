@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from kernels.all2all.base import ExpertInput
 from kernels.device_routing import route_on_device
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+from tests.closeness import calc_diff
 from tests.triton.device import DEVICE, compiled_only
 
 # The interpreter's of what lies at places that are nobody's.
@@ -16,12 +17,6 @@ EXPERTS, TOP_K = 6, 2
 TOLERANCE = {torch.float32: 1e-11, torch.bfloat16: 2e-5, torch.float16: 1e-6}
 # The interpreter takes the bits of bfloat16 for integers.
 DTYPES = [torch.float32, torch.float16, *compiled_only(torch.bfloat16)]
-
-
-def difference(x: torch.Tensor, y: torch.Tensor) -> float:
-    """1 - 2 xy / (xx + yy) in double."""
-    x, y = x.double(), y.double()
-    return float(1 - 2 * (x * y).sum() / (x * x + y * y).sum())
 
 
 @pytest.mark.parametrize("in_order", [False, True])
@@ -52,4 +47,4 @@ def test_equals_float32(hidden, width, num_rows, dtype, in_order):
         gate_RI, up_RI = F.linear(x_RD, w13[local].float()).chunk(2, -1)
         expected_RD = F.linear(F.silu(gate_RI) * up_RI, w2[local].float())
         if len(x_RD):
-            assert difference(y_RD[start:end], expected_RD) < TOLERANCE[dtype]
+            assert calc_diff(y_RD[start:end], expected_RD) < TOLERANCE[dtype]

@@ -1,5 +1,7 @@
 """What is done to whole rows: packed for the exchange, summed over ranks, activated, quantised."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -10,11 +12,13 @@ from kernels.triton.scatter_fp8 import scatter_fp8
 from kernels.triton.silu_mul import silu_mul
 from kernels.triton.silu_mul_fp8 import silu_mul_fp8
 from kernels.triton.sum_parts import sum_parts
+from tests.closeness import assert_near
 from tests.triton.device import COMPILED, DEVICE
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of one rounding; the interpreter cuts bfloat16 off instead.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, torch.float16: 1e-3}
+close = partial(assert_near, tolerances=TOLERANCE)
 # Of rounding to 3 bits. The interpreter loses the carry of some of those that round up to the next power of two.
 E4M3_TOLERANCE = 2.0**-4 if COMPILED else 0.51
 
@@ -22,11 +26,6 @@ E4M3_TOLERANCE = 2.0**-4 if COMPILED else 0.51
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
-
-
-def close(found: torch.Tensor, expected_f32: torch.Tensor) -> None:
-    tolerance = TOLERANCE[found.dtype]
-    torch.testing.assert_close(found.float(), expected_f32, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

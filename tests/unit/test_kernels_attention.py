@@ -13,6 +13,7 @@ from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
 from kernels.select import probe
+from tests.closeness import calc_diff
 
 NUM_LAYERS = 2
 NATIVE_MISSING = probe("cpu").missing.get("native")
@@ -115,19 +116,12 @@ def check(
             expected = pages.dense(seq, pages.q[rows].cpu())
             found = out[rows].float().cpu()
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-            assert difference(found, expected) < 1e-5
+            assert calc_diff(found, expected) < 1e-5
             start += new
         assert torch.count_nonzero(out[start:]) == 0
         written = pages.caches[layer].flatten(1, 2)[:, pages.slots]
         assert torch.equal(written, torch.stack((pages.k[:start], pages.v[:start])))
     return attention
-
-
-def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """0 for equal ones, 2 for opposite ones; small errors count as their squares, relative to both."""
-    found, expected = found.double(), expected.double()
-    total = (found.square() + expected.square()).sum()
-    return float(1 - 2 * (found * expected).sum() / total) if total else 0.0
 
 
 BATCHES = {
