@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from cluster.config_errors import ConfigError, Problem
-from kernels.attention.flashinfer import on_hopper
+from kernels.hopper import on_hopper
 from kernels.select import Selection
 from workers.config import OverlapConfig, SchedulerConfig
 from workers.graph_sizes import GraphSizes, graphs_to_capture

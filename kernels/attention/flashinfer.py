@@ -33,10 +33,10 @@ from kernels.attention.flashinfer_decodes import (
     prompts_are_new,
 )
 from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
+from kernels.hopper import on_hopper
 
 MIN_VERSION = (0, 6, 6)
 MIN_CAPABILITY = (8, 0)
-HOPPER = 9  # compute capability, major
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
 PREFILL_TILE = 128  # rows of query heads times query tokens
@@ -75,11 +75,6 @@ def shape_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
     if head_dim is not None and head_dim not in HEAD_DIMS:
         return f"it takes a head_dim of {', '.join(map(str, HEAD_DIMS))}, the model's is {head_dim}"
     return None
-
-
-def on_hopper(device: torch.device | None = None) -> bool:
-    """Whether this GPU's prompts have FlashAttention 3, and so graphs; None: the current device."""
-    return torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def _nvcc() -> str | None:

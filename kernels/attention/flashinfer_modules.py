@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from kernels.attention.flashinfer import on_hopper
+from kernels.hopper import on_hopper
 
 
 def compile_modules(dtype: torch.dtype, head_dim: int) -> None:

@@ -1,4 +1,4 @@
-"""The experts' MLP in two launches of our own persistent Triton kernel: no library, any float dtype.
+"""The experts' MLP in two launches of our own persistent Triton kernels: no library, any float dtype.
 
 Rows are fetched where they lie, and gate and up never reach memory. Tile shapes were measured on one H200 with
 Qwen3-30B-A3B's experts (hidden 2048, width 768, 32 of them); see docs/results/gpu-experts.md.
@@ -6,11 +6,17 @@ Qwen3-30B-A3B's experts (hidden 2048, width 768, 32 of them); see docs/results/g
 R places, D hidden, I expert width, e local experts.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from kernels.all2all.base import ExpertInput
 from kernels.device_routing import DeviceRouting
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.hopper import on_hopper
+
+Product = Callable[..., torch.Tensor]  # kernels.triton.grouped_gemm's, of one tile shape
 
 
 class TritonGroupedGemm(GroupedGemm):
@@ -18,10 +24,15 @@ class TritonGroupedGemm(GroupedGemm):
 
     name = "triton"
 
-    def __init__(self, num_sms: int | None = None):
+    def __init__(self, num_sms: int | None = None, *, hopper: bool | None = None):
+        """hopper: whether to multiply many rows as only a Hopper can; None: whether this GPU is one."""
         from kernels.triton import grouped_gemm
 
-        self._kernel = grouped_gemm
+        self._any_gpu, self._hopper = grouped_gemm, None
+        if on_hopper() if hopper is None else hopper:
+            from kernels.triton import hopper_gemm
+
+            self._hopper = hopper_gemm
         self._all_sms = num_sms or torch.cuda.get_device_properties().multi_processor_count
         self._num_sms = self._all_sms
 
@@ -34,30 +45,38 @@ class TritonGroupedGemm(GroupedGemm):
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
     ) -> torch.Tensor:
         routing, x = expert_input.places(), expert_input.x_RD
-        up, down = self._tiles(routing, x.dtype)
-        bounds = (routing.starts_e, routing.ends_e, routing.num_places)
         row_R = routing.row_R if expert_input.routing else None
-        h_RI = self._kernel.grouped_gemm(
-            x, row_R, w13_e2ID, *bounds, gated=True, tile=up, num_sms=self._num_sms
-        )
-        return self._kernel.grouped_gemm(
-            h_RI, None, w2_eDI, *bounds, gated=False, tile=down, num_sms=self._num_sms
-        )
+        up, down = self._products(routing, x, row_R)
+        bounds = (routing.starts_e, routing.ends_e, routing.num_places)
+        h_RI = up(x, row_R, w13_e2ID, *bounds, gated=True, num_sms=self._num_sms)
+        return down(h_RI, None, w2_eDI, *bounds, gated=False, num_sms=self._num_sms)
 
-    def _tiles(self, routing: DeviceRouting, dtype: torch.dtype):
-        """Tile shapes of the two products, by how many rows an expert has."""
-        TileShape = self._kernel.TileShape
+    def _products(
+        self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None
+    ) -> tuple[Product, Product]:
+        """Up and down with their tile shapes, by how many rows an expert has."""
+        mean = routing.expected / max(1, len(routing.ends_e))
+        up, down = (
+            partial(self._any_gpu.grouped_gemm, tile=tile) for tile in self._tiles(mean, x.dtype)
+        )
+        if self._hopper is not None and x.dtype != torch.float32:
+            many, HopperTile = self._hopper.hopper_grouped_gemm, self._hopper.HopperTile
+            if mean > 768 and self._hopper.takes(x, row_R):
+                up = partial(many, tile=HopperTile(columns=128, stages=4))
+            if mean > 192:
+                down = partial(many, tile=HopperTile(columns=256, stages=3))
+        return up, down
+
+    def _tiles(self, mean: float, dtype: torch.dtype):
+        """Tile shapes of the two products on any GPU."""
+        TileShape = self._any_gpu.TileShape
         if dtype == torch.float32:
             tile = TileShape(16, 32, 32, num_warps=4, num_stages=2)
             return tile, tile
-        mean = routing.expected / max(1, len(routing.ends_e))
         if mean <= 10:
             return TileShape(16, 64, 128, 4, 3, 2), TileShape(16, 64, 128, 4, 3, 3)
         if mean <= 48:
             return TileShape(64, 64, 64, 4, 3, 3), TileShape(64, 64, 128, 4, 3, 2)
         if mean <= 96:
             return TileShape(64, 64, 64, 4, 3, 3), TileShape(128, 128, 64, 4, 3, 2)
-        down = TileShape(128, 128, 64, 8, 3, 2)
-        if mean <= 768:
-            return TileShape(128, 64, 64, 4, 3, 2), down
-        return TileShape(128, 128, 64, 8, 3), down
+        return TileShape(128, 64, 64, 4, 3, 2), TileShape(128, 128, 64, 8, 3, 2)

@@ -27,7 +27,12 @@ from tests.triton.device import COMPILED, DEVICE
 from tests.triton.launches import CASES, LAUNCHES, OFFSETS, SIZES, Inputs
 
 # The others' programs are small and do not wait for each other.
-LARGE = ("grouped_gemm_kernel", "push_rows_kernel", "push_sums_kernel")
+LARGE = (
+    "grouped_gemm_kernel",
+    "hopper_grouped_gemm_kernel",
+    "push_rows_kernel",
+    "push_sums_kernel",
+)
 
 
 class NoGpu:

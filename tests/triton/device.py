@@ -4,8 +4,11 @@ from typing import Any
 
 import torch
 
+from kernels.hopper import on_hopper
+
 COMPILED = torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"
+FOR_HOPPER = on_hopper() or not COMPILED  # kernels are compiled for it, on this GPU or without one
 
 
 def compiled_only(*cases: Any) -> list[Any]:

@@ -13,7 +13,7 @@ from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.device_routing import DeviceRouting, route_on_device
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
-from tests.triton.device import DEVICE
+from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.symm_ranks import build_ranks
 
 # One, a multiple of 16, and neither; 16 and 17 rows of 8 experts are both one chunk of pairs.
@@ -180,10 +180,11 @@ def _tiles(rows_per_expert: int) -> list[int]:
     none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
     routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
-    x, gemm = torch.zeros(expected, 2048, **new), TritonGroupedGemm(num_sms=132)
+    x, gemm = torch.zeros(expected, 2048, **new), TritonGroupedGemm(num_sms=132, hopper=FOR_HOPPER)
     weights = torch.zeros(EXPERTS, 1536, 2048, **new), torch.zeros(EXPERTS, 2048, 768, **new)
     gemm(ExpertInput(x, routing.offs_e, None, routing), *weights)
-    return [tile.programs_per_sm for tile in gemm._tiles(routing, torch.bfloat16)]
+    products = gemm._products(routing, x, routing.row_R)
+    return [product.keywords["tile"].programs_per_sm for product in products]
 
 
 def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:

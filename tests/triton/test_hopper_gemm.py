@@ -1,0 +1,130 @@
+"""Hopper's product of many rows against the one of any GPU, which sums in the same order; the interpreter has no Gluon.
+
+That it compiles, and fits an SM, is tested without a GPU in test_forms.py.
+"""
+
+import pytest
+import torch
+
+from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+from kernels.hopper import on_hopper
+from kernels.triton.grouped_gemm import TileShape, grouped_gemm
+from tests.closeness import calc_diff
+from tests.triton.device import DEVICE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU"),
+]
+
+ANY = TileShape(64, 64, 64, 4, 3)
+# Rows of each expert: none, one, around the halves of a tile and whole ones.
+EDGES = [0, 1, 63, 64, 65, 0, 127, 128, 129, 191, 192, 193, 256, 300, 0]
+COUNTS = {
+    "edges": EDGES,
+    "one": [1000],
+    "nobody": [0, 0, 0],
+    "many": [40 + 7 * i for i in range(64)],
+    "even": [1024] * 8,
+}
+
+
+def _place(counts: list[int], gap: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Starts and ends of experts' places with `gap` places of nobody behind each, and how many there are in all."""
+    ends = torch.tensor(counts).add(gap).cumsum(0).to(DEVICE, torch.int32) - gap
+    starts = ends - torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    return starts, ends, int(ends[-1]) + gap
+
+
+def _rows(starts: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Places that are somebody's."""
+    bounds = zip(starts.tolist(), ends.tolist(), strict=True)
+    return torch.cat([torch.arange(*bound, device=DEVICE) for bound in bounds])
+
+
+@pytest.mark.parametrize(("gap", "num_sms"), [(0, 1), (37, 5), (0, 132)])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("gated", "indexed", "shape"),
+    [
+        (True, True, (768, 2048)),
+        (True, False, (768, 2048)),
+        (False, False, (2048, 768)),
+        (False, True, (512, 128)),
+        (True, True, (40, 64)),
+        (False, False, (72, 40)),
+        (False, False, (264, 200)),
+    ],
+)
+@torch.inference_mode()
+def test_equals_the_product_of_any_gpu(gated, indexed, shape, dtype, counts, gap, num_sms):
+    """Widths and depths of whole tiles and of parts; rows come by an index or in order."""
+    hopper = pytest.importorskip("kernels.triton.hopper_gemm")
+    width, depth = shape
+    generator = torch.Generator(DEVICE).manual_seed(len(counts) + gap)
+    new = {"generator": generator, "device": DEVICE}
+    starts, ends, num_places = _place(counts, gap)
+    weights = torch.randn(len(counts), width * (2 if gated else 1), depth, **new) / depth**0.5
+    x = torch.randn(500 if indexed else num_places, depth, **new).to(dtype)
+    row_R = torch.randint(500, (num_places,), dtype=torch.int32, **new) if indexed else None
+    operands = (x, row_R, weights.to(dtype), starts, ends, num_places)
+    tile = hopper.HopperTile(128, 4) if gated else hopper.HopperTile(256, 3)
+    many = hopper.hopper_grouped_gemm(*operands, gated=gated, tile=tile, num_sms=num_sms)
+    expected = grouped_gemm(*operands, gated=gated, tile=ANY, num_sms=132)
+    rows = _rows(starts, ends)
+    assert many.shape == (num_places, width) and many.dtype == dtype
+    if len(rows):
+        assert calc_diff(many[rows], expected[rows]) < 1e-6
+        torch.testing.assert_close(many[rows], expected[rows], atol=4e-3, rtol=1.6e-2)
+
+
+@torch.inference_mode()
+def test_is_captured_in_a_graph_and_never_waits_for_the_device():
+    hopper = pytest.importorskip("kernels.triton.hopper_gemm")
+    starts, ends, num_places = _place(COUNTS["even"], 0)
+    x = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+    row_R = torch.randint(2048, (num_places,), dtype=torch.int32, device=DEVICE)
+    weights = torch.randn(8, 1536, 2048, device=DEVICE, dtype=torch.bfloat16) / 45
+
+    def product() -> torch.Tensor:
+        tile = hopper.HopperTile(128, 4)
+        bounds = (starts, ends, num_places)
+        return hopper.hopper_grouped_gemm(
+            x, row_R, weights, *bounds, gated=True, tile=tile, num_sms=132
+        )
+
+    eager = product()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        product()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = product()
+    ends.sub_(100)  # the next replay has fewer rows
+    graph.replay()
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        assert torch.equal(out[start:end], eager[start:end])
+
+
+@pytest.mark.parametrize(
+    ("rows", "many"), [(8, (False, False)), (256, (False, True)), (1024, (True, True))]
+)
+def test_takes_the_place_of_the_other_where_experts_have_many_rows(rows, many):
+    """And rows whose copies would not be whole are left to the other, which says nothing of alignment."""
+    gemm = TritonGroupedGemm()
+
+    class Routing:
+        expected, ends_e = 8 * rows, range(8)
+
+    def chosen(x: torch.Tensor) -> tuple[bool, ...]:
+        products = gemm._products(Routing(), x, torch.zeros(1))
+        return tuple(product.func is not grouped_gemm for product in products)
+
+    x = torch.zeros(4, 192, device=DEVICE, dtype=torch.bfloat16)
+    assert chosen(x) == many
+    assert chosen(x[:, 4:132]) == chosen(x[:, :100]) == (False, many[1])
+    assert chosen(x.float()) == (False, False)
