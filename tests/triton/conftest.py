@@ -1,7 +1,8 @@
 """The Triton kernels against plain torch: compiled where there is a GPU, else in Triton's interpreter on the CPU.
 
 So every machine can run these tests, but for the cases that are too large for the interpreter. It knows no assembly, in
-which ranks wait for each other; that all kernels compile is a test of its own, in test_forms.py.
+which ranks wait for each other, and no Gluon, which runs as Python instead; that all kernels compile is a test of its
+own, in test_forms.py.
 """
 
 from importlib.util import find_spec
