@@ -4,6 +4,7 @@ N rows, D their width, K experts per row, E experts, B sequences.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -137,11 +138,15 @@ def _penalise(at: Inputs) -> None:
     penalise(logits, at.rows(1, dtype=torch.int64), seen, at.rows(1, dtype=torch.int64), values)
 
 
-def _grouped_gemm(at: Inputs) -> None:
+def _grouped_gemm(at: Inputs, *, expected: int | None = None) -> None:
+    """`expected` rows, whatever their number, as the choice of kernels goes by."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
+    if expected is not None:
+        routing = replace(routing, expected=expected)
     weights = torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.bfloat16, device=at.device)
     routed = ExpertInput(at.rows(WIDTH), routing.offs_e, None, routing)
-    TritonGroupedGemm(num_sms=4)(routed, weights, weights[:, :WIDTH].contiguous())
+    gemm = TritonGroupedGemm(num_sms=4, hopper=FOR_HOPPER)
+    gemm(routed, weights, weights[:, :WIDTH].contiguous())
 
 
 def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
@@ -169,6 +174,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "experts": _experts,
     "exchange": _exchange,
     "grouped_gemm": _grouped_gemm,
+    "grouped_gemm_of_many": partial(_grouped_gemm, expected=EXPERTS * 1000),
     "push": _push,
     "penalise": _penalise,
 }
