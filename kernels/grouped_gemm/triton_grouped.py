@@ -6,17 +6,12 @@ Qwen3-30B-A3B's experts (hidden 2048, width 768, 32 of them); see docs/results/g
 R places, D hidden, I expert width, e local experts.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 
 from kernels.all2all.base import ExpertInput
 from kernels.device_routing import DeviceRouting
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.hopper import on_hopper
-
-Product = Callable[..., torch.Tensor]  # kernels.triton.grouped_gemm's, of one tile shape
 
 
 class TritonGroupedGemm(GroupedGemm):
@@ -28,8 +23,9 @@ class TritonGroupedGemm(GroupedGemm):
         """hopper: whether to multiply many rows as only a Hopper can; None: whether this GPU is one."""
         from kernels.triton import grouped_gemm
 
-        self._any_gpu, self._hopper = grouped_gemm, None
-        if on_hopper() if hopper is None else hopper:
+        self._kernel, self._hopper = grouped_gemm, None
+        hopper = on_hopper() if hopper is None else hopper
+        if hopper:
             from kernels.triton import hopper_gemm
 
             self._hopper = hopper_gemm
@@ -46,30 +42,25 @@ class TritonGroupedGemm(GroupedGemm):
     ) -> torch.Tensor:
         routing, x = expert_input.places(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
-        up, down = self._products(routing, x, row_R)
+        up, down = self._tiles(routing, x, row_R)
         bounds = (routing.starts_e, routing.ends_e, routing.num_places)
-        h_RI = up(x, row_R, w13_e2ID, *bounds, gated=True, num_sms=self._num_sms)
-        return down(h_RI, None, w2_eDI, *bounds, gated=False, num_sms=self._num_sms)
+        product, num_sms = self._kernel.grouped_gemm, self._num_sms
+        h_RI = product(x, row_R, w13_e2ID, *bounds, gated=True, tile=up, num_sms=num_sms)
+        return product(h_RI, None, w2_eDI, *bounds, gated=False, tile=down, num_sms=num_sms)
 
-    def _products(
-        self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None
-    ) -> tuple[Product, Product]:
-        """Up and down with their tile shapes, by how many rows an expert has."""
+    def _tiles(self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None):
+        """Tiles of the two products, by how many rows an expert has."""
         mean = routing.expected / max(1, len(routing.ends_e))
-        up, down = (
-            partial(self._any_gpu.grouped_gemm, tile=tile) for tile in self._tiles(mean, x.dtype)
-        )
+        up, down = self._tiles_of_any_gpu(mean, x.dtype)
         if self._hopper is not None and x.dtype != torch.float32:
-            many, HopperTile = self._hopper.hopper_grouped_gemm, self._hopper.HopperTile
             if mean > 768 and self._hopper.takes(x, row_R):
-                up = partial(many, tile=HopperTile(columns=128, stages=4))
+                up = self._hopper.HopperTile(columns=128, stages=4)
             if mean > 192:
-                down = partial(many, tile=HopperTile(columns=256, stages=3))
+                down = self._hopper.HopperTile(columns=256, stages=3)
         return up, down
 
-    def _tiles(self, mean: float, dtype: torch.dtype):
-        """Tile shapes of the two products on any GPU."""
-        TileShape = self._any_gpu.TileShape
+    def _tiles_of_any_gpu(self, mean: float, dtype: torch.dtype):
+        TileShape = self._kernel.TileShape
         if dtype == torch.float32:
             tile = TileShape(16, 32, 32, num_warps=4, num_stages=2)
             return tile, tile

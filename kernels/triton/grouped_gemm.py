@@ -8,6 +8,7 @@ W output columns (half of an expert's weight rows where GATED), D input columns,
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -16,8 +17,59 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 @dataclass(frozen=True)
+class Operands:
+    """What a kernel multiplies, as `grouped_gemm` was given it, and where the result goes: out_RW, not empty."""
+
+    x: torch.Tensor
+    row_R: torch.Tensor | None
+    weights: torch.Tensor
+    starts_e: torch.Tensor
+    ends_e: torch.Tensor
+    gated: bool
+    out_RW: torch.Tensor
+
+    @property
+    def weight_rows(self) -> torch.Tensor:
+        """Of all experts, one below the other: [rows, D]."""
+        return self.weights.view(-1, self.weights.shape[2])
+
+    @property
+    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows at places, where there are any, and experts' starts and ends."""
+        return self.x if self.row_R is None else self.row_R, self.starts_e, self.ends_e
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """W and D."""
+        return self.out_RW.shape[1], self.x.shape[1]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels are compiled for."""
+        num_experts = len(self.weights)
+        return {
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_2": triton.next_power_of_2(num_experts),
+            "GATED": self.gated,
+            "INDEXED": self.row_R is not None,
+        }
+
+    def most_tiles(self, rows: int, columns: int) -> int:
+        """However the places are shared among the experts."""
+        num_places, width = self.out_RW.shape
+        return (num_places // rows + len(self.weights)) * triton.cdiv(width, columns)
+
+
+class Tile(Protocol):
+    """How a product is cut, and the kernel that cuts it so."""
+
+    def launch(self, operands: Operands, num_sms: int) -> None:
+        """Fill operands.out_RW on at most so many SMs."""
+
+
+@dataclass(frozen=True)
 class TileShape:
-    """How a product is cut: a tile is `rows` places by `columns` outputs, `depth` inputs at a time.
+    """For any GPU: a tile is `rows` places by `columns` outputs, `depth` inputs at a time.
 
     programs_per_sm must fit beside each other, or the last ones wait for the first to end.
     """
@@ -28,6 +80,26 @@ class TileShape:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
+
+    def launch(self, operands: Operands, num_sms: int) -> None:
+        """As Tile's."""
+        x, tiles = operands.x, TensorDescriptor.from_tensor
+        weight_tiles = tiles(operands.weight_rows, [self.columns, self.depth])
+        x_tiles = weight_tiles if operands.row_R is not None else tiles(x, [self.rows, self.depth])
+        row_R, starts_e, ends_e = operands.places
+        most_tiles = operands.most_tiles(self.rows, self.columns)
+        grouped_gemm_kernel[(min(num_sms * self.programs_per_sm, most_tiles),)](
+            *(x_tiles, x, x.stride(0), row_R, weight_tiles, starts_e, ends_e, operands.out_RW),
+            *operands.sizes,
+            **operands.constants,
+            EVEN=x.shape[1] % self.depth == 0,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            TILE_R=self.rows,
+            TILE_W=self.columns,
+            TILE_D=self.depth,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
 
 
 @triton.jit
@@ -140,7 +212,7 @@ def grouped_gemm(
     num_places: int,
     *,
     gated: bool,
-    tile: TileShape,
+    tile: Tile,
     num_sms: int,
 ) -> torch.Tensor:
     """[R, W] in x's dtype; what lies at places between experts stays undefined.
@@ -153,34 +225,6 @@ def grouped_gemm(
     width = weight_rows // 2 if gated else weight_rows
     assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == depth
     out_RW = torch.empty(num_places, width, dtype=x.dtype, device=x.device)
-    if not num_places or not num_experts:
-        return out_RW
-    weight_tiles = TensorDescriptor.from_tensor(weights.view(-1, depth), [tile.columns, tile.depth])
-    x_tiles = weight_tiles
-    if row_R is None:
-        x_tiles = TensorDescriptor.from_tensor(x, [tile.rows, tile.depth])
-    most_tiles = (num_places // tile.rows + num_experts) * triton.cdiv(width, tile.columns)
-    grouped_gemm_kernel[(min(num_sms * tile.programs_per_sm, most_tiles),)](
-        x_tiles,
-        x,
-        x.stride(0),
-        x if row_R is None else row_R,
-        weight_tiles,
-        starts_e,
-        ends_e,
-        out_RW,
-        width,
-        depth,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_2=triton.next_power_of_2(num_experts),
-        GATED=gated,
-        INDEXED=row_R is not None,
-        EVEN=depth % tile.depth == 0,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        TILE_R=tile.rows,
-        TILE_W=tile.columns,
-        TILE_D=tile.depth,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    if num_places and num_experts:
+        tile.launch(Operands(x, row_R, weights, starts_e, ends_e, gated, out_RW), num_sms)
     return out_RW

@@ -1,4 +1,4 @@
-"""The product of kernels.triton.grouped_gemm for many rows an expert, by warps that each do one part of it, on Hopper.
+"""A tile of kernels.triton.grouped_gemm for many rows an expert, by warps that each do one part of it, on Hopper.
 
 Of a program's three groups of four warps one brings tiles of rows and weights into a ring in shared memory, the others
 multiply 64 rows each and keep the tensor cores busy meanwhile: for the copies, and the next tile's, nobody waits
@@ -11,7 +11,6 @@ W output columns, D input columns, e local experts, R places.
 from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -24,6 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from kernels.triton.grouped_gemm import Operands
+
 TILE_R, TILE_D = 128, 64
 GROUP_R = TILE_R // 2  # rows of one multiplying group
 REGISTERS = 168  # a thread: 64 Ki for three groups of 128 threads
@@ -33,11 +34,38 @@ ENDLESS = 0x7FFF0000
 
 @dataclass(frozen=True)
 class HopperTile:
-    """How a product is cut: a tile is 128 places by `columns` outputs; `stages` of 64 inputs are in the ring."""
+    """For Hopper: a tile is 128 places by `columns` outputs; `stages` of 64 inputs are in the ring."""
 
     columns: int
     stages: int
     programs_per_sm = 1
+
+    def launch(self, operands: Operands, num_sms: int) -> None:
+        """As Tile's, of what `takes`."""
+        x, row_R, out_RW = operands.x, operands.row_R, operands.out_RW
+        assert takes(x, row_R)
+        width, depth = operands.sizes
+        weight_tiles = _tiles(operands.weight_rows, [self.columns, TILE_D])
+        x_tiles = weight_tiles if row_R is not None else _tiles(x, [TILE_R, TILE_D])
+        out_tiles = _tiles(
+            out_RW,
+            [1, 1, GROUP_R, self.columns],
+            shape=[ENDLESS, ENDLESS, FAR.value, width],
+            strides=[(1 << 34) - width, width, width, 1],
+        )
+        rows, starts_e, ends_e = operands.places
+        grid = (min(num_sms, operands.most_tiles(TILE_R, self.columns)),)
+        hopper_grouped_gemm_kernel[grid](
+            *(out_tiles, x_tiles, x, x.stride(0) // 8, rows, weight_tiles, starts_e, ends_e),
+            *(width, depth),
+            **operands.constants,
+            TILE_R=TILE_R,
+            TILE_W=self.columns,
+            TILE_D=TILE_D,
+            STAGES=self.stages,
+            num_warps=4,
+            maxnreg=REGISTERS,
+        )
 
 
 @gluon.jit
@@ -254,60 +282,6 @@ def takes(x: torch.Tensor, row_R: torch.Tensor | None) -> bool:
     """Whether it can load these rows of 16 bits a number; through an index a thread copies 16 bytes at once."""
     whole = x.shape[1] % TILE_D == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return x.element_size() == 2 and (whole or row_R is None)
-
-
-def hopper_grouped_gemm(
-    x: torch.Tensor,
-    row_R: torch.Tensor | None,
-    weights: torch.Tensor,
-    starts_e: torch.Tensor,
-    ends_e: torch.Tensor,
-    num_places: int,
-    *,
-    gated: bool,
-    tile: HopperTile,
-    num_sms: int,
-) -> torch.Tensor:
-    """As kernels.triton.grouped_gemm.grouped_gemm, for what `takes` of it."""
-    num_experts, weight_rows, depth = weights.shape
-    width = weight_rows // 2 if gated else weight_rows
-    assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == depth
-    assert takes(x, row_R)
-    out_RW = torch.empty(num_places, width, dtype=x.dtype, device=x.device)
-    if not num_places or not num_experts:
-        return out_RW
-    weight_tiles = _tiles(weights.view(-1, depth), [tile.columns, TILE_D])
-    x_tiles = weight_tiles if row_R is not None else _tiles(x, [TILE_R, TILE_D])
-    out_tiles = _tiles(
-        out_RW,
-        [1, 1, GROUP_R, tile.columns],
-        shape=[ENDLESS, ENDLESS, FAR.value, width],
-        strides=[(1 << 34) - width, width, width, 1],
-    )
-    most_tiles = (num_places // TILE_R + num_experts) * triton.cdiv(width, tile.columns)
-    hopper_grouped_gemm_kernel[(min(num_sms, most_tiles),)](
-        out_tiles,
-        x_tiles,
-        x,
-        x.stride(0) // 8,
-        x if row_R is None else row_R,
-        weight_tiles,
-        starts_e,
-        ends_e,
-        width,
-        depth,
-        NUM_EXPERTS=num_experts,
-        EXPERTS_2=triton.next_power_of_2(num_experts),
-        GATED=gated,
-        INDEXED=row_R is not None,
-        TILE_R=TILE_R,
-        TILE_W=tile.columns,
-        TILE_D=TILE_D,
-        STAGES=tile.stages,
-        num_warps=4,
-        maxnreg=REGISTERS,
-    )
-    return out_RW
 
 
 def _tiles(

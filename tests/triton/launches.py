@@ -189,8 +189,7 @@ def _tiles(rows_per_expert: int) -> list[int]:
     x, gemm = torch.zeros(expected, 2048, **new), TritonGroupedGemm(num_sms=132, hopper=FOR_HOPPER)
     weights = torch.zeros(EXPERTS, 1536, 2048, **new), torch.zeros(EXPERTS, 2048, 768, **new)
     gemm(ExpertInput(x, routing.offs_e, None, routing), *weights)
-    products = gemm._products(routing, x, routing.row_R)
-    return [product.keywords["tile"].programs_per_sm for product in products]
+    return [tile.programs_per_sm for tile in gemm._tiles(routing, x, routing.row_R)]
 
 
 def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.hopper import on_hopper
-from kernels.triton.grouped_gemm import grouped_gemm
+from kernels.triton.grouped_gemm import TileShape, grouped_gemm
 from tests.closeness import calc_diff
 from tests.triton.device import COMPILED, DEVICE, FOR_HOPPER, compiled_only
 from tests.triton.gluon_in_python import in_python
@@ -67,7 +67,7 @@ def test_equals_float32(hopper, gated, indexed, shape, dtype, counts, gap, num_s
     row_R = torch.randint(500, (num_places,), dtype=torch.int32, **new) if indexed else None
     weights = weights.to(dtype)
     tile = hopper.HopperTile(128, 4) if gated else hopper.HopperTile(256, 3)
-    out = hopper.hopper_grouped_gemm(
+    out = grouped_gemm(
         *(x, row_R, weights, starts, ends, num_places), gated=gated, tile=tile, num_sms=num_sms
     )
     assert out.shape == (num_places, width) and out.dtype == dtype
@@ -92,9 +92,7 @@ def test_is_captured_in_a_graph_and_never_waits_for_the_device(hopper):
     def product() -> torch.Tensor:
         tile = hopper.HopperTile(128, 4)
         bounds = (starts, ends, num_places)
-        return hopper.hopper_grouped_gemm(
-            x, row_R, weights, *bounds, gated=True, tile=tile, num_sms=132
-        )
+        return grouped_gemm(x, row_R, weights, *bounds, gated=True, tile=tile, num_sms=132)
 
     eager = product()
     torch.cuda.synchronize()
@@ -123,8 +121,8 @@ def test_takes_the_place_of_the_other_where_experts_have_many_rows(rows, many):
         expected, ends_e = 8 * rows, range(8)
 
     def chosen(x: torch.Tensor) -> tuple[bool, ...]:
-        products = gemm._products(Routing(), x, torch.zeros(1))
-        return tuple(product.func is not grouped_gemm for product in products)
+        tiles = gemm._tiles(Routing(), x, torch.zeros(1))
+        return tuple(not isinstance(tile, TileShape) for tile in tiles)
 
     x = torch.zeros(4, 192, device=DEVICE, dtype=torch.bfloat16)
     assert chosen(x) == many
