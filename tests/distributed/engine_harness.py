@@ -97,9 +97,9 @@ def _run_rank(
     from workers.rank import Rank
 
     if config.device == "cuda":
-        import torch
+        from tests.devices import take_gpu
 
-        torch.cuda.set_device(rank_index)
+        take_gpu(rank_index)
     result = RankResult()
 
     def publish(ingress_id: str, outputs: list[Any]) -> None:

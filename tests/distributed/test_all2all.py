@@ -12,6 +12,7 @@ from kernels.attention.base import AttentionSpec
 from kernels.config import KernelsConfig
 from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
+from tests.devices import take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
 
 MAX_TOKENS = 64
@@ -192,8 +193,7 @@ def run_cases(
     """The contract in one rank's process; also run by the GPU tests."""
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        device = take_gpu(rank)
     for label, case in cases.items():
         unique = replace(info, name=f"{info.name}-{label}")
         kernels, shared_memory = _build(name, gemm, case, rank, num_ranks, unique, device)

@@ -17,6 +17,7 @@ import torch
 
 from kernels.attention import flashinfer
 from kernels.select import probe
+from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
 from workers.checkpoint import make_checkpoint
@@ -116,7 +117,7 @@ def serve(
     no_waiting: bool = False,
 ) -> Answers:
     """Run one rank to the end of all events. With `no_waiting` a launch that waits for the device raises."""
-    torch.cuda.set_device(rank_index)
+    take_gpu(rank_index)
     answers = Answers()
     rank = Rank(rank_index, config)
     try:
@@ -297,8 +298,7 @@ DEEPEP = [
 
 def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
     """Ranks with prompts, decodes and nothing at the same time, in whole steps and in slices."""
-    if torch.cuda.device_count() < group.num_ranks:
-        pytest.skip(f"needs {group.num_ranks} GPUs, found {torch.cuda.device_count()}")
+    need_gpus(group.num_ranks)
     for name in (group.all2all, group.grouped_gemm):
         if reason := probe("cuda").missing.get(name):
             pytest.skip(reason)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.devices import need_gpus
 from tests.distributed.engine_harness import RankResult, rank_config, run_engines
 from tests.distributed.reference import (
     Reference,
@@ -47,8 +48,7 @@ def _run(
     grouped_gemm: str,
     **sections: Any,
 ) -> list[RankResult]:
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
+    need_gpus(ranks)
     config = rank_config(
         checkpoint,
         ranks,

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kernels.select import probe
+from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import Event, make_request
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_microbatch_engine import Failing
@@ -34,7 +35,7 @@ def fail(
 
     The processes end as actors do: without a word to their GPUs.
     """
-    torch.cuda.set_device(index)
+    take_gpu(index)
     rank = Rank(index, config)
     _kept.append(rank)
     rank.join_group(rendezvous, 60)
@@ -58,8 +59,7 @@ def fail(
 @pytest.mark.parametrize("all2all", ["copy_engine", "symm", "allgather"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_next_group_serves(checkpoint: Path, all2all: str, failing: int):
-    if torch.cuda.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, found {torch.cuda.device_count()}")
+    need_gpus(2)
     config = configure(checkpoint, 2, all2all, "on", cuda_graphs=False)
     broken = config.model_copy(update={"exchange_timeout_s": NOTICED_S})
     pool, pools = RankPool(2), Pools()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kernels.select import probe
+from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
 from workers.checkpoint import make_checkpoint
@@ -32,7 +33,7 @@ def traced(
     index: int, _ranks: int, _info: Any, config, rendezvous, graphs: bool
 ) -> list[RankTrace]:
     """A prefill and a decode of one rank, each in both forms."""
-    torch.cuda.set_device(index)
+    take_gpu(index)
     rank = Rank(index, config)
     try:
         rank.join_group(rendezvous, 60)
@@ -57,8 +58,7 @@ def check_times(schedule: Schedule, graphs: bool) -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("all2all", ["copy_engine", "allgather"])
 def test_both_forms_are_traced(checkpoint: Path, all2all: str, graphs: bool):
-    if torch.cuda.device_count() < NUM_RANKS:
-        pytest.skip(f"needs {NUM_RANKS} GPUs, found {torch.cuda.device_count()}")
+    need_gpus(NUM_RANKS)
     config = rank_config(
         checkpoint,
         NUM_RANKS,
