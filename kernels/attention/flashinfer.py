@@ -260,12 +260,11 @@ class FlashInferAttention(Attention):
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
         """The forms to capture for steps of this size, of decodes alone or with prompts; any can be of the last one."""
-        forms, rows = (GraphForm.EVEN_DECODES, GraphForm.DECODES), self._shape.num_blocks
-        if prompts:
-            forms, rows = (GraphForm.NEW_PROMPTS, GraphForm.MIXED), NEW_PROMPT_ROWS
-            if self._new_prompts is None:
-                return forms[-1:]
-        return forms if num_rows >= rows else forms[-1:]
+        if not prompts:
+            return GraphForm.EVEN_DECODES, GraphForm.DECODES
+        if self._new_prompts is None or num_rows < NEW_PROMPT_ROWS:
+            return (GraphForm.MIXED,)
+        return GraphForm.NEW_PROMPTS, GraphForm.MIXED
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
         """Which of them serves this batch best."""

@@ -18,6 +18,11 @@ from kernels.attention.base import AttentionBatch, AttentionSpec
 # Rows of a tile of query heads times query tokens, by how many heads share a KV head.
 TILES = (16, 64, 128)
 ALIGNMENT_BYTES = 2**16  # what flashinfer may skip of a workspace
+# A sequence that is left whole is read at the pace of one block of threads, 12 ns a token; to cut costs 5 us. So it is
+# left so where the longest has at most so many tokens more than so many even shares of all blocks: of 60 mixtures, 1 to
+# 64 rows of 32 to 16,384 tokens, one was 8 % slower than cut, the others at most 3 (H200, Qwen3-30B-A3B's shapes).
+UNCUT_TOKENS = 450
+UNCUT_SHARES = 1.9
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,12 @@ def chunk_pages(
         return None
     chunk = -(-int(num_pages.sum()) // (max_chunks - num_rows))
     return chunk if int(num_pages.max(initial=0)) > chunk else None
+
+
+def few_are_even(seq_lens: np.ndarray, num_blocks: int) -> bool:
+    """Whether fewer decodes than blocks of threads, int [up to R], had better be left whole."""
+    share = int(seq_lens.sum()) / num_blocks
+    return int(seq_lens.max(initial=0)) <= UNCUT_TOKENS + UNCUT_SHARES * share
 
 
 def prompts_are_new(batch: AttentionBatch) -> bool:

@@ -19,6 +19,7 @@ from kernels.attention.flashinfer_decodes import (
     Pages,
     Shape,
     chunk_pages,
+    few_are_even,
     plan_new_prompts,
 )
 
@@ -131,8 +132,10 @@ class GraphPlans:
 
     def even(self, batch: AttentionBatch, num_rows: int) -> bool:
         """Whether no decode is so much longer than the others that it had better be cut."""
-        num_pages = -(-batch.seq_lens_cpu // self._shape.spec.block_size)
-        return self._chunk(num_pages, num_rows) is None
+        shape = self._shape
+        if num_rows < shape.num_blocks:
+            return few_are_even(batch.seq_lens_cpu, shape.num_blocks)
+        return self._chunk(-(-batch.seq_lens_cpu // shape.spec.block_size), num_rows) is None
 
     def _plan_decodes(
         self, batch: AttentionBatch, num_rows: int, cuts: bool, slots: tuple[torch.Tensor, ...]

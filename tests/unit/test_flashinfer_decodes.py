@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import flashinfer
-from kernels.attention.flashinfer_decodes import Pages, chunk_pages
+from kernels.attention.flashinfer_decodes import Pages, chunk_pages, few_are_even
 
 
 @given(
@@ -33,6 +33,25 @@ def test_only_long_sequences_among_many_are_cut():
     assert chunk_pages(many, 128, 128, 66) is None
     assert chunk_pages(np.array([90] * 126 + [128] * 2), 128, 191, 66) is None
     assert chunk_pages(few, 7, 13, 66) is None
+
+
+@pytest.mark.parametrize(
+    ("lens", "even"),
+    [
+        ([], True),
+        ([0, 0], True),
+        ([160] * 8, True),  # 6 us whole, 10 cut (a layer's attention, H200)
+        ([640] * 32, True),  # 14, 17
+        ([1024, 2048] * 20, True),  # 41, 45
+        ([8192] * 48, True),  # 191, 199
+        ([8192] * 32, False),  # 140, 132
+        ([2048] * 8, False),  # 29, 16
+        ([1536] * 16, False),  # 25, 20
+        ([384] * 31 + [8192], False),
+    ],
+)
+def test_a_few_short_decodes_are_left_whole(lens: list[int], even: bool):
+    assert few_are_even(np.array(lens, dtype=np.int32), 66) == even
 
 
 def test_pages_of_rows_with_and_without_a_sequence():

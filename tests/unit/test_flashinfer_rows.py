@@ -154,4 +154,3 @@ def test_the_form_that_serves_a_batch(seqs, form: GraphForm) -> None:
     assert attention.form(batch, NEW_PROMPT_ROWS - 1, prompts=True) == GraphForm.MIXED
     even = GraphForm.EVEN_DECODES if len(seqs) == 1 else GraphForm.DECODES
     assert attention.form(batch, 66, prompts=False) == even
-    assert attention.form(batch, 65, prompts=False) == GraphForm.DECODES
