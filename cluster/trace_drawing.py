@@ -1,7 +1,7 @@
 """Draws what `phalanx trace` recorded: a PNG for the eye, and Perfetto's JSON for a closer look (ui.perfetto.dev)."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from workers.schedule import Compute, Exchange, RankTrace, Schedule
 
 FORMS = ("plain", "microbatched")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
-WAITING, HIDDEN, ALONE = "tab:red", "tab:green", "lightsteelblue"
+WAITING, HIDDEN, ALONE, STANDING = "tab:red", "tab:green", "lightsteelblue", "lightgrey"
 LAYERS = 3
 LEGIBLE = 0.05  # of the width: a narrower bar has no room for its name
 
@@ -23,7 +23,7 @@ def check_matplotlib() -> None:
 
 
 def perfetto(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """Chrome's trace format: a process for each rank and form, threads `compute`, `waiting` and one of each slice."""
+    """Chrome's trace format: a process for each rank and form, and two threads for each slice."""
     events: list[dict[str, Any]] = []
     for trace in traces:
         for index, form in enumerate(FORMS):
@@ -64,7 +64,7 @@ def draw(traces: Sequence[RankTrace], path: Path, title: str, num_layers: int = 
 
 
 def _draw_window(axis: Any, schedule: Schedule, begin: float, width: float) -> None:
-    """Compute by slice, and standing still, above; each slice's exchanges in a lane of its own below."""
+    """A lane for each slice's compute, with its waits, and one for its exchanges."""
     num_slices = 1 + max(exchange.slice for exchange in schedule.exchanges)
 
     def bar(lane: int, start: float, end: float, text: str, **style: Any) -> None:
@@ -80,14 +80,14 @@ def _draw_window(axis: Any, schedule: Schedule, begin: float, width: float) -> N
     for compute in schedule.computes:
         alpha = 0.55 if compute.name == "attention" else 0.9
         text = f"{compute.name} {compute.slice}" if compute.name != "end" else ""
-        bar(0, compute.begin, compute.end, text, color=_colour(compute), alpha=alpha)
+        bar(compute.slice, compute.begin, compute.end, text, color=_colour(compute), alpha=alpha)
     for exchange in schedule.exchanges:
-        for start, end in _waits(exchange):
-            bar(0, start, end, "waits", color=WAITING, hatch="//")
+        for start, end in exchange.waits:
+            bar(exchange.slice, start, end, "waits", color=STANDING, hatch="//")
         alpha = 0.4 if exchange.operation == "dispatch" else 0.7
-        lane, name = 1 + exchange.slice, exchange.operation
+        lane, name = num_slices + exchange.slice, exchange.operation
         bar(lane, exchange.called, _done(exchange), name, color=_colour(exchange), alpha=alpha)
-    names = ["compute", *(f"exchange {index}" for index in range(num_slices))]
+    names = [f"{what} {index}" for what in ("compute", "exchange") for index in range(num_slices)]
     axis.set_yticks([-lane for lane in range(len(names))], names)
     axis.set_xlim(0, 1e6 * width)
     axis.grid(axis="x", alpha=0.4)
@@ -133,24 +133,16 @@ def _done(exchange: Exchange) -> float:
 
 def _lanes(schedule: Schedule) -> dict[str, list[tuple[str, float, float]]]:
     """(name, begin, end) in seconds of each thread's spans; no two of a thread overlap."""
-    lanes: dict[str, list[tuple[str, float, float]]] = {
-        "compute": [(f"{c.name} of slice {c.slice}", c.begin, c.end) for c in schedule.computes],
-        "waiting": [
-            (f"{x.operation} of slice {x.slice}", *wait)
-            for x in schedule.exchanges
-            for wait in _waits(x)
-        ],
-    }
+    lanes: dict[str, list[tuple[str, float, float]]] = {}
+    for compute in schedule.computes:
+        spans = lanes.setdefault(f"slice {compute.slice}", [])
+        spans.append((compute.name, compute.begin, compute.end))
     for exchange in schedule.exchanges:
-        lane = lanes.setdefault(f"exchanges of slice {exchange.slice}", [])
-        lane.append((exchange.operation, exchange.called, _done(exchange)))
+        spans = lanes.setdefault(f"slice {exchange.slice}", [])
+        spans += [(f"waits for {exchange.operation}", *wait) for wait in exchange.waits]
+        spans = lanes.setdefault(f"exchanges of slice {exchange.slice}", [])
+        spans.append((exchange.operation, exchange.called, _done(exchange)))
     return lanes
-
-
-def _waits(exchange: Exchange) -> Iterator[tuple[float, float]]:
-    """When compute stood still for this exchange."""
-    yield exchange.called, exchange.sent
-    yield exchange.awaited, exchange.arrived
 
 
 def _name(process: int, thread: int, kind: str, name: str) -> dict[str, Any]:

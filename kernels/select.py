@@ -135,12 +135,13 @@ class KernelContext:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The backends of one rank."""
+    """The backends of one rank. `stream`, where set, is what a slice computes on in a graph."""
 
     all2all: AllToAll
     grouped_gemm: GroupedGemm
     attention: Attention
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
+    stream: torch.cuda.Stream | None = None
 
 
 def probe(device: torch.device | str) -> Capabilities:

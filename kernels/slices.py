@@ -1,9 +1,11 @@
-"""The kernels of a step's slices: those of the whole step, but an exchange and an attention of its own for each."""
+"""The kernels of a step's slices: those of the whole step, but for each its own exchange, attention and streams."""
 
 from dataclasses import replace
 
 import torch
 
+from kernels.all2all.side_stream import side_streams
+from kernels.attention.cache_order import CacheOrder
 from kernels.select import KernelContext, Kernels, Selection, build
 
 
@@ -13,9 +15,9 @@ def build_slices(
     """Kernels for `num_slices` slices of a step that `whole` was built for with the same two arguments.
 
     A slice has at most 1 / num_slices of `context.max_num_tokens`, rounded up. Bind the attentions to the caches.
-    On GPUs all exchanges of slices share one stream, beside that of the compute.
+    On GPUs each has a stream for its exchanges, and all but the first have one to compute on in CUDA graphs, so that
+    one's kernels begin where another's leave SMs idle.
     """
-    stream = torch.cuda.Stream(context.device, -1) if context.device.type == "cuda" else None
     share = replace(context, max_num_tokens=-(-context.max_num_tokens // num_slices))
     slices = []
     for _ in range(num_slices):
@@ -25,6 +27,15 @@ def build_slices(
             own = replace(own, all2all=whole.all2all)
         else:
             own = build(selection, share)
-            own.all2all.stream = stream
         slices.append(replace(own, grouped_gemm=whole.grouped_gemm, expert_load=whole.expert_load))
-    return slices
+    if context.device.type != "cuda":
+        return slices
+    return _on_streams(slices, context.device)
+
+
+def _on_streams(slices: list[Kernels], device: torch.device) -> list[Kernels]:
+    before: CacheOrder | None = None
+    for own, stream in zip(slices, side_streams(device, len(slices)), strict=True):
+        own.all2all.stream = stream
+        before = own.attention.order = CacheOrder(before)
+    return [slices[0], *(replace(own, stream=torch.cuda.Stream(device)) for own in slices[1:])]

@@ -3,12 +3,17 @@
 Each slice's forward runs in a greenlet: wherever it is about to wait for an exchange (`Pending.wait`) it hands over to
 the next slice, round robin, so slice i reaches every layer before slice i + 1 does. Model code knows nothing of it. The
 one rule: no context manager that changes the thread (inference mode, stream) may be open around a wait.
+
+In a CUDA graph each slice computes on a stream of its own: its kernels take the SMs that another slice's leave idle at
+their ends, which takes 3 to 7 % off prefills in slices and 19 % off decodes (two H200). Eagerly all share one: there
+the GPU waits for the host, and a change of streams costs 1 to 2 us.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -120,33 +125,50 @@ class MicrobatchWrapper:
         forwards = [
             partial(model.forward, part) for model, part in zip(self._models, slices, strict=True)
         ]
-        stream = self._kernels[0].all2all.stream
-        with sm_split(self._kernels, self.comm_sms, self._total_sms), _nothing_freed_early(stream):
-            return torch.cat(alternate(forwards, batch.input_ids.device))
+        device = batch.input_ids.device
+        streams = self._streams(device)
+        beside = [*streams[1:], *(own.all2all.stream for own in self._kernels)]
+        with sm_split(self._kernels, self.comm_sms, self._total_sms), forked(beside):
+            parts = alternate(forwards, device, streams)
+        return torch.cat(parts)
+
+    def _streams(self, device: torch.device) -> list[torch.cuda.Stream]:
+        """What each slice computes on in a graph, the first on the caller's; none where all share that."""
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return []
+        return [own.stream or torch.cuda.current_stream(device) for own in self._kernels]
 
 
-def alternate(tasks: Sequence[Callable[[], T]], device: torch.device = CPU) -> list[T]:
+def alternate(
+    tasks: Sequence[Callable[[], T]],
+    device: torch.device = CPU,
+    streams: Sequence[torch.cuda.Stream] = (),
+) -> list[T]:
     """Run the tasks by turns on this thread, changing at each `Pending.wait`; their results in order.
 
-    The first error is raised at once; tasks that have begun are unwound by GreenletExit. No task may hand over in
-    another mode, or on another stream of `device`, than the caller's: the others would inherit it.
+    Each task runs on its stream of `device`, without `streams` on the caller's. The first error is raised at once;
+    tasks that have begun are unwound by GreenletExit. No task may hand over in another inference mode than the
+    caller's, which the others would inherit, or on another stream than its own.
     """
     assert not hands_over(), "slices cannot be cut again"
-    slices = [_Slice(task) for task in tasks]
-    turns, modes = deque(slices), _modes(device)  # the first one runs
-    before = modes()
+    modes, caller = _modes(device), torch.cuda.current_stream() if streams else None
+    slices = [_Slice(task, stream, modes()) for task, stream in zip_longest(tasks, streams)]
+    turns = deque(slices)  # the first one runs
+
+    def leave() -> None:
+        assert modes() == turns[0].modes, "a slice left a context manager open"
 
     def hand_over() -> None:
-        assert modes() == before, "a slice left a context manager open"
+        leave()
         turns.rotate(-1)
-        turns[0].switch()
+        turns[0].go_on()
 
     set_hand_over(hand_over)
     try:
         while turns:
-            result = turns[0].switch()  # back when the one that runs has ended
+            result = turns[0].go_on()  # back when the one that runs has ended
+            leave()
             turns.popleft().result = result
-            assert modes() == before, "a slice left a context manager open"
     except BaseException as error:
         set_hand_over(None)  # what unwinds must not come back here
         for other in turns:
@@ -155,22 +177,40 @@ def alternate(tasks: Sequence[Callable[[], T]], device: torch.device = CPU) -> l
         raise
     finally:
         set_hand_over(None)
+        if caller is not None:
+            torch.cuda.set_stream(caller)
     return [part.result for part in slices]
 
 
-def _modes(device: torch.device) -> Callable[[], object]:
-    """What tells the modes of this thread that slices share. Asked at each turn: public calls cost a microsecond."""
+def _modes(device: torch.device) -> Callable[[], tuple[bool, int]]:
+    """The thread's inference mode and current stream. Asked at each turn: public calls cost a microsecond."""
     inference_mode = torch.is_inference_mode_enabled
     if device.type != "cuda":
-        return inference_mode
+        return lambda: (inference_mode(), 0)
     index, current_stream = device.index, torch._C._cuda_getCurrentRawStream
     return lambda: (inference_mode(), current_stream(index))
 
 
 class _Slice(greenlet):
-    """One task, and its result when it has ended."""
+    """One task, the stream and modes that it runs in, and its result when it has ended."""
 
     result: T | None = None
+
+    def __init__(
+        self,
+        task: Callable[[], T],
+        stream: torch.cuda.Stream | None,
+        modes: tuple[bool, int],
+    ):
+        super().__init__(task)
+        self._stream = stream
+        self.modes = modes if stream is None else (modes[0], stream.cuda_stream)
+
+    def go_on(self) -> T:
+        """Run it, on its stream, until it or one that it hands over to ends; what that one returns."""
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+        return self.switch()
 
     def unwind(self, error: BaseException) -> None:
         """Run its `finally` blocks; what they raise is noted on `error`."""
@@ -181,14 +221,20 @@ class _Slice(greenlet):
 
 
 @contextmanager
-def _nothing_freed_early(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """When slices are unwound, their exchanges may still read what their frames held."""
+def forked(streams: Iterable[torch.cuda.Stream | None]) -> Iterator[None]:
+    """`streams` go on behind what the current one was given by now, and it behind them, also where an error ends it.
+
+    So whatever slices that are unwound held may be freed, and a CUDA graph can hold all of it.
+    """
+    streams = list(filter(None, streams))
+    current = torch.cuda.current_stream() if streams else None
+    for stream in streams:
+        stream.wait_stream(current)
     try:
         yield
-    except BaseException:
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
-        raise
+    finally:
+        for stream in streams:
+            current.wait_stream(stream)
 
 
 @contextmanager

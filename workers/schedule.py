@@ -13,7 +13,8 @@ class Exchange:
     """One exchange of one slice, in seconds since the recording began.
 
     called, sent       when it was started, and when the compute side could go on
-    awaited, arrived   when the slice asked for the result, and had it
+    asked              when the slice had nothing else to do
+    awaited, arrived   when it was its turn again, and when it had the result
     done               when the rows were there; None where that cannot be seen
     """
 
@@ -21,27 +22,31 @@ class Exchange:
     slice: int
     called: float
     sent: float
+    asked: float
     awaited: float
     arrived: float
     done: float | None = None
 
     @property
     def under_way(self) -> Span:
-        """While rows travel beside whatever the rank does: until `done`, or where that is unknown until awaited."""
-        done = self.awaited if self.done is None else min(self.done, self.awaited)
+        """While rows travel beside whatever the rank does: until `done`, or where that is unknown until arrived."""
+        done = self.arrived if self.done is None else min(self.done, self.arrived)
         return self.sent, max(self.sent, done)
 
     @property
-    def exposed(self) -> float:
-        """Seconds in which nothing was computed for its sake."""
-        return self.sent - self.called + self.arrived - self.awaited
+    def waits(self) -> tuple[Span, Span]:
+        """When its slice stood still for its sake."""
+        return (self.called, self.sent), (self.awaited, self.arrived)
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Compute of one slice between two exchanges: `attention` leads to a dispatch, `experts` to a combine."""
+    """Compute of one slice between two exchanges: `attention` leads to a dispatch, `experts` to a combine.
 
-    name: Literal["attention", "experts", "end"]
+    `rest` is what it does beside its own exchange. On a GPU slices compute side by side.
+    """
+
+    name: Literal["attention", "experts", "rest", "end"]
     slice: int
     begin: float
     end: float
@@ -49,7 +54,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A forward of one rank: its exchanges in the order they were called, its compute in the order it ran.
+    """A forward of one rank: its exchanges in the order they were called, its compute in the order it began.
 
     launched   when the host had given all of it to the GPU; near `seconds`, the GPU waited for it. None without one
     """
@@ -61,15 +66,19 @@ class Schedule:
 
     @property
     def exposed(self) -> float:
-        """Seconds that communication took from compute."""
-        return sum(exchange.exposed for exchange in self.exchanges)
+        """Seconds in which a slice stood still for an exchange and no other computed."""
+        waits = list(union(wait for exchange in self.exchanges for wait in exchange.waits))
+        return sum(end - begin for begin, end in waits) - overlapping(waits, self._computing())
 
     @property
     def hidden(self) -> float:
         """Seconds in which the rank computed while an exchange was under way."""
         under_way = list(union(exchange.under_way for exchange in self.exchanges))
-        computes = [(compute.begin, compute.end) for compute in self.computes]
-        return overlapping(under_way, computes)
+        return overlapping(under_way, self._computing())
+
+    def _computing(self) -> list[Span]:
+        """When any slice computed."""
+        return list(union((compute.begin, compute.end) for compute in self.computes))
 
     @property
     def hidden_share(self) -> float:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from workers.schedule import Compute, Exchange, Operation, Schedule
 Mark = float | torch.cuda.Event
 # Exchanges that run on AllToAll.stream from end to end, so that a mark there says when one is over.
 ON_STREAM = ("symm", "copy_engine", "deepep")
+NEXT_MARK_S = 2e-5  # between two marks with nothing but the model's Python in between, at most
 
 
 class ScheduleRecorder:
@@ -47,10 +47,6 @@ class ScheduleRecorder:
     def stop(self) -> "Recording":
         """What happened since `start`."""
         captured = self._on_cuda and torch.cuda.is_current_stream_capturing()
-        if captured:
-            # The marks there come after all that anybody waited for, and a capture must not end before they do.
-            for stream in {marks.stream for marks in self._marks if marks.stream is not None}:
-                torch.cuda.current_stream().wait_stream(stream)
         end = self.mark()
         launched = None
         if self._on_cuda and not captured:
@@ -79,16 +75,28 @@ class ScheduleRecorder:
         pending = call()
         stream = inner.stream if inner.name in ON_STREAM else None
         done = None if stream is None else self.mark(stream)
-        marks = _Marks(operation, index, [called, self.mark()], done, stream)
+        marks = _Marks(operation, index, [called, self.mark()], done)
         self._marks.append(marks)
+        return _Followed(pending, lambda: marks.times.append(self.mark()))
 
-        def finish() -> Any:
-            marks.times.append(self.mark())
-            result = pending.result()
-            marks.times.append(self.mark())
-            return result
 
-        return Pending(finish)
+class _Followed(Pending):
+    """A result under way, with marks where its slice asks for it, goes on and has it."""
+
+    def __init__(self, pending: Pending, mark: Callable[[], None]):
+        super().__init__(self._finish_marked)
+        self._pending, self._mark = pending, mark
+
+    def wait(self) -> Any:
+        if self._finish is not None:
+            self._mark()
+        return super().wait()
+
+    def _finish_marked(self) -> Any:
+        self._mark()
+        result = self._pending.result()
+        self._mark()
+        return result
 
 
 @dataclass
@@ -99,7 +107,6 @@ class _Marks:
     slice: int
     times: list[Mark]
     done: Mark | None
-    stream: torch.cuda.Stream | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +141,8 @@ class Recording:
             for marks in self.marks
         ]
         seconds = self._seconds(self.end)
-        computes = list(_computes(exchanges, seconds))
+        apart = not isinstance(self.end, float)
+        computes = sorted(_computes(exchanges, seconds, apart), key=lambda one: one.begin)
         return Schedule(exchanges, computes, seconds, self.launched)
 
     def _seconds(self, mark: Mark) -> float:
@@ -168,15 +176,20 @@ class _Recorded(AllToAll):
         self._inner.close()
 
 
-def _computes(exchanges: list[Exchange], seconds: float) -> Iterator[Compute]:
-    """The time between exchanges: whoever comes next to one has computed until then."""
-    busy = [(x.called, x.sent, x.slice, _LEADS_TO[x.operation]) for x in exchanges]
-    busy += [(x.awaited, x.arrived, x.slice, "end") for x in exchanges]
-    last = exchanges[-1].slice if exchanges else 0
-    ordered = [(0.0, 0.0, 0, "end"), *sorted(busy), (seconds, seconds, last, "end")]
-    for (_, begin, _, _), (end, _, index, name) in pairwise(ordered):
-        if end > begin:
-            yield Compute(name, index, begin, end)
+_LEADS_TO: dict[str, Any] = {"dispatch": "attention", "combine": "experts"}
 
 
-_LEADS_TO = {"dispatch": "attention", "combine": "experts"}
+def _computes(exchanges: list[Exchange], seconds: float, apart: bool) -> Iterator[Compute]:
+    """The time between exchanges, slice by slice. Slices that do not compute apart begin one after the other."""
+    begin = 0.0
+    for index in range(1 + max((x.slice for x in exchanges), default=0)):
+        own = [x for x in exchanges if x.slice == index]
+        end = begin
+        for x in own:
+            yield Compute(_LEADS_TO[x.operation], index, end, x.called)
+            if x.asked - x.sent > NEXT_MARK_S:
+                yield Compute("rest", index, x.sent, x.asked)
+            end = x.arrived
+        if not apart and own:
+            begin = own[0].asked
+    yield Compute("end", index, end, seconds)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from kernels.all2all.side_stream import SideStream
 from kernels.device_routing import DeviceRouting, routing_in_order
 from kernels.pending import Pending
 
@@ -77,7 +78,7 @@ class AllToAll(ABC):
     call with the same number of rows (padding rows carry `topk_idx == -1` and reach no expert); `graph`
     that dispatch and combine never wait on the host, so that CUDA graphs can hold them.
     `sm_choices` are the limits on its SMs worth trying beside compute, none where it takes no limit.
-    `stream`, where set, is what an exchange runs on, behind all that the current stream was given by then.
+    `stream`, where set, is what an exchange runs on (side_stream.py says behind what).
     All ranks of the group call dispatch and combine in the same order; `max_in_flight` dispatches may wait for
     their combine at once, None for any number.
     """
@@ -88,7 +89,7 @@ class AllToAll(ABC):
     graph: bool = False
     max_in_flight: int | None = None
     sm_choices: tuple[int, ...] = ()
-    stream: torch.cuda.Stream | None = None
+    stream: SideStream | None = None
 
     @abstractmethod
     def dispatch(

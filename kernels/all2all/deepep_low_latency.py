@@ -22,7 +22,7 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, MaskedInput
 from kernels.all2all.deepep import load_deep_ep, peers_are_here
 from kernels.all2all.deepep_limits import low_latency_rows
-from kernels.all2all.side_stream import Mark, behind_current
+from kernels.all2all.side_stream import Mark, SideStream, behind_current
 from kernels.pending import Pending
 
 MIN_QUEUE_DEPTH = 1024  # DeepEP's default for RDMA work requests
@@ -40,7 +40,7 @@ class _Way:
 class _Outstanding:
     """A send whose rows were not received yet: `receive` does it, once, on the stream that sent."""
 
-    def __init__(self, hook: Callable[[], None], stream: torch.cuda.Stream | None, inputs: Any):
+    def __init__(self, hook: Callable[[], None], stream: SideStream | None, inputs: Any):
         self._hook: Callable[[], None] | None = hook
         self._stream, self._inputs = stream, inputs
         self._mark: Mark | None = None
@@ -105,7 +105,7 @@ class _SharedBuffer:
 
     def send(
         self,
-        stream: torch.cuda.Stream | None,
+        stream: SideStream | None,
         launch: Callable[..., tuple[Any, ...]],
         *inputs: Any,
         **options: Any,

@@ -1,7 +1,7 @@
-"""Work on the stream that exchanges have to themselves in microbatched steps, or on the current one.
+"""Work on the stream that the exchanges of a slice have to themselves, or on the current one.
 
-Tensors made on the side stream need no `record_stream`: whoever reuses their memory works on that stream too, and
-every entry waits for what the compute stream had been given by then, which is all that read them. So the inputs
+Tensors made on a side stream need no `record_stream`: whoever reuses their memory works on that stream too, and
+every entry waits for what the slice's compute had been given by then, which is all that read them. So the inputs
 must stay alive until somebody waited for the results.
 """
 
@@ -12,13 +12,31 @@ from typing import Any
 import torch
 
 
+class SideStream(torch.cuda.Stream):
+    """A stream for exchanges, before the compute where both are ready.
+
+    others   side streams whose exchanges must not run beside this one's: ranks then agree on the order of all
+    """
+
+    others: tuple["SideStream", ...] = ()
+
+
+def side_streams(device: torch.device, count: int) -> list[SideStream]:
+    """Streams that take turns, in the order in which they are given work."""
+    streams = [SideStream(device, -1) for _ in range(count)]
+    for stream in streams:
+        stream.others = tuple(other for other in streams if other is not stream)
+    return streams
+
+
 @contextmanager
-def behind_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def behind_current(stream: SideStream | None) -> Iterator[None]:
     """Enqueue what follows on `stream`, behind all that the current stream was given; None: on the current one."""
     if stream is None:
         yield
         return
-    stream.wait_stream(torch.cuda.current_stream())
+    for earlier in (torch.cuda.current_stream(), *stream.others):
+        stream.wait_stream(earlier)
     with torch.cuda.stream(stream):
         yield
 
@@ -26,7 +44,7 @@ def behind_current(stream: torch.cuda.Stream | None) -> Iterator[None]:
 class Mark:
     """Everything on `stream` so far, with the inputs it reads; on the current stream (None) nothing has to wait."""
 
-    def __init__(self, stream: torch.cuda.Stream | None, *inputs: Any):
+    def __init__(self, stream: SideStream | None, *inputs: Any):
         self._event = None if stream is None else stream.record_event()
         self._inputs = inputs
 

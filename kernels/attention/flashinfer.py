@@ -208,6 +208,7 @@ class FlashInferAttention(Attention):
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         self._store_kv(k_Thd, v_Thd, self._slots, *self._layers[layer])
+        self._wrote()
         return self._attend((q_THd, k_Thd, v_Thd), layer)
 
     def norm_rotate_store(
@@ -220,6 +221,7 @@ class FlashInferAttention(Attention):
     ) -> None:
         caches = self._layers[layer]
         self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
+        self._wrote()
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads

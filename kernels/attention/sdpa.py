@@ -96,6 +96,7 @@ class SdpaAttention(Attention):
         if num_rows > num_tokens:
             k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
         self._store(k_Thd, v_Thd, cache)
+        self._wrote()
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if num_rows > num_tokens:
             out_THd[num_tokens:] = 0

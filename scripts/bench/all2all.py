@@ -24,6 +24,7 @@ from kernels import select
 from kernels.all2all.base import AllToAll, MaskedInput
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat, pick_local
+from kernels.all2all.side_stream import SideStream
 from kernels.attention.base import AttentionSpec
 from kernels.block_fp8 import BLOCK
 from kernels.grouped_gemm import choice as gemms
@@ -63,7 +64,7 @@ class Rank:
         )
         self.side, self.all_sms = None, 0
         if args.device == "cuda":
-            self.side = torch.cuda.Stream(priority=-1)
+            self.side = SideStream(priority=-1)
             self.all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def draw(self, num_tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from kernels import select
 from kernels.all2all.base import AllToAll
+from kernels.all2all.side_stream import SideStream
 from kernels.attention.base import AttentionSpec
 from kernels.config import KernelsConfig
 from kernels.placement import ExpertPlacement
@@ -140,7 +141,7 @@ def _build(
     )
     kernels = select.build(selection, context)
     if copies:
-        kernels.all2all.stream, kernels.all2all.kernel_rows = torch.cuda.Stream(device), -1
+        kernels.all2all.stream, kernels.all2all.kernel_rows = SideStream(device), -1
     return kernels, shared_memory
 
 

@@ -112,14 +112,16 @@ def test_the_order_of_operations(rank_pool, checkpoint, num_ranks, all2all, num_
         one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(num_slices)]
         assert microbatched.order() == one_layer * LAYERS
         assert plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
-        computed = [(x.name, x.slice) for x in microbatched.computes if x.name != "end"]
         led_to = {"dispatch": "attention", "combine": "experts"}
+        computes = [x for x in microbatched.computes if x.name in led_to.values()]
+        computed = [(x.name, x.slice) for x in computes]
         assert computed == [(led_to[x], i) for x, i in microbatched.order()]
         for exchange in (*microbatched.exchanges, *plain.exchanges):
-            assert exchange.called <= exchange.sent <= exchange.awaited <= exchange.arrived
+            assert exchange.called <= exchange.sent <= exchange.asked
+            assert exchange.asked <= exchange.awaited <= exchange.arrived
         # While a slice's exchange is under way the next slice computes.
         for exchange in microbatched.exchanges[: num_slices - 1]:
-            others = [x for x in microbatched.computes if x.slice == exchange.slice + 1]
+            others = [x for x in computes if x.slice == exchange.slice + 1]
             assert any(exchange.sent <= x.begin and x.end <= exchange.awaited for x in others)
 
 

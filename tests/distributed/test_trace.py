@@ -71,7 +71,8 @@ def check_files(found: list[RankTrace], folder: Path) -> None:
     events = json.loads(json_path.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert {"compute", "waiting", "exchanges of slice 0", "exchanges of slice 1"} <= names
+    lanes = {f"{what}slice {index}" for what in ("", "exchanges of ") for index in range(2)}
+    assert lanes <= names
     assert {event["pid"] for event in spans} == {0, 1, 2, 3}
     threads: dict[tuple[int, int], float] = {}
     for span in sorted(spans, key=lambda event: event["ts"]):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from kernels import select
 from kernels.all2all.base import AllToAll
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
+from kernels.all2all.side_stream import SideStream, side_streams
 from kernels.attention.base import AttentionSpec
 from kernels.config import KernelsConfig
 from kernels.placement import ExpertPlacement
@@ -59,7 +60,7 @@ def build(name: str, rank: int, num_ranks: int) -> AllToAll:
     )
     all2all = select.build(selection, context).all2all
     if isinstance(all2all, CopyEngineAllToAll) and name == "copies":
-        all2all.stream, all2all.kernel_rows = torch.cuda.Stream(priority=-1), -1
+        all2all.stream, all2all.kernel_rows = SideStream(priority=-1), -1
     return all2all
 
 
@@ -155,11 +156,11 @@ def check_graph(all2all: AllToAll, rank: int, num_tokens: int) -> None:
 
 
 def check_two_instances(all2all: AllToAll, name: str, rank: int, num_ranks: int) -> None:
-    """Two slices' exchanges on one stream beside the current one, interleaved as microbatches are."""
-    before, stream = all2all.stream, torch.cuda.Stream(priority=-1)
+    """Two slices' exchanges on streams beside the current one, interleaved as microbatches are."""
+    before, device = all2all.stream, torch.device("cuda", torch.cuda.current_device())
     slices = [all2all, build(name, rank, num_ranks)]
     generator = torch.Generator("cuda").manual_seed(rank)
-    for one in slices:
+    for one, stream in zip(slices, side_streams(device, 2), strict=True):
         one.stream = stream
     worst = torch.zeros((), device="cuda")
     for index in range(60):

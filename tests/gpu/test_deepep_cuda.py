@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.all2all import deepep
+from kernels.all2all.side_stream import SideStream
 from tests.closeness import calc_diff
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_deepep import MaskedReference
@@ -54,7 +55,7 @@ def contract(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, l
         product = MaskedReference() if gemm == "reference" else None
         layer = Layer(name, "deepgemm" if product else gemm, case, rank, product)
         try:
-            for stream in (None, torch.cuda.Stream()):
+            for stream in (None, SideStream()):
                 layer.all2all.stream = stream
                 layer.check(0, layer(*case.draw(rank, 0)), SUMS)
                 sent = [layer.all2all.dispatch(*case.draw(rank, slot)) for slot in range(3)]
@@ -138,7 +139,7 @@ def test_sums_for_any_number_of_sms(pool: RankPool):
 @torch.inference_mode()
 def replays(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, rounds: int) -> None:
     """A graph of two layers gives what eager does, bit by bit, for any inputs; eager runs in between."""
-    for stream in (None, torch.cuda.Stream()):
+    for stream in (None, SideStream()):
         case = Case((96, 96), "padding", num_experts=32, top_k=8)
         layer = Layer(name, gemm, case, rank)
         layer.all2all.stream = stream
@@ -180,7 +181,7 @@ def slices(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, mos
     """Two instances whose exchanges cross each other on a stream of their own, eagerly and in a graph."""
     case = EQUAL["even"]
     layers = [Layer(name, gemm, case, rank) for _ in range(2)]
-    stream = torch.cuda.Stream()
+    stream = SideStream()
     drawn = [case.draw(rank, slot) for slot in range(2)]
     for layer in layers:
         layer.all2all.stream = stream

@@ -51,7 +51,7 @@ def check_times(schedule: Schedule, graphs: bool) -> None:
     spent = schedule.exposed + schedule.hidden
     assert 0 <= spent <= 1.001 * schedule.seconds, (spent, schedule.seconds)
     for x in schedule.exchanges:
-        times = [0.0, x.called, x.sent, x.awaited, x.arrived, schedule.seconds]
+        times = [0.0, x.called, x.sent, x.asked, x.awaited, x.arrived, schedule.seconds]
         assert times == sorted(times), x
 
 

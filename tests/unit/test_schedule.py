@@ -11,19 +11,19 @@ def plain() -> Schedule:
     exchanges, computes = [], []
     for start in (0.0, 7.0):
         computes += [Compute("attention", 0, start, start + 2)]
-        exchanges += [Exchange("dispatch", 0, start + 2, start + 2, start + 2, start + 3)]
+        exchanges += [Exchange("dispatch", 0, *[start + 2] * 4, start + 3)]
         computes += [Compute("experts", 0, start + 3, start + 6)]
-        exchanges += [Exchange("combine", 0, start + 6, start + 6, start + 6, start + 7)]
+        exchanges += [Exchange("combine", 0, *[start + 6] * 4, start + 7)]
     return Schedule(exchanges, computes, 14.0)
 
 
 def sliced(done: float | None = 3.0) -> Schedule:
     """One layer in two slices: the second one's attention hides the first one's dispatch, partly."""
     exchanges = [
-        Exchange("dispatch", 0, 1.0, 1.5, 4.0, 4.0, done),
-        Exchange("dispatch", 1, 3.5, 3.5, 6.0, 6.5, 6.5),
-        Exchange("combine", 0, 6.0, 6.0, 8.0, 8.0, 7.5),
-        Exchange("combine", 1, 8.0, 8.0, 8.0, 9.0, 9.0),
+        Exchange("dispatch", 0, 1.0, 1.5, 1.5, 4.0, 4.0, done),
+        Exchange("dispatch", 1, 3.5, 3.5, 3.5, 6.0, 6.5, 6.5),
+        Exchange("combine", 0, 6.0, 6.0, 6.0, 8.0, 8.0, 7.5),
+        Exchange("combine", 1, 8.0, 8.0, 8.0, 8.0, 9.0, 9.0),
     ]
     computes = [
         Compute("attention", 0, 0.0, 1.0),

@@ -158,7 +158,7 @@ def test_the_marks_of_both_forms_have_the_times_of_replays(rank, phase, num_toke
         assert schedule.launched is None, "the trace is not that of a graph"
         assert schedule.seconds > 0
         for x in schedule.exchanges:
-            assert 0 < x.called < x.sent < x.awaited < x.arrived < schedule.seconds
+            assert 0 < x.called < x.sent < x.asked < x.awaited < x.arrived < schedule.seconds
 
 
 def test_graphs_end_with_a_trace_that_fails(rank, monkeypatch):
