@@ -16,7 +16,7 @@ from rich.table import Table
 
 from cluster.api_keys import VARIABLE, load_digests
 from cluster.check_backends import alternatives, capabilities
-from cluster.check_memory import RankRow, rank_rows
+from cluster.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.check_steps import (
     check_comm_sms,
     graph_line,
@@ -32,11 +32,11 @@ from cluster.config import (
 )
 from cluster.tracing import check_tracing
 from kernels import select
+from kernels.all2all import deepep_choice
 from workers.config import RankConfig, not_for_answers
+from workers.device_memory import size
 from workers.kernel_choice import kernel_shape
 from workers.models.config import Qwen3MoeConfig, load_model_config
-
-MEGABYTE = 10**6
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class CheckReport:
 
     steps          what of `cuda_graphs` and microbatches comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
+    packages       what was recognised in a package that is known in several generations
     assumed        what could not be looked at on this machine
     """
 
@@ -53,6 +54,7 @@ class CheckReport:
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
     alternatives: dict[str, dict[str, str]]
+    packages: dict[str, str]
     assumed: str
     warnings: list[str]
 
@@ -91,9 +93,16 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         },
         steps={"cuda_graphs": graph_reason, **overlap},
         alternatives=alternatives(selection, found, shape),
+        packages={} if assumed else _packages(found),
         assumed=assumed,
         warnings=list(_warnings(config, rank_config, model, selection, ranks, num_api_keys)),
     )
+
+
+def _packages(found: select.Capabilities) -> dict[str, str]:
+    """Of DeepEP alone, where it runs at all."""
+    loads = any(name not in found.missing for name in deepep_choice.NAMES)
+    return {"deep_ep": deepep_choice.recognised()} if found.device == "cuda" and loads else {}
 
 
 def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:
@@ -121,6 +130,8 @@ def _warnings(
                 f"cluster.device is cuda with {per_node} rank(s) a node, this machine has {found} "
                 "GPU(s); backends are chosen as if they were there"
             )
+        if too_little := too_little_on_gpu(rank_config, ranks):
+            yield too_little
         yield from slow_for_want_of_graphs(rank_config.scheduler, selection)
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
@@ -155,7 +166,7 @@ def _cpu_warnings(config: RankConfig, node_ranks: list[RankRow]) -> Iterator[str
     available = available_memory()
     if available is not None and needed > available:
         yield (
-            f"the ranks of a node need {_size(needed)}, this machine has {_size(available)} "
+            f"the ranks of a node need {size(needed)}, this machine has {size(available)} "
             "available; lower cache.cpu_memory_gib or cache.num_blocks"
         )
 
@@ -195,6 +206,8 @@ def render(report: CheckReport, console: Console) -> None:
         console.print(f"  {family:<14}{choice['name']:<20}{choice['reason']}")
         for name, obstacle in report.alternatives[family].items():
             console.print(f"  {'':<14}{name:<20}{obstacle or 'could run'}", style="dim")
+    for name, recognised in report.packages.items():
+        console.print(f"  {name:<14}{recognised}", style="dim")
     console.print("steps", style="bold")
     for name, outcome in report.steps.items():
         console.print(f"  {name:<14}{outcome}")
@@ -220,22 +233,16 @@ def _rank_table(ranks: list[RankRow]) -> Table:
     for name in ("weights", "KV blocks", "buffers", "slices", "graphs"):
         table.add_column(name, justify="right")
     for row in ranks:
-        kv = "at start" if row.kv_bytes is None else _size(row.kv_bytes)
+        kv = "at start" if row.kv_bytes is None else size(row.kv_bytes)
         table.add_row(
             str(row.rank),
             str(row.node),
             row.device,
             row.experts,
-            _size(row.weight_bytes),
+            size(row.weight_bytes),
             kv,
-            _size(row.buffer_bytes),
-            _size(row.slice_bytes) if row.slice_bytes else "none",
-            _size(row.graph_bytes) if row.graph_bytes else "none",
+            size(row.buffer_bytes),
+            size(row.slice_bytes) if row.slice_bytes else "none",
+            size(row.graph_bytes) if row.graph_bytes else "none",
         )
     return table
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 1000 * MEGABYTE:
-        return f"{num_bytes / MEGABYTE / 1000:,.2f} GB"
-    return f"{num_bytes / MEGABYTE:,.1f} MB"

@@ -1,5 +1,6 @@
 """What each rank of a configuration keeps in memory, by arithmetic; of the machine only its GPU's size is asked."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,20 +10,13 @@ from kernels.memory import kernel_memory
 from kernels.placement import ExpertPlacement
 from kernels.select import Selection
 from workers.config import RankConfig
+from workers.device_memory import size
 from workers.graph_sizes import GraphSizes
+from workers.kernel_choice import FOR_MEMORY
 from workers.models.config import Qwen3MoeConfig
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 
 INT64 = 8
-FOR_MEMORY = (
-    "num_ranks",
-    "dtype",
-    "hidden_size",
-    "expert_width",
-    "top_k",
-    "num_experts",
-    "max_num_tokens",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +93,42 @@ def _kv_bytes(config: RankConfig, model: Qwen3MoeConfig, row: RankRow) -> int | 
     cache = config.cache
     if cache.num_blocks != "auto":
         return cache.num_blocks * kv_block_bytes(model, cache.block_size, config.model.dtype)
+    total = _gpu_bytes()
+    return None if total is None else max(0, int(total * cache.memory_fraction) - row.fixed_bytes)
+
+
+def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None:
+    """Why the ranks of this table do not fit on GPUs as the one that is here, with what to change; or None."""
+    total, cache = _gpu_bytes(), config.cache
+    if total is None:
+        return None
+    row = max(rows, key=lambda row: row.fixed_bytes)
+    buffers = row.fixed_bytes - row.weight_bytes
+    needs = f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {size(buffers)} for buffers and graphs"
+    remedies = "take more ranks (cluster.ranks), lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+    if cache.num_blocks != "auto":
+        kv_bytes = row.kv_bytes or 0
+        if row.fixed_bytes + kv_bytes <= total:
+            return None
+        return (
+            f"{needs}, and cache.num_blocks {cache.num_blocks} takes {size(kv_bytes)}: more than the {size(total)} of "
+            f"its GPU; {remedies}, or lower cache.num_blocks"
+        )
+    allowed = int(total * cache.memory_fraction)
+    if row.fixed_bytes < allowed:
+        return None
+    return (
+        f"{needs}, which leaves nothing for the KV cache of the {size(allowed)} that cache.memory_fraction "
+        f"{cache.memory_fraction:g} allows of its GPU; {remedies}, or raise cache.memory_fraction"
+    )
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of this machine's first GPU; the others are taken to be alike."""
     if not torch.cuda.is_available():
         return None
-    total = torch.cuda.get_device_properties(0).total_memory
-    return max(0, int(total * cache.memory_fraction) - row.fixed_bytes)
+    total: int = torch.cuda.get_device_properties(0).total_memory
+    return total
 
 
 def _model_bytes(

@@ -1,13 +1,27 @@
 """What a rank's configuration and model ask of the kernels, and what follows from those chosen. Builds nothing."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
-from kernels.select import Selection
+from kernels.forced_routing import ForcedRouting
+from kernels.memory import KernelMemory, kernel_memory
+from kernels.select import Selection, shared_memory_slots
 from workers.config import Auto, RankConfig
 from workers.models.config import Qwen3MoeConfig
 from workers.models.tensors import stores_fp8_experts
+
+FOR_MEMORY = (  # of `kernel_shape`, what `kernel_memory` wants to know
+    "num_ranks",
+    "dtype",
+    "hidden_size",
+    "expert_width",
+    "top_k",
+    "num_experts",
+    "max_num_tokens",
+)
 
 
 class GraphsUnavailableError(ValueError):
@@ -28,6 +42,49 @@ def kernel_shape(config: RankConfig, model: Qwen3MoeConfig) -> dict[str, Any]:
         "top_k": model.num_experts_per_tok,
         "max_num_tokens": config.scheduler.max_num_batched_tokens,
     }
+
+
+def memory_of_kernels(
+    config: RankConfig, model: Qwen3MoeConfig, selection: Selection
+) -> KernelMemory:
+    """What the chosen kernels of a rank will take, with those of slices if there are to be any."""
+    shape = kernel_shape(config, model)
+    kernels = {key: shape[key] for key in FOR_MEMORY}
+    return kernel_memory(selection, **kernels, num_slices=config.overlap.num_microbatches)
+
+
+def shared_slots(
+    config: RankConfig, model: Qwen3MoeConfig, selection: Selection
+) -> tuple[int, ...]:
+    """The `slot_bytes` of the ranks' shared memory, none where the exchange does not go through it."""
+    if selection.all2all.name != "shm":
+        return ()
+    return shared_memory_slots(
+        num_ranks=config.num_ranks,
+        dtype=getattr(torch, str(config.model.dtype)),
+        hidden_size=model.hidden_size,
+        top_k=model.num_experts_per_tok,
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def forced_routing(
+    config: RankConfig, model: Qwen3MoeConfig, rank: int, device: torch.device
+) -> Callable[..., ForcedRouting] | None:
+    """What makes a layer's law where model.routing names one."""
+    routing = config.model.routing
+    if routing.kind == "model":
+        return None
+    return partial(
+        ForcedRouting,
+        routing.kind,
+        routing.s,
+        num_experts=model.num_experts,
+        top_k=model.num_experts_per_tok,
+        rank=rank,
+        num_ranks=config.num_ranks,
+        device=device,
+    )
 
 
 def graphs_off(wanted: Auto | bool, selection: Selection, device: str) -> str | None:

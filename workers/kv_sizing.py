@@ -4,9 +4,11 @@ All of it is measured, not estimated: the caller runs the largest step and the o
 WarmUpSteps), and some of the largest graphs are captured once to be thrown away.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from workers.device_memory import memory_for
+from workers.device_memory import memory_for, size
 from workers.graph_sizes import GraphSizes
 from workers.model_runner import ModelRunner
 from workers.scheduler import Scheduler
@@ -15,20 +17,43 @@ from workers.warm_up_steps import WarmUpSteps
 _MARGIN = 1.1  # of what the graphs were measured to take
 
 
+@dataclass(frozen=True)
+class OwnBytes:
+    """What a rank takes at most beside its KV cache; `steps` is its buffers and the largest step's rows."""
+
+    weights: int
+    steps: int
+    graphs: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.steps + self.graphs
+
+    def __str__(self) -> str:
+        return (
+            f"weights take {size(self.weights)}, buffers and the largest step {size(self.steps)}, "
+            f"CUDA graphs {size(self.graphs)}"
+        )
+
+
 def own_bytes(
     steps: WarmUpSteps,
     runner: ModelRunner,
     scheduler: Scheduler,
     graph_sizes: GraphSizes,
-) -> int:
-    """Bytes that this rank needs at most, its KV cache included. Collective; the runner is of no use afterwards."""
+    *,
+    weight_bytes: int,
+    kv_bytes: int,
+) -> OwnBytes:
+    """Measure it, with weights and a KV cache of these sizes. Collective; the runner is of no use afterwards."""
     torch.cuda.reset_peak_memory_stats()
     with memory_for("a step"):
         steps.sample(runner, scheduler)
         steps.prefill(runner, scheduler, steps.limits.max_num_batched_tokens)
     peak = torch.cuda.max_memory_allocated()
     with memory_for("CUDA graphs"):
-        return peak + graph_bytes(runner, graph_sizes)
+        graphs = graph_bytes(runner, graph_sizes)
+    return OwnBytes(weight_bytes, peak - weight_bytes - kv_bytes, graphs)
 
 
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
@@ -65,12 +90,12 @@ def blocks_that_fit(
     return (int(total * memory_fraction) - others - own_bytes) // block_bytes
 
 
-def check_room(num_blocks: int, max_model_len: int, block_size: int) -> None:
-    """Raises ValueError, with what to change, when the longest request does not fit into so many blocks."""
+def check_room(num_blocks: int, max_model_len: int, block_size: int, own: OwnBytes) -> None:
+    """Raises ValueError, with what to change, when the longest request does not fit into what `own` leaves."""
     need = -(-max_model_len // block_size)
     if num_blocks < need:
         raise ValueError(
             f"the GPU has room for {max(0, num_blocks)} KV blocks, one request of model.max_model_len "
-            f"{max_model_len} needs {need}: lower model.max_model_len, scheduler.max_num_batched_tokens or "
-            "scheduler.max_num_seqs, or raise cache.memory_fraction"
+            f"{max_model_len} needs {need}; {own}. Lower model.max_model_len, scheduler.max_num_batched_tokens or "
+            "scheduler.max_num_seqs, raise cache.memory_fraction, or take more ranks (cluster.ranks)"
         )

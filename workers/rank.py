@@ -7,14 +7,12 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from kernels import select
 from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.stand_in import StandInAttention
-from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
 from kernels.shm import SharedMemoryGroup
 from workers import process_group
@@ -24,9 +22,15 @@ from workers.engine import Engine, Publish
 from workers.exchange import make_exchange
 from workers.grammar import GrammarCompiler
 from workers.graph_sizes import GraphSizes, graphs_to_capture
-from workers.kernel_choice import graphs_off, kernel_shape
+from workers.kernel_choice import (
+    forced_routing,
+    graphs_off,
+    kernel_shape,
+    memory_of_kernels,
+    shared_slots,
+)
 from workers.kv_cache import allocate_kv_caches
-from workers.kv_sizing import blocks_that_fit, check_room, own_bytes
+from workers.kv_sizing import OwnBytes, blocks_that_fit, check_room, own_bytes
 from workers.model_runner import ModelRunner
 from workers.models.config import Qwen3MoeConfig, load_model_config
 from workers.models.initial_weights import draw_weights
@@ -79,12 +83,15 @@ class Rank:
         )
         self.placement = placement
         if config.num_ranks > 1:
-            process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
-            compare_settings(process_group.gather_objects(self._settings()))
+            with memory_for("the ranks' group"):
+                process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
+                compare_settings(process_group.gather_objects(self._settings()))
             self.shared_memory = self._share_memory()
-        with memory_for("the exchange's buffers"):
-            context = self._kernel_context()
+        context = self._kernel_context()
+        takes = memory_of_kernels(config, self.model_config, self.selection)
+        with memory_for("the exchange's buffers", takes.kept):
             self.kernels = select.build(self.selection, context)
+        with memory_for("microbatches", takes.slices):
             self.overlap = RankOverlap(config, self.selection, context, self.kernels)
 
     def run_stage(self, name: str, progress: Progress) -> None:
@@ -100,7 +107,8 @@ class Rank:
     def load(self, progress: Progress | None = None) -> None:
         """Build the model and read this rank's weights; attention's kernels are compiled beside it."""
         if self.device.type == "cuda":
-            self._attention_compiled = bind_beside(self.kernels.attention, self._caches(1))
+            with memory_for("attention's workspace"):
+                self._attention_compiled = bind_beside(self.kernels.attention, self._caches(1))
         self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
         with memory_for("the weights", self._weight_bytes()):
             self._load(progress)
@@ -114,7 +122,7 @@ class Rank:
             device=self.device,
             dtype=self.dtype,
             max_positions=self.max_model_len,
-            forced_routing=self._forced_routing(),
+            forced_routing=forced_routing(self.config, self.model_config, self.rank, self.device),
         )
         if self.rank == 0:
             for warning in not_for_answers(self.config.model):
@@ -126,22 +134,6 @@ class Rank:
         else:
             load_weights(self.model, self.config.model.path, **where)
 
-    def _forced_routing(self) -> Callable[..., ForcedRouting] | None:
-        """What makes a layer's law where model.routing names one."""
-        routing, model = self.config.model.routing, self.model_config
-        if routing.kind == "model":
-            return None
-        return partial(
-            ForcedRouting,
-            routing.kind,
-            routing.s,
-            num_experts=model.num_experts,
-            top_k=model.num_experts_per_tok,
-            rank=self.rank,
-            num_ranks=self.config.num_ranks,
-            device=self.device,
-        )
-
     def compile_kernels(self, progress: Progress | None = None) -> None:
         """Collective: run all that compiles at first use, at every size of step that has kernels of its own.
 
@@ -152,8 +144,8 @@ class Rank:
         steps, total = self._warm_up_steps(), len(sizes) + 2
         tell = progress or (lambda done, total: None)
         stand_in = StandInAttention(self.kernels.attention)
-        stand_in.bind(self._caches(1))
         with memory_for("a step"):
+            stand_in.bind(self._caches(1))
             runner, scheduler = self._runner(steps.num_blocks, stand_in)
             for done, size in enumerate(sizes):
                 tell(done, total)
@@ -173,13 +165,13 @@ class Rank:
             self.config.scheduler, self.selection, self.device, mixed=mixed
         )
         num_blocks = self._num_blocks()
-        with memory_for("the KV cache"):
+        with memory_for("the KV cache", num_blocks * self._block_bytes()):
             runner, scheduler = self._runner(num_blocks)
             num_tokens = min(64, self.config.scheduler.max_num_batched_tokens)
             self._warm_up_steps().prefill(runner, scheduler, num_tokens)
         self._sized = runner, scheduler
         if not self._graph_sizes:
-            self._tune_overlap()
+            self._tune_overlap(None)
 
     def capture_graphs(self, progress: Progress | None = None) -> None:
         """Collective: capture the forwards of steps, where the kernels can and the configuration wants it."""
@@ -194,12 +186,12 @@ class Rank:
             graphs = self._sized[0].make_graphs(sizes)
             self._graph_bytes = graphs.capture(sizes.whole_steps(), progress)
         logger.info("captured CUDA graphs of %s: %.2f GB", sizes, self._graph_bytes / 1e9)
-        self._tune_overlap()
+        self._tune_overlap(progress)
 
-    def _tune_overlap(self) -> None:
+    def _tune_overlap(self, progress: Progress | None) -> None:
         assert self._sized is not None
         with memory_for("microbatches"):
-            self.overlap.tune(*self._sized, self.max_model_len, self._settings())
+            self.overlap.tune(*self._sized, self.max_model_len, self._settings(), progress)
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Make the engine, after all stages before it; sizes the cache first where that was left out."""
@@ -286,20 +278,11 @@ class Rank:
         config = self.config
         if config.num_nodes > 1 or "shm" in select.probe("cpu").missing:
             return None
-        slot_bytes: tuple[int, ...] = ()
-        if self.selection.all2all.name == "shm":
-            slot_bytes = select.shared_memory_slots(
-                num_ranks=config.num_ranks,
-                dtype=self.dtype,
-                hidden_size=self.model_config.hidden_size,
-                top_k=self.model_config.num_experts_per_tok,
-                max_num_tokens=config.scheduler.max_num_batched_tokens,
-            )
         return SharedMemoryGroup(
             self.rendezvous.name,
             self.rank,
             config.num_ranks,
-            slot_bytes=slot_bytes,
+            slot_bytes=shared_slots(config, self.model_config, self.selection),
             timeout_s=config.exchange_timeout_s,
         )
 
@@ -354,7 +337,8 @@ class Rank:
 
     def _wait_for_attention(self) -> None:
         if self._attention_compiled is not None:
-            self._attention_compiled.result()
+            with memory_for("attention's workspace"):
+                self._attention_compiled.result()
             self._attention_compiled = None
 
     def _num_blocks(self) -> int:
@@ -363,21 +347,38 @@ class Rank:
         if configured != "auto":
             return configured
         assert self.device.type == "cuda", "on CPU the configuration says how many blocks"
-        block_size = self.config.cache.block_size
-        block_bytes = kv_block_bytes(self.model_config, block_size, self.config.model.dtype)
-        steps = self._warm_up_steps()
-        needed = own_bytes(steps, *self._runner(steps.num_blocks), self._graph_sizes)
-        self.overlap.bind(())
+        own = self._own_bytes()
         fitting = blocks_that_fit(
             self.device,
             self.config.cache.memory_fraction,
-            block_bytes=block_bytes,
-            own_bytes=needed - steps.num_blocks * block_bytes,
+            block_bytes=self._block_bytes(),
+            own_bytes=own.total,
         )
         if self.config.num_ranks > 1:
-            fitting = min(process_group.gather_objects(fitting))
-        check_room(fitting, self.max_model_len, block_size)
+            of_ranks = process_group.gather_objects((fitting, own))
+            fitting, own = min(of_ranks, key=lambda found: found[0])
+        check_room(fitting, self.max_model_len, self.config.cache.block_size, own)
         return fitting
+
+    def _own_bytes(self) -> OwnBytes:
+        """Collective: measured with a small KV cache, which is gone afterwards."""
+        steps = self._warm_up_steps()
+        with memory_for("a step"):
+            runner, scheduler = self._runner(steps.num_blocks)
+        own = own_bytes(
+            steps,
+            runner,
+            scheduler,
+            self._graph_sizes,
+            weight_bytes=self._weight_bytes(),
+            kv_bytes=steps.num_blocks * self._block_bytes(),
+        )
+        self.overlap.bind(())
+        return own
+
+    def _block_bytes(self) -> int:
+        cache, dtype = self.config.cache, self.config.model.dtype
+        return kv_block_bytes(self.model_config, cache.block_size, dtype)
 
     def _weight_bytes(self) -> int:
         return rank_weight_bytes(
@@ -389,10 +390,8 @@ class Rank:
         )
 
     def _memory_bytes(self, num_blocks: int) -> dict[str, int]:
-        model, dtype = self.model_config, self.config.model.dtype
-        block = kv_block_bytes(model, self.config.cache.block_size, dtype)
         return {
             "weights": self._weight_bytes(),
-            "kv_cache": num_blocks * block,
-            "cuda_graphs": self._graph_bytes,
+            "kv_cache": num_blocks * self._block_bytes(),
+            "cuda_graphs": self._graph_bytes + self.overlap.graph_bytes,
         }

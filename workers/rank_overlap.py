@@ -11,7 +11,7 @@ from kernels.select import KernelContext, Kernels, Selection
 from kernels.slices import build_slices
 from workers import overlap_tuning, process_group
 from workers.config import RankConfig
-from workers.cuda_graphs import StepGraphs
+from workers.cuda_graphs import Progress, StepGraphs
 from workers.graph_sizes import GraphKey, GraphSizes
 from workers.microbatch import MicrobatchWrapper, SliceableModel
 from workers.model_runner import ModelRunner
@@ -25,7 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class RankOverlap:
-    """The kernels of a rank's slices, and when it wants its steps cut (`policy`)."""
+    """The kernels of a rank's slices, and when it wants its steps cut (`policy`).
+
+    graph_bytes   what captures of steps in slices took, those included that were only measured: they share the pool of
+                  whole steps' graphs, which keeps its memory
+    """
 
     def __init__(
         self, config: RankConfig, selection: Selection, context: KernelContext, whole: Kernels
@@ -34,6 +38,7 @@ class RankOverlap:
         self._rank, self._device, self._whole = context.rank, context.device, whole
         self.policy, self._unknown = configured(config.overlap, selection.all2all.name)
         self._slices: list[Kernels] = []
+        self.graph_bytes = 0
         if self.policy.enabled or self._unknown:
             count = config.overlap.num_microbatches
             self._slices = build_slices(selection, context, whole, count)
@@ -69,6 +74,7 @@ class RankOverlap:
         scheduler: Scheduler,
         max_model_len: int,
         facts: Mapping[str, object],
+        progress: Progress | None = None,
     ) -> None:
         """Collective: measure what is open, or take over what a start under the same `facts` has measured.
 
@@ -78,7 +84,7 @@ class RankOverlap:
         # Where nothing was open and nothing will be cut, `phalanx check` says why; a start need not.
         level = logging.INFO if self._slices else logging.DEBUG
         if self._slices:
-            self._tune(runner, scheduler, max_model_len, facts)
+            self._tune(runner, scheduler, max_model_len, facts, progress)
         if not self.policy.enabled:
             runner.forget_slices()
             self.close()
@@ -114,6 +120,7 @@ class RankOverlap:
         scheduler: Scheduler,
         max_model_len: int,
         facts: Mapping[str, object],
+        progress: Progress | None,
     ) -> None:
         run = self.timer(runner, scheduler, max_model_len)
         largest = self.largest(scheduler, max_model_len)
@@ -138,7 +145,7 @@ class RankOverlap:
                 self.policy = kept
                 runner.limit_exchange(kept.comm_sms)
         if runner.graphs is not None:
-            self._capture(runner.graphs)
+            self._capture(runner.graphs, progress)
         if self._device.type == "cuda":
             self._warm_up(runner.graphs, largest, run, measured)
 
@@ -158,12 +165,20 @@ class RankOverlap:
             for size in overlap_tuning.sizes_to_warm_up(phase, least, largest[phase]):
                 run(phase, size, True)
 
-    def _capture(self, graphs: StepGraphs) -> None:
-        """The graphs in slices that the policy asks for, and no others."""
+    def _capture(self, graphs: StepGraphs, progress: Progress | None) -> None:
+        """The graphs in slices that the policy asks for, and no others; they come after whole steps' in `progress`."""
         wanted = sliced_graphs(graphs.sizes, self.policy, self._config.overlap.num_microbatches)
         captured = graphs.captured()
         graphs.discard(key for key in captured if key.microbatch and key not in wanted)
-        graphs.capture(sorted(wanted - captured))
+        before = graphs.count(graphs.sizes.whole_steps())
+
+        def tell(done: int, total: int) -> None:
+            if progress is not None:
+                progress(before + done, before + total)
+
+        self.graph_bytes += graphs.capture(sorted(wanted - captured), tell)
+        if self.graph_bytes and self._rank == 0:
+            logger.info("captured CUDA graphs of slices: %.2f GB", self.graph_bytes / 1e9)
 
     def _measure(
         self,
@@ -194,7 +209,7 @@ class RankOverlap:
             equal = microbatch or self._whole.all2all.needs_equal_tokens
             return StepPlan(True, counts, num_tokens if equal else 0, microbatch=microbatch)
         if key not in graphs:
-            graphs.capture([key])
+            self.graph_bytes += graphs.capture([key])
         return StepPlan(True, counts, key.rows, key.mode, microbatch)
 
     def _choose_comm_sms(

@@ -77,6 +77,13 @@ def generation(deep_ep: Any) -> int:
     return 2 if hasattr(deep_ep, "ElasticBuffer") else 1
 
 
+def recognised() -> str:
+    """Version and generation of what loads here. Raises DeepEpUnavailableError as `load_deep_ep`."""
+    found = generation(load_deep_ep())
+    how = {1: "1.x (Buffer alone)", 2: "2.x, whose Buffer is used; Phalanx never ran on it"}
+    return f"deep_ep {_installed_version()}, recognised as {how[found]}"
+
+
 def missing(device: torch.device) -> dict[str, str]:
     """Name of a DeepEP exchange to why it cannot run on this GPU at all."""
     return _missing(torch.cuda.get_device_capability(device))
@@ -92,7 +99,7 @@ def _missing(capability: tuple[int, int]) -> dict[str, str]:
     except DeepEpUnavailableError as error:
         return dict.fromkeys(NAMES, str(error))
     if generation(deep_ep) == 1 and not _has_nvshmem():
-        reason = f"deep_ep {_installed_version()} was built without NVSHMEM, which it needs"
+        reason = f"{recognised()}, was built without NVSHMEM, which it needs"
         return {"deepep_low_latency": reason}
     return {}
 

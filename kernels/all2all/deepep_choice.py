@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll
-from kernels.all2all.deepep import DeepEpAllToAll, missing
+from kernels.all2all.deepep import DeepEpAllToAll, missing, recognised
 from kernels.all2all.deepep_limits import (
     NAMES,
     low_latency_buffer_bytes,
@@ -27,6 +27,7 @@ __all__ = [
     "low_latency_rows",
     "missing",
     "obstacle",
+    "recognised",
 ]
 
 NORMAL, LOW_LATENCY = NAMES

@@ -8,12 +8,15 @@ import os
 import torch
 import torch.distributed as dist
 
+from kernels.out_of_memory import is_out_of_memory
+
 HEADER_BYTES = 4096  # words by which ranks tell each other that something has arrived
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+NEEDED_TORCH = "2.11"  # as pyproject.toml has it
 
 
 class PeerMemoryError(RuntimeError):
-    """The ranks' GPUs cannot map each other's memory."""
+    """The ranks' GPUs cannot map each other's memory, or have too little."""
 
 
 def peer_memory_missing() -> str | None:
@@ -21,7 +24,7 @@ def peer_memory_missing() -> str | None:
     try:
         from torch.distributed._symmetric_memory import rendezvous  # noqa: F401
     except ImportError as error:
-        return f"torch {torch.__version__} has no symmetric memory: {error}"
+        return f"torch {torch.__version__} has no symmetric memory, {NEEDED_TORCH} or newer is needed: {error}"
     devices = range(torch.cuda.device_count())
     for device in devices:
         for peer in devices:
@@ -55,7 +58,7 @@ class PeerMemory:
         except RuntimeError as error:
             raise PeerMemoryError(
                 f"rank {self.rank} cannot share {shape[0]} bytes of {device} with the ranks of its host "
-                f"({error}); kernels.all2all: allgather needs no shared memory"
+                f"({error}); {_advice(error)}"
             ) from error
         self.bases_r = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._peers = [
@@ -69,3 +72,9 @@ class PeerMemory:
     def address(self, rank: int, offset: int) -> int:
         """Where byte `offset` of the memory of `rank` is in this process."""
         return int(self._handle.buffer_ptrs[rank]) + offset
+
+
+def _advice(error: RuntimeError) -> str:
+    if is_out_of_memory(error):
+        return "a lower scheduler.max_num_batched_tokens needs fewer"
+    return "kernels.all2all: allgather needs no shared memory"

@@ -33,9 +33,15 @@ from kernels.attention.flashinfer_decodes import (
     prompts_are_new,
 )
 from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
+from kernels.attention.flashinfer_modules import import_failure
 from kernels.hopper import on_hopper
 
 MIN_VERSION = (0, 6, 6)
+NEEDED_BESIDE = {
+    "triton": "triton 3.4 or newer, for the kernels beside it",
+    # What 0.6.6 and sgl-deep-gemm 0.1.4.post1 declare.
+    "tvm_ffi": "apache-tvm-ffi from 0.1.6 to below 0.2, but 0.1.8 (beside DeepGEMM 0.1.11), for its calls",
+}
 MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -49,7 +55,7 @@ WORKSPACE_BYTES = 128 * 2**20
 
 
 def flashinfer_missing(device: torch.device) -> str | None:
-    """Why flashinfer cannot run with this GPU at all, or None. Imports nothing of it."""
+    """Why flashinfer cannot run with this GPU at all, or None. Imports it where all else is there."""
     needed = ".".join(map(str, MIN_VERSION))
     try:
         found = version("flashinfer-python")
@@ -60,11 +66,13 @@ def flashinfer_missing(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return "it needs compute capability {}.{}, found {}.{}".format(*MIN_CAPABILITY, *capability)
-    for package, what in (("triton", "kernels beside it"), ("tvm_ffi", "calls")):
+    for package, what in NEEDED_BESIDE.items():
         if find_spec(package) is None:
-            return f"{package} is not installed, which its {what} need"
+            return f"{package} is not installed; needed is {what}"
     if find_spec("flashinfer_jit_cache") is None and _nvcc() is None:
         return "no nvcc was found to compile its kernels with (set CUDA_HOME), nor flashinfer-jit-cache"
+    if (said := import_failure()) is not None:
+        return f"import flashinfer failed (flashinfer-python {found} is installed, {needed} or newer is needed): {said}"
     return None
 
 

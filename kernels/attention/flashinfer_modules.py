@@ -1,11 +1,33 @@
-"""Which of flashinfer's modules attention loads, to compile them before anybody needs them."""
+"""Whether flashinfer loads, and which of its modules attention does, to compile them before anybody needs them."""
 
+import functools
+import os
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from kernels.cache_folder import cache_folder
 from kernels.hopper import on_hopper
+
+
+@functools.cache
+def import_failure() -> str | None:
+    """What `import flashinfer` fails of, or None; None too where there is no such package, which others look for.
+
+    0.13 s for 0.6.6 beside torch on a CPU (without CuTe DSL), and a process that uses it pays that anyway.
+    """
+    if find_spec("flashinfer") is None:
+        return None
+    # It looks once, now.
+    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(cache_folder() / "flashinfer"))
+    try:
+        import flashinfer  # noqa: F401
+    except Exception as error:  # libraries for another CUDA, kernels compiled for another version
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        return said[0]
+    return None
 
 
 def compile_modules(dtype: torch.dtype, head_dim: int) -> None:

@@ -1,14 +1,20 @@
 """What `phalanx check` says of graphs and microbatches, and the memory of slices, for GPUs that are not here."""
 
+import re
+import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster import check_steps
-from cluster.check import CheckReport, check
+from cluster import check as check_module
+from cluster import check_memory, check_steps
+from cluster.check import CheckReport, check, render
 from cluster.cli import app
 from cluster.config import ConfigError, load_config
+from kernels.select import Capabilities
+from tests.distributed import deep_ep_fake
 from workers.checkpoint import make_checkpoint
 from workers.kernel_choice import GraphsUnavailableError
 
@@ -156,3 +162,58 @@ def test_low_latency_says_which_key_to_set_to_what(yaml_path: Path) -> None:
     enough = check(load_config(yaml_path, [*named, "scheduler.max_num_batched_tokens=1024"]), 0)
     assert enough.backends["all2all"]["name"] == "deepep_low_latency"
     assert enough.backends["grouped_gemm"]["name"] == "deepgemm"
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "overrides", "says"),
+    [
+        (1000, [], None),
+        (1000, ["cache.num_blocks=4096"], None),
+        (0.5, [], "leaves nothing for the KV cache of the 450.0 MB that cache.memory_fraction 0.9"),
+        (
+            0.5,
+            ["cache.num_blocks=4096"],
+            "cache.num_blocks 4096 takes .*: more than the 500.0 MB of its",
+        ),
+        (
+            10,
+            ["cache.num_blocks=10000000"],
+            "10000000 takes .*: more than the 10.0 GB of its GPU.* or lower cache",
+        ),
+    ],
+)
+def test_warns_of_gpus_too_small(
+    yaml_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gigabytes: float,
+    overrides: list[str],
+    says: str | None,
+) -> None:
+    monkeypatch.setattr(check_memory, "_gpu_bytes", lambda: int(gigabytes * 10**9))
+    report = checked(yaml_path, "cache.memory_fraction=0.9", *overrides)
+    found = [warning for warning in report.warnings if warning.startswith("rank 0 needs")]
+    assert len(found) == (says is not None)
+    if says is not None:
+        assert re.search(says, found[0]) and "cluster.ranks" in found[0], found
+
+
+def test_nothing_is_known_of_gpus_that_are_not_here(yaml_path: Path) -> None:
+    report = checked(yaml_path, "cache.num_blocks=1000000")
+    assert not any("for weights" in warning for warning in report.warnings)
+    assert report.packages == {}
+
+
+def test_the_generation_of_deepep_is_told(
+    yaml_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
+    monkeypatch.setattr(check_module, "capabilities", lambda device: (here, ""))
+    monkeypatch.setitem(sys.modules, "deep_ep", deep_ep_fake.fake_module())
+    report = checked(yaml_path)
+    assert report.packages["deep_ep"].endswith("recognised as 1.x (Buffer alone)")
+    render(report, Console(soft_wrap=True))
+    assert "recognised as 1.x" in capsys.readouterr().out
+    missing = {"deepep": "too old", "deepep_low_latency": "too old"}
+    without = Capabilities("cuda", {**here.missing, **missing})
+    monkeypatch.setattr(check_module, "capabilities", lambda device: (without, ""))
+    assert checked(yaml_path).packages == {}

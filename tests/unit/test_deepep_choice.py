@@ -151,6 +151,8 @@ def test_both_generations(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     extension.write_bytes(b"...num_rdma_ranks == 1 and NVSHMEM is disabled during compilation...")
     monkeypatch.setitem(sys.modules, "deep_ep_cpp", SimpleNamespace(__file__=str(extension)))
     assert deepep.generation(module) == 1
+    module.__version__ = "1.2.1"
+    assert deepep.recognised() == "deep_ep 1.2.1, recognised as 1.x (Buffer alone)"
     assert list(_fresh()) == ["deepep_low_latency"]
     assert "built without NVSHMEM" in _fresh()["deepep_low_latency"]
     extension.write_bytes(b"...libnvshmem_host.so.3...")
@@ -158,6 +160,7 @@ def test_both_generations(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     module.ElasticBuffer = object
     extension.write_bytes(b"NVSHMEM is disabled")
     assert deepep.generation(module) == 2 and _fresh() == {}
+    assert "recognised as 2.x, whose Buffer is used" in deepep.recognised()
 
 
 def _fresh() -> dict[str, str]:

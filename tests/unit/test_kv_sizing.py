@@ -1,11 +1,13 @@
-"""What CUDA graphs will take, from the few that are captured to see it; a device of counters stands in for a GPU."""
+"""What a rank takes and what that leaves for the KV cache; a device of counters stands in for a GPU."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from workers import kv_sizing
 from workers.graph_sizes import GraphSizes
+from workers.kv_sizing import OwnBytes, blocks_that_fit, check_room
 from workers.step_sync import GraphMode
 
 POOL, WHOLE, SLICED, OTHERS = 1000, 10, 30, 7
@@ -62,3 +64,66 @@ def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_slices):
 
 def test_no_graphs_take_nothing():
     assert kv_sizing.graph_bytes(SimpleNamespace(), GraphSizes()) == 0
+
+
+GB = 10**9
+OWN = OwnBytes(weights=60 * GB, steps=12 * GB, graphs=3 * GB)
+
+
+def on_gpu(monkeypatch, **counters):
+    cuda = SimpleNamespace(
+        **{name: lambda *_, found=found: found for name, found in counters.items()}
+    )
+    monkeypatch.setattr(kv_sizing, "torch", SimpleNamespace(cuda=cuda))
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "fraction", "own", "blocks"),
+    [
+        (100, 0, 0.9, 50, 40),
+        (30, 70, 0.9, 50, 40),  # all that is taken is ours
+        (80, 0, 0.9, 50, 20),  # others' 20 count, whoever asks
+        (10, 70, 0.9, 50, 20),
+        (100, 0, 0.5, 50, 0),
+        (100, 0, 0.5, 80, -30),
+    ],
+)
+def test_what_is_left_for_blocks(monkeypatch, free, reserved, fraction, own, blocks):
+    device = torch.device("cuda")
+    memory = {"mem_get_info": (free * GB, 100 * GB), "memory_reserved": reserved * GB}
+    on_gpu(monkeypatch, empty_cache=None, **memory)
+    found = blocks_that_fit(device, fraction, block_bytes=GB, own_bytes=own * GB)
+    assert found == blocks
+    if blocks > 0:
+        fewer = blocks_that_fit(device, fraction, block_bytes=GB + 1, own_bytes=own * GB)
+        assert fewer == blocks - 1, "a part of a block is none"
+
+
+def test_weights_steps_and_graphs_are_told_apart(monkeypatch):
+    ran = []
+    steps = SimpleNamespace(
+        sample=lambda *args: ran.append("sample"),
+        prefill=lambda runner, scheduler, size: ran.append(size),
+        limits=SimpleNamespace(max_num_batched_tokens=64),
+    )
+    on_gpu(monkeypatch, reset_peak_memory_stats=None, max_memory_allocated=74 * GB)
+    monkeypatch.setattr(kv_sizing, "graph_bytes", lambda runner, sizes: 3 * GB)
+    found = kv_sizing.own_bytes(
+        steps, None, None, GraphSizes(), weight_bytes=60 * GB, kv_bytes=2 * GB
+    )
+    assert found == OWN and found.total == 75 * GB and ran == ["sample", 64]
+
+
+def test_the_longest_request_must_fit():
+    check_room(256, 4096, 16, OWN)
+    check_room(257, 4097, 16, OWN)
+    for blocks, length in ((256, 4097), (0, 1), (-5, 16)):
+        with pytest.raises(ValueError, match=f"room for {max(0, blocks)} KV blocks") as caught:
+            check_room(blocks, length, 16, OWN)
+        for words in (
+            f"model.max_model_len {length} needs {-(-length // 16)}",
+            "weights take 60.0 GB, buffers and the largest step 12.0 GB, CUDA graphs 3.0 GB",
+            "scheduler.max_num_batched_tokens",
+            "raise cache.memory_fraction",
+        ):
+            assert words in str(caught.value)
