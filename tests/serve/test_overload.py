@@ -123,6 +123,10 @@ def test_without_the_key_nothing_and_nobody_learns_it(server):
 
 
 def test_only_this_machine_is_listened_to(server):
+    """Other programs may have a port of the same number on the machine's other addresses."""
     port = int(server.url.rpartition(":")[2])
-    sockets = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert {address.ip for address in sockets if address.port == port} == {"127.0.0.1"}
+    sockets = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    owners = {c.pid for c in sockets if c.laddr == ("127.0.0.1", port)}
+    assert len(owners) == 1
+    found = {c.laddr.ip for c in sockets if c.laddr.port == port and c.pid in owners}
+    assert found == {"127.0.0.1"}
