@@ -1,19 +1,14 @@
-"""Measures at the start from which sizes of step on slices are faster than the whole, and keeps what it found.
+"""Measures at the start from which sizes of step on slices are faster than the whole.
 
 Collective: every rank times the same steps, and what counts is the slowest. Knows the runner's steps only as functions.
 """
 
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 
-from kernels.cache_folder import cache_folder
 from workers.model_runner import ModelRunner
 from workers.overlap import OverlapPolicy, Sample, threshold, with_measured
 from workers.request import EngineRequest, SamplingParams
@@ -174,28 +169,3 @@ class StepTimer:
                 found.append(prepare + result.times.forward)
         self._scheduler.prefixes.forget_all()
         return found
-
-
-def cache_path(facts: Mapping[str, object]) -> Path:
-    """Where a policy measured under these facts is kept."""
-    text = json.dumps({key: repr(value) for key, value in facts.items()}, sort_keys=True)
-    return cache_folder() / f"overlap-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
-
-
-def load_policy(path: Path) -> OverlapPolicy | None:
-    """What `save_policy` wrote; None where there is nothing to be read."""
-    try:
-        return OverlapPolicy(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def save_policy(path: Path, policy: OverlapPolicy) -> None:
-    """Keep it for the next start; a folder that cannot be written to costs only time then."""
-    draft = path.with_suffix(".draft")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps(asdict(policy), indent=2))
-        draft.replace(path)
-    except OSError:
-        return

@@ -9,7 +9,7 @@ import torch
 
 from kernels.select import KernelContext, Kernels, Selection
 from kernels.slices import build_slices
-from workers import overlap_tuning, process_group
+from workers import overlap_cache, overlap_tuning, process_group
 from workers.config import RankConfig
 from workers.cuda_graphs import Progress, StepGraphs
 from workers.graph_sizes import GraphKey, GraphSizes
@@ -131,16 +131,17 @@ class RankOverlap:
         if self._unknown or choices:
             measured_on = {
                 "hardware": _hardware(self._device),
+                "software": overlap_cache.software(),
                 "model": runner.model.config,
                 "graphs": runner.graphs is not None,
             }
-            path = overlap_tuning.cache_path({**facts, **measured_on})
-            kept = self._gather(overlap_tuning.load_policy(path) if self._rank == 0 else None)[0]
+            path = overlap_cache.cache_path({**facts, **measured_on})
+            kept = self._gather(overlap_cache.load_policy(path) if self._rank == 0 else None)[0]
             if kept is None:
                 self._measure(runner, choices, largest, run)
                 measured = self._unknown
                 if self._rank == 0:
-                    overlap_tuning.save_policy(path, self.policy)
+                    overlap_cache.save_policy(path, self.policy)
             else:
                 self.policy = kept
                 runner.limit_exchange(kept.comm_sms)

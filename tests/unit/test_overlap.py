@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from workers import overlap_tuning
+from workers import overlap_cache, overlap_tuning
 from workers.config import OverlapConfig
 from workers.overlap import (
     OverlapPolicy,
@@ -14,7 +14,8 @@ from workers.overlap import (
     threshold,
     with_measured,
 )
-from workers.overlap_tuning import best_comm_sms, cache_path, load_policy, save_policy, tune
+from workers.overlap_cache import cache_path, load_policy, save_policy, software
+from workers.overlap_tuning import best_comm_sms, tune
 from workers.step_sync import ForwardMode
 
 DECODE, EXTEND, MIXED, IDLE = (
@@ -182,6 +183,23 @@ def test_the_exchange_gets_the_multiprocessors_that_make_a_step_fastest():
     assert best_comm_sms((8, 16, 24), 4096, run, alone, limits.append) == 16
     times[None] = 1.0
     assert best_comm_sms((8, 16, 24), 4096, run, alone, limits.append) is None
+
+
+def test_other_software_is_measured_anew(tmp_path, monkeypatch):
+    """A change of any of our sources, or of a library, may move a threshold."""
+    (tmp_path / "inner").mkdir()
+    source, other = tmp_path / "inner" / "kernel.c", tmp_path / "notes.md"
+    for path in (source, other):
+        path.write_text("one")
+    found = software([tmp_path])
+    other.write_text("two")
+    assert software([tmp_path]) == found
+    monkeypatch.setattr(overlap_cache, "version", lambda library: "9.9")
+    assert software([tmp_path]) != found
+    monkeypatch.undo()
+    source.write_text("two")
+    assert software([tmp_path]) != found
+    assert software() == software() != software([tmp_path])
 
 
 def test_a_policy_is_kept_under_its_facts(tmp_path, monkeypatch):
