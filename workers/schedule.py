@@ -43,7 +43,7 @@ class Exchange:
 class Compute:
     """Compute of one slice between two exchanges: `attention` leads to a dispatch, `experts` to a combine.
 
-    `rest` is what it does beside its own exchange. On a GPU slices compute side by side.
+    `rest` is what it does beside its own exchange. In a CUDA graph slices compute side by side.
     """
 
     name: Literal["attention", "experts", "rest", "end"]

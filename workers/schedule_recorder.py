@@ -1,8 +1,8 @@
 """What a forward did when: its exchanges and the compute between them, slice by slice. Free where none is made.
 
 A recorder wraps the all-to-alls of the kernels that a forward is run with. Marks lie on the thread that computes, or on
-a GPU on its compute stream; what passes between two marks of exchanges is compute. In a CUDA graph the marks are nodes
-of it: each replay sets them anew.
+a GPU on the stream that the slice computes on; what passes between two of a slice's exchanges is its compute. In a CUDA
+graph the marks are nodes of it: each replay sets them anew.
 """
 
 import time
@@ -141,8 +141,9 @@ class Recording:
             for marks in self.marks
         ]
         seconds = self._seconds(self.end)
-        apart = not isinstance(self.end, float)
-        computes = sorted(_computes(exchanges, seconds, apart), key=lambda one: one.begin)
+        # In a graph slices have streams of their own.
+        computes = _computes(exchanges, seconds, apart=self.captured)
+        computes = sorted(computes, key=lambda one: one.begin)
         return Schedule(exchanges, computes, seconds, self.launched)
 
     def _seconds(self, mark: Mark) -> float:
@@ -179,7 +180,7 @@ class _Recorded(AllToAll):
 _LEADS_TO: dict[str, Any] = {"dispatch": "attention", "combine": "experts"}
 
 
-def _computes(exchanges: list[Exchange], seconds: float, apart: bool) -> Iterator[Compute]:
+def _computes(exchanges: list[Exchange], seconds: float, *, apart: bool) -> Iterator[Compute]:
     """The time between exchanges, slice by slice. Slices that do not compute apart begin one after the other."""
     begin = 0.0
     for index in range(1 + max((x.slice for x in exchanges), default=0)):

@@ -4,6 +4,7 @@ import pytest
 
 from cluster.trace import summary
 from workers.schedule import Compute, Exchange, RankTrace, Schedule, overlapping, union
+from workers.schedule_recorder import _computes
 
 
 def plain() -> Schedule:
@@ -45,6 +46,18 @@ def test_hidden_is_what_was_computed_while_rows_travelled():
     # 1.5 to 3 of attention 1; 4 to 6 of experts 0; 6.5 to 7.5 of experts 1.
     assert schedule.hidden == pytest.approx(4.5)
     assert schedule.hidden_share == pytest.approx(4.5 / 6.5)
+
+
+@pytest.mark.parametrize(("apart", "begin"), [(False, 1.5), (True, 0.0)])
+def test_a_slice_begins_where_the_one_before_stops_unless_they_compute_apart(apart, begin):
+    found = sorted(_computes(sliced().exchanges, 9.0, apart=apart), key=lambda one: one.begin)
+    first, *others = [one for one in found if one.slice == 1 and one.name == "attention"]
+    assert first == Compute("attention", 1, begin, 3.5) and not others
+    others = [one for one in found if one != first]
+    assert others[:-1] == [
+        one for one in sliced().computes if (one.name, one.slice) != ("attention", 1)
+    ]
+    assert others[-1] == Compute("end", 1, 9.0, 9.0)
 
 
 def test_an_end_that_is_not_seen_counts_until_awaited():
