@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from kernels.memory import kernel_memory
 from kernels.placement import ExpertPlacement
 from kernels.select import Selection
 from workers.config import RankConfig
 from workers.device_memory import size
 from workers.graph_sizes import GraphSizes
-from workers.kernel_choice import FOR_MEMORY
+from workers.kernel_choice import memory_of_kernels
 from workers.models.config import Qwen3MoeConfig
 from workers.models.tensors import kv_block_bytes, rank_weight_bytes
 
@@ -57,12 +56,11 @@ def rank_rows(
     """A row for each rank; `shape` is that of `kernel_shape`, num_slices 0 where no step is ever cut."""
     placement = ExpertPlacement(model.num_experts, config.num_ranks)
     per_node = config.num_ranks // config.num_nodes
-    kernels = {key: shape[key] for key in FOR_MEMORY}
-    held = kernel_memory(selection, **kernels, num_slices=num_slices)
+    held = memory_of_kernels(selection, shape, num_slices=num_slices)
     step = held.step + _model_bytes(config, model, shape["dtype"], shape["max_num_tokens"])
     graph_bytes = 0
     if graphs:
-        of_graph = kernel_memory(selection, **kernels | {"max_num_tokens": graphs.largest})
+        of_graph = memory_of_kernels(selection, shape, max_num_tokens=graphs.largest)
         graph_bytes = of_graph.step + _model_bytes(config, model, shape["dtype"], graphs.largest)
     table = []
     for rank in range(config.num_ranks):

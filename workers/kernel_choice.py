@@ -13,7 +13,7 @@ from workers.config import Auto, RankConfig
 from workers.models.config import Qwen3MoeConfig
 from workers.models.tensors import stores_fp8_experts
 
-FOR_MEMORY = (  # of `kernel_shape`, what `kernel_memory` wants to know
+_FOR_MEMORY = (  # of `kernel_shape`, what `kernel_memory` wants to know
     "num_ranks",
     "dtype",
     "hidden_size",
@@ -44,13 +44,9 @@ def kernel_shape(config: RankConfig, model: Qwen3MoeConfig) -> dict[str, Any]:
     }
 
 
-def memory_of_kernels(
-    config: RankConfig, model: Qwen3MoeConfig, selection: Selection
-) -> KernelMemory:
-    """What the chosen kernels of a rank will take, with those of slices if there are to be any."""
-    shape = kernel_shape(config, model)
-    kernels = {key: shape[key] for key in FOR_MEMORY}
-    return kernel_memory(selection, **kernels, num_slices=config.overlap.num_microbatches)
+def memory_of_kernels(selection: Selection, shape: dict[str, Any], **options: Any) -> KernelMemory:
+    """What the chosen kernels of a rank will take; `shape` is that of `kernel_shape`, options as of `kernel_memory`."""
+    return kernel_memory(selection, **{key: shape[key] for key in _FOR_MEMORY} | options)
 
 
 def shared_slots(

@@ -7,12 +7,14 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kernels.all2all import deepep
 from kernels.cache_folder import cache_folder
+from kernels.grouped_gemm import deepgemm
 from workers.overlap import OverlapPolicy
 
 OURS = (Path(__file__).parents[1] / "kernels", Path(__file__).parent)
 SOURCES = (".py", ".c")
-LIBRARIES = ("triton", "flashinfer-python", "sgl-deep-gemm", "deep-gemm", "deep-ep")
+LIBRARIES = ("triton", "flashinfer-python", *deepgemm.DISTRIBUTIONS, *deepep.DISTRIBUTIONS)
 
 
 def cache_path(facts: Mapping[str, object]) -> Path:

@@ -78,9 +78,8 @@ class Rank:
         self.rendezvous = rendezvous
         placement = ExpertPlacement(self.model_config.num_experts, config.num_ranks)
         capabilities = select.probe(self.device)
-        self.selection = select.select(
-            config.kernels, capabilities, **kernel_shape(config, self.model_config)
-        )
+        shape = kernel_shape(config, self.model_config)
+        self.selection = select.select(config.kernels, capabilities, **shape)
         self.placement = placement
         if config.num_ranks > 1:
             with memory_for("the ranks' group"):
@@ -88,7 +87,8 @@ class Rank:
                 compare_settings(process_group.gather_objects(self._settings()))
             self.shared_memory = self._share_memory()
         context = self._kernel_context()
-        takes = memory_of_kernels(config, self.model_config, self.selection)
+        num_slices = config.overlap.num_microbatches
+        takes = memory_of_kernels(self.selection, shape, num_slices=num_slices)
         with memory_for("the exchange's buffers", takes.kept):
             self.kernels = select.build(self.selection, context)
         with memory_for("microbatches", takes.slices):

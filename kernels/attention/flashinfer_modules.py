@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.cache_folder import cache_folder
+from kernels.cuda_environment import share_compiled_kernels
 from kernels.hopper import on_hopper
 
 
@@ -20,8 +20,7 @@ def import_failure() -> str | None:
     """
     if find_spec("flashinfer") is None:
         return None
-    # It looks once, now.
-    os.environ.setdefault("FLASHINFER_WORKSPACE_BASE", str(cache_folder() / "flashinfer"))
+    share_compiled_kernels(os.environ)  # it looks once, now
     try:
         import flashinfer  # noqa: F401
     except Exception as error:  # libraries for another CUDA, kernels compiled for another version
