@@ -8,22 +8,39 @@ T = TypeVar("T")
 
 
 class _OfThread(threading.local):
-    """What a thread does before it waits."""
+    """What a thread does before it waits, and for other slices to have got their turns' kernels done."""
 
     hand_over: Callable[[], None] | None = None
+    catch_up: Callable[[], None] | None = None
 
 
 _of_thread = _OfThread()
 
 
-def set_hand_over(hand_over: Callable[[], None] | None) -> None:
-    """From now on `wait` on this thread calls `hand_over` first, where other work can go on; None: it just waits."""
-    _of_thread.hand_over = hand_over
+def set_hand_over(
+    hand_over: Callable[[], None] | None, catch_up: Callable[[], None] | None = None
+) -> None:
+    """From now on `wait` on this thread calls `hand_over` first, where other work can go on; None: it just waits.
+
+    catch_up    what `after_other_slices` does; None: nothing, because all slices share a stream
+    """
+    _of_thread.hand_over, _of_thread.catch_up = hand_over, catch_up
 
 
 def hands_over() -> bool:
     """Whether `wait` on this thread lets other work go on first."""
     return _of_thread.hand_over is not None
+
+
+def after_other_slices() -> None:
+    """What this thread gives its stream next begins after all that other slices gave theirs before they handed over.
+
+    Called in the middle of what a slice computes between two exchanges, where slices have streams of their own.
+    Attention then finds what earlier slices have written to its cache. And no long kernel keeps from the SMs
+    the short ones that come before another slice's exchange: ranks would wait for it, with nothing left to compute.
+    """
+    if _of_thread.catch_up is not None:
+        _of_thread.catch_up()
 
 
 class Pending(Generic[T]):

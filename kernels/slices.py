@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from kernels.all2all.side_stream import side_streams
-from kernels.attention.cache_order import CacheOrder
 from kernels.select import KernelContext, Kernels, Selection, build
 
 
@@ -28,14 +27,9 @@ def build_slices(
         else:
             own = build(selection, share)
         slices.append(replace(own, grouped_gemm=whole.grouped_gemm, expert_load=whole.expert_load))
-    if context.device.type != "cuda":
+    device = context.device
+    if device.type != "cuda":
         return slices
-    return _on_streams(slices, context.device)
-
-
-def _on_streams(slices: list[Kernels], device: torch.device) -> list[Kernels]:
-    before: CacheOrder | None = None
-    for own, stream in zip(slices, side_streams(device, len(slices)), strict=True):
+    for own, stream in zip(slices, side_streams(device, num_slices), strict=True):
         own.all2all.stream = stream
-        before = own.attention.order = CacheOrder(before)
     return [slices[0], *(replace(own, stream=torch.cuda.Stream(device)) for own in slices[1:])]

@@ -9,8 +9,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from kernels.attention.cache_order import CacheOrder
-
 
 class AttentionBatch(Protocol):
     """What attention reads of a ForwardBatch. Sequences with one new token come first.
@@ -67,8 +65,6 @@ class Attention(ABC):
     mixed_graph: bool = False
     # Whether it has `norm_rotate_store` and `attend`, which together do all that comes after the QKV projection.
     fuses_qk_norm: bool = False
-    # In a slice, on a stream of its own: what is told when a layer's K and V were written, before they are read.
-    order: CacheOrder | None = None
 
     def __init__(self, spec: AttentionSpec):
         self.spec = spec
@@ -77,11 +73,6 @@ class Attention(ABC):
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """One cache a layer: [2, num_blocks, block_size, h, d], K first, then V."""
         self.kv_caches = kv_caches
-
-    def _wrote(self) -> None:
-        """A layer's new K and V are in the cache."""
-        if self.order is not None:
-            self.order.written()
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

@@ -35,6 +35,7 @@ from kernels.attention.flashinfer_decodes import (
 from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
 from kernels.attention.flashinfer_modules import import_failure
 from kernels.hopper import on_hopper
+from kernels.pending import after_other_slices
 
 MIN_VERSION = (0, 6, 6)
 NEEDED_BESIDE = {
@@ -216,7 +217,7 @@ class FlashInferAttention(Attention):
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         self._store_kv(k_Thd, v_Thd, self._slots, *self._layers[layer])
-        self._wrote()
+        after_other_slices()
         return self._attend((q_THd, k_Thd, v_Thd), layer)
 
     def norm_rotate_store(
@@ -229,7 +230,7 @@ class FlashInferAttention(Attention):
     ) -> None:
         caches = self._layers[layer]
         self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
-        self._wrote()
+        after_other_slices()
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads

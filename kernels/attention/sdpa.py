@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
+from kernels.pending import after_other_slices
 
 QUERY_CHUNK = (
     512  # query rows of one call: bounds the mask and skips most of the keys above the diagonal
@@ -96,7 +97,7 @@ class SdpaAttention(Attention):
         if num_rows > num_tokens:
             k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
         self._store(k_Thd, v_Thd, cache)
-        self._wrote()
+        after_other_slices()
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if num_rows > num_tokens:
             out_THd[num_tokens:] = 0

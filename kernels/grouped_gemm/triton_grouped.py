@@ -12,6 +12,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.device_routing import DeviceRouting
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.hopper import on_hopper
+from kernels.pending import after_other_slices
 
 
 class TritonGroupedGemm(GroupedGemm):
@@ -46,6 +47,7 @@ class TritonGroupedGemm(GroupedGemm):
         bounds = (routing.starts_e, routing.ends_e, routing.num_places)
         product, num_sms = self._kernel.grouped_gemm, self._num_sms
         h_RI = product(x, row_R, w13_e2ID, *bounds, gated=True, tile=up, num_sms=num_sms)
+        after_other_slices()
         return product(h_RI, None, w2_eDI, *bounds, gated=False, tile=down, num_sms=num_sms)
 
     def _tiles(self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None):

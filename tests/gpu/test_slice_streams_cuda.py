@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention.cache_order import CacheOrder
-from kernels.pending import Pending
+from kernels.pending import Pending, after_other_slices
 from workers.microbatch import MicrobatchWrapper, alternate, forked
 
 pytestmark = [
@@ -61,16 +60,13 @@ def test_a_slice_reads_what_earlier_ones_have_written():
     """Each waits for a long time before it writes; the next one reads all that was written before it."""
     cache_LS = torch.zeros(LAYERS, 3, device="cuda")
     found_LS = torch.zeros(LAYERS, 3, device="cuda")
-    orders: list[CacheOrder] = []
-    for _ in range(3):
-        orders.append(CacheOrder(orders[-1] if orders else None))
 
     def slice_of(index: int) -> Callable[[], None]:
         def run() -> None:
             for layer in range(LAYERS):
                 torch.cuda._sleep(CYCLES // (1 + 4 * index))
                 cache_LS[layer, index].fill_(1)
-                orders[index].written()
+                after_other_slices()
                 found_LS[layer, index] = cache_LS[layer, : index + 1].sum()
                 Pending(lambda: None).wait()
 

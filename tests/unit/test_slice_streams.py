@@ -7,34 +7,30 @@ import torch
 
 from kernels.all2all import side_stream
 from kernels.all2all.side_stream import behind_current
-from kernels.attention.cache_order import CacheOrder
-from kernels.pending import Pending
+from kernels.pending import Pending, after_other_slices
 from workers.microbatch import MicrobatchWrapper, alternate, forked
 
 CUDA = torch.device("cuda", 0)
 
 
 class FakeStream:
-    """Notes what it waits for: other streams, and events, which are (stream, how many were recorded there)."""
+    """Notes what it waits for: other streams, and events, which are (stream, how many were recorded there before)."""
 
     def __init__(self, name: str, others: tuple["FakeStream", ...] = ()):
         self.name, self.others = name, others
         self.cuda_stream = hash(name)
         self.waits: list[object] = []
+        self._recorded = 0
 
     def wait_stream(self, other: "FakeStream") -> None:
         self.waits.append(other.name)
 
-    def wait_event(self, event: "FakeEvent") -> None:
-        self.waits.append(event.recorded[-1])
+    def record_event(self) -> tuple[str, int]:
+        self._recorded += 1
+        return self.name, self._recorded - 1
 
-
-class FakeEvent:
-    def __init__(self) -> None:
-        self.recorded: list[tuple[str, int]] = []
-
-    def record(self, stream: FakeStream) -> None:
-        self.recorded.append((stream.name, len(self.recorded)))
+    def wait_event(self, event: tuple[str, int]) -> None:
+        self.waits.append(event)
 
 
 @pytest.fixture
@@ -51,7 +47,6 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: state.current)
     monkeypatch.setattr(torch.cuda, "set_stream", enter)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     return state
 
 
@@ -110,22 +105,41 @@ def test_streams_fork_and_join(thread, fails):
     assert caller.waits == ["a", "b"]
 
 
-def test_a_slice_sees_what_earlier_ones_have_written(thread):
-    """At each layer the latest write of the slice before, which itself waited for those before it."""
-    orders: list[CacheOrder] = []
+def test_the_middle_of_a_turn_comes_after_the_turns_before(thread):
+    """At each layer a slice waits for all that the slice before it had given its stream when it handed over."""
     names = ("caller", "a", "b")
-    for _ in names:
-        orders.append(CacheOrder(orders[-1] if orders else None))
-    for _ in range(2):  # layers
-        for name, order in zip(names, orders, strict=True):
-            thread.current = thread.streams[name]
-            order.written()
-    assert thread.streams["caller"].waits == []
+
+    def task(name: str, num_layers: int):
+        def run() -> None:
+            for _ in range(num_layers):
+                after_other_slices()
+                Pending(lambda: None).wait()
+
+        return run
+
+    streams = [thread.streams[name] for name in names]
+    alternate([task(name, 2) for name in names], CUDA, streams)
+    assert thread.streams["caller"].waits == [("b", 0)]
     assert thread.streams["a"].waits == [("caller", 0), ("caller", 1)]
     assert thread.streams["b"].waits == [("a", 0), ("a", 1)]
-    thread.capturing = False
-    orders[2].written()
-    assert len(thread.streams["b"].waits) == 2, "without a graph all slices are on one stream"
+
+
+def test_a_slice_comes_after_one_that_never_waited(thread):
+    """A model's layers without experts have no exchange, but caches."""
+    streams = [thread.streams[name] for name in ("caller", "a")]
+    alternate([after_other_slices, after_other_slices], CUDA, streams)
+    assert streams[0].waits == [] and streams[1].waits == [("caller", 0)]
+
+
+def test_slices_on_one_stream_need_no_order(thread):
+    def task() -> None:
+        after_other_slices()
+        Pending(lambda: None).wait()
+        after_other_slices()
+
+    alternate([task, task], CUDA)
+    after_other_slices()  # nor does what is no slice
+    assert not any(stream.waits for stream in thread.streams.values())
 
 
 @pytest.mark.parametrize("capturing", [False, True])
