@@ -2,6 +2,7 @@
 
 import os
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,14 @@ import pytest
 import torch
 
 from kernels.cuda_environment import share_compiled_kernels
+from kernels.hopper import on_hopper
+from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.rank_pool import RankPool
 from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
+from workers.process_group import local_rendezvous
+from workers.rank_info import Rendezvous
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,6 +41,19 @@ STYLES: tuple[dict[str, Any], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Served:
+    """What a rank had compiled when it was ready and after traffic of all kinds, and how many tokens it gave.
+
+    cut   the modes of the graphs that it replayed in slices
+    """
+
+    before: set[str]
+    after: set[str]
+    num_tokens: int
+    cut: set[str]
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start-up") / "model"
@@ -44,44 +62,61 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-@pytest.mark.parametrize("grouped_gemm", ["auto", "deepgemm"])
+@pytest.mark.parametrize(
+    ("grouped_gemm", "num_ranks", "overlap"),
+    [("auto", 1, "off"), ("deepgemm", 1, "off"), ("deepgemm_fp8", 1, "off"), ("auto", 2, "on")],
+)
 def test_nothing_compiles_once_it_is_ready(
-    checkpoint: Path, grouped_gemm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    grouped_gemm: str,
+    num_ranks: int,
+    overlap: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if grouped_gemm == "deepgemm":
+    need_gpus(num_ranks)
+    if grouped_gemm != "auto":
         pytest.importorskip("deep_gemm")
     for name in CACHES[:2]:  # flashinfer's, which take minutes, may have been compiled before
         monkeypatch.setenv(name, str(tmp_path / name))
     config = rank_config(
         checkpoint,
-        1,
+        num_ranks,
         "cuda",
         model={"dtype": "bfloat16"},
         scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS},
         cache={"num_blocks": "auto", "memory_fraction": 0.2},
         kernels={"grouped_gemm": grouped_gemm},
+        overlap={"mode": overlap},
     )
-    pool = RankPool(1)
-    try:
-        (found,) = pool.run(_serve, 1, config, with_group=False, timeout_s=280)
-    finally:
-        pool.close()
-    before, after, num_tokens = found
-    assert before, "a fresh cache was filled by the start"
-    assert after - before == set(), "compiled in the middle of traffic"
-    assert num_tokens >= len(ALONE) + len(STYLES) + MAX_NUM_SEQS + NUM_MIXED
+    pool = RankPool(num_ranks)
+    with local_rendezvous() as rendezvous:
+        try:
+            arguments = (config, rendezvous)
+            found = pool.run(_serve, num_ranks, *arguments, with_group=False, timeout_s=280)
+        finally:
+            pool.close()
+    in_slices = {"DECODE", "MIXED" if on_hopper() else "NONE"} if overlap == "on" else set()
+    for served in found:
+        assert served.before, "a fresh cache was filled by the start"
+        assert served.after - served.before == set(), "compiled in the middle of traffic"
+        assert served.num_tokens >= len(ALONE) + len(STYLES) + MAX_NUM_SEQS + NUM_MIXED
+        assert served.cut == in_slices
 
 
 def _serve(
-    rank_index: int, num_ranks: int, info: Any, config: RankConfig
-) -> tuple[set[str], set[str], int]:
-    """Compiled files when ready and after traffic of all kinds, and how many tokens came."""
+    rank_index: int, num_ranks: int, info: Any, config: RankConfig, rendezvous: Rendezvous
+) -> Served:
+    """Start one rank, and send it traffic in step with the others."""
+    take_gpu(rank_index)
+    for name in CACHES[:2]:  # a rank's own: it finds nothing there that another one has compiled
+        os.environ[name] = str(Path(os.environ[name]) / str(rank_index))
     share_compiled_kernels(os.environ)
     from workers.rank import Rank
-    from workers.rank_info import Rendezvous, start_stages
+    from workers.rank_info import start_stages
 
     rank = Rank(rank_index, config)
-    rank.join_group(Rendezvous("", 0, "start-up"), 30)
+    rank.join_group(rendezvous, 30)
     try:
         for stage in start_stages("cuda"):
             rank.run_stage(stage, lambda done, total: None)
@@ -93,16 +128,20 @@ def _serve(
 
         rank.start_engine(publish, lambda step: None)
         before = _compiled()
-        _send_traffic(rank.engine)
+        _send_traffic(rank.engine, rank_index, num_ranks)
         torch.cuda.synchronize()
-        return before, _compiled(), len(tokens)
+        cut = {graph for _, graph, cut in rank.engine.stats.kinds if cut == "True"}
+        return Served(before, _compiled(), len(tokens), cut)
     finally:
         rank.close()
 
 
-def _send_traffic(engine: Any) -> None:
-    """One sequence at a time, as many as fit at once in the largest steps, then all kinds as they come."""
-    source = random.Random(0)
+def _send_traffic(engine: Any, rank: int, num_ranks: int) -> None:
+    """One sequence at a time, as many as fit at once in the largest steps, then all kinds as they come.
+
+    All ranks take the same steps: as many requests come to each at the same time, of other lengths.
+    """
+    source, arrivals = random.Random(rank), random.Random(0)
 
     def submit(name: str, length: int, style: int) -> None:
         prompt = [source.randrange(256) for _ in range(length)]
@@ -110,12 +149,14 @@ def _send_traffic(engine: Any) -> None:
         engine.submit(make_request(name, prompt, **params))
 
     def finish() -> None:
-        while engine.step().run:
+        while engine.step().run:  # on any rank
             pass
 
     for index, length in enumerate(ALONE):
-        submit(f"alone-{index}", length, 0)
-        finish()
+        for turn in range(num_ranks):  # the others run along without tokens
+            if turn == rank:
+                submit(f"alone-{index}", length, 0)
+            finish()
     for style in range(len(STYLES)):
         submit(f"style-{style}", 33, style)
         finish()
@@ -124,7 +165,7 @@ def _send_traffic(engine: Any) -> None:
     finish()
     left, running = NUM_MIXED, True
     while left or running:
-        for _ in range(min(left, source.choice((0, 0, 1, 1, 2, 9)))):
+        for _ in range(min(left, arrivals.choice((0, 0, 1, 1, 2, 9)))):
             left -= 1
             submit(f"mixed-{left}", int(LONGEST ** source.random()), left)
         running = engine.step().run
