@@ -148,8 +148,7 @@ def _of_targets(
     found: list[LogprobTensors] = []
     for first in range(0, len(targets), MAX_LOGITS_ROWS):
         ids = np.array(targets[first : first + MAX_LOGITS_ROWS], dtype=np.int64)
-        logits_NV = compute_logits(hidden_ND[first : first + len(ids)])
-        found.append(
-            token_logprobs(logits_NV, to_device(ids, hidden_ND.device), [num_top] * len(ids))
-        )
+        rows_ND, ids_N = hidden_ND[first : first + len(ids)], to_device(ids, hidden_ND.device)
+        # Unnamed, so that logits of two parts are never there at once.
+        found.append(token_logprobs(compute_logits(rows_ND), ids_N, [num_top] * len(ids)))
     return found
