@@ -336,7 +336,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grouped-gemm", default="auto")
     parser.add_argument("--repeats", type=int, default=7, help="rounds over all sizes, at most")
     parser.add_argument("--seconds", type=float, default=18, help="after which no round is begun")
-    add_limits(parser, patience_s=60, budget_s=235)
+    add_limits(parser, patience_s=150, budget_s=400)  # the first run on a machine compiles
     add_options(parser)
     args = parser.parse_args()
     num_gpus = torch.cuda.device_count()
