@@ -23,7 +23,7 @@ class RankLocation:
     node_id: str
     host: str
     pid: int
-    gpu_ids: tuple[int, ...]
+    gpu_ids: tuple[int | str, ...]
 
 
 def ranks_per_node(config: RankConfig) -> int:
@@ -97,3 +97,13 @@ def verify(locations: list[RankLocation], config: RankConfig) -> None:
         for location in locations
     )
     raise PlacementError(f"ranks did not land {count} to a node in order:\n{table}")
+
+
+def visible_gpus(locations: Sequence[RankLocation], rank: int) -> tuple[int | str, ...]:
+    """The GPUs that a rank's process is to see, none on CPU: its own, then those of the ranks beside it.
+
+    Ray shows it its own alone, and then the driver does not know that memory which ranks share lies on another GPU.
+    """
+    own = locations[rank]
+    beside = [other for other in locations if other.node_id == own.node_id and other is not own]
+    return tuple(gpu for location in (own, *beside) for gpu in location.gpu_ids)

@@ -195,7 +195,12 @@ class Supervisor:
         host, port = await self._ranks[0].host_rendezvous.remote()
         name = f"{self._config.serve.app_name}-{os.getpid()}-{self._status.epoch}"
         rendezvous = Rendezvous(host, port, name, self._status.epoch)
-        await self._stage("group", self._all("join_group", rendezvous, timeout_s))
+        locations = self._status.locations
+        joined = [
+            rank.join_group.remote(rendezvous, timeout_s, placement.visible_gpus(locations, index))
+            for index, rank in enumerate(self._ranks)
+        ]
+        await self._stage("group", _gather(joined))
         for stage in start_stages(config.device):
             await self._stage(stage, self._all("run_stage", stage))
 

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -43,10 +44,9 @@ class RankActor:
         if config.device == "cuda":
             check_multicast_off(os.environ)
             share_compiled_kernels(os.environ)
-        from workers.rank import Rank
-
         set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
-        self._rank = Rank(rank, config)
+        self._index, self._config = rank, config
+        self._rank: Any = None
         self._store: Any = None
         self._progress = (0, 0)
         self._inbox = Inbox(ray.util.get_node_ip_address())
@@ -73,9 +73,24 @@ class RankActor:
         self._store = process_group.host_store(ray.util.get_node_ip_address())
         return self._store.host, self._store.port
 
-    async def join_group(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """Collective: meet the others, compare settings, build the kernels."""
-        await asyncio.to_thread(self._rank.join_group, rendezvous, timeout_s)
+    async def join_group(
+        self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
+    ) -> None:
+        """Collective: meet the others, compare settings, build the kernels.
+
+        gpus    Ray's ids of those that this process is to see, its own first, which so is device 0
+        """
+        await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
+
+    def _join_group(
+        self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
+    ) -> None:
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        from workers.rank import Rank  # it may start CUDA, which looks at that once
+
+        self._rank = Rank(self._index, self._config)
+        self._rank.join_group(rendezvous, timeout_s)
 
     async def run_stage(self, name: str) -> None:
         """Collective: one of start_stages."""
@@ -128,7 +143,7 @@ class RankActor:
 
     async def stats(self) -> dict[str, Any]:
         """Counters and gauges, see workers.stats; `info` is what does not change."""
-        return {"rank": self._rank.rank, "info": self._info, **self._engine.stats.snapshot()}
+        return {"rank": self._index, "info": self._info, **self._engine.stats.snapshot()}
 
     async def stop(self) -> None:
         """Ask the whole group to leave its loops; `done` returns when this rank has."""
@@ -136,7 +151,7 @@ class RankActor:
 
     @property
     def _engine(self):
-        if self._rank.engine is None:
+        if self._rank is None or self._rank.engine is None:
             raise RankFailedError("it is not started")
         return self._rank.engine
 
@@ -163,7 +178,7 @@ class RankActor:
         sender = self._senders.get(ingress_id)
         if sender is not None:
             others = self._engine.open_requests.tell(ingress_id)
-            sender.send(self._rank.rank, others, outputs)
+            sender.send(self._index, others, outputs)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The step loop's thread."""

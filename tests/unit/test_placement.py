@@ -1,8 +1,8 @@
-"""A machine without the GPUs that the ranks need is told so at once."""
+"""A machine without the GPUs that the ranks need is told so at once; which GPUs a rank sees."""
 
 import pytest
 
-from cluster.placement import PlacementError, check_gpus
+from cluster.placement import PlacementError, RankLocation, check_gpus, visible_gpus
 from kernels.config import KernelsConfig
 from workers.config import CacheConfig, ModelConfig, RankConfig, SchedulerConfig
 
@@ -36,3 +36,13 @@ def test_too_few(nodes: list[dict], found: int) -> None:
 def test_enough() -> None:
     check_gpus(config(4, "cuda"), [node(4)])
     check_gpus(config(4, "cpu"), [node(0)])
+
+
+def test_a_rank_sees_its_own_gpu_first() -> None:
+    def at(rank: int, node_id: str, *gpus: int | str) -> RankLocation:
+        return RankLocation(rank, node_id, "host", 1, gpus)
+
+    locations = [at(0, "a", 5), at(1, "a", 4), at(2, "b", "GPU-x"), at(3, "b", "GPU-y")]
+    seen = [visible_gpus(locations, rank) for rank in range(4)]
+    assert seen == [(5, 4), (4, 5), ("GPU-x", "GPU-y"), ("GPU-y", "GPU-x")]
+    assert visible_gpus([at(0, "a"), at(1, "a")], 1) == (), "on CPU nothing is changed"
