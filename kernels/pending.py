@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class _OfThread(threading.local):
-    """What a thread does before it waits, and for other slices to have got their turns' kernels done."""
+    """What a thread does before it waits, and in the middle of a slice's turn."""
 
     hand_over: Callable[[], None] | None = None
     catch_up: Callable[[], None] | None = None
