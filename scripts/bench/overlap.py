@@ -31,6 +31,7 @@ from kernels.all2all.payload import Gathered, RowFormat, pick_local
 from kernels.pending import Pending
 from kernels.permute import ExpertOrder
 from scripts.bench import ROOT
+from scripts.bench.gpu_clock import GpuClock
 from scripts.bench.overlap_report import RESIDENT, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
@@ -44,6 +45,9 @@ from workers.rank_info import Rendezvous
 BACKENDS = "copy_engine,symm,deepep,allgather,torch_dist,deepep_low_latency"
 BLOCK_SIZE = 16
 SWEEP_FROM = 4096  # tokens of the prefills that limits on the exchange's SMs are tried with
+CLOCKED = (
+    6  # timings of a prefill during which clock and power are read, not counted among the others
+)
 TINY_STEPS = 200  # of empty tasks, for the cost of handing over
 
 Say = Callable[[str], None]
@@ -128,6 +132,21 @@ class Measurement:
             self._found["best_comm_sms"] = self._best(self._found["comm_sms"])
             self._limit(self._found["best_comm_sms"])
         self._pairs()
+        self._found["clocks"] = self._clocks()
+        self._report({"found": self._found})
+
+    def _clocks(self) -> dict[str, dict[str, list[dict[str, float] | None]]]:
+        """The clock and power of each rank's GPU in the large prefills, by tokens and form."""
+        found: dict[str, dict[str, list[dict[str, float] | None]]] = {}
+        for size in self._sweep:
+            for form in ("whole", "sliced"):
+                self._say(f"clock of a prefill of {size}, {form}")
+                with GpuClock(self._rank.device) as clock:
+                    for _ in range(CLOCKED):
+                        self._timer("prefill", size, form == "sliced")
+                medians = process_group.gather_objects(clock.medians())
+                found.setdefault(str(size), {})[form] = list(medians)
+        return found
 
     def _pairs(self) -> None:
         """Whole and sliced seconds of every size, in rounds, until the time is over; reported after each."""

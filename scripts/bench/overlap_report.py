@@ -53,6 +53,7 @@ def page(report: dict[str, Any], name: str) -> str:
         f"![what slices gain by tokens and SMs]({name}.png)",
         "",
         *_comm_sms(report),
+        *_clocks(report),
         *_others(report),
     ]
     return "\n".join(lines) + "\n"
@@ -119,6 +120,26 @@ def _comm_sms(report: dict[str, Any]) -> Iterator[str]:
         for tokens, figures in sizes.items():
             cells = (f"{figures[limit]:.2f}" for limit in limits)
             yield f"| {name} | {int(tokens):,} | {' | '.join(cells)} |"
+    yield ""
+
+
+def _clocks(report: dict[str, Any]) -> Iterator[str]:
+    rows = [
+        (name, tokens, form, gpus)
+        for name, figures in report["backends"].items()
+        for tokens, forms in figures.get("clocks", {}).items()
+        for form, gpus in forms.items()
+        if all(gpus)
+    ]
+    if not rows:
+        return
+    yield "Clock of the SMs and power of each rank's GPU while such prefills run:"
+    yield ""
+    yield "| exchange | tokens a rank | form | MHz | W |"
+    yield "|---|---:|---|---|---|"
+    for name, tokens, form, gpus in rows:
+        clocks, powers = (", ".join(f"{gpu[key]:.0f}" for gpu in gpus) for key in ("mhz", "watts"))
+        yield f"| {name} | {int(tokens):,} | {form} | {clocks} | {powers} |"
     yield ""
 
 
