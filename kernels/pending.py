@@ -22,7 +22,7 @@ def set_hand_over(
 ) -> None:
     """From now on `wait` on this thread calls `hand_over` first, where other work can go on; None: it just waits.
 
-    catch_up    what `after_other_slices` does; None: nothing, because all slices share a stream
+    catch_up    what `after_other_slices` does from now on; None: nothing
     """
     _of_thread.hand_over, _of_thread.catch_up = hand_over, catch_up
 

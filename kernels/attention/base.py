@@ -56,7 +56,10 @@ class AttentionSpec:
 
 
 class Attention(ABC):
-    """plan() once a forward, then one call a layer, which also writes the new K and V to the cache."""
+    """plan() once a forward, then one call a layer, which also writes the new K and V to the cache.
+
+    On GPUs it calls `after_other_slices` between what writes and what reads the cache.
+    """
 
     name: str
     # Whether decodes can be planned for CUDA graphs: reserve_graphs, forms, form, plan_graph.

@@ -2,48 +2,43 @@
 
 import statistics
 import threading
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 EVERY_S = 0.02
+Sample = tuple[int, int]  # MHz of the SMs, milliwatts
 
 
-class GpuClock:
-    """Asks NVML, from a thread, while it is entered; where there is no NVML it finds nothing."""
+@contextmanager
+def clock_samples(device: torch.device) -> Iterator[list[Sample]]:
+    """What NVML answers a thread that asks meanwhile; it stays empty where there is no NVML, or no GPU."""
+    samples: list[Sample] = []
+    over = threading.Event()
 
-    def __init__(self, device: torch.device):
-        self._device, self._over = device, threading.Event()
-        self._samples: list[tuple[int, int]] = []
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> "GpuClock":
-        if self._device.type == "cuda":
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._over.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    def medians(self) -> dict[str, float] | None:
-        """MHz of the SMs and watts; the first third is left out, for NVML tells the mean of up to a second."""
-        samples = self._samples[len(self._samples) // 3 :]
-        if not samples:
-            return None
-        clocks, powers = zip(*samples, strict=True)
-        return {"mhz": statistics.median(clocks), "watts": round(statistics.median(powers) / 1e3)}
-
-    def _sample(self) -> None:
-        while not self._over.wait(EVERY_S):
+    def sample() -> None:
+        while not over.wait(EVERY_S):
             try:
-                found = torch.cuda.clock_rate(self._device), torch.cuda.power_draw(self._device)
+                samples.append((torch.cuda.clock_rate(device), torch.cuda.power_draw(device)))
             except (ImportError, RuntimeError):
                 return
-            self._samples.append(found)
+
+    if device.type != "cuda":
+        over.set()
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
+
+
+def medians(samples: Sequence[Sample]) -> dict[str, float] | None:
+    """MHz and watts; the first third is left out, for NVML tells the mean of up to a second."""
+    samples = samples[len(samples) // 3 :]
+    if not samples:
+        return None
+    clocks, powers = zip(*samples, strict=True)
+    return {"mhz": statistics.median(clocks), "watts": round(statistics.median(powers) / 1e3)}

@@ -30,8 +30,7 @@ from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY
 from kernels.all2all.payload import Gathered, RowFormat, pick_local
 from kernels.pending import Pending
 from kernels.permute import ExpertOrder
-from scripts.bench import ROOT
-from scripts.bench.gpu_clock import GpuClock
+from scripts.bench import ROOT, gpu_clock
 from scripts.bench.overlap_report import RESIDENT, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
@@ -45,9 +44,7 @@ from workers.rank_info import Rendezvous
 BACKENDS = "copy_engine,symm,deepep,allgather,torch_dist,deepep_low_latency"
 BLOCK_SIZE = 16
 SWEEP_FROM = 4096  # tokens of the prefills that limits on the exchange's SMs are tried with
-CLOCKED = (
-    6  # timings of a prefill during which clock and power are read, not counted among the others
-)
+CLOCKED = 6  # timings of a prefill that count for nothing but clock and power
 TINY_STEPS = 200  # of empty tasks, for the cost of handing over
 
 Say = Callable[[str], None]
@@ -141,11 +138,11 @@ class Measurement:
         for size in self._sweep:
             for form in ("whole", "sliced"):
                 self._say(f"clock of a prefill of {size}, {form}")
-                with GpuClock(self._rank.device) as clock:
+                with gpu_clock.clock_samples(self._rank.device) as samples:
                     for _ in range(CLOCKED):
                         self._timer("prefill", size, form == "sliced")
-                medians = process_group.gather_objects(clock.medians())
-                found.setdefault(str(size), {})[form] = list(medians)
+                gpus = process_group.gather_objects(gpu_clock.medians(samples))
+                found.setdefault(str(size), {})[form] = list(gpus)
         return found
 
     def _pairs(self) -> None:

@@ -21,7 +21,6 @@ from tests.distributed.reference import (
 pytest.importorskip("ray")
 httpx = pytest.importorskip("httpx")
 
-DEVICE = "cuda"
 START_TIMEOUT_S = 400  # the first start on a machine compiles
 AT_ONCE = 32
 pytestmark = [
@@ -51,15 +50,14 @@ def server(
     found = torch.cuda.device_count()
     if found < request.param:
         pytest.skip(f"needs {request.param} GPUs, found {found}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tests.serve.server.START_TIMEOUT_S", START_TIMEOUT_S)
-        with running(
-            tmp_path_factory.mktemp("server"),
-            checkpoint,
-            model={"max_model_len": 1024, "dtype": "float32"},
-            cluster={"ranks": request.param, "device": DEVICE},
-        ) as server:
-            yield server
+    with running(
+        tmp_path_factory.mktemp("server"),
+        checkpoint,
+        start_timeout_s=START_TIMEOUT_S,
+        model={"max_model_len": 1024, "dtype": "float32"},
+        cluster={"ranks": request.param, "device": "cuda"},
+    ) as server:
+        yield server
 
 
 def complete(server: Any, prompt: Any, **fields: Any) -> httpx.Response:

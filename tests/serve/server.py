@@ -32,9 +32,9 @@ class Server:
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy()
             )
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Until it prints its URL; fails with its output when it ends or takes too long."""
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while not re.search(r"^ready in .*http", self.log.read_text(), re.M):
             assert self.process.poll() is None, f"the server ended:\n{self.log.read_text()}"
             assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
@@ -101,12 +101,14 @@ def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) ->
 
 
 @contextmanager
-def running(folder: Path, checkpoint: Path, **sections: dict) -> Iterator[Server]:
+def running(
+    folder: Path, checkpoint: Path, *, start_timeout_s: float = START_TIMEOUT_S, **sections: dict
+) -> Iterator[Server]:
     """A ready server; stopped at the end whatever happens."""
     port = free_port()
     server = Server(write_config(folder, checkpoint, port, **sections), port, folder / "log")
     try:
-        server.wait_ready()
+        server.wait_ready(start_timeout_s)
         yield server
     finally:
         server.stop()
