@@ -19,7 +19,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 class FusedKernels:
     """Functions of `kernels/triton`, which say what they take and return."""
 
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], torch.Tensor]
+    add_rms_norm: Callable[..., torch.Tensor]
     norm_rotate: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
     route_top_k: Callable[[torch.Tensor, int, bool, int | torch.Tensor], Tensors]
 

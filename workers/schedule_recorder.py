@@ -166,6 +166,9 @@ class _Recorded(AllToAll):
         call = partial(self._inner.dispatch, x_TD, topk_idx_TK, topk_weights_TK)
         return self._recorder.follow("dispatch", self._slice, self._inner, call)
 
+    def room(self, num_rows: int) -> torch.Tensor | None:
+        return self._inner.room(num_rows)
+
     def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
         call = partial(self._inner.combine, y_RD, handle)
         return self._recorder.follow("combine", self._slice, self._inner, call)

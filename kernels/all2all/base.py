@@ -17,6 +17,11 @@ from kernels.pending import Pending
 Layout = Literal["contiguous", "masked"]
 
 
+def total(sums: torch.Tensor) -> torch.Tensor:
+    """[T, D] of what `combine` gives: parts [P, T, D] are added in float32."""
+    return sums if sums.dim() == 2 else sums.sum(0, dtype=torch.float32).to(sums.dtype)
+
+
 @dataclass(frozen=True)
 class ExpertInput:
     """Rows for this rank's experts, grouped by local expert in ascending order: the `contiguous` layout.
@@ -103,10 +108,19 @@ class AllToAll(ABC):
 
     @abstractmethod
     def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
-        """Weighted sum over each token's experts, back at its rank: [T, D] in y's dtype.
+        """Weighted sum over each token's experts, back at its rank, in y's dtype.
 
-        y_RD are the experts' outputs in expert order; a token without experts gets zeros.
+        It is [T, D], or parts [P, T, D] that are still to be added (`total`), which may lie in the exchange's
+        own memory: there until the next dispatch. y_RD are the experts' outputs in expert order; a token without
+        experts gets zeros.
         """
+
+    def room(self, num_rows: int) -> torch.Tensor | None:
+        """[T, D] in the model's dtype, rows maybe strided, where T rows spare `dispatch` to bring them; None: nowhere.
+
+        It may be written once somebody has waited for the combine of the dispatch before.
+        """
+        return None
 
     def set_num_sms(self, num_sms: int | None) -> None:  # noqa: B027 - most have no SMs to limit
         """Limit the SMs the exchange may use, where the backend can; None: as it likes."""

@@ -14,46 +14,66 @@ def _add_rms_norm(
     eps,
     x_row,
     delta_row,
+    delta_part,
+    out_row,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     x = tl.load(x_ptr + row * x_row + column, mask=mask, other=0.0)
-    if ADD:
-        delta = tl.load(delta_ptr + row * delta_row + column, mask=mask, other=0.0)
-        # Rounded before the norm, as when the two are separate operators.
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x_ptr.dtype.element_ty)
+    if PARTS:
+        delta = tl.load(delta_ptr + row * delta_row + column, mask=mask, other=0.0).to(tl.float32)
+        for part in tl.static_range(1, PARTS):
+            part_ptr = delta_ptr + part * delta_part + row * delta_row
+            delta += tl.load(part_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        # Each sum is rounded, as when these are separate operators.
+        delta = delta.to(delta_ptr.dtype.element_ty).to(tl.float32)
+        x = (x.to(tl.float32) + delta).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * x_row + column, x, mask=mask)
     x_f32 = x.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x_f32 * x_f32) / WIDTH + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     out = (x_f32 * factor * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * WIDTH + column, out, mask=mask)
+    tl.store(out_ptr + row * out_row + column, out, mask=mask)
 
 
 def add_rms_norm(
-    x_RD: torch.Tensor, delta_RD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+    x_RD: torch.Tensor,
+    delta_RD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    out_RD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x += delta in place (unless None), then x / sqrt(mean(x^2) + eps) * weight, new and contiguous."""
+    """x += delta in place (unless None), then x / sqrt(mean(x^2) + eps) * weight.
+
+    delta_RD    or parts of it, [P, R, D], which are added in order and in float32
+    out_RD      receives the result, rows maybe strided; None: a new contiguous tensor
+    """
     num_rows, width = x_RD.shape
-    assert x_RD.stride(1) == 1 and (delta_RD is None or delta_RD.stride(1) == 1)
-    out_RD = torch.empty((num_rows, width), dtype=x_RD.dtype, device=x_RD.device)
+    if out_RD is None:
+        out_RD = torch.empty((num_rows, width), dtype=x_RD.dtype, device=x_RD.device)
+    parts = 0 if delta_RD is None else delta_RD.shape[0] if delta_RD.dim() == 3 else 1
+    delta_RD = x_RD if delta_RD is None else delta_RD
+    assert delta_RD.shape[-2:] == out_RD.shape == x_RD.shape
+    assert x_RD.stride(1) == delta_RD.stride(-1) == out_RD.stride(1) == 1
     if num_rows:
         block = triton.next_power_of_2(width)
         _add_rms_norm[(num_rows,)](
             x_RD,
-            x_RD if delta_RD is None else delta_RD,
+            delta_RD,
             weight_D,
             out_RD,
             eps,
             x_RD.stride(0),
-            x_RD.stride(0) if delta_RD is None else delta_RD.stride(0),
+            delta_RD.stride(-2),
+            delta_RD.stride(0) if parts > 1 else 0,
+            out_RD.stride(0),
             WIDTH=width,
             BLOCK=block,
-            ADD=delta_RD is not None,
+            PARTS=parts,
             num_warps=max(1, min(16, block // 512)),
         )
     return out_RD

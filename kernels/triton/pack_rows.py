@@ -24,13 +24,15 @@ def pack_rows_kernel(
     ROW_BYTES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):
     """One block of columns of one row; the first one brings the ids and weights along."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_stride + columns, mask=columns < HIDDEN)
-    element_bytes: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
-    tl.store(x_out_ptr + row * (ROW_BYTES // element_bytes) + columns, x, mask=columns < HIDDEN)
+    if not IN_PLACE:
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + columns, mask=columns < HIDDEN)
+        element_bytes: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth // 8
+        tl.store(x_out_ptr + row * (ROW_BYTES // element_bytes) + columns, x, mask=columns < HIDDEN)
     if tl.program_id(1) == 0:
         choices = tl.arange(0, BLOCK_K)
         chosen, out_at = choices < TOP_K, row * (ROW_BYTES // 4) + choices
@@ -46,12 +48,16 @@ def pack_rows(
     topk_weights_NK: torch.Tensor,
     fields: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Fill `fields`, the views of uint8 [N, W] that RowFormat gives. x's rows may be strided, W bytes are not."""
+    """Fill `fields`, the views of uint8 [N, W] that RowFormat gives. x's rows may be strided, W bytes are not.
+
+    An x that is its field already stays where it is.
+    """
     (num_rows, hidden), top_k = x_ND.shape, topk_idx_NK.shape[1]
     assert x_ND.stride(1) == 1 and topk_idx_NK.is_contiguous() and topk_weights_NK.is_contiguous()
     block = min(MAX_BLOCK, triton.next_power_of_2(hidden))
+    in_place = x_ND.data_ptr() == fields[0].data_ptr()
     if num_rows:
-        pack_rows_kernel[(num_rows, triton.cdiv(hidden, block))](
+        pack_rows_kernel[(num_rows, 1 if in_place else triton.cdiv(hidden, block))](
             x_ND,
             x_ND.stride(0),
             topk_idx_NK,
@@ -62,5 +68,6 @@ def pack_rows(
             ROW_BYTES=fields[0].stride(0) * x_ND.element_size(),
             BLOCK=block,
             BLOCK_K=triton.next_power_of_2(top_k),
-            num_warps=4 if block > 512 else 1,
+            IN_PLACE=in_place,
+            num_warps=4 if block > 512 and not in_place else 1,
         )

@@ -10,13 +10,16 @@ import triton.language as tl
 MAX_BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept_first", "kept_end"])
 def weighted_sum_kernel(
     y_ptr,
     place_ptr,
     weight_ptr,
     weight_stride,
     out_ptr,
+    kept_ptr,
+    kept_first,
+    kept_end,
     width,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -31,17 +34,27 @@ def weighted_sum_kernel(
         here = (columns < width) & (place >= 0)
         y = tl.load(y_ptr + place * width + columns, mask=here, other=0)
         total += tl.where(place >= 0, weight, 0.0) * y.to(tl.float32)
+    if row >= kept_first and row < kept_end:
+        out_ptr = kept_ptr
     out_at = out_ptr + row * width + columns
     tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=columns < width)
 
 
 def weighted_sum(
-    y_RD: torch.Tensor, place_NK: torch.Tensor, topk_weights_NK: torch.Tensor
+    y_RD: torch.Tensor,
+    place_NK: torch.Tensor,
+    topk_weights_NK: torch.Tensor,
+    kept: tuple[int, int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """[N, D] in y's dtype, zeros for rows without places. topk_weights_NK float32, may be strided."""
+    """[N, D] in y's dtype, zeros for rows without places. topk_weights_NK float32, may be strided.
+
+    `kept` (first, end, kept_ND): rows first to end go to the same rows of kept_ND and are undefined in the result.
+    """
     num_rows, width = place_NK.shape[0], y_RD.shape[1]
     assert y_RD.is_contiguous() and place_NK.is_contiguous() and topk_weights_NK.stride(1) == 1
     out_ND = torch.empty(num_rows, width, dtype=y_RD.dtype, device=y_RD.device)
+    first, end, kept_ND = kept or (0, 0, out_ND)
+    assert kept_ND.shape == out_ND.shape and kept_ND.is_contiguous()
     block = min(MAX_BLOCK, triton.next_power_of_2(width))
     if num_rows:
         weighted_sum_kernel[(num_rows, triton.cdiv(width, block))](
@@ -50,6 +63,9 @@ def weighted_sum(
             topk_weights_NK,
             topk_weights_NK.stride(0),
             out_ND,
+            kept_ND,
+            first,
+            end,
             width,
             TOP_K=place_NK.shape[1],
             BLOCK=block,

@@ -33,7 +33,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
     ),
     (StepPart.NORMS, r"_add_rms_norm|RMSNorm"),
     (StepPart.ROUTING, r"_route_top_k|_forced_route"),
-    (StepPart.COMBINE, r"push_sums|sum_parts|weighted_sum|deep_ep::.*combine|nccl.*ReduceScatter"),
+    (StepPart.COMBINE, r"push_sums|weighted_sum|deep_ep::.*combine|nccl.*ReduceScatter"),
     (
         StepPart.DISPATCH,
         r"push_rows|pack_rows|deep_ep::.*(dispatch|layout)|nccl.*(AllGather|SendRecv)",

@@ -77,7 +77,10 @@ def _norm_rotate_store(at: Inputs) -> None:
 def _norm(at: Inputs) -> None:
     from kernels.triton.norm import add_rms_norm
 
-    add_rms_norm(at.rows(WIDTH), at.rows(WIDTH), at.rows(WIDTH)[0], 1e-6)
+    x, weight = at.rows(WIDTH), at.rows(WIDTH)[0]
+    add_rms_norm(x, at.rows(WIDTH), weight, 1e-6)
+    parts, wide = at.rows(2, WIDTH).view(2, at.size, WIDTH), at.rows(2 * WIDTH)
+    add_rms_norm(x, parts, weight, 1e-6, wide[:, :WIDTH])
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:
@@ -112,21 +115,22 @@ def _experts(at: Inputs) -> None:
         place_NK, _, bounds_3e = place_pairs(at.ids(), range(EXPERTS), num_places, alignment)
         y_RD = scatter_rows(at.rows(WIDTH), place_NK, num_places)
         silu_mul(y_RD.unsqueeze(0), bounds_3e[1, EXPERTS - 1 :])
-        weighted_sum(y_RD, place_NK, at.rows(TOP_K, dtype=torch.float32))
+        weights_NK = at.rows(TOP_K, dtype=torch.float32)
+        out_ND = weighted_sum(y_RD, place_NK, weights_NK)
+        weighted_sum(y_RD, place_NK, weights_NK, (at.size // 2, at.size, out_ND))
     scatter_fp8(at.rows(256), place_NK, aligned)
 
 
 def _exchange(at: Inputs) -> None:
-    """Rows packed at this rank's place among those of two, and their sums."""
+    """Rows packed at this rank's place among those of two, also those that lie there."""
     from kernels.triton.pack_rows import pack_rows
-    from kernels.triton.sum_parts import sum_parts
 
     row_format = RowFormat(WIDTH, TOP_K, torch.bfloat16)
     gathered = torch.zeros(2, at.size, row_format.row_bytes, dtype=torch.uint8, device=at.device)
     weights = at.rows(TOP_K, dtype=torch.float32)
-    pack_rows(at.rows(WIDTH), at.ids(), weights, row_format.fields(gathered[1]))
-    sums = at.rows(2, WIDTH).view(2, at.size, WIDTH)
-    sum_parts(sums, sums[1], 1)
+    fields = row_format.fields(gathered[1])
+    pack_rows(at.rows(WIDTH), at.ids(), weights, fields)
+    pack_rows(fields[0], at.ids(), weights, fields)
 
 
 def _penalise(at: Inputs) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kernels.all2all.base import total
 from kernels.fused import FusedKernels, fused_kernels
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
@@ -49,6 +50,23 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype):
     normed = add_rms_norm(x, delta, weight, 1e-6)
     torch.testing.assert_close(x, expected, atol=0, rtol=CUT_OFF.get(dtype, 0))
     close(normed, F.rms_norm(expected.float(), (width,), weight.float(), 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 2048])
+def test_add_rms_norm_of_parts(width: int, dtype: torch.dtype):
+    """What is added may be in parts: the same as with their sum. The result may go to strided rows."""
+    x, parts, weight = randn(5, width, dtype=dtype), randn(3, 5, width, dtype=dtype), randn(width)
+    weight = weight.to(dtype)
+    delta, another = total(parts), x.clone()
+    wide = torch.zeros(5, width + 8, dtype=dtype, device=DEVICE)
+    out = add_rms_norm(x, parts, weight, 1e-6, wide[:, :width])
+    assert out.data_ptr() == wide.data_ptr() and not wide[:, width:].any()
+    expected = add_rms_norm(another, delta, weight, 1e-6)
+    # The interpreter rounds otherwise than torch does.
+    off = TOLERANCE[dtype] if CUT_OFF or dtype == torch.float32 else 0
+    torch.testing.assert_close(x, another, atol=off, rtol=off)
+    close(out, expected.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -104,7 +104,10 @@ def test_rows_go_there_and_back(shape, dtype: torch.dtype, width: int):
     expected_ND = 2 * x_ND.float() * (weights_NK * local).sum(1, keepdim=True)
     assert out_ND.dtype == dtype and out_ND.shape == x_ND.shape
     torch.testing.assert_close(out_ND.cpu().float(), expected_ND, atol=2e-2, rtol=2e-2)
-    assert torch.equal(out_ND, weighted_sum(y_RD, routing, weights_NK.to(DEVICE)))
+    kept_ND, first, end = torch.zeros_like(out_ND), num_rows // 3, num_rows // 2
+    again_ND = weighted_sum(y_RD, routing, weights_NK.to(DEVICE), (first, end, kept_ND))
+    again_ND[first:end] = kept_ND[first:end]
+    assert torch.equal(out_ND, again_ND) and not kept_ND[:first].any() and not kept_ND[end:].any()
 
 
 def test_sixteen_bit_sums_accumulate_in_float32():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.all2all import copy_engine, symm
-from kernels.all2all.base import ExpertInput
+from kernels.all2all.base import ExpertInput, total
 from kernels.all2all.copy_engine import CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat
 from kernels.triton import push_rows, push_sums
@@ -66,10 +66,18 @@ def answer(routed: ExpertInput, experts: range) -> torch.Tensor:
     return y_RD
 
 
+def placed(x_TD: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
+    """An even number of rows goes where the exchange wants them, where it does."""
+    return x_TD if room is None or len(x_TD) % 2 else room.copy_(x_TD)
+
+
 def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> None:
     """An exchange there and back gives each row the sum of its experts' answers."""
     inputs = [draw(num_tokens, seed + rank, dtype) for rank in range(len(ranks))]
-    arrivals = [exchange.dispatch(*own) for exchange, own in zip(ranks, inputs, strict=True)]
+    arrivals = [
+        exchange.dispatch(placed(x, exchange.room(num_tokens)), ids, weights)
+        for exchange, (x, ids, weights) in zip(ranks, inputs, strict=True)
+    ]
     routed = [arrival.wait() for arrival in arrivals]
     experts = [exchange._order.experts for exchange in ranks]
     answers = [answer(*each) for each in zip(routed, experts, strict=True)]
@@ -80,7 +88,7 @@ def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> N
         ]
     for (x, ids, weights), sums in zip(inputs, pending, strict=True):
         factor = (weights * (ids + 1)).sum(1, keepdim=True)  # an id of -1 adds nothing
-        assert_near(sums.wait(), x.float() * factor, ERRORS)
+        assert_near(total(sums.wait()), x.float() * factor, ERRORS)
 
 
 @pytest.mark.parametrize(

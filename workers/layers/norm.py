@@ -8,6 +8,7 @@ import math
 import torch
 from torch.nn import functional as F
 
+from kernels.all2all.base import total
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
 
@@ -71,14 +72,21 @@ class RMSNorm:
         return torch.div(x_f32, length).mul_(self.weight).to(out_dtype or x.dtype)
 
     def add(
-        self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None
+        self,
+        x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
+        out_TD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x += delta in place, where there is one; returns x and its norm."""
+        """x += delta in place, where there is one, which may be in parts [P, T, D]; returns x and its norm.
+
+        The norm is in out_TD, rows maybe strided, where given, else contiguous.
+        """
         if self.triton is not None:
-            return x_TD, self.triton.add_rms_norm(x_TD, delta_TD, self.weight, self.eps)
+            normed = self.triton.add_rms_norm(x_TD, delta_TD, self.weight, self.eps, out_TD)
+            return x_TD, normed
         if delta_TD is not None:
-            x_TD.add_(delta_TD)
-        return x_TD, self(x_TD)
+            x_TD.add_(total(delta_TD))
+        return x_TD, self(x_TD) if out_TD is None else out_TD.copy_(self(x_TD))
 
     def _call_fused(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dim() == 1:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from kernels.all2all.base import total
 from kernels.block_fp8 import BlockWeights
 from kernels.forced_routing import ForcedRouting
 from kernels.placement import ExpertPlacement
@@ -99,7 +100,7 @@ class Qwen3MoeForCausalLM:
         for attention, mlp in self.layers:
             x_TD, delta_TD = attention.forward(x_TD, delta_TD, rotation_T1d)
             x_TD, delta_TD = mlp.forward(x_TD, delta_TD, batch)
-        return x_TD if delta_TD is None else x_TD.add_(delta_TD)
+        return x_TD if delta_TD is None else x_TD.add_(total(delta_TD))
 
     def compute_logits(
         self, hidden_LD: torch.Tensor, out: torch.Tensor | None = None
@@ -144,6 +145,7 @@ class AttentionBlock:
     """x + o_proj(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v of norm(x).
 
     A block takes and returns a sum in two parts, (x, delta or None): the next block's norm adds them on its way.
+    delta may be in parts itself, as all-to-alls give it (`AllToAll.combine`).
     """
 
     def __init__(self, make: _Maker, kernels: Kernels, layer: int):
@@ -274,7 +276,7 @@ class MoeBlock:
 
     def forward(self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, batch: ModelBatch) -> Sum:
         """Every rank comes here in every step, tokens or not. x_TD is overwritten."""
-        x_TD, h_TD = self.norm.add(x_TD, delta_TD)
+        x_TD, h_TD = self.norm.add(x_TD, delta_TD, self.all2all.room(len(x_TD)))
         topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
         expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
         if self.expert_load.watching:
