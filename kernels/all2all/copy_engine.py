@@ -45,7 +45,7 @@ class CopyEngineAllToAll(SymmAllToAll):
             return super().dispatch(x_TD, topk_idx_TK, topk_weights_TK)
         self._begin(num_rows)
         own = self._own_rows(num_rows)
-        rows_TW = self._memory.local[own].view(num_rows, -1)
+        rows_TW = self._memory.local[own].view(num_rows, self._format.row_bytes)
         self._format.pack_into(rows_TW, x_TD, topk_idx_TK, topk_weights_TK)
         with behind_current(self.stream):
             for peer in self._peers():
@@ -79,7 +79,8 @@ class CopyEngineAllToAll(SymmAllToAll):
     def room(self, num_rows: int) -> torch.Tensor | None:
         if not self._copies(num_rows):
             return None
-        rows_TW = self._memory.local[self._own_rows(num_rows)].view(num_rows, -1)
+        own = self._own_rows(num_rows)
+        rows_TW = self._memory.local[own].view(num_rows, self._format.row_bytes)
         return self._format.fields(rows_TW)[0]
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from workers.models.weight_files import read_headers
 from workers.models.weight_reader import SlotSource, fill_slots
 
 MODEL = ROOT / "configs" / "models" / "qwen3-30b-a3b"
+NUM_FILES, WRITERS = 16, 4
 
 
 class Rank:
@@ -52,15 +54,20 @@ class Rank:
 
 
 def write(folder: Path, rank: Rank, num_files: int) -> int:
-    """Everything the rank holds, in files as a release has them; returns the bytes."""
+    """Everything the rank holds, in files as a release has them, a few at once; returns the bytes."""
     names = list(rank.tensors)
     share = -(-len(names) // num_files)
-    weight_map = {}
-    for number in range(num_files):
-        part = names[number * share : (number + 1) * share]
-        file = f"model-{number + 1:05d}-of-{num_files:05d}.safetensors"
+    weight_map = {
+        name: f"model-{number // share + 1:05d}-of-{num_files:05d}.safetensors"
+        for number, name in enumerate(names)
+    }
+
+    def save_part(file: str) -> None:
+        part = [name for name in names if weight_map[name] == file]
         save_file({name: rank.tensors[name].cpu() for name in part}, folder / file)
-        weight_map |= dict.fromkeys(part, file)
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(save_part, sorted(set(weight_map.values()))))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return sum(tensor.nbytes for tensor in rank.tensors.values())
 
@@ -100,7 +107,7 @@ def measure_reading(config: Qwen3MoeConfig, folder: Path, device: torch.device) 
     for tensor in rank.tensors.values():
         tensor.normal_()
     started = time.perf_counter()
-    num_bytes = write(folder, rank, num_files=4)
+    num_bytes = write(folder, rank, NUM_FILES)
     found: dict = {"write_s": round(time.perf_counter() - started, 1)}
     kept = {name: rank.tensors[name].clone() for name in list(rank.tensors)[::40]}
     for tensor in rank.tensors.values():
