@@ -20,7 +20,7 @@ EXCHANGES = [
     for name in (("local",) if ranks == 1 else ("torch_dist", "allgather", "shm"))
 ]
 # Seconds. A layer of the delayed forwards computes 2 * COMPUTE a slice and exchanges twice.
-LAYERS, COMPUTE, DELAY = 2, 0.1, 0.09
+LAYERS, COMPUTE, DELAY, TRIES = 2, 0.1, 0.09, 3
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def timings(sliced: SlicedRank, rank: int, num_ranks: int, num_slices: int):
             for i, kernels in enumerate(sliced.slices)
         ]
         tries = []
-        for _ in range(2):
+        for _ in range(TRIES):
             recorder.start()
             sliced.microbatched(batch, slices)
             tries.append(recorder.finish())

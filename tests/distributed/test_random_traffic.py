@@ -1,4 +1,4 @@
-"""2,000 steps of random arrivals, aborts and idle ranks: no hang, and everybody gets what they would get alone."""
+"""Many steps of random arrivals, aborts and idle ranks: no hang, and everybody gets what they would get alone."""
 
 import random
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.distributed.engine_harness import Event, make_request, rank_config, r
 from workers.checkpoint import make_checkpoint
 from workers.request import EngineRequest
 
-NUM_RANKS, NUM_STEPS, MAX_LEN = 4, 2000, 192
+NUM_RANKS, MAX_LEN = 4, 192
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def random_request(chance: random.Random, name: str) -> EngineRequest:
     return make_request(name, prompt, **params)
 
 
-def random_traffic(chance: random.Random) -> list[Event]:
+def random_traffic(chance: random.Random, num_steps: int) -> list[Event]:
     """Bursts and quiet spells; some ranks get nothing for hundreds of steps."""
     events, step, number = [], 0, 0
-    while step < NUM_STEPS:
+    while step < num_steps:
         awake = chance.sample(range(NUM_RANKS), chance.randint(1, NUM_RANKS))
         for _ in range(chance.randint(1, 30)):
             step += chance.choice([0, 0, 0, 1, 3])
@@ -48,19 +48,20 @@ def random_traffic(chance: random.Random) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("all2all", "asynchronous", "microbatch"),
+    ("all2all", "asynchronous", "microbatch", "num_steps"),
     [
-        ("shm", False, False),
-        ("shm", True, True),
-        ("torch_dist", True, False),
-        ("torch_dist", False, True),
-        ("allgather", True, True),
+        ("shm", False, False, 2000),
+        ("shm", True, True, 2000),
+        # More ranks than cores wait for each other's sockets: a step takes 15 ms.
+        ("torch_dist", True, False, 600),
+        ("torch_dist", False, True, 600),
+        ("allgather", True, True, 600),
     ],
 )
 def test_everybody_gets_what_they_would_get_alone(
-    rank_pool, checkpoint, all2all, asynchronous, microbatch
+    rank_pool, checkpoint, all2all, asynchronous, microbatch, num_steps
 ):
-    events = random_traffic(random.Random(all2all))
+    events = random_traffic(random.Random(all2all), num_steps)
     limits = {"model": {"max_model_len": MAX_LEN}, "cache": {"num_blocks": 26, "block_size": 8}}
     config = rank_config(
         checkpoint,
@@ -74,11 +75,11 @@ def test_everybody_gets_what_they_would_get_alone(
         overlap={"mode": "on" if microbatch else "off", "min_decode_tokens": 3},
         **limits,
     )
-    results = run_engines(rank_pool, config, events, max_steps=2 * NUM_STEPS, timeout_s=240)
+    results = run_engines(rank_pool, config, events, max_steps=2 * num_steps, timeout_s=240)
     assert len({result.num_steps for result in results}) == 1
     assert sum(result.num_preemptions for result in results) > 0
     for result in results:
-        assert (100 < result.num_microbatched < result.num_steps) == microbatch
+        assert (num_steps // 20 < result.num_microbatched < result.num_steps) == microbatch
 
     requests = {e.request.request_id: e.request for e in events if e.request is not None}
     aborted = {event.abort for event in events if event.abort is not None}
