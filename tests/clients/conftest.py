@@ -31,7 +31,7 @@ def copy_of_demo(folder: Path, chat_template: str) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("clients")
     with running(
@@ -44,7 +44,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
         yield client
@@ -80,7 +80,7 @@ def chat_body(messages: Any = HELLO, **fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": messages, "temperature": 0, **fields}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ids(server) -> Callable[[str], list[int]]:
     """ids(text): the demo model's tokens of a text."""
     from tokenizers import Tokenizer

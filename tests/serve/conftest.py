@@ -16,7 +16,7 @@ def checkpoint(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
     with running(tmp_path_factory.mktemp("server"), checkpoint) as server:
         yield server
