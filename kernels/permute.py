@@ -33,10 +33,6 @@ class Routing:
     offs_e: torch.Tensor
 
 
-# Rows first to end of a result, and what they go to instead, at the same rows.
-Kept = tuple[int, int, torch.Tensor]
-
-
 class ExpertOrder:
     """Routes rows to a range of local experts, on the CPU or on a GPU.
 
@@ -119,21 +115,16 @@ def _route_native(
 
 
 def weighted_sum(
-    y_RD: torch.Tensor,
-    routing: Routing | DeviceRouting,
-    topk_weights_NK: torch.Tensor,
-    kept: Kept | None = None,
+    y_RD: torch.Tensor, routing: Routing | DeviceRouting, topk_weights_NK: torch.Tensor
 ) -> torch.Tensor:
     """Sum of each row's expert outputs times their weights: [N, D] in y's dtype.
 
     y_RD in the order of `routing`; topk_weights_NK float32. A row without local experts gets zeros.
-    The rows of `kept`, which needs a DeviceRouting, are undefined in it.
     """
     if isinstance(routing, DeviceRouting):
         from kernels.triton import weighted_sum as kernel
 
-        return kernel.weighted_sum(y_RD, routing.place_NK, topk_weights_NK, kept)
-    assert kept is None
+        return kernel.weighted_sum(y_RD, routing.place_NK, topk_weights_NK)
     weight_R = topk_weights_NK.reshape(-1).index_select(0, routing.pair_R)
     return sum_rows(y_RD, routing.row_R, topk_weights_NK.shape[0], weight_R)
 

@@ -19,6 +19,7 @@ from kernels.all2all.payload import Gathered
 from kernels.all2all.side_stream import Mark, behind_current
 from kernels.all2all.stream_signals import StreamSignals
 from kernels.all2all.symm import SymmAllToAll
+from kernels.device_routing import DeviceRouting
 from kernels.pending import Pending
 
 KERNEL_ROWS = 256  # up to here kernels are as good beside compute, on two H200
@@ -44,12 +45,14 @@ class CopyEngineAllToAll(SymmAllToAll):
         if not self._copies(num_rows):
             return super().dispatch(x_TD, topk_idx_TK, topk_weights_TK)
         self._begin(num_rows)
-        own = self._own_rows(num_rows)
-        rows_TW = self._memory.local[own].view(num_rows, self._format.row_bytes)
+        own = self._own(num_rows)
+        rows_TW = self._gathered_rows(num_rows)[own]
         self._format.pack_into(rows_TW, x_TD, topk_idx_TK, topk_weights_TK)
+        start = self._rows_at + own.start * self._format.row_bytes
         with behind_current(self.stream):
             for peer in self._peers():
-                self._memory.of(peer)[own].copy_(self._memory.local[own])
+                place = self._memory.of(peer)[start : start + rows_TW.numel()]
+                place.copy_(rows_TW.view(-1))
             self._rows_here.exchange(torch.cuda.current_stream())
         return self._pick(num_rows, Mark(self.stream))
 
@@ -57,10 +60,15 @@ class CopyEngineAllToAll(SymmAllToAll):
         num_rows: int = handle.origin
         if not self._copies(num_rows):
             return super().combine(y_RD, handle)
+        from kernels.triton.weighted_sum import weighted_sum
+
         self._busy = False
+        routing, own = handle.routing, self._own(num_rows)
+        assert isinstance(routing, DeviceRouting)
         gathered_rTD = self._gathered_sums(num_rows)
-        kept = (self._rank * num_rows, (self._rank + 1) * num_rows, gathered_rTD.flatten(0, 1))
-        sums_rTD = handle.partial_sums(y_RD, kept).view_as(gathered_rTD)
+        kept = (own.start, own.stop, gathered_rTD.flatten(0, 1))
+        sums_ND = weighted_sum(y_RD, routing.place_NK, handle.topk_weights_NK, kept)
+        sums_rTD = sums_ND.view_as(gathered_rTD)
         size = sums_rTD[0].numel() * sums_rTD.element_size()
         start = self._sums_at + self._rank * size
         with behind_current(self.stream):
@@ -79,9 +87,7 @@ class CopyEngineAllToAll(SymmAllToAll):
     def room(self, num_rows: int) -> torch.Tensor | None:
         if not self._copies(num_rows):
             return None
-        own = self._own_rows(num_rows)
-        rows_TW = self._memory.local[own].view(num_rows, self._format.row_bytes)
-        return self._format.fields(rows_TW)[0]
+        return self._format.fields(self._gathered_rows(num_rows)[self._own(num_rows)])[0]
 
     def close(self) -> None:
         super().close()
@@ -90,11 +96,9 @@ class CopyEngineAllToAll(SymmAllToAll):
     def _copies(self, num_rows: int) -> bool:
         return self.stream is not None and num_rows > self.kernel_rows
 
-    def _own_rows(self, num_rows: int) -> slice:
-        """Bytes of the memory where this rank's rows lie."""
-        size = num_rows * self._format.row_bytes
-        start = self._rows_at + self._rank * size
-        return slice(start, start + size)
+    def _own(self, num_rows: int) -> slice:
+        """This rank's rows among those of all ranks."""
+        return slice(self._rank * num_rows, (self._rank + 1) * num_rows)
 
     def _peers(self) -> list[int]:
         """All other ranks, the next one first: no two ranks copy to one at once."""

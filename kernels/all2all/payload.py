@@ -12,7 +12,7 @@ import torch
 
 from kernels.all2all.base import ExpertInput
 from kernels.device_routing import DeviceRouting
-from kernels.permute import ExpertOrder, Kept, Routing, weighted_sum
+from kernels.permute import ExpertOrder, Routing, weighted_sum
 
 ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 
@@ -80,9 +80,9 @@ class Gathered:
     topk_weights_NK: torch.Tensor
     origin: Any
 
-    def partial_sums(self, y_RD: torch.Tensor, kept: Kept | None = None) -> torch.Tensor:
-        """This rank's share of every gathered row's answer: [N, D] in y's dtype; `kept` as in `weighted_sum`."""
-        return weighted_sum(y_RD, self.routing, self.topk_weights_NK, kept)
+    def partial_sums(self, y_RD: torch.Tensor) -> torch.Tensor:
+        """This rank's share of every gathered row's answer: [N, D] in y's dtype."""
+        return weighted_sum(y_RD, self.routing, self.topk_weights_NK)
 
 
 def pick_local(

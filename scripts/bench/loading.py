@@ -57,17 +57,17 @@ def write(folder: Path, rank: Rank, num_files: int) -> int:
     """Everything the rank holds, in files as a release has them, a few at once; returns the bytes."""
     names = list(rank.tensors)
     share = -(-len(names) // num_files)
-    weight_map = {
-        name: f"model-{number // share + 1:05d}-of-{num_files:05d}.safetensors"
-        for number, name in enumerate(names)
+    parts = {
+        f"model-{number + 1:05d}-of-{num_files:05d}.safetensors": names[first : first + share]
+        for number, first in enumerate(range(0, len(names), share))
     }
 
     def save_part(file: str) -> None:
-        part = [name for name in names if weight_map[name] == file]
-        save_file({name: rank.tensors[name].cpu() for name in part}, folder / file)
+        save_file({name: rank.tensors[name].cpu() for name in parts[file]}, folder / file)
 
     with ThreadPoolExecutor(WRITERS) as pool:
-        list(pool.map(save_part, sorted(set(weight_map.values()))))
+        list(pool.map(save_part, parts))
+    weight_map = {name: file for file, part in parts.items() for name in part}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return sum(tensor.nbytes for tensor in rank.tensors.values())
 

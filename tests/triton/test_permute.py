@@ -6,6 +6,7 @@ import torch
 from kernels.all2all.base import ExpertInput
 from kernels.device_routing import max_places, route_on_device
 from kernels.permute import expert_bounds, route, weighted_sum
+from kernels.triton import weighted_sum as kernel
 from kernels.triton.scan_counts import scan_counts
 from tests.triton.device import DEVICE, compiled_only
 
@@ -105,7 +106,8 @@ def test_rows_go_there_and_back(shape, dtype: torch.dtype, width: int):
     assert out_ND.dtype == dtype and out_ND.shape == x_ND.shape
     torch.testing.assert_close(out_ND.cpu().float(), expected_ND, atol=2e-2, rtol=2e-2)
     kept_ND, first, end = torch.zeros_like(out_ND), num_rows // 3, num_rows // 2
-    again_ND = weighted_sum(y_RD, routing, weights_NK.to(DEVICE), (first, end, kept_ND))
+    kept = first, end, kept_ND
+    again_ND = kernel.weighted_sum(y_RD, routing.place_NK, weights_NK.to(DEVICE), kept)
     again_ND[first:end] = kept_ND[first:end]
     assert torch.equal(out_ND, again_ND) and not kept_ND[:first].any() and not kept_ND[end:].any()
 
