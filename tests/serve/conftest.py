@@ -18,5 +18,9 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
+    """It also stops as told: at SIGINT with nothing to do, within ten seconds, and leaves nothing."""
     with running(tmp_path_factory.mktemp("server"), checkpoint) as server:
         yield server
+        seconds, left = server.stop()
+    assert seconds < 10 and not left, (seconds, left)
+    assert server.process.returncode == 0, server.log.read_text()

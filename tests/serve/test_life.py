@@ -22,7 +22,7 @@ from tests.serve.server import (
 
 
 def test_stops_within_ten_seconds_and_leaves_nothing(tmp_path, checkpoint):
-    """With nothing to do; below with a stream under way."""
+    """By SIGTERM with nothing to do; by SIGINT the shared server does (conftest.py), below with a stream under way."""
     with running(tmp_path, checkpoint, cluster={"ranks": 1}) as server:
         assert len(server.ranks()) == 1
         seconds, left = server.stop(signal.SIGTERM)
