@@ -2,9 +2,9 @@
 
 from ray.serve import Application
 
-from cluster.api_keys import load_digests
-from cluster.config import load_config
-from cluster.ingress import deploy
+from cluster.config.api_keys import load_digests
+from cluster.config.phalanx_config import load_config
+from cluster.ingress.ingress import deploy
 
 
 def build(args: dict[str, str]) -> Application:

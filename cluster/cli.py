@@ -15,8 +15,8 @@ import typer
 from cluster.bench.command import bench
 
 if TYPE_CHECKING:
-    from cluster.check import CheckReport
-    from cluster.config import PhalanxConfig
+    from cluster.commands.check import CheckReport
+    from cluster.config.phalanx_config import PhalanxConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,7 +60,7 @@ def _options(
 def serve(config: ConfigPath, overrides: Overrides = None) -> None:
     """Start the server and serve until Ctrl-C."""
     settings = _load(config, overrides)
-    from cluster.serve import ServerError, run_server
+    from cluster.commands.serve import ServerError, run_server
 
     with _user_errors(ServerError, code=1), _user_errors(ValueError):
         run_server(settings)
@@ -79,7 +79,7 @@ def check(
         return
     from rich.console import Console
 
-    from cluster.check import render
+    from cluster.commands.check import render
 
     render(report, Console(highlight=False, markup=False, soft_wrap=True))
 
@@ -94,7 +94,7 @@ def top(
     ] = 1.0,
 ) -> None:
     """Show what the ranks of a running server do, until Ctrl-C."""
-    from cluster.top import UnreachableError, watch
+    from cluster.commands.top import UnreachableError, watch
 
     with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
         watch(url, once=once, as_json=as_json, interval=interval)
@@ -113,11 +113,11 @@ def trace(
     out: Annotated[Path, typer.Option(help="Where to write, without the ending.")] = Path("trace"),
     layers: Annotated[int, typer.Option(min=1, help="Layers to draw, from the middle.")] = 3,
 ) -> None:
-    """Run a step on the configured ranks, whole and in microbatches, and draw when what ran."""
+    """Run a step on the configured ranks, whole and in ubatches, and draw when what ran."""
     settings = _load(config, overrides)
-    from cluster.config import ConfigError
-    from cluster.serve import ServerError
-    from cluster.trace import trace as run
+    from cluster.commands.serve import ServerError
+    from cluster.commands.trace import trace as run
+    from cluster.config.phalanx_config import ConfigError
 
     with _user_errors(ServerError, code=1), _user_errors(ConfigError, ValueError):
         run(settings, mode, tokens, out, layers, typer.echo)
@@ -126,7 +126,7 @@ def trace(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the YAML."""
-    from cluster.config import json_schema
+    from cluster.config.phalanx_config import json_schema
 
     typer.echo(json.dumps(json_schema(), indent=2))
 
@@ -155,7 +155,7 @@ def make_checkpoint(
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
 ) -> None:
     """Write a small random Qwen3-MoE checkpoint with a byte-level tokenizer, offline."""
-    from workers import checkpoint
+    from workers.weights import checkpoint
 
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         typer.echo(f"error: {path} is not empty; --overwrite replaces a checkpoint there", err=True)
@@ -185,20 +185,20 @@ def make_checkpoint(
 
 
 def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
-    from cluster.config import ConfigError, load_config
+    from cluster.config.phalanx_config import ConfigError, load_config
 
     with _user_errors(ConfigError):
         return load_config(path, overrides or [])
 
 
 def _checked(config: "PhalanxConfig") -> "CheckReport":
-    from cluster.api_keys import ApiKeyError
-    from cluster.check import check as resolve
-    from cluster.config import ConfigError
-    from kernels.select import KernelChoiceError
-    from workers.kernel_choice import GraphsUnavailableError
+    from cluster.commands.check import check as resolve
+    from cluster.config.api_keys import ApiKeyError
+    from cluster.config.phalanx_config import ConfigError
+    from kernels.backends.select import BackendChoiceError
+    from workers.rank.backend_choice import GraphsUnavailableError
 
-    with _user_errors(ApiKeyError, ConfigError, KernelChoiceError, GraphsUnavailableError):
+    with _user_errors(ApiKeyError, ConfigError, BackendChoiceError, GraphsUnavailableError):
         return resolve(config)
 
 

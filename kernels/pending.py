@@ -10,37 +10,37 @@ T = TypeVar("T")
 class _OfThread(threading.local):
     """What a thread does before it waits, and in the middle of a slice's turn."""
 
-    hand_over: Callable[[], None] | None = None
-    catch_up: Callable[[], None] | None = None
+    yield_ubatch: Callable[[], None] | None = None
+    wait_previous_ubatch: Callable[[], None] | None = None
 
 
 _of_thread = _OfThread()
 
 
-def set_hand_over(
-    hand_over: Callable[[], None] | None, catch_up: Callable[[], None] | None = None
+def set_yield_ubatch(
+    yield_ubatch: Callable[[], None] | None, wait_previous_ubatch: Callable[[], None] | None = None
 ) -> None:
-    """From now on `wait` on this thread calls `hand_over` first, where other work can go on; None: it just waits.
+    """From now on `wait` on this thread calls `yield_ubatch` first, where other work can go on; None: it just waits.
 
-    catch_up    what `after_other_slices` does from now on; None: nothing
+    wait_previous_ubatch    what `wait_previous_ubatch` does from now on; None: nothing
     """
-    _of_thread.hand_over, _of_thread.catch_up = hand_over, catch_up
+    _of_thread.yield_ubatch, _of_thread.wait_previous_ubatch = yield_ubatch, wait_previous_ubatch
 
 
-def hands_over() -> bool:
+def can_yield_ubatch() -> bool:
     """Whether `wait` on this thread lets other work go on first."""
-    return _of_thread.hand_over is not None
+    return _of_thread.yield_ubatch is not None
 
 
-def after_other_slices() -> None:
+def wait_previous_ubatch() -> None:
     """What this thread gives its stream next begins after all that other slices gave theirs before they handed over.
 
     Called in the middle of what a slice computes between two exchanges, where slices have streams of their own.
     Attention then finds what earlier slices have written to its cache. And no long kernel keeps from the SMs
     the short ones that come before another slice's exchange: ranks would wait for it, with nothing left to compute.
     """
-    if _of_thread.catch_up is not None:
-        _of_thread.catch_up()
+    if _of_thread.wait_previous_ubatch is not None:
+        _of_thread.wait_previous_ubatch()
 
 
 class Pending(Generic[T]):
@@ -61,9 +61,9 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """The result; raises what the exchange raised. Where slices of a step alternate, the others run first."""
         if self._finish is not None:
-            hand_over = _of_thread.hand_over
-            if hand_over is not None:
-                hand_over()
+            yield_ubatch = _of_thread.yield_ubatch
+            if yield_ubatch is not None:
+                yield_ubatch()
         return self.result()
 
     def result(self) -> T:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from kernels.config import KernelsConfig
-from workers.log import LogFormat, LogLevel
+from kernels.backends.config import KernelsConfig
+from workers.stats.log import LogFormat, LogLevel
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -95,7 +95,7 @@ class CacheConfig(Section):
 
 
 class OverlapConfig(Section):
-    """Microbatches: one slice of a step communicates while another one computes."""
+    """Ubatches: one slice of a step communicates while another one computes."""
 
     mode: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -108,7 +108,7 @@ class OverlapConfig(Section):
         """YAML 1.1 reads a bare `on` or `off` as a boolean."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
-    num_microbatches: int = Field(2, ge=2, le=8, description="Slices of a step.")
+    num_ubatches: int = Field(2, ge=2, le=8, description="Slices of a step.")
     min_decode_tokens: Auto | PositiveInt = Field(
         "auto", description="Fewest sequences of a rank, all decoding, that are worth cutting."
     )
@@ -133,6 +133,6 @@ class RankConfig(Section):
     num_nodes: int = Field(1, ge=1)
     device: Literal["cpu", "cuda"]
     threads: int = Field(ge=1, description="CPU threads of a rank's torch operators.")
-    exchange_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")
+    vote_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"

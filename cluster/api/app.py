@@ -14,31 +14,31 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from cluster.api.answer.chunks import error_body, to_json
+from cluster.api.answer.respond import JobResponse
 from cluster.api.auth import ApiKeyAuth
 from cluster.api.backend import EngineBackend
-from cluster.api.chunks import error_body, to_json
 from cluster.api.gate import AdmittedResponse, Gate
-from cluster.api.job import JobFactory
-from cluster.api.json_body import read_json_object
-from cluster.api.metrics_routes import add_metrics_routes
 from cluster.api.middleware import RequestContext
-from cluster.api.openapi import body_schema, complete_openapi
-from cluster.api.page import add_page_routes
-from cluster.api.protocol import (
+from cluster.api.record import Recorder
+from cluster.api.request.job import JobFactory
+from cluster.api.request.json_body import read_json_object
+from cluster.api.request.protocol import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     parse_chat,
     parse_completion,
 )
-from cluster.api.record import Recorder
-from cluster.api.respond import JobResponse
+from cluster.api.routes.metrics_routes import add_metrics_routes
+from cluster.api.routes.openapi import body_schema, complete_openapi
+from cluster.api.routes.page import add_page_routes
+from cluster.api.routes.tokenization import add_tokenization_routes
+from cluster.api.routes.utility import add_utility_routes
 from cluster.api.settings import ApiSettings, package_version
-from cluster.api.tokenization import add_tokenization_routes
 from cluster.api.tokenizer import ServingTokenizer
-from cluster.api.utility import add_utility_routes
 from cluster.errors import BadRequestError, ClientTimeoutError, NotFoundError, ServingError
-from cluster.metrics import IngressMetrics
+from cluster.metrics.metrics import IngressMetrics
 
 BackendProvider = Callable[[], EngineBackend]
 

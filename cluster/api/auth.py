@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.api.chunks import error_body
-from cluster.api_keys import digest
+from cluster.api.answer.chunks import error_body
+from cluster.config.api_keys import digest
 from cluster.errors import AuthenticationError
 
 _PROBES = ("/live", "/ready", "/health", "/ping", "/load", "/metrics", "/ranks", "/version")

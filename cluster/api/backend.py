@@ -3,8 +3,8 @@
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
-from cluster.metrics_snapshot import Snapshot
-from workers.request import RequestOutput, SamplingParams
+from cluster.metrics.snapshot import Snapshot
+from workers.wire.request import RequestOutput, SamplingParams
 
 
 class EngineBackend(Protocol):
@@ -46,7 +46,7 @@ class EngineBackend(Protocol):
         ...
 
     async def rank_stats(self) -> list[dict[str, Any]]:
-        """Per rank, in rank order: `workers.stats.EngineStats.snapshot()`."""
+        """Per rank, in rank order: `workers.stats.stats.EngineStats.snapshot()`."""
         ...
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:

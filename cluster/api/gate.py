@@ -12,7 +12,7 @@ from contextlib import suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.chunks import DONE, error_event
+from cluster.api.answer.chunks import DONE, error_event
 from cluster.errors import (
     BadRequestError,
     EngineDeadError,

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.gate import STARTED
 from cluster.api.record import REQUEST_ID
-from cluster.metrics import IngressMetrics
+from cluster.metrics.metrics import IngressMetrics
 
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 

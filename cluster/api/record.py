@@ -9,9 +9,9 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from cluster.api.job import Choice, Job
-from cluster.metrics import IngressMetrics
-from workers.request import RequestOutput, RequestTimes
+from cluster.api.request.job import Choice, Job
+from cluster.metrics.metrics import IngressMetrics
+from workers.wire.request import RequestOutput, RequestTimes
 
 logger = logging.getLogger(__name__)
 

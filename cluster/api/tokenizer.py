@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from cluster.detokenizer import DecoderFactory
+from cluster.api.answer.detokenizer import DecoderFactory
 from cluster.errors import BadRequestError
 
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

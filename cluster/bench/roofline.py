@@ -7,7 +7,7 @@ its share of the requests and of the experts, and a copy of everything else.
 from dataclasses import dataclass
 
 from cluster.bench.step_work import StepPart, StepShape, step_work
-from workers.models.config import Qwen3MoeConfig
+from workers.models.qwen3_moe.config import Qwen3MoeConfig
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kernels.placement import ExpertPlacement
-from workers.models.config import Qwen3MoeConfig
-from workers.models.tensors import DTYPE_BYTES, kv_block_bytes, rank_tensors
+from kernels.routing.placement import ExpertPlacement
+from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.weights.tensors import DTYPE_BYTES, kv_block_bytes, rank_tensors
 
 
 class StepPart(StrEnum):

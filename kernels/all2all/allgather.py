@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
-from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.all2all.payload import Gathered, RowFormat, permute_local
 from kernels.pending import Pending
-from kernels.permute import ExpertOrder
+from kernels.routing.permute import Permutation
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 has alone.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,7 +28,7 @@ class AllGatherAllToAll(AllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        order: ExpertOrder,
+        order: Permutation,
         row_format: RowFormat,
     ):
         self._group = group
@@ -45,7 +45,7 @@ class AllGatherAllToAll(AllToAll):
 
         def finish() -> ExpertInput:
             work.wait()
-            return pick_local(*self._format.fields(rows_NW), self._order, None)
+            return permute_local(*self._format.fields(rows_NW), self._order, None)
 
         return Pending(finish)
 

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from kernels.all2all.side_stream import SideStream
-from kernels.device_routing import DeviceRouting, routing_in_order
+from kernels.all2all.comm_stream import CommStream
 from kernels.pending import Pending
+from kernels.routing.device_routing import DeviceRouting, routing_in_order
 
 Layout = Literal["contiguous", "masked"]
 
 
-def total(sums: torch.Tensor) -> torch.Tensor:
+def sum_partials(sums: torch.Tensor) -> torch.Tensor:
     """[T, D] of what `combine` gives: parts [P, T, D] are added in float32."""
     return sums if sums.dim() == 2 else sums.sum(0, dtype=torch.float32).to(sums.dtype)
 
@@ -46,7 +46,7 @@ class ExpertInput:
             return self.x_RD
         from kernels.triton.scatter_rows import scatter_rows
 
-        return scatter_rows(self.x_RD, self.routing.place_NK, self.routing.num_places)
+        return scatter_rows(self.x_RD, self.routing.permuted_idx_NK, self.routing.num_places)
 
     def places(self) -> DeviceRouting:
         """`routing`, or that of rows which are in order already."""
@@ -83,7 +83,7 @@ class AllToAll(ABC):
     call with the same number of rows (padding rows carry `topk_idx == -1` and reach no expert); `graph`
     that dispatch and combine never wait on the host, so that CUDA graphs can hold them.
     `sm_choices` are the limits on its SMs worth trying beside compute, none where it takes no limit.
-    `stream`, where set, is what an exchange runs on (side_stream.py says behind what).
+    `stream`, where set, is what an exchange runs on (comm_stream.py says behind what).
     All ranks of the group call dispatch and combine in the same order; `max_in_flight` dispatches may wait for
     their combine at once, None for any number.
     """
@@ -94,7 +94,7 @@ class AllToAll(ABC):
     graph: bool = False
     max_in_flight: int | None = None
     sm_choices: tuple[int, ...] = ()
-    stream: SideStream | None = None
+    stream: CommStream | None = None
 
     @abstractmethod
     def dispatch(
@@ -110,12 +110,12 @@ class AllToAll(ABC):
     def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
         """Weighted sum over each token's experts, back at its rank, in y's dtype.
 
-        It is [T, D], or parts [P, T, D] that are still to be added (`total`), which may lie in the exchange's
+        It is [T, D], or parts [P, T, D] that are still to be added (`sum_partials`), which may lie in the exchange's
         own memory: there until the next dispatch. y_RD are the experts' outputs in expert order; a token without
         experts gets zeros.
         """
 
-    def room(self, num_rows: int) -> torch.Tensor | None:
+    def dispatch_buffer(self, num_rows: int) -> torch.Tensor | None:
         """[T, D] in the model's dtype, rows maybe strided, where T rows spare `dispatch` to bring them; None: nowhere.
 
         It may be written once somebody has waited for the combine of the dispatch before.

@@ -1,6 +1,6 @@
 """What each all-to-all needs, in which order `auto` tries them, what they keep, and how they are built.
 
-Used by `kernels.select` alone.
+Used by `kernels.backends.select` alone.
 """
 
 import os
@@ -22,14 +22,14 @@ from kernels.all2all.peer_memory import HEADER_BYTES, peer_memory_missing
 from kernels.all2all.shm import ShmAllToAll, slot_bytes
 from kernels.all2all.symm import SymmAllToAll, peer_bytes
 from kernels.all2all.torch_dist import TorchDistAllToAll
+from kernels.backends.missing import Missing
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.choice import triton_missing
-from kernels.missing import Missing
-from kernels.permute import ExpertOrder
-from kernels.shm import SHM_FOLDER, segment_bytes
+from kernels.host.shm import SHM_FOLDER, segment_bytes
+from kernels.routing.permute import Permutation
 
 if TYPE_CHECKING:
-    from kernels.select import KernelContext
+    from kernels.backends.select import BackendContext
 
 PEER_MEMORY: dict[str, type[SymmAllToAll]] = {
     "copy_engine": CopyEngineAllToAll,
@@ -89,7 +89,9 @@ def order(device: str, num_ranks: int) -> dict[str, str]:
     }
 
 
-def obstacle(name: str, device: str, absent: Mapping[str, str], shape: ExchangeShape) -> str | None:
+def unsupported_reason(
+    name: str, device: str, absent: Mapping[str, str], shape: ExchangeShape
+) -> str | None:
     """Why this all-to-all cannot run, or None. `absent` is what `missing` found."""
     num_ranks, num_nodes = shape.num_ranks, shape.num_nodes
     if name in absent:
@@ -99,7 +101,7 @@ def obstacle(name: str, device: str, absent: Mapping[str, str], shape: ExchangeS
     if name != "local" and num_ranks == 1:
         return "there is only one rank, so there is nothing to exchange"
     if name in deepep_choice.NAMES:
-        return deepep_choice.obstacle(name, device, shape)
+        return deepep_choice.unsupported_reason(name, device, shape)
     if name in PEER_MEMORY and device != "cuda":
         return "it runs on GPUs only"
     if name in ("shm", *PEER_MEMORY) and num_nodes > 1:
@@ -139,11 +141,11 @@ def step_bytes(name: str, row_format: RowFormat, *, num_ranks: int, max_num_toke
     }.get(name, 0)
 
 
-def build(name: str, context: "KernelContext", grouped_gemm: GroupedGemm) -> AllToAll:
+def build(name: str, context: "BackendContext", grouped_gemm: GroupedGemm) -> AllToAll:
     """The exchange of one rank; collective, except for `local`."""
     placement, max_num_tokens = context.placement, context.max_num_tokens
     experts = placement.local_experts(context.rank)
-    expert_order = ExpertOrder(
+    expert_order = Permutation(
         experts,
         num_experts=placement.num_experts,
         device=context.device,

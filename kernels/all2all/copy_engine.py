@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from kernels.all2all.base import ExpertInput
+from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.payload import Gathered
-from kernels.all2all.side_stream import Mark, behind_current
 from kernels.all2all.stream_signals import StreamSignals
 from kernels.all2all.symm import SymmAllToAll
-from kernels.device_routing import DeviceRouting
 from kernels.pending import Pending
+from kernels.routing.device_routing import DeviceRouting
 
 KERNEL_ROWS = 256  # up to here kernels are as good beside compute, on two H200
 
@@ -49,12 +49,12 @@ class CopyEngineAllToAll(SymmAllToAll):
         rows_TW = self._gathered_rows(num_rows)[own]
         self._format.pack_into(rows_TW, x_TD, topk_idx_TK, topk_weights_TK)
         start = self._rows_at + own.start * self._format.row_bytes
-        with behind_current(self.stream):
+        with on_comm_stream(self.stream):
             for peer in self._peers():
                 place = self._memory.of(peer)[start : start + rows_TW.numel()]
                 place.copy_(rows_TW.view(-1))
             self._rows_here.exchange(torch.cuda.current_stream())
-        return self._pick(num_rows, Mark(self.stream))
+        return self._pick(num_rows, StreamEvent(self.stream))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         num_rows: int = handle.origin
@@ -67,16 +67,16 @@ class CopyEngineAllToAll(SymmAllToAll):
         assert isinstance(routing, DeviceRouting)
         gathered_rTD = self._gathered_sums(num_rows)
         kept = (own.start, own.stop, gathered_rTD.flatten(0, 1))
-        sums_ND = weighted_sum(y_RD, routing.place_NK, handle.topk_weights_NK, kept)
+        sums_ND = weighted_sum(y_RD, routing.permuted_idx_NK, handle.topk_weights_NK, kept)
         sums_rTD = sums_ND.view_as(gathered_rTD)
         size = sums_rTD[0].numel() * sums_rTD.element_size()
         start = self._sums_at + self._rank * size
-        with behind_current(self.stream):
+        with on_comm_stream(self.stream):
             for peer in self._peers():
                 sums = sums_rTD[peer].view(-1).view(torch.uint8)
                 self._memory.of(peer)[start : start + size].copy_(sums)
             self._sums_here.exchange(torch.cuda.current_stream())
-        mark = Mark(self.stream, sums_rTD)
+        mark = StreamEvent(self.stream, sums_rTD)
 
         def finish() -> torch.Tensor:
             mark.wait()
@@ -84,7 +84,7 @@ class CopyEngineAllToAll(SymmAllToAll):
 
         return Pending(finish)
 
-    def room(self, num_rows: int) -> torch.Tensor | None:
+    def dispatch_buffer(self, num_rows: int) -> torch.Tensor | None:
         if not self._copies(num_rows):
             return None
         return self._format.fields(self._gathered_rows(num_rows)[self._own(num_rows)])[0]

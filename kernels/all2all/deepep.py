@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.deepep_limits import MAX_SMS, NAMES
-from kernels.all2all.payload import Gathered, pick_local
-from kernels.all2all.side_stream import Mark, behind_current
+from kernels.all2all.payload import Gathered, permute_local
 from kernels.pending import Pending
-from kernels.permute import ExpertOrder
+from kernels.routing.permute import Permutation
 
 NEEDED_VERSION = "1.2.1"
 DISTRIBUTIONS = ("deep_ep", "sgl-deep-ep")
@@ -142,7 +142,7 @@ class DeepEpAllToAll(AllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        order: ExpertOrder,
+        order: Permutation,
         *,
         num_experts: int,
         hidden_size: int,
@@ -184,14 +184,14 @@ class DeepEpAllToAll(AllToAll):
             topk_weights_TK.contiguous(),
         )
         if not len(x_TD):  # then on all ranks
-            return Pending.ready(pick_local(*inputs, self._order, None))
-        with behind_current(self.stream):
+            return Pending.ready(permute_local(*inputs, self._order, None))
+        with on_comm_stream(self.stream):
             received = self._send(*inputs)
-        sent = Mark(self.stream, inputs)
+        sent = StreamEvent(self.stream, inputs)
 
         def finish() -> ExpertInput:
             sent.wait()
-            return pick_local(*received[:3], self._order, received[3])
+            return permute_local(*received[:3], self._order, received[3])
 
         return Pending(finish)
 
@@ -200,9 +200,9 @@ class DeepEpAllToAll(AllToAll):
         sums_ND = handle.partial_sums(y_RD)
         if way is None:
             return Pending.ready(sums_ND)
-        with behind_current(self.stream):
+        with on_comm_stream(self.stream):
             out_TD, _, _ = self._buffer.combine(sums_ND, way.handle, config=way.combine_config)
-        sent = Mark(self.stream, sums_ND, way)
+        sent = StreamEvent(self.stream, sums_ND, way)
 
         def finish() -> torch.Tensor:
             sent.wait()

@@ -1,4 +1,4 @@
-"""DeepEP's two modes as `kernels.select` sees them: what is missing, how they are built, what they keep."""
+"""DeepEP's two modes as `kernels.backends.select` sees them: what is missing, how they are built, what they keep."""
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,12 @@ from kernels.all2all.deepep_limits import (
     low_latency_buffer_bytes,
     low_latency_rows,
     normal_buffer_bytes,
-    obstacle,
+    unsupported_reason,
 )
 from kernels.all2all.deepep_low_latency import DeepEpLowLatencyAllToAll
 from kernels.grouped_gemm.base import GroupedGemm
-from kernels.permute import ExpertOrder
-from kernels.placement import ExpertPlacement
+from kernels.routing.permute import Permutation
+from kernels.routing.placement import ExpertPlacement
 
 __all__ = [
     "EXCHANGES",
@@ -26,8 +26,8 @@ __all__ = [
     "kept_bytes",
     "low_latency_rows",
     "missing",
-    "obstacle",
     "recognised",
+    "unsupported_reason",
 ]
 
 NORMAL, LOW_LATENCY = NAMES
@@ -60,7 +60,7 @@ def build(
             device=device,
         )
     local_ids = range(len(placement.local_experts(group.rank())))
-    order = ExpertOrder(
+    order = Permutation(
         local_ids,
         num_experts=num_experts,
         device=device,

@@ -33,7 +33,7 @@ class ExchangeShape:
     max_num_tokens: int | None = None
 
 
-def obstacle(name: str, device: str, shape: ExchangeShape) -> str | None:
+def unsupported_reason(name: str, device: str, shape: ExchangeShape) -> str | None:
     """Why this one of NAMES cannot carry `shape`, or None."""
     if device != "cuda":
         return "it runs on GPUs only"

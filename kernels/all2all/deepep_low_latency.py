@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, MaskedInput
+from kernels.all2all.comm_stream import CommStream, StreamEvent, on_comm_stream
 from kernels.all2all.deepep import load_deep_ep, peers_are_here
 from kernels.all2all.deepep_limits import low_latency_rows
-from kernels.all2all.side_stream import Mark, SideStream, behind_current
 from kernels.pending import Pending
 
 MIN_QUEUE_DEPTH = 1024  # DeepEP's default for RDMA work requests
@@ -40,16 +40,16 @@ class _Way:
 class _Outstanding:
     """A send whose rows were not received yet: `receive` does it, once, on the stream that sent."""
 
-    def __init__(self, hook: Callable[[], None], stream: SideStream | None, inputs: Any):
+    def __init__(self, hook: Callable[[], None], stream: CommStream | None, inputs: Any):
         self._hook: Callable[[], None] | None = hook
         self._stream, self._inputs = stream, inputs
-        self._mark: Mark | None = None
+        self._mark: StreamEvent | None = None
 
     def receive(self) -> None:
         if self._hook is not None:
             hook, self._hook = self._hook, None
             hook()
-            self._mark = Mark(self._stream, self._inputs)
+            self._mark = StreamEvent(self._stream, self._inputs)
             self._inputs = None
 
     def wait(self) -> None:
@@ -105,7 +105,7 @@ class _SharedBuffer:
 
     def send(
         self,
-        stream: SideStream | None,
+        stream: CommStream | None,
         launch: Callable[..., tuple[Any, ...]],
         *inputs: Any,
         **options: Any,
@@ -113,7 +113,7 @@ class _SharedBuffer:
         """Run `launch`, whose last result is the hook that receives; what comes before it is returned."""
         if self._last is not None:
             self._last.receive()
-        with behind_current(stream):
+        with on_comm_stream(stream):
             *results, hook = launch(*inputs, return_recv_hook=True, **options)
         self._last = _Outstanding(hook, stream, inputs)
         return results, self._last

@@ -6,9 +6,9 @@ T tokens, D hidden, K experts per token, R routed rows.
 import torch
 
 from kernels.all2all.base import AllToAll, ExpertInput
-from kernels.all2all.payload import Gathered, pick_local
+from kernels.all2all.payload import Gathered, permute_local
 from kernels.pending import Pending
-from kernels.permute import ExpertOrder
+from kernels.routing.permute import Permutation
 
 
 class LocalAllToAll(AllToAll):
@@ -17,13 +17,13 @@ class LocalAllToAll(AllToAll):
     name = "local"
     graph = True
 
-    def __init__(self, order: ExpertOrder):
+    def __init__(self, order: Permutation):
         self._order = order
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput]:
-        return Pending.ready(pick_local(x_TD, topk_idx_TK, topk_weights_TK, self._order, None))
+        return Pending.ready(permute_local(x_TD, topk_idx_TK, topk_weights_TK, self._order, None))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         return Pending.ready(handle.partial_sums(y_RD))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from kernels.all2all.base import ExpertInput
-from kernels.device_routing import DeviceRouting
-from kernels.permute import ExpertOrder, Routing, weighted_sum
+from kernels.routing.device_routing import DeviceRouting
+from kernels.routing.permute import Permutation, Routing, weighted_sum
 
 ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 
@@ -85,11 +85,11 @@ class Gathered:
         return weighted_sum(y_RD, self.routing, self.topk_weights_NK)
 
 
-def pick_local(
+def permute_local(
     x_ND: torch.Tensor,
     topk_idx_NK: torch.Tensor,
     topk_weights_NK: torch.Tensor,
-    order: ExpertOrder,
+    order: Permutation,
     origin: Any,
 ) -> ExpertInput:
     """Of gathered rows, those of this rank's experts.

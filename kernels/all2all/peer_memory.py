@@ -8,7 +8,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from kernels.out_of_memory import is_out_of_memory
+from kernels.host.out_of_memory import is_out_of_memory
 
 HEADER_BYTES = 4096  # words by which ranks tell each other that something has arrived
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

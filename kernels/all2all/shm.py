@@ -11,8 +11,8 @@ import torch
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm_rows import Routed, Slots, slot_rows
+from kernels.host.shm import SharedMemoryGroup
 from kernels.pending import Pending
-from kernels.shm import SharedMemoryGroup
 
 
 class ShmAllToAll(AllToAll):

@@ -16,7 +16,7 @@ import torch
 from kernels.all2all.base import ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.native.library import load_or_none
-from kernels.permute import expert_bounds, route_numpy, sum_rows
+from kernels.routing.permute import expert_bounds, route_numpy, sum_rows
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
-from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
+from kernels.all2all.payload import Gathered, RowFormat, permute_local
 from kernels.all2all.peer_memory import HEADER_BYTES, PeerMemory
-from kernels.all2all.side_stream import Mark, behind_current
-from kernels.device_routing import DeviceRouting
 from kernels.pending import Pending
-from kernels.permute import ExpertOrder
-from kernels.placement import ExpertPlacement
+from kernels.routing.device_routing import DeviceRouting
+from kernels.routing.permute import Permutation
+from kernels.routing.placement import ExpertPlacement
 
 WARPS = 16  # of one SM
 VALUES_OF_A_WARP = 512
@@ -49,7 +49,7 @@ class SymmAllToAll(AllToAll):
         self,
         group: dist.ProcessGroup,
         placement: ExpertPlacement,
-        order: ExpertOrder,
+        order: Permutation,
         row_format: RowFormat,
         device: torch.device,
         max_num_tokens: int,
@@ -88,16 +88,16 @@ class SymmAllToAll(AllToAll):
     ) -> Pending[ExpertInput]:
         self._begin(x_TD.shape[0])
         inputs = x_TD.contiguous(), topk_idx_TK.contiguous(), topk_weights_TK.contiguous()
-        with behind_current(self.stream):
+        with on_comm_stream(self.stream):
             self._push_rows(*inputs)
-        return self._pick(x_TD.shape[0], Mark(self.stream, inputs))
+        return self._pick(x_TD.shape[0], StreamEvent(self.stream, inputs))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         self._busy = False
         out_TD = y_RD.new_empty(handle.origin, y_RD.shape[1])
-        with behind_current(self.stream):
+        with on_comm_stream(self.stream):
             self._push_sums(y_RD, handle, out_TD)
-        mark = Mark(self.stream, y_RD, handle)
+        mark = StreamEvent(self.stream, y_RD, handle)
 
         def finish() -> torch.Tensor:
             mark.wait()
@@ -127,11 +127,11 @@ class SymmAllToAll(AllToAll):
         sums = self._memory.local[self._sums_at : end].view(self._format.dtype)
         return sums.view(self._num_ranks, num_rows, self._format.hidden_size)
 
-    def _pick(self, num_rows: int, mark: Mark) -> Pending[ExpertInput]:
+    def _pick(self, num_rows: int, mark: StreamEvent) -> Pending[ExpertInput]:
         def finish() -> ExpertInput:
             mark.wait()
             fields = self._format.fields(self._gathered_rows(num_rows))
-            return pick_local(*fields, self._order, num_rows)
+            return permute_local(*fields, self._order, num_rows)
 
         return Pending(finish)
 
@@ -163,7 +163,7 @@ class SymmAllToAll(AllToAll):
         assert isinstance(routing, DeviceRouting) and y_RD.is_contiguous()
         push_sums_kernel[self._grid(self._num_ranks * num_rows)](
             y_RD,
-            routing.place_NK,
+            routing.permuted_idx_NK,
             self._memory.local[self._rows_at :],
             self._gathered_sums(num_rows),
             self._memory.bases_r,

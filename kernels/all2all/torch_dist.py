@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
-from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.all2all.payload import Gathered, RowFormat, permute_local
 from kernels.pending import Pending
-from kernels.permute import ExpertOrder, sum_rows
-from kernels.placement import ExpertPlacement
+from kernels.routing.permute import Permutation, sum_rows
+from kernels.routing.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TorchDistAllToAll(AllToAll):
         self,
         group: dist.ProcessGroup,
         placement: ExpertPlacement,
-        order: ExpertOrder,
+        order: Permutation,
         row_format: RowFormat,
         device: torch.device,
         max_num_tokens: int,
@@ -67,7 +67,7 @@ class TorchDistAllToAll(AllToAll):
 
         def finish() -> ExpertInput:
             work.wait()
-            return pick_local(*self._format.fields(rows_NW), self._order, route)
+            return permute_local(*self._format.fields(rows_NW), self._order, route)
 
         return Pending(finish)
 

@@ -58,7 +58,7 @@ class AttentionSpec:
 class Attention(ABC):
     """plan() once a forward, then one call a layer, which also writes the new K and V to the cache.
 
-    On GPUs it calls `after_other_slices` between what writes and what reads the cache.
+    On GPUs it calls `wait_previous_ubatch` between what writes and what reads the cache.
     """
 
     name: str

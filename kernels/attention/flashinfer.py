@@ -34,8 +34,8 @@ from kernels.attention.flashinfer_decodes import (
 )
 from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
 from kernels.attention.flashinfer_modules import import_failure
-from kernels.hopper import on_hopper
-from kernels.pending import after_other_slices
+from kernels.host.hopper import on_hopper
+from kernels.pending import wait_previous_ubatch
 
 MIN_VERSION = (0, 6, 6)
 NEEDED_BESIDE = {
@@ -77,7 +77,7 @@ def flashinfer_missing(device: torch.device) -> str | None:
     return None
 
 
-def shape_obstacle(dtype: torch.dtype, head_dim: int | None) -> str | None:
+def shape_unsupported_reason(dtype: torch.dtype, head_dim: int | None) -> str | None:
     """Why it cannot run a model of this dtype and head dim, or None."""
     if dtype not in DTYPES:
         return f"it computes in float16 or bfloat16, model.dtype is {str(dtype)[6:]}"
@@ -217,7 +217,7 @@ class FlashInferAttention(Attention):
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         self._store_kv(k_Thd, v_Thd, self._slots, *self._layers[layer])
-        after_other_slices()
+        wait_previous_ubatch()
         return self._attend((q_THd, k_Thd, v_Thd), layer)
 
     def norm_rotate_store(
@@ -230,7 +230,7 @@ class FlashInferAttention(Attention):
     ) -> None:
         caches = self._layers[layer]
         self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
-        after_other_slices()
+        wait_previous_ubatch()
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
         heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from kernels.cuda_environment import share_compiled_kernels
-from kernels.hopper import on_hopper
+from kernels.host.cuda_environment import share_compiled_kernels
+from kernels.host.hopper import on_hopper
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
-from kernels.pending import after_other_slices
+from kernels.pending import wait_previous_ubatch
 
 QUERY_CHUNK = (
     512  # query rows of one call: bounds the mask and skips most of the keys above the diagonal
@@ -97,7 +97,7 @@ class SdpaAttention(Attention):
         if num_rows > num_tokens:
             k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
         self._store(k_Thd, v_Thd, cache)
-        after_other_slices()
+        wait_previous_ubatch()
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if num_rows > num_tokens:
             out_THd[num_tokens:] = 0

@@ -1,6 +1,6 @@
 """What each grouped GEMM needs, in which order `auto` tries them, and how they are built.
 
-Used by `kernels.select` alone. Imports a vendor's package only to see whether it works, or to build.
+Used by `kernels.backends.select` alone. Imports a vendor's package only to see whether it works, or to build.
 """
 
 import functools
@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional as F
 
+from kernels.backends.missing import Missing
 from kernels.block_fp8 import BLOCK
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.deepgemm import (
@@ -23,7 +24,6 @@ from kernels.grouped_gemm.native import NativeGroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.grouped_gemm.torch_grouped import ROW_ALIGNMENT, TorchGroupedGemm
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
-from kernels.missing import Missing
 
 GEMMS: dict[str, type[GroupedGemm]] = {
     gemm.name: gemm
@@ -109,7 +109,7 @@ def order(device: str, *, fp8_checkpoint: bool = False) -> dict[str, str]:
     }
 
 
-def shape_obstacle(
+def shape_unsupported_reason(
     name: str, device: str, dtype: torch.dtype, hidden_size: int, expert_width: int
 ) -> str | None:
     """Why a backend that is there cannot compute this model's experts, or None."""

@@ -15,9 +15,9 @@ import torch
 
 from kernels.all2all.base import ExpertInput, MaskedInput
 from kernels.block_fp8 import BlockWeights, quantise_blocks
-from kernels.cache_folder import cache_folder
 from kernels.grouped_gemm.base import GroupedGemm
-from kernels.pending import after_other_slices
+from kernels.host.cache_folder import cache_folder
+from kernels.pending import wait_previous_ubatch
 
 DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm")
 FITS = "sgl-deep-gemm 0.1.4.post1 is for torch 2.11, each release for one torch"
@@ -92,14 +92,14 @@ class DeepGemm(GroupedGemm):
             return torch.empty_like(x_ND[:0])
         h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.ends_e)
         activated = self._activate(h_R2I.unsqueeze(0), routing.ends_e[num_experts - 1 :])
-        after_other_slices()
+        wait_previous_ubatch()
         return self._contiguous(_first(activated), w2_eDI, routing.ends_e)
 
     def call_masked(self, masked: MaskedInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
         """y_eMD in bfloat16; rows from counts_e on are undefined."""
         x = masked.x_eMD if masked.scale_eMS is None else (masked.x_eMD, masked.scale_eMS)
         activated = self._activate(self._masked(x, w13_e2ID, masked), masked.counts_e)
-        after_other_slices()
+        wait_previous_ubatch()
         return self._masked(activated, w2_eDI, masked)
 
     def _fetch(self, expert_input: ExpertInput) -> Any:
@@ -156,7 +156,7 @@ class DeepGemmFp8(DeepGemm):
 
     def _fetch(self, expert_input: ExpertInput) -> Any:
         routing = expert_input.places()
-        return self._scatter(expert_input.x_RD, routing.place_NK, routing.num_places)
+        return self._scatter(expert_input.x_RD, routing.permuted_idx_NK, routing.num_places)
 
     def _contiguous(self, x_RD: Any, weights: BlockWeights, ends_e: torch.Tensor) -> torch.Tensor:
         rows = x_RD[0]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kernels.all2all.base import ExpertInput
 from kernels.grouped_gemm.base import GroupedGemm
-from kernels.pending import after_other_slices
+from kernels.pending import wait_previous_ubatch
 
 ROW_ALIGNMENT = 16  # bytes; grouped_mm refuses other strides
 
@@ -41,7 +41,7 @@ class TorchGroupedGemm(GroupedGemm):
             return torch.empty_like(x_RD)
         h_R2I = F.grouped_mm(x_RD, w13_e2ID.transpose(-2, -1), offs=offs_e)
         activated = _silu_mul(h_R2I, offs_e)
-        after_other_slices()
+        wait_previous_ubatch()
         return F.grouped_mm(activated, w2_eDI.transpose(-2, -1), offs=offs_e)
 
 

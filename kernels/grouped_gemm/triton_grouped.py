@@ -9,10 +9,10 @@ R places, D hidden, I expert width, e local experts.
 import torch
 
 from kernels.all2all.base import ExpertInput
-from kernels.device_routing import DeviceRouting
 from kernels.grouped_gemm.base import GroupedGemm
-from kernels.hopper import on_hopper
-from kernels.pending import after_other_slices
+from kernels.host.hopper import on_hopper
+from kernels.pending import wait_previous_ubatch
+from kernels.routing.device_routing import DeviceRouting
 
 
 class TritonGroupedGemm(GroupedGemm):
@@ -47,7 +47,7 @@ class TritonGroupedGemm(GroupedGemm):
         bounds = (routing.starts_e, routing.ends_e, routing.num_places)
         product, num_sms = self._kernel.grouped_gemm, self._num_sms
         h_RI = product(x, row_R, w13_e2ID, *bounds, gated=True, tile=up, num_sms=num_sms)
-        after_other_slices()
+        wait_previous_ubatch()
         return product(h_RI, None, w2_eDI, *bounds, gated=False, tile=down, num_sms=num_sms)
 
     def _tiles(self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None):

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kernels.cache_folder import cache_folder
+from kernels.host.cache_folder import cache_folder
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # What lets sums be reordered and so vectorised; not -ffast-math, which also changes the whole process's rounding.

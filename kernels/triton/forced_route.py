@@ -1,4 +1,4 @@
-"""Triton kernel of `kernels.forced_routing`: each token's experts by a law. T tokens, E experts, K chosen."""
+"""Triton kernel of `kernels.routing.forced_routing`: each token's experts by a law. T tokens, E experts, K chosen."""
 
 import torch
 import triton

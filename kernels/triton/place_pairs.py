@@ -119,35 +119,38 @@ def place_pairs_chunk_kernel(
 def place_pairs(
     topk_idx_NK: torch.Tensor, experts: range, num_places: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """place_NK, row_R, bounds_3e: see `kernels.device_routing`.
+    """permuted_idx_NK, row_R, bounds_3e: see `kernels.routing.device_routing`.
 
     topk_idx_NK int64 or int32, rows may be strided. N > 0 and e > 0. Does not wait for the device.
     """
     num_pairs, device = topk_idx_NK.numel(), topk_idx_NK.device
     assert topk_idx_NK.stride(1) == 1 and num_pairs and len(experts)
     bins = max(32, triton.next_power_of_2(len(experts) + 1))
-    place_NK = torch.empty(topk_idx_NK.shape, dtype=torch.int32, device=device)
-    row_R, bounds_3e = place_NK.new_empty(num_places), place_NK.new_empty(3, len(experts))
+    permuted_idx_NK = torch.empty(topk_idx_NK.shape, dtype=torch.int32, device=device)
+    row_R, bounds_3e = (
+        permuted_idx_NK.new_empty(num_places),
+        permuted_idx_NK.new_empty(3, len(experts)),
+    )
     ids = topk_idx_NK, topk_idx_NK.stride(0)
     sizes = {"TOP_K": topk_idx_NK.shape[1], "NUM_EXPERTS": len(experts), "BINS": bins}
     for pairs, warps in ALONE:
         if num_pairs <= pairs:
             place_pairs_few_kernel[(len(experts),)](
-                *(*ids, place_NK, row_R, bounds_3e, num_pairs, experts.start),
+                *(*ids, permuted_idx_NK, row_R, bounds_3e, num_pairs, experts.start),
                 **sizes,
                 PAIRS=pairs,
                 ALIGNMENT=alignment,
                 num_warps=warps,
             )
-            return place_NK, row_R, bounds_3e
+            return permuted_idx_NK, row_R, bounds_3e
     before = count_pairs(topk_idx_NK, experts, bins=bins, chunk=CHUNK)
     scan_counts(before)
     num_chunks = triton.cdiv(num_pairs, CHUNK)
     place_pairs_chunk_kernel[(num_chunks,)](
-        *(*ids, before, place_NK, row_R, bounds_3e, num_pairs, num_chunks, experts.start),
+        *(*ids, before, permuted_idx_NK, row_R, bounds_3e, num_pairs, num_chunks, experts.start),
         **sizes,
         CHUNK=CHUNK,
         ALIGNMENT=alignment,
         num_warps=4,
     )
-    return place_NK, row_R, bounds_3e
+    return permuted_idx_NK, row_R, bounds_3e

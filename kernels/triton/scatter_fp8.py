@@ -41,11 +41,11 @@ def scatter_fp8_kernel(
 
 
 def scatter_fp8(
-    x_ND: torch.Tensor, place_NK: torch.Tensor, num_places: int
+    x_ND: torch.Tensor, permuted_idx_NK: torch.Tensor, num_places: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 [R, D] and float32 scales [R, S] whose places are contiguous; R and D multiples of 4 and 128."""
     num_rows, width = x_ND.shape
-    assert x_ND.stride(1) == 1 and place_NK.is_contiguous()
+    assert x_ND.stride(1) == 1 and permuted_idx_NK.is_contiguous()
     assert width % GROUP == 0 and num_places % 4 == 0, (width, num_places)
     num_groups = width // GROUP
     out_RD = torch.empty(num_places, width, dtype=torch.float8_e4m3fn, device=x_ND.device)
@@ -55,12 +55,12 @@ def scatter_fp8(
         scatter_fp8_kernel[(num_rows, triton.cdiv(num_groups, block))](
             x_ND,
             x_ND.stride(0),
-            place_NK,
+            permuted_idx_NK,
             out_RD,
             scale_SR,
             num_places,
             num_groups,
-            TOP_K=place_NK.shape[1],
+            TOP_K=permuted_idx_NK.shape[1],
             BLOCK_S=block,
             GROUP=GROUP,
             num_warps=4,

@@ -24,20 +24,22 @@ def scatter_rows_kernel(
             tl.store(out_ptr + place * width + columns, x, mask=columns < width)
 
 
-def scatter_rows(x_ND: torch.Tensor, place_NK: torch.Tensor, num_places: int) -> torch.Tensor:
-    """[R, D] with row n at each of place_NK[n]; -1 goes nowhere, and other places stay as they were."""
+def scatter_rows(
+    x_ND: torch.Tensor, permuted_idx_NK: torch.Tensor, num_places: int
+) -> torch.Tensor:
+    """[R, D] with row n at each of permuted_idx_NK[n]; -1 goes nowhere, and other places stay as they were."""
     num_rows, width = x_ND.shape
-    assert x_ND.stride(1) == 1 and place_NK.is_contiguous()
+    assert x_ND.stride(1) == 1 and permuted_idx_NK.is_contiguous()
     out_RD = torch.empty(num_places, width, dtype=x_ND.dtype, device=x_ND.device)
     block = min(MAX_BLOCK, triton.next_power_of_2(width))
     if num_rows:
         scatter_rows_kernel[(num_rows, triton.cdiv(width, block))](
             x_ND,
             x_ND.stride(0),
-            place_NK,
+            permuted_idx_NK,
             out_RD,
             width,
-            TOP_K=place_NK.shape[1],
+            TOP_K=permuted_idx_NK.shape[1],
             BLOCK=block,
             num_warps=4 if block > 512 else 1,
         )

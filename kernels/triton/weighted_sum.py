@@ -42,7 +42,7 @@ def weighted_sum_kernel(
 
 def weighted_sum(
     y_RD: torch.Tensor,
-    place_NK: torch.Tensor,
+    permuted_idx_NK: torch.Tensor,
     topk_weights_NK: torch.Tensor,
     kept: tuple[int, int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
@@ -50,8 +50,10 @@ def weighted_sum(
 
     `kept` (first, end, kept_ND): rows first to end go to the same rows of kept_ND and are undefined in the result.
     """
-    num_rows, width = place_NK.shape[0], y_RD.shape[1]
-    assert y_RD.is_contiguous() and place_NK.is_contiguous() and topk_weights_NK.stride(1) == 1
+    num_rows, width = permuted_idx_NK.shape[0], y_RD.shape[1]
+    assert (
+        y_RD.is_contiguous() and permuted_idx_NK.is_contiguous() and topk_weights_NK.stride(1) == 1
+    )
     out_ND = torch.empty(num_rows, width, dtype=y_RD.dtype, device=y_RD.device)
     first, end, kept_ND = kept or (0, 0, out_ND)
     assert kept_ND.shape == out_ND.shape and kept_ND.is_contiguous()
@@ -59,7 +61,7 @@ def weighted_sum(
     if num_rows:
         weighted_sum_kernel[(num_rows, triton.cdiv(width, block))](
             y_RD,
-            place_NK,
+            permuted_idx_NK,
             topk_weights_NK,
             topk_weights_NK.stride(0),
             out_ND,
@@ -67,7 +69,7 @@ def weighted_sum(
             first,
             end,
             width,
-            TOP_K=place_NK.shape[1],
+            TOP_K=permuted_idx_NK.shape[1],
             BLOCK=block,
             num_warps=4 if block > 512 else 1,
         )

@@ -20,16 +20,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kernels import select
 from kernels.all2all.base import AllToAll, MaskedInput
+from kernels.all2all.comm_stream import CommStream
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
-from kernels.all2all.payload import RowFormat, pick_local
-from kernels.all2all.side_stream import SideStream
+from kernels.all2all.payload import RowFormat, permute_local
 from kernels.attention.base import AttentionSpec
+from kernels.backends import select
 from kernels.block_fp8 import BLOCK
 from kernels.grouped_gemm import choice as gemms
-from kernels.permute import ExpertOrder
-from kernels.placement import ExpertPlacement
+from kernels.routing.permute import Permutation
+from kernels.routing.placement import ExpertPlacement
 from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
 from scripts.bench.all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
 from scripts.bench.processes import Report, add_limits, limits_from_now, run_group
@@ -50,7 +50,7 @@ class Rank:
         self.placement = ExpertPlacement(args.experts, args.ranks)
         local = self.placement.local_experts(rank)
         self.gemm = gemms.build(args.gemm)
-        self.order = ExpertOrder(
+        self.order = Permutation(
             local,
             num_experts=args.experts,
             device=self.device,
@@ -64,7 +64,7 @@ class Rank:
         )
         self.side, self.all_sms = None, 0
         if args.device == "cuda":
-            self.side = SideStream(priority=-1)
+            self.side = CommStream(priority=-1)
             self.all_sms = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def draw(self, num_tokens: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,11 +84,11 @@ class Rank:
     def base(self, num_tokens: int) -> dict[str, float]:
         """What no exchange avoids: bytes over links, and routing and weighted sums of the gathered rows."""
         rows, starts = self.gathered(num_tokens), self.placement.starts
-        routed = pick_local(*rows, self.order, None)
+        routed = permute_local(*rows, self.order, None)
         y_RD = torch.randn_like(routed.in_order())
 
         def here(_: int) -> None:
-            pick_local(*rows, self.order, None).handle.partial_sums(y_RD)
+            permute_local(*rows, self.order, None).handle.partial_sums(y_RD)
 
         runs = {"here_us": repeated(here, IN_GRAPH, graph=self.args.device == "cuda")}
         each = zip(range(self.args.ranks), rows[1].chunk(self.args.ranks), strict=True)
@@ -111,7 +111,7 @@ class Rank:
 
     def build(self, selection: select.Selection, max_num_tokens: int) -> AllToAll:
         """Collective."""
-        context = select.KernelContext(
+        context = select.BackendContext(
             device=self.device,
             dtype=self.args.dtype,
             rank=self.rank,
@@ -179,7 +179,7 @@ class Rank:
 
     def experts(self, num_tokens: int) -> Callable[[int], None]:
         """This rank's experts of all ranks' rows, which are here already."""
-        routed = pick_local(*self.gathered(num_tokens), self.order, None)
+        routed = permute_local(*self.gathered(num_tokens), self.order, None)
 
         def experts(_: int) -> None:
             self.gemm(routed, *self.weights)

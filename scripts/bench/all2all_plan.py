@@ -3,8 +3,8 @@
 import argparse
 from dataclasses import dataclass
 
-from kernels import select
-from kernels.config import KernelsConfig
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
 
 BACKENDS = ("symm", "copy_engine", "allgather", "deepep", "deepep_low_latency", "torch_dist")
 SM_LIMITED = ("symm", "deepep")
@@ -63,7 +63,7 @@ def plan(
             try:
                 selection = _select(args, capabilities, variant, tokens)
                 sizes.append(tokens)
-            except select.KernelChoiceError as error:
+            except select.BackendChoiceError as error:
                 no.append(tokens)
                 reason = reason or error.reason
         if no and selection is not None:
@@ -80,7 +80,7 @@ def plan(
 def _select(
     args: argparse.Namespace, capabilities: select.Capabilities, variant: Variant, tokens: int
 ) -> select.Selection:
-    """Raises KernelChoiceError where the backend cannot carry `tokens` rows of a rank."""
+    """Raises BackendChoiceError where the backend cannot carry `tokens` rows of a rank."""
     config = KernelsConfig(
         all2all=variant.backend, grouped_gemm=variant.gemm or args.gemm, attention="sdpa"
     )

@@ -8,10 +8,10 @@ import json
 import random
 import time
 
-from cluster.config import load_config, resolve_rank_config
-from workers.rank import Rank
-from workers.rank_info import Rendezvous
-from workers.request import EngineRequest, RequestOutput, SamplingParams
+from cluster.config.phalanx_config import load_config, resolve_rank_config
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
+from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 
 class Loop:

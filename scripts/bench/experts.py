@@ -20,9 +20,9 @@ import torch
 
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY, low_latency_rows
-from kernels.all2all.payload import pick_local
+from kernels.all2all.payload import permute_local
 from kernels.grouped_gemm import choice as gemms
-from kernels.permute import ExpertOrder
+from kernels.routing.permute import Permutation
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
@@ -51,7 +51,7 @@ class Layers:
         if not filled:
             w13 = self.gemm.empty_weights(experts, 2 * width, hidden, **new)
             self.weights.append((w13, self.gemm.empty_weights(experts, hidden, width, **new)))
-        self.order = ExpertOrder(
+        self.order = Permutation(
             range(experts),
             num_experts=args.experts,
             device=self.device,
@@ -70,7 +70,7 @@ class Layers:
 
     def products(self, num_tokens: int, layout: str) -> Callable[[int], torch.Tensor]:
         """Calls the product of one layer or another on the same rows."""
-        routed = pick_local(*self.draw(num_tokens), self.order, None)
+        routed = permute_local(*self.draw(num_tokens), self.order, None)
         rows: Any = routed
         if layout == "masked":
             rows = self.masked(num_tokens, routed.places().ends_e - routed.places().starts_e)
@@ -97,11 +97,11 @@ class Layers:
     def measure(self, num_tokens: int, layout: str) -> dict[str, Any]:
         """Microseconds of a layer and of its parts, and how many rows and experts took part."""
         drawn = self.draw(num_tokens)
-        routed = pick_local(*drawn, self.order, None)
+        routed = permute_local(*drawn, self.order, None)
         products = self.products(num_tokens, layout)
 
         def whole(index: int) -> None:
-            routed = pick_local(*drawn, self.order, None)
+            routed = permute_local(*drawn, self.order, None)
             weights = self.weights[index % len(self.weights)]
             routed.handle.partial_sums(self.gemm(routed, *weights))
 
@@ -171,7 +171,9 @@ def plan(args: argparse.Namespace, missing: dict[str, str]) -> tuple[list[str], 
     refused: dict[str, str] = {}
     for backend in args.backends:
         shape = (args.dtype, args.hidden, args.width)
-        reason = missing.get(backend) or gemms.shape_obstacle(backend, args.device, *shape)
+        reason = missing.get(backend) or gemms.shape_unsupported_reason(
+            backend, args.device, *shape
+        )
         if reason is not None:
             refused[backend] = reason
             continue

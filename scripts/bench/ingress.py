@@ -21,19 +21,19 @@ import ray
 import typer
 from ray import serve
 
-from cluster import supervisor
-from cluster.config import PhalanxConfig, load_config
-from cluster.ingress import Ingress
-from cluster.serve import RAY_ENVIRONMENT
+from cluster.commands.serve import RAY_ENVIRONMENT
+from cluster.config.phalanx_config import PhalanxConfig, load_config
+from cluster.group import supervisor
+from cluster.ingress.ingress import Ingress
 from scripts.bench import ROOT
 from scripts.bench.results import origin, save
 from scripts.bench.servers import free_port
-from workers.actor import RankActor
-from workers.inbox import Inbox
-from workers.open_requests import OpenRequests
-from workers.rank_info import RankInfo
-from workers.request import EngineRequest, RequestOutput
-from workers.stats import EngineStats
+from workers.engine.open_requests import OpenRequests
+from workers.rank.actor import RankActor
+from workers.rank.rank_info import RankInfo
+from workers.stats.stats import EngineStats
+from workers.wire.inbox import Inbox
+from workers.wire.request import EngineRequest, RequestOutput
 
 RESULTS = ROOT / "docs" / "results" / "ingress"
 CONNECTIONS = 32

@@ -22,15 +22,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels.placement import ExpertPlacement
+from kernels.routing.placement import ExpertPlacement
 from scripts.bench import ROOT
 from scripts.bench.results import add_options, origin, save
-from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.initial_weights import draw_weights
-from workers.models.slots import WeightSlot
-from workers.models.tensors import rank_tensors
-from workers.models.weight_files import read_headers
-from workers.models.weight_reader import SlotSource, fill_slots
+from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.weights.files import read_headers
+from workers.weights.initial_weights import draw_weights
+from workers.weights.reader import SlotSource, fill_slots
+from workers.weights.slots import WeightSlot
+from workers.weights.tensors import rank_tensors
 
 MODEL = ROOT / "configs" / "models" / "qwen3-30b-a3b"
 NUM_FILES, WRITERS = 16, 4

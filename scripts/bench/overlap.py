@@ -1,4 +1,4 @@
-"""Times steps whole and in microbatches by turns, for every exchange: what overlap gains, how much it hides.
+"""Times steps whole and in ubatches by turns, for every exchange: what overlap gains, how much it hides.
 
     python -m scripts.bench.overlap --out docs/results/gpu-overlap
 
@@ -27,19 +27,19 @@ from kernels.all2all import choice
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import ExpertInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY
-from kernels.all2all.payload import Gathered, RowFormat, pick_local
+from kernels.all2all.payload import Gathered, RowFormat, permute_local
 from kernels.pending import Pending
-from kernels.permute import ExpertOrder
+from kernels.routing.permute import Permutation
 from scripts.bench import ROOT, gpu_clock
 from scripts.bench.overlap_report import RESIDENT, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
-from workers import process_group
 from workers.config import RankConfig
-from workers.microbatch import alternate
-from workers.overlap_tuning import decode_context
-from workers.rank import Rank
-from workers.rank_info import Rendezvous
+from workers.rank import process_group
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
+from workers.ubatch.tuning import decode_context
+from workers.ubatch.wrapper import alternate
 
 BACKENDS = "copy_engine,symm,deepep,allgather,torch_dist,deepep_low_latency"
 BLOCK_SIZE = 16
@@ -71,7 +71,7 @@ class ResidentRows(AllGatherAllToAll):
 
     max_num_tokens = num_experts = 0  # tokens of a rank, experts of all; set before any is built
 
-    def __init__(self, group: Any, order: ExpertOrder, row_format: RowFormat):
+    def __init__(self, group: Any, order: Permutation, row_format: RowFormat):
         super().__init__(group, order, row_format)
         self._rank = group.rank()
         self._rows: torch.Tensor | None = None
@@ -82,7 +82,7 @@ class ResidentRows(AllGatherAllToAll):
         if self._rows is None:
             self._rows = self._draw(x_TD.device)
         rows = self._rows[: self._num_ranks * len(x_TD)]
-        return Pending(lambda: pick_local(*self._format.fields(rows), self._order, len(x_TD)))
+        return Pending(lambda: permute_local(*self._format.fields(rows), self._order, len(x_TD)))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         begin = self._rank * handle.origin
@@ -107,8 +107,8 @@ class Measurement:
         self._found: dict[str, Any] = {"backends": rank.selection.names()}
         assert rank._sized is not None
         runner, scheduler = rank._sized
-        assert runner.microbatches is not None
-        self._wrapper, self._limit = runner.microbatches, runner.limit_exchange
+        assert runner.ubatches is not None
+        self._wrapper, self._limit = runner.ubatches, runner.limit_exchange
         self._timer = rank.overlap.timer(runner, scheduler, rank.max_model_len)
         largest = rank.overlap.largest(scheduler, rank.max_model_len)
         self._sizes = [
@@ -122,7 +122,7 @@ class Measurement:
 
     def run(self) -> None:
         """All figures of this exchange; collective."""
-        self._found["hand_over"] = self._hand_over()
+        self._found["yield_ubatch"] = self._hand_over()
         exchange = self._wrapper._kernels[0].all2all
         if exchange.sm_choices and self._task.backend != RESIDENT and self._sweep:
             self._found["comm_sms"] = self._try_comm_sms()
@@ -184,13 +184,13 @@ class Measurement:
         best = min(figures, key=lambda limit: figures[limit])
         return None if best == "none" else int(best)
 
-    def _slowest(self, phase: str, num_tokens: int, microbatch: bool) -> float:
+    def _slowest(self, phase: str, num_tokens: int, ubatch: bool) -> float:
         """Seconds of such a step, the median of a few, on the rank where it takes longest."""
-        return max(process_group.gather_objects(self._timer(phase, num_tokens, microbatch)))
+        return max(process_group.gather_objects(self._timer(phase, num_tokens, ubatch)))
 
     def _hand_over(self) -> dict[str, float]:
         """What turns of empty slices cost in a step: each waits twice a layer."""
-        layers, slices = self._rank.model_config.num_hidden_layers, self._wrapper.num_slices
+        layers, slices = self._rank.model_config.num_hidden_layers, self._wrapper.num_ubatches
 
         def waits() -> None:
             for _ in range(2 * layers):
@@ -305,7 +305,7 @@ def task_of(args: argparse.Namespace, backend: str) -> Task:
         num_ranks=args.ranks,
         device=args.device,
         threads=4 if on_gpu else 1,
-        exchange_timeout_s=30,
+        vote_timeout_s=30,
     )
     sizes = tuple(args.prefill), tuple(args.decode), tuple(args.comm_sms)
     return Task(backend, config, *sizes, args.repeats, args.seconds)

@@ -41,7 +41,7 @@ def measured(report: dict[str, Any]) -> dict[str, dict[Step, dict[str, Any]]]:
 def page(report: dict[str, Any], name: str) -> str:
     """All of the .md but its notes."""
     lines = [
-        "# Microbatches: steps whole and in slices, by exchange",
+        "# Ubatches: steps whole and in slices, by exchange",
         "",
         f"{origin_line(report)} {report['ranks']} ranks. Model {report['model']}, random weights, uniform routing; "
         f"`scheduler.cuda_graphs: {report['cuda_graphs']}`.",
@@ -150,7 +150,7 @@ def _others(report: dict[str, Any]) -> Iterator[str]:
             yield f"- {name}: not measured: {figures['missing']}"
             continue
         backends = ", ".join(f"{family} {kind}" for family, kind in figures["backends"].items())
-        cost = figures["hand_over"]
+        cost = figures["yield_ubatch"]
         if figures["failure"] is not None:
             backends += f"; stopped early: {figures['failure']}"
         yield (

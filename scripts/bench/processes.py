@@ -16,7 +16,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ["torch", "torch.distributed", "kernels.select"]  # imported once for all groups
+PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "kernels.backends.select",
+]  # imported once for all groups
 POLL_S, END_S = 0.05, 10.0
 Work = Callable[..., None]  # (rank, report, folder, *args); of a module, so that processes find it
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cluster.bench import machine
-from kernels import cuda_environment
+from kernels.host import cuda_environment
 from scripts.bench import ROOT
 
 PACKAGES = ("triton", "deep_ep", "sgl-deep-ep", "sgl-deep-gemm", "flashinfer-python")

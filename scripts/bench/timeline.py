@@ -20,15 +20,15 @@ import torch
 
 from cluster.bench.roofline import Hardware, Part, step_floor, step_floors
 from cluster.bench.step_work import StepShape
-from cluster.config import load_config, resolve_rank_config
+from cluster.config.phalanx_config import load_config, resolve_rank_config
 from scripts.bench import ROOT
 from scripts.bench.processes import add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
 from scripts.bench.timeline_ranks import State, run_rank
 from scripts.bench.timeline_report import draw, page
 from workers.config import RankConfig
-from workers.models.config import load_model_config
-from workers.process_group import local_rendezvous
+from workers.models.qwen3_moe.config import load_model_config
+from workers.rank.process_group import local_rendezvous
 
 STATES = (
     State("decode", 128, 1024, 2048),

@@ -27,17 +27,17 @@ from scripts.bench.timeline_events import (
     read_trace,
     summarise,
 )
-from workers import exchange
 from workers.config import RankConfig
-from workers.engine import Engine
-from workers.forward_batch import ForwardBatchBuilder
-from workers.host_copy import HostCopies
-from workers.model_runner import ModelRunner
-from workers.rank import Rank
-from workers.rank_info import Rendezvous, start_stages
-from workers.request import EngineRequest, SamplingParams
-from workers.scheduler import Scheduler
-from workers.token_picker import TokenPicker
+from workers.engine import vote_transport as exchange
+from workers.engine.engine import Engine
+from workers.engine.scheduler import Scheduler
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous, start_stages
+from workers.runner.forward_batch import ForwardBatchBuilder
+from workers.runner.host_copy import HostCopies
+from workers.runner.model_runner import ModelRunner
+from workers.sampling.sampler import Sampler
+from workers.wire.request import EngineRequest, SamplingParams
 
 WARM_UP = 8  # steps of a state before it is timed
 TIMED = {"decode": 60, "prefill": 12}
@@ -224,10 +224,10 @@ class Annotations:
     def __init__(self, rank: Rank):
         attention = type(rank.kernels.attention)
         transports = (
-            exchange.LocalExchange,
-            exchange.SharedMemoryExchange,
-            exchange.DeviceExchange,
-            exchange.GlooExchange,
+            exchange.LocalVoteTransport,
+            exchange.SharedMemoryVoteTransport,
+            exchange.DeviceVoteTransport,
+            exchange.GlooVoteTransport,
         )
         self._methods = [
             (Engine, "step", STEP),
@@ -236,7 +236,7 @@ class Annotations:
             (ModelRunner, "launch", "launch"),
             (ForwardBatchBuilder, "build", "build"),
             *((attention, name, "plan") for name in ("plan", "plan_graph")),
-            (TokenPicker, "pick", SAMPLE),
+            (Sampler, "pick", SAMPLE),
             (HostCopies, "wait", "wait"),
             (Scheduler, "commit", "commit"),
         ]
@@ -255,10 +255,10 @@ class Annotations:
 
 
 def kinds_between(before: dict[Any, int], after: dict[Any, int]) -> dict[str, int]:
-    """Steps by what they were: mode, whether a graph was replayed, whether in microbatches."""
+    """Steps by what they were: mode, whether a graph was replayed, whether in ubatches."""
     found = {}
     for (mode, graph, cut), count in after.items():
         if count > before.get((mode, graph, cut), 0):
-            name = f"{mode}, graph {graph}" + (", microbatches" if cut == "True" else "")
+            name = f"{mode}, graph {graph}" + (", ubatches" if cut == "True" else "")
             found[name] = count - before.get((mode, graph, cut), 0)
     return found

@@ -62,7 +62,7 @@ def page(report: dict[str, Any], name: str) -> str:
         "all ranks in step, no HTTP. Written by `python -m scripts.bench.timeline`.",
         f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
         f"{assumed['link_bytes'] / 1e9:g} GB/s of links. A part's floor is the longest of the three, reading and "
-        "writing what it takes and leaves; the whole step's leaves that out, and everything overlaps. Kernels of "
+        "writing what it takes and leaves; the whole step's leaves that out, and everything overlaps. Backends of "
         "dispatch and combine also wait for other ranks.",
     ]
     for state in report["states"]:
@@ -241,7 +241,7 @@ def _draw_device(
     unit: float,
     named_from: float | None = None,
 ) -> None:
-    """Kernels as bars, a row for each stream; with `named_from` those of 4 % of it or more bear a name."""
+    """Backends as bars, a row for each stream; with `named_from` those of 4 % of it or more bear a name."""
     rows = {stream: -place for place, stream in enumerate(streams)}
     for part in StepPart:
         bars = [span for span in spans if span[1] == part]

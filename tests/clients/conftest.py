@@ -11,7 +11,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from tests.serve.server import ROOT, Server, running
-from workers.checkpoint import CHAT_TEMPLATE
+from workers.weights.checkpoint import CHAT_TEMPLATE
 
 DEMO = ROOT / "configs" / "models" / "demo"
 MODEL = "demo"

@@ -9,7 +9,7 @@ import pytest
 
 from tests.clients.conftest import HELLO, HELLO_ANSWER, chat_body, completion_body, copy_of_demo
 from tests.serve.server import Server, running
-from workers.checkpoint import CHAT_TEMPLATE
+from workers.weights.checkpoint import CHAT_TEMPLATE
 
 KEY = "a-key-of-the-guarded-server"
 TIMEOUT_S = 1.5

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.distributed.rank_pool import RankPool
 from workers.config import RankConfig
-from workers.request import EngineRequest, SamplingParams
+from workers.wire.request import EngineRequest, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,7 @@ def rank_config(
     }
     for name, changes in sections.items():
         values[name] = {**values[name], **changes}
-    return RankConfig(
-        **values, num_ranks=num_ranks, device=device, threads=1, exchange_timeout_s=30
-    )
+    return RankConfig(**values, num_ranks=num_ranks, device=device, threads=1, vote_timeout_s=30)
 
 
 def make_request(name: str, prompt: list[int], **params: Any) -> EngineRequest:
@@ -75,7 +73,7 @@ def run_engines(
     timeout_s: float = 120,
 ) -> list[RankResult]:
     """Run all events to their end on `config.num_ranks` ranks."""
-    from workers.process_group import local_rendezvous
+    from workers.rank.process_group import local_rendezvous
 
     with local_rendezvous() as rendezvous:
         arguments = (config, rendezvous, events, keep_logits, max_steps)
@@ -94,7 +92,7 @@ def _run_rank(
     keep_logits: bool,
     max_steps: int,
 ) -> RankResult:
-    from workers.rank import Rank
+    from workers.rank.rank import Rank
 
     if config.device == "cuda":
         from tests.devices import take_gpu

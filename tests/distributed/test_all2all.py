@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels import select
-from kernels.all2all.base import AllToAll, total
-from kernels.all2all.side_stream import SideStream
+from kernels.all2all.base import AllToAll, sum_partials
+from kernels.all2all.comm_stream import CommStream
 from kernels.attention.base import AttentionSpec
-from kernels.config import KernelsConfig
-from kernels.placement import ExpertPlacement
-from kernels.shm import SharedMemoryGroup
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
+from kernels.host.shm import SharedMemoryGroup
+from kernels.routing.placement import ExpertPlacement
 from tests.devices import take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
 
@@ -108,7 +108,7 @@ def _build(
     num_ranks: int,
     info: GroupInfo,
     device: torch.device,
-) -> tuple[select.Kernels, SharedMemoryGroup | None]:
+) -> tuple[select.Backends, SharedMemoryGroup | None]:
     """The backends of a rank. `copies` is `copy_engine` that always copies."""
     copies = name == "copies"
     name = "copy_engine" if copies else name
@@ -130,7 +130,7 @@ def _build(
         shared_memory = SharedMemoryGroup(
             info.name, rank, num_ranks, slot_bytes=slots, timeout_s=20
         )
-    context = select.KernelContext(
+    context = select.BackendContext(
         device=device,
         rank=rank,
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
@@ -141,12 +141,12 @@ def _build(
     )
     kernels = select.build(selection, context)
     if copies:
-        kernels.all2all.stream, kernels.all2all.kernel_rows = SideStream(device), -1
+        kernels.all2all.stream, kernels.all2all.kernel_rows = CommStream(device), -1
     return kernels, shared_memory
 
 
 def _check_contract(
-    kernels: select.Kernels, case: Case, rank: int, num_ranks: int, device: torch.device
+    kernels: select.Backends, case: Case, rank: int, num_ranks: int, device: torch.device
 ) -> None:
     """Every exchange of the case, `in_flight` at a time, twice over, against the reference."""
     all2all: AllToAll = kernels.all2all
@@ -174,7 +174,7 @@ def _check_contract(
             returned.append(all2all.combine(y_RD, routed.handle))
         tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
         for inputs, pending in zip(drawn, returned, strict=True):
-            out_TD = total(pending.wait())
+            out_TD = sum_partials(pending.wait())
             assert out_TD.dtype == case.dtype and out_TD.device == device
             expected_TD = dense_reference(*inputs, w13, w2)
             torch.testing.assert_close(

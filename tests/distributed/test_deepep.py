@@ -14,10 +14,10 @@ from kernels.all2all.base import MaskedInput
 from kernels.all2all.deepep import DeepEpAllToAll
 from kernels.all2all.deepep_limits import MAX_SMS
 from kernels.all2all.deepep_low_latency import DeepEpLowLatencyAllToAll
+from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
-from kernels.permute import ExpertOrder
-from kernels.select import Kernels
+from kernels.routing.permute import Permutation
 from tests.distributed import deep_ep_fake, test_all2all
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_all2all import CASES, HIDDEN, MAX_TOKENS, Case
@@ -32,7 +32,7 @@ SIXTEEN_BIT = {
 
 def normal(case: Case, num_ranks: int) -> DeepEpAllToAll:
     local_ids = range(case.num_experts // num_ranks)
-    order = ExpertOrder(local_ids, num_experts=case.num_experts, device="cpu", dtype=torch.int64)
+    order = Permutation(local_ids, num_experts=case.num_experts, device="cpu", dtype=torch.int64)
     group = torch.distributed.group.WORLD
     assert group is not None
     return DeepEpAllToAll(
@@ -77,7 +77,7 @@ def run_normal(rank: int, num_ranks: int, info: GroupInfo, cases: dict[str, Case
     deep_ep_fake.install()
     for case in cases.values():
         all2all = normal(case, num_ranks)
-        kernels = Kernels(all2all, ReferenceGroupedGemm(), None)  # type: ignore[arg-type]
+        kernels = Backends(all2all, ReferenceGroupedGemm(), None)  # type: ignore[arg-type]
         test_all2all._check_contract(kernels, case.equal(), rank, num_ranks, CPU)
         all2all.close()
     return deep_ep_fake.FakeBuffer.alive

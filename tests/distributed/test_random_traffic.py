@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
-from workers.checkpoint import make_checkpoint
-from workers.request import EngineRequest
+from workers.weights.checkpoint import make_checkpoint
+from workers.wire.request import EngineRequest
 
 NUM_RANKS, MAX_LEN = 4, 192
 
@@ -48,7 +48,7 @@ def random_traffic(chance: random.Random, num_steps: int) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    ("all2all", "asynchronous", "microbatch", "num_steps"),
+    ("all2all", "asynchronous", "ubatch", "num_steps"),
     [
         ("shm", False, False, 2000),
         ("shm", True, True, 2000),
@@ -59,7 +59,7 @@ def random_traffic(chance: random.Random, num_steps: int) -> list[Event]:
     ],
 )
 def test_everybody_gets_what_they_would_get_alone(
-    rank_pool, checkpoint, all2all, asynchronous, microbatch, num_steps
+    rank_pool, checkpoint, all2all, asynchronous, ubatch, num_steps
 ):
     events = random_traffic(random.Random(all2all), num_steps)
     limits = {"model": {"max_model_len": MAX_LEN}, "cache": {"num_blocks": 26, "block_size": 8}}
@@ -72,14 +72,14 @@ def test_everybody_gets_what_they_would_get_alone(
             "max_num_batched_tokens": 48,
             "async_scheduling": asynchronous,
         },
-        overlap={"mode": "on" if microbatch else "off", "min_decode_tokens": 3},
+        overlap={"mode": "on" if ubatch else "off", "min_decode_tokens": 3},
         **limits,
     )
     results = run_engines(rank_pool, config, events, max_steps=2 * num_steps, timeout_s=240)
     assert len({result.num_steps for result in results}) == 1
     assert sum(result.num_preemptions for result in results) > 0
     for result in results:
-        assert (num_steps // 20 < result.num_microbatched < result.num_steps) == microbatch
+        assert (num_steps // 20 < result.num_microbatched < result.num_steps) == ubatch
 
     requests = {e.request.request_id: e.request for e in events if e.request is not None}
     aborted = {event.abort for event in events if event.abort is not None}

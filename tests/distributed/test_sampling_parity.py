@@ -20,7 +20,7 @@ from tests.distributed.engine_harness import (
     run_engines,
 )
 from tests.distributed.reference import TIE, write_checkpoint
-from workers.request import EngineRequest, TokenLogprobs
+from workers.wire.request import EngineRequest, TokenLogprobs
 
 NEW_TOKENS = 24
 CLOSE = 1e-3

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kernels import shm
+from kernels.host import shm
+from kernels.host.shm import SHM_FOLDER, PeerLeftError, SharedMemoryGroup
 from kernels.pending import Pending
-from kernels.shm import SHM_FOLDER, PeerLeftError, SharedMemoryGroup
 from tests.distributed.rank_pool import GroupInfo, RankPool
 
 SLOT_WORDS = 512

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster import trace_drawing
-from cluster.trace import summary
+from cluster.commands import trace_drawing
+from cluster.commands.trace import summary
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankError
-from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.process_group import local_rendezvous
-from workers.schedule import RankTrace
+from workers.rank.process_group import local_rendezvous
+from workers.trace.spans import RankTrace
+from workers.weights.checkpoint import make_checkpoint
 
 LAYERS = 2
 
@@ -24,8 +24,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def _trace(rank_index, num_ranks, info, config, rendezvous, phase, num_tokens) -> RankTrace:
-    from workers.rank import Rank
-    from workers.trace_step import trace_step
+    from workers.rank.rank import Rank
+    from workers.trace.trace_step import trace_step
 
     rank = Rank(rank_index, config)
     rank.join_group(rendezvous, 30)
@@ -53,10 +53,10 @@ def test_both_forms_of_a_step_are_traced(
         assert (trace.rank, trace.num_tokens, trace.all2all) == (rank, num_tokens, all2all)
         assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
         one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(2)]
-        assert trace.microbatched.order() == one_layer * LAYERS
+        assert trace.ubatched.order() == one_layer * LAYERS
         assert 0 < trace.plain.exposed < trace.plain.seconds
         assert all(seconds > 0 for seconds in trace.unrecorded)
-        for schedule in (trace.plain, trace.microbatched):
+        for schedule in (trace.plain, trace.ubatched):
             assert schedule.num_layers() == LAYERS and 0 <= schedule.hidden_share < 1
             assert schedule.exposed + schedule.hidden <= schedule.seconds
             begin, end = schedule.span_of(1, 1)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kernels import cuda_environment
+from kernels.host import cuda_environment
 from tests.gpu.pools import Pools
 
 # As served ranks do: what a start has compiled serves the tests.

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kernels import select
 from kernels.attention.base import AttentionSpec
-from kernels.config import KernelsConfig
-from kernels.placement import ExpertPlacement
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
+from kernels.routing.placement import ExpertPlacement
 from tests.closeness import calc_diff
 
 HIDDEN, WIDTH, ROOM = 2048, 256, 256
@@ -82,7 +82,7 @@ def dense(inputs: Inputs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     return out_TD
 
 
-def build(name: str, gemm: str, case: Case, rank: int) -> select.Kernels:
+def build(name: str, gemm: str, case: Case, rank: int) -> select.Backends:
     """As a rank of the engine does."""
     torch.cuda.set_device(rank)
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "hidden_size": HIDDEN, "num_ranks": 2}
@@ -95,7 +95,7 @@ def build(name: str, gemm: str, case: Case, rank: int) -> select.Kernels:
         **shape,
         **limits,
     )
-    context = select.KernelContext(
+    context = select.BackendContext(
         device=torch.device("cuda", rank),
         rank=rank,
         group=torch.distributed.group.WORLD,

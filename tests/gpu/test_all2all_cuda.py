@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels import select
-from kernels.all2all.base import AllToAll, total
+from kernels.all2all.base import AllToAll, sum_partials
+from kernels.all2all.comm_stream import CommStream, comm_streams
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
-from kernels.all2all.side_stream import SideStream, side_streams
 from kernels.attention.base import AttentionSpec
-from kernels.config import KernelsConfig
-from kernels.placement import ExpertPlacement
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
+from kernels.routing.placement import ExpertPlacement
 from tests.devices import SHARED, most_ranks, take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_all2all import CASES, run_cases
@@ -47,7 +47,7 @@ def build(name: str, rank: int, num_ranks: int) -> AllToAll:
     shape = {"num_ranks": num_ranks, "dtype": torch.bfloat16, "hidden_size": HIDDEN}
     config = KernelsConfig(all2all=wanted, grouped_gemm="triton")
     selection = select.select(config, select.probe("cuda"), expert_width=64, **shape)
-    context = select.KernelContext(
+    context = select.BackendContext(
         device=torch.device("cuda", torch.cuda.current_device()),
         rank=rank,
         group=dist.group.WORLD,
@@ -60,7 +60,7 @@ def build(name: str, rank: int, num_ranks: int) -> AllToAll:
     )
     all2all = select.build(selection, context).all2all
     if isinstance(all2all, CopyEngineAllToAll) and name == "copies":
-        all2all.stream, all2all.kernel_rows = SideStream(priority=-1), -1
+        all2all.stream, all2all.kernel_rows = CommStream(priority=-1), -1
     return all2all
 
 
@@ -93,10 +93,10 @@ def experts_of(routed, first_expert: int) -> torch.Tensor:
 
 def exchange(all2all: AllToAll, inputs: Inputs) -> torch.Tensor:
     x_TD, *chosen = inputs
-    room = all2all.room(len(x_TD))
+    room = all2all.dispatch_buffer(len(x_TD))
     routed = all2all.dispatch(x_TD if room is None else room.copy_(x_TD), *chosen).wait()
     y_RD = experts_of(routed, first_expert())
-    return total(all2all.combine(y_RD, routed.handle).wait())
+    return sum_partials(all2all.combine(y_RD, routed.handle).wait())
 
 
 def first_expert() -> int:
@@ -158,11 +158,11 @@ def check_graph(all2all: AllToAll, rank: int, num_tokens: int) -> None:
 
 
 def check_two_instances(all2all: AllToAll, name: str, rank: int, num_ranks: int) -> None:
-    """Two slices' exchanges on streams beside the current one, interleaved as microbatches are."""
+    """Two slices' exchanges on streams beside the current one, interleaved as ubatches are."""
     before, device = all2all.stream, torch.device("cuda", torch.cuda.current_device())
     slices = [all2all, build(name, rank, num_ranks)]
     generator = torch.Generator("cuda").manual_seed(rank)
-    for one, stream in zip(slices, side_streams(device, 2), strict=True):
+    for one, stream in zip(slices, comm_streams(device, 2), strict=True):
         one.stream = stream
     worst = torch.zeros((), device="cuda")
     for index in range(60):
@@ -175,7 +175,7 @@ def check_two_instances(all2all: AllToAll, name: str, rank: int, num_ranks: int)
             returned.append(one.combine(y_RD, routed.handle))
             del routed, y_RD
         for inputs, pending in zip(drawn, returned, strict=True):
-            worst = torch.maximum(worst, error_of(total(pending.wait()), inputs))
+            worst = torch.maximum(worst, error_of(sum_partials(pending.wait()), inputs))
     assert worst.item() < 2e-2, worst.item()
     all2all.stream = before
     slices[1].close()

@@ -6,8 +6,8 @@ import torch
 from kernels.attention.base import AttentionSpec, GraphForm
 from kernels.attention.flashinfer import HEAD_DIMS, FlashInferAttention
 from kernels.attention.flashinfer_modules import modules
+from kernels.backends.select import probe
 from kernels.fused import fused_kernels
-from kernels.select import probe
 from tests.unit.test_kernels_attention import BATCHES, NUM_LAYERS, Pages, Seqs, check
 
 MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from kernels.attention import flashinfer
-from kernels.select import probe
+from kernels.backends.select import probe
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
-from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.process_group import local_rendezvous
-from workers.rank import Rank
-from workers.rank_info import Rendezvous
-from workers.step_sync import StepPlan
+from workers.engine.step_sync import StepPlan
+from workers.rank.process_group import local_rendezvous
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
+from workers.weights.checkpoint import make_checkpoint
 
 MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -68,12 +68,12 @@ class Answers:
     num_preemptions: int = 0
     padding: int = 0
 
-    def num_of(self, graph: str, microbatch: bool | None = None) -> int:
+    def num_of(self, graph: str, ubatch: bool | None = None) -> int:
         """Steps that replayed such graphs."""
         return sum(
             number
             for (_, found, cut), number in self.kinds.items()
-            if found == graph and microbatch in (None, cut == "True")
+            if found == graph and ubatch in (None, cut == "True")
         )
 
     def publish(self, _ingress_id: str, outputs: list[Any]) -> None:
@@ -151,7 +151,7 @@ def _form(plan: StepPlan, rank: int) -> str:
         return "asleep"
     if not plan.num_tokens_across_dp[rank]:
         return "idle"
-    return f"{plan.graph_mode.name}{' in slices' if plan.microbatch else ''}"
+    return f"{plan.graph_mode.name}{' in slices' if plan.ubatch else ''}"
 
 
 def _forbid_waiting(runner: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.all2all import deepep
-from kernels.all2all.side_stream import SideStream
+from kernels.all2all.comm_stream import CommStream
 from tests.closeness import calc_diff
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_deepep import MaskedReference
@@ -55,7 +55,7 @@ def contract(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, l
         product = MaskedReference() if gemm == "reference" else None
         layer = Layer(name, "deepgemm" if product else gemm, case, rank, product)
         try:
-            for stream in (None, SideStream()):
+            for stream in (None, CommStream()):
                 layer.all2all.stream = stream
                 layer.check(0, layer(*case.draw(rank, 0)), SUMS)
                 sent = [layer.all2all.dispatch(*case.draw(rank, slot)) for slot in range(3)]
@@ -101,8 +101,11 @@ def received(rank: int, num_ranks: int, info: GroupInfo) -> None:
         assert len(routed.x_RD) == 2 * case.tokens[0] >= count
         assert torch.equal(routed.x_RD[:count], x_ND)
         assert torch.equal(routed.handle.topk_weights_NK[:count], weights_NK)
-        place_NK = routed.routing.place_NK
-        assert torch.equal(place_NK[:count] >= 0, ids_NK >= 0) and (place_NK[count:] == -1).all()
+        permuted_idx_NK = routed.routing.permuted_idx_NK
+        assert (
+            torch.equal(permuted_idx_NK[:count] >= 0, ids_NK >= 0)
+            and (permuted_idx_NK[count:] == -1).all()
+        )
         per_expert = torch.bincount(ids_NK[ids_NK >= 0], minlength=local)
         assert routed.offs_e.tolist() == per_expert.cumsum(0).tolist()
         layer.all2all.close()
@@ -139,7 +142,7 @@ def test_sums_for_any_number_of_sms(pool: RankPool):
 @torch.inference_mode()
 def replays(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, rounds: int) -> None:
     """A graph of two layers gives what eager does, bit by bit, for any inputs; eager runs in between."""
-    for stream in (None, SideStream()):
+    for stream in (None, CommStream()):
         case = Case((96, 96), "padding", num_experts=32, top_k=8)
         layer = Layer(name, gemm, case, rank)
         layer.all2all.stream = stream
@@ -181,7 +184,7 @@ def slices(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, mos
     """Two instances whose exchanges cross each other on a stream of their own, eagerly and in a graph."""
     case = EQUAL["even"]
     layers = [Layer(name, gemm, case, rank) for _ in range(2)]
-    stream = SideStream()
+    stream = CommStream()
     drawn = [case.draw(rank, slot) for slot in range(2)]
     for layer in layers:
         layer.all2all.stream = stream

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.forced_routing import ForcedRouting
+from kernels.routing.forced_routing import ForcedRouting
 from tests.triton.test_forced_route import tokens
 
 pytestmark = [

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.payload import RowFormat
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
-from kernels.permute import ExpertOrder
+from kernels.routing.permute import Permutation
 from tests.triton.test_permute import draw
 
 pytestmark = [
@@ -29,7 +29,7 @@ def group(tmp_path):
 def test_rows_gathered_over_nccl_capture_into_a_graph(group):
     """Views of packed rows: ids, weights and x with strides of whole rows."""
     shape = (96, 8, 128, range(32, 64))
-    order = ExpertOrder(shape[3], num_experts=128, device="cuda")
+    order = Permutation(shape[3], num_experts=128, device="cuda")
     exchange = AllGatherAllToAll(group, order, RowFormat(256, 8, torch.bfloat16))
     gemm, new = TritonGroupedGemm(), {"device": "cuda", "dtype": torch.bfloat16}
     w13, w2 = torch.randn(32, 256, 256, **new) / 16, torch.randn(32, 256, 128, **new) / 11

@@ -15,21 +15,21 @@ import pytest
 import torch
 
 from kernels.attention import flashinfer
-from kernels.hopper import on_hopper
-from kernels.select import probe
+from kernels.backends.select import probe
+from kernels.host.hopper import on_hopper
 from tests.closeness import calc_diff
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
-from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.forward_batch import ForwardBatch, resolve_pending
-from workers.graph_sizes import GraphKey
-from workers.model_runner import ModelRunner
-from workers.rank import Rank
-from workers.rank_info import Rendezvous
-from workers.request import EngineRequest
-from workers.scheduler import ScheduledBatch
-from workers.step_sync import GRAPH_ROWS, GraphMode, StepPlan
+from workers.engine.scheduler import ScheduledBatch
+from workers.engine.step_sync import GRAPH_ROWS, GraphMode, StepPlan
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
+from workers.runner.forward_batch import ForwardBatch, resolve_pending
+from workers.runner.graph_sizes import GraphKey
+from workers.runner.model_runner import ModelRunner
+from workers.weights.checkpoint import make_checkpoint
+from workers.wire.request import EngineRequest
 
 MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -132,9 +132,9 @@ class Compared:
 
     def _compare(self, batch: ForwardBatch, key: GraphKey) -> None:
         runner, prompts = self._runner, key.mode == GraphMode.MIXED
-        attention = runner.microbatches if key.microbatch else runner._attention
+        attention = runner.ubatches if key.ubatch else runner._attention
         form = attention.form(batch, key.rows, prompts=prompts)
-        kind = key.mode.name, form.name, key.microbatch
+        kind = key.mode.name, form.name, key.ubatch
         self.kinds[kind] += 1
         replayed = self._replay(batch, key)
         attention.plan_graph(batch, key.rows, form)
@@ -142,8 +142,8 @@ class Compared:
         if not all(torch.equal(*pair) for pair in zip(replayed, same, strict=True)):
             worst = max(calc_diff(*pair) for pair in zip(replayed, same, strict=True))
             self.wrong.append((*kind, key.rows, batch.num_tokens, worst))
-        if key.microbatch:
-            runner.microbatches.plan(batch, key.rows)
+        if key.ubatch:
+            runner.ubatches.plan(batch, key.rows)
         else:
             runner._attention.plan(batch)
         plain = self._eager(batch, key, batch.num_tokens)
@@ -163,7 +163,7 @@ class Compared:
         runner, input_ids = self._runner, batch.input_ids
         if runner._last_tokens is not None:
             input_ids = resolve_pending(input_ids, runner._last_tokens)
-        model = runner.microbatches if key.microbatch else runner.model
+        model = runner.ubatches if key.ubatch else runner.model
         hidden_TD = model.forward(replace(batch, input_ids=input_ids, num_tokens=num_tokens))
         logits_TV = runner.model.compute_logits(hidden_TD)
         return [rows[: batch.num_tokens] for rows in (hidden_TD, logits_TV)]

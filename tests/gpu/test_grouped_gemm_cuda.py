@@ -10,7 +10,7 @@ from kernels.all2all.base import MaskedInput
 from kernels.all2all.local import LocalAllToAll
 from kernels.grouped_gemm import choice
 from kernels.grouped_gemm.base import GroupedGemm
-from kernels.permute import ExpertOrder
+from kernels.routing.permute import Permutation
 from tests.closeness import calc_diff
 
 pytestmark = [
@@ -73,7 +73,7 @@ class Layer:
         self.w13 = (torch.randn(num_local, 2 * width, hidden, **new) / hidden**0.5).to(dtype)
         self.w2 = (torch.randn(num_local, hidden, width, **new) / width**0.5).to(dtype)
         self.prepared = gemm.prepare(self.w13, self.w2)
-        order = ExpertOrder(
+        order = Permutation(
             case.local,
             num_experts=case.num_experts,
             device="cuda",

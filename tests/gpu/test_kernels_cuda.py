@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels import select
-from kernels.config import KernelsConfig
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
 from tests.distributed.rank_pool import GroupInfo
 from tests.distributed.test_all2all import CASES, Case, run_cases
 from tests.unit.test_kernels_attention import BATCHES, check

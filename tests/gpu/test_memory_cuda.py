@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.placement import ExpertPlacement
+from kernels.routing.placement import ExpertPlacement
 from tests.distributed.engine_harness import rank_config
-from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.device_memory import OutOfDeviceMemoryError
-from workers.models.config import load_model_config
-from workers.models.loader import load_weights
-from workers.models.tensors import kv_block_bytes, rank_weight_bytes
-from workers.rank import Rank
-from workers.rank_info import Rendezvous, start_stages
+from workers.models.qwen3_moe.config import load_model_config
+from workers.rank.device_memory import OutOfDeviceMemoryError
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous, start_stages
+from workers.weights.checkpoint import make_checkpoint
+from workers.weights.loader import load_weights
+from workers.weights.tensors import kv_block_bytes, rank_weight_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -129,7 +129,7 @@ def test_no_room_to_read_a_checkpoint(checkpoint: Path, monkeypatch: pytest.Monk
         with crowded(24 * MIB):
             load_weights(*args, **options)
 
-    monkeypatch.setattr("workers.rank.load_weights", read_in_a_crowd)
+    monkeypatch.setattr("workers.rank.rank.load_weights", read_in_a_crowd)
     # sdpa takes no memory meanwhile.
     found = failed_start(configure(checkpoint, attention="sdpa", num_blocks=64))
     check_error(found, (0, 33 * MIB), "the weights", "cluster.ranks", "model.dtype")

@@ -9,7 +9,7 @@ import torch
 from kernels.attention.base import Attention
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
-from kernels.select import probe
+from kernels.backends.select import probe
 from tests.closeness import calc_diff
 from tests.unit.model_case import Batch, OneRank, make_batch, small_checkpoint
 

@@ -72,9 +72,9 @@ def test_tokens_equal_transformers(pools, checkpoint, references, ranks, all2all
 
 
 @pytest.mark.parametrize(("ranks", "all2all"), EXCHANGES)
-@pytest.mark.parametrize(("grouped_gemm", "num_slices"), [("triton", 2), ("reference", 3)])
+@pytest.mark.parametrize(("grouped_gemm", "num_ubatches"), [("triton", 2), ("reference", 3)])
 def test_in_microbatches_too(
-    pools, checkpoint, references, ranks, all2all, grouped_gemm, num_slices
+    pools, checkpoint, references, ranks, all2all, grouped_gemm, num_ubatches
 ):
     results = _run(
         pools,
@@ -84,6 +84,6 @@ def test_in_microbatches_too(
         all2all,
         grouped_gemm,
         scheduler={"cuda_graphs": False},
-        overlap={"mode": "on", "num_microbatches": num_slices},
+        overlap={"mode": "on", "num_ubatches": num_ubatches},
     )
     assert all(result.num_microbatched > 0 for result in results)

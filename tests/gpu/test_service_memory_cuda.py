@@ -16,9 +16,9 @@ import torch
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.rank_pool import RankPool
 from tests.gpu.test_memory_cuda import GIB, MIB, crowded, free_unused
-from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.request import EngineRequest, RequestOutput, merge
+from workers.weights.checkpoint import make_checkpoint
+from workers.wire.request import EngineRequest, RequestOutput, merge
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,8 +100,8 @@ def test_no_traffic_takes_memory_that_is_not_there(model: Path, num_blocks: int 
 
 
 def _serve(rank_index: int, num_ranks: int, info: Any, config: RankConfig) -> Result:
-    from workers.rank import Rank
-    from workers.rank_info import Rendezvous, start_stages
+    from workers.rank.rank import Rank
+    from workers.rank.rank_info import Rendezvous, start_stages
 
     rank = Rank(rank_index, config)
     rank.join_group(Rendezvous("", 0, "service"), 30)

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.cuda_environment import share_compiled_kernels
-from kernels.hopper import on_hopper
+from kernels.host.cuda_environment import share_compiled_kernels
+from kernels.host.hopper import on_hopper
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.rank_pool import RankPool
-from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.process_group import local_rendezvous
-from workers.rank_info import Rendezvous
+from workers.rank.process_group import local_rendezvous
+from workers.rank.rank_info import Rendezvous
+from workers.weights.checkpoint import make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -112,8 +112,8 @@ def _serve(
     for name in CACHES[:2]:  # a rank's own: it finds nothing there that another one has compiled
         os.environ[name] = str(Path(os.environ[name]) / str(rank_index))
     share_compiled_kernels(os.environ)
-    from workers.rank import Rank
-    from workers.rank_info import start_stages
+    from workers.rank.rank import Rank
+    from workers.rank.rank_info import start_stages
 
     rank = Rank(rank_index, config)
     rank.join_group(rendezvous, 30)

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.select import probe
+from kernels.backends.select import probe
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
-from workers.checkpoint import make_checkpoint
-from workers.process_group import local_rendezvous
-from workers.rank import Rank
-from workers.schedule import RankTrace, Schedule
-from workers.trace_step import trace_step
+from workers.rank.process_group import local_rendezvous
+from workers.rank.rank import Rank
+from workers.trace.spans import RankTrace, Schedule
+from workers.trace.trace_step import trace_step
+from workers.weights.checkpoint import make_checkpoint
 
 MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -80,11 +80,11 @@ def test_both_forms_are_traced(checkpoint: Path, all2all: str, graphs: bool):
         for trace in (prefill, decode):
             one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(2)]
             assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
-            assert trace.microbatched.order() == one_layer * LAYERS
+            assert trace.ubatched.order() == one_layer * LAYERS
             check_times(trace.plain, graphs)
-            check_times(trace.microbatched, graphs)
-            ends = [x.done is not None for x in trace.microbatched.exchanges]
+            check_times(trace.ubatched, graphs)
+            ends = [x.done is not None for x in trace.ubatched.exchanges]
             assert all(ends) if all2all == "copy_engine" else not any(ends), ends
     # So small a model keeps no GPU busy without graphs: the rank that comes last finds its rows there already.
-    hidden = [prefill.microbatched.hidden for prefill, _ in found]
+    hidden = [prefill.ubatched.hidden for prefill, _ in found]
     assert min(hidden) > 0 if graphs else max(hidden) > 0, hidden

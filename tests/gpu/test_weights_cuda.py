@@ -9,19 +9,19 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.block_fp8 import dequantise
-from kernels.forced_routing import ForcedRouting
-from kernels.placement import ExpertPlacement
+from kernels.routing.forced_routing import ForcedRouting
+from kernels.routing.placement import ExpertPlacement
 from tests.closeness import calc_diff
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.distributed.rank_pool import RankPool
 from tests.gpu.test_grouped_gemm_cuda import CASES, Layer, build
 from tests.gpu.test_model_cuda import batches, on_gpu
 from tests.unit.model_case import OneRank, small_checkpoint
-from workers.models import weight_reader
-from workers.models.initial_weights import draw_weights
-from workers.models.slots import BlockSlot, WeightSlot
-from workers.models.weight_files import read_headers
-from workers.models.weight_reader import SlotSource, fill_slots
+from workers.weights import reader as weight_reader
+from workers.weights.files import read_headers
+from workers.weights.initial_weights import draw_weights
+from workers.weights.reader import SlotSource, fill_slots
+from workers.weights.slots import BlockSlot, WeightSlot
 
 pytestmark = [
     pytest.mark.gpu,

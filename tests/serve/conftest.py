@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.server import Server, running
-from workers.checkpoint import make_checkpoint
+from workers.weights.checkpoint import make_checkpoint
 
 
 @pytest.fixture(scope="session")

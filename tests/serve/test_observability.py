@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cluster.top_metrics import Scrape
+from cluster.commands.top_metrics import Scrape
 from tests.serve.server import ROOT, Server, running
 
 NUM_REQUESTS = 24

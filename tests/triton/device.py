@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from kernels.hopper import on_hopper
+from kernels.host.hopper import on_hopper
 
 COMPILED = torch.cuda.is_available()
 DEVICE = "cuda" if COMPILED else "cpu"

@@ -12,8 +12,8 @@ import torch
 
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
-from kernels.device_routing import DeviceRouting, route_on_device
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton.device import DEVICE, FOR_HOPPER
 from tests.triton.symm_ranks import build_ranks
 
@@ -112,13 +112,13 @@ def _experts(at: Inputs) -> None:
 
     aligned = 128 * EXPERTS
     for alignment, num_places in ((1, at.size * TOP_K), (128, aligned)):
-        place_NK, _, bounds_3e = place_pairs(at.ids(), range(EXPERTS), num_places, alignment)
-        y_RD = scatter_rows(at.rows(WIDTH), place_NK, num_places)
+        permuted_idx_NK, _, bounds_3e = place_pairs(at.ids(), range(EXPERTS), num_places, alignment)
+        y_RD = scatter_rows(at.rows(WIDTH), permuted_idx_NK, num_places)
         silu_mul(y_RD.unsqueeze(0), bounds_3e[1, EXPERTS - 1 :])
         weights_NK = at.rows(TOP_K, dtype=torch.float32)
-        out_ND = weighted_sum(y_RD, place_NK, weights_NK)
-        weighted_sum(y_RD, place_NK, weights_NK, (at.size // 2, at.size, out_ND))
-    scatter_fp8(at.rows(256), place_NK, aligned)
+        out_ND = weighted_sum(y_RD, permuted_idx_NK, weights_NK)
+        weighted_sum(y_RD, permuted_idx_NK, weights_NK, (at.size // 2, at.size, out_ND))
+    scatter_fp8(at.rows(256), permuted_idx_NK, aligned)
 
 
 def _exchange(at: Inputs) -> None:

@@ -11,9 +11,9 @@ from kernels.all2all import symm
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.all2all.symm import SymmAllToAll
-from kernels.device_routing import DeviceRouting, route_on_device
-from kernels.permute import ExpertOrder
-from kernels.placement import ExpertPlacement
+from kernels.routing.device_routing import DeviceRouting, route_on_device
+from kernels.routing.permute import Permutation
+from kernels.routing.placement import ExpertPlacement
 
 
 class Memory:
@@ -36,7 +36,7 @@ class Memory:
         return torch.tensor(addresses, device=self.local.device)
 
 
-class DeviceOrder(ExpertOrder):
+class DeviceOrder(Permutation):
     """Routes as on a GPU."""
 
     def route(self, topk_idx_NK: torch.Tensor) -> DeviceRouting:

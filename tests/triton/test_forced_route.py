@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.forced_routing import ForcedRouting, noise_table
+from kernels.routing.forced_routing import ForcedRouting, noise_table
 from kernels.triton.forced_route import forced_route
 from tests.triton.device import DEVICE, compiled_only
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.all2all.base import total
+from kernels.all2all.base import sum_partials
 from kernels.fused import FusedKernels, fused_kernels
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
@@ -58,7 +58,7 @@ def test_add_rms_norm_of_parts(width: int, dtype: torch.dtype):
     """What is added may be in parts: the same as with their sum. The result may go to strided rows."""
     x, parts, weight = randn(5, width, dtype=dtype), randn(3, 5, width, dtype=dtype), randn(width)
     weight = weight.to(dtype)
-    delta, another = total(parts), x.clone()
+    delta, another = sum_partials(parts), x.clone()
     wide = torch.zeros(5, width + 8, dtype=dtype, device=DEVICE)
     out = add_rms_norm(x, parts, weight, 1e-6, wide[:, :width])
     assert out.data_ptr() == wide.data_ptr() and not wide[:, width:].any()

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from kernels.all2all.base import ExpertInput
-from kernels.device_routing import route_on_device
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
+from kernels.routing.device_routing import route_on_device
 from tests.closeness import calc_diff
 from tests.triton.device import DEVICE, compiled_only
 

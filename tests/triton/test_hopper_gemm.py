@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
-from kernels.hopper import on_hopper
+from kernels.host.hopper import on_hopper
 from kernels.triton.grouped_gemm import TileShape, grouped_gemm
 from tests.closeness import calc_diff
 from tests.triton.device import COMPILED, DEVICE, FOR_HOPPER, compiled_only

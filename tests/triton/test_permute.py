@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels.all2all.base import ExpertInput
-from kernels.device_routing import max_places, route_on_device
-from kernels.permute import expert_bounds, route, weighted_sum
+from kernels.routing.device_routing import max_places, route_on_device
+from kernels.routing.permute import expert_bounds, route, weighted_sum
 from kernels.triton import weighted_sum as kernel
 from kernels.triton.scan_counts import scan_counts
 from tests.triton.device import DEVICE, compiled_only
@@ -58,7 +58,7 @@ def test_routes_like_the_cpu(shape, alignment: int, dtype: torch.dtype, strided:
     assert routing.row_R.cpu()[places].tolist() == expected.row_R.tolist()
     place_P = torch.full((num_rows * top_k,), -1, dtype=torch.int32)
     place_P[expected.pair_R] = torch.tensor(places, dtype=torch.int32)
-    assert torch.equal(routing.place_NK.cpu().reshape(-1), place_P)
+    assert torch.equal(routing.permuted_idx_NK.cpu().reshape(-1), place_P)
 
 
 def test_scan_counts_of_many_chunks():
@@ -107,7 +107,7 @@ def test_rows_go_there_and_back(shape, dtype: torch.dtype, width: int):
     torch.testing.assert_close(out_ND.cpu().float(), expected_ND, atol=2e-2, rtol=2e-2)
     kept_ND, first, end = torch.zeros_like(out_ND), num_rows // 3, num_rows // 2
     kept = first, end, kept_ND
-    again_ND = kernel.weighted_sum(y_RD, routing.place_NK, weights_NK.to(DEVICE), kept)
+    again_ND = kernel.weighted_sum(y_RD, routing.permuted_idx_NK, weights_NK.to(DEVICE), kept)
     again_ND[first:end] = kept_ND[first:end]
     assert torch.equal(out_ND, again_ND) and not kept_ND[:first].any() and not kept_ND[end:].any()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.all2all import copy_engine, symm
-from kernels.all2all.base import ExpertInput, total
+from kernels.all2all.base import ExpertInput, sum_partials
 from kernels.all2all.copy_engine import CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat
 from kernels.triton import push_rows, push_sums
@@ -42,7 +42,7 @@ def stream(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(copy_engine, "StreamSignals", lambda memory, at: signals)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found)
     for module in (copy_engine, symm):
-        monkeypatch.setattr(module, "behind_current", lambda stream: nullcontext())
+        monkeypatch.setattr(module, "on_comm_stream", lambda stream: nullcontext())
     return found
 
 
@@ -75,7 +75,7 @@ def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> N
     """An exchange there and back gives each row the sum of its experts' answers."""
     inputs = [draw(num_tokens, seed + rank, dtype) for rank in range(len(ranks))]
     arrivals = [
-        exchange.dispatch(placed(x, exchange.room(num_tokens)), ids, weights)
+        exchange.dispatch(placed(x, exchange.dispatch_buffer(num_tokens)), ids, weights)
         for exchange, (x, ids, weights) in zip(ranks, inputs, strict=True)
     ]
     routed = [arrival.wait() for arrival in arrivals]
@@ -88,7 +88,7 @@ def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> N
         ]
     for (x, ids, weights), sums in zip(inputs, pending, strict=True):
         factor = (weights * (ids + 1)).sum(1, keepdim=True)  # an id of -1 adds nothing
-        assert_near(total(sums.wait()), x.float() * factor, ERRORS)
+        assert_near(sum_partials(sums.wait()), x.float() * factor, ERRORS)
 
 
 @pytest.mark.parametrize(

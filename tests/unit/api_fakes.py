@@ -15,9 +15,9 @@ import httpx
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
-from cluster.metrics_snapshot import Snapshot
-from workers.checkpoint import make_checkpoint
-from workers.request import RequestOutput, SamplingParams, TokenLogprobs
+from cluster.metrics.snapshot import Snapshot
+from workers.weights.checkpoint import make_checkpoint
+from workers.wire.request import RequestOutput, SamplingParams, TokenLogprobs
 
 MODEL = "tiny/model"
 IM_END = 258

@@ -10,11 +10,16 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from workers.checkpoint import SPECIAL_TOKENS, byte_tokenizer, generation_config, save_tokenizer
-from workers.grammar import Grammar, GrammarCompiler
-from workers.grammar_mask import GrammarMasks
-from workers.request import SamplingParams
-from workers.sampler import SamplingBatch, sample
+from workers.sampling.draw import SamplingBatch, sample
+from workers.sampling.grammar import Grammar, GrammarCompiler
+from workers.sampling.grammar_bitmask import GrammarBitmasks
+from workers.weights.checkpoint import (
+    SPECIAL_TOKENS,
+    byte_tokenizer,
+    generation_config,
+    save_tokenizer,
+)
+from workers.wire.request import SamplingParams
 
 VOCAB_SIZE = 512  # more than the tokenizer has
 _TOKENS = [
@@ -144,7 +149,7 @@ class RandomModel:
 
     def __init__(self, seed: int, max_tokens: int):
         self._generator = torch.Generator().manual_seed(seed)
-        self._masks = GrammarMasks(VOCAB_SIZE, 1)
+        self._masks = GrammarBitmasks(VOCAB_SIZE, 1)
         self._max_tokens = max_tokens
 
     def answers(self, grammars: Sequence[Grammar]) -> list[tuple[list[int], bool]]:

@@ -10,15 +10,15 @@ import torch
 from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.sdpa import SdpaAttention
+from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
-from kernels.permute import ExpertOrder
-from kernels.placement import ExpertPlacement
-from kernels.select import Kernels
-from workers.checkpoint import make_checkpoint
-from workers.models.config import load_model_config
-from workers.models.loader import load_weights
-from workers.models.qwen3_moe import Qwen3MoeForCausalLM
+from kernels.routing.permute import Permutation
+from kernels.routing.placement import ExpertPlacement
+from workers.models.qwen3_moe.config import load_model_config
+from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from workers.weights.checkpoint import make_checkpoint
+from workers.weights.loader import load_weights
 
 BLOCK_SIZE = 8
 BLOCKS_PER_SEQ = 8
@@ -108,9 +108,9 @@ class OneRank:
             ]
         )
         grouped_gemm = grouped_gemm or ReferenceGroupedGemm()
-        kernels = self.kernels = Kernels(
+        kernels = self.kernels = Backends(
             LocalAllToAll(
-                ExpertOrder(
+                Permutation(
                     range(config.num_experts),
                     num_experts=config.num_experts,
                     device=device,

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from workers.scheduler import ScheduledBatch, Scheduler
+from workers.engine.scheduler import ScheduledBatch, Scheduler
 
 VOCAB = 7  # few tokens, so that equal prefixes come about by themselves too
 

@@ -8,11 +8,11 @@ import json
 
 import pytest
 
-from cluster.api.logprobs import Shown, TokenReport, escaped, finite
-from cluster.detokenizer import DecoderFactory
+from cluster.api.answer.detokenizer import DecoderFactory
+from cluster.api.answer.logprobs import Shown, TokenReport, escaped, finite
 from tests.unit.api_fakes import IM_END, Api, FakeBackend, events, says
 from tests.unit.test_detokenizer import FALLBACK, SPACE
-from workers.request import RequestOutput, TokenLogprobs
+from workers.wire.request import RequestOutput, TokenLogprobs
 
 FLOOR = -9999.0
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cluster.api.readiness import PROBE_PRIORITY
+from cluster.api.routes.readiness import PROBE_PRIORITY
 from cluster.errors import EngineDeadError
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, tiny_tokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.job import JobFactory
+from cluster.api.request.job import JobFactory
 from tests.unit.api_fakes import IM_END, Api, FakeBackend, events, says
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster import api_keys
-from cluster.api_keys import ApiKeyError, digest, load_digests, read_keys_file
-from cluster.config import ConfigError, load_config
+from cluster.config import api_keys
+from cluster.config.api_keys import ApiKeyError, digest, load_digests, read_keys_file
+from cluster.config.phalanx_config import ConfigError, load_config
 from tests.unit.api_fakes import Api, assert_error, tiny_checkpoint
 
 KEYS = ("first-key", "second-key")

@@ -1,4 +1,4 @@
-"""What `phalanx check` says of graphs and microbatches, and the memory of slices, for GPUs that are not here."""
+"""What `phalanx check` says of graphs and ubatches, and the memory of slices, for GPUs that are not here."""
 
 import re
 import sys
@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster import check as check_module
-from cluster import check_memory, check_steps
-from cluster.check import CheckReport, check, render
 from cluster.cli import app
-from cluster.config import ConfigError, load_config
-from kernels.select import Capabilities
+from cluster.commands import check as check_module
+from cluster.commands import check_memory, check_steps
+from cluster.commands.check import CheckReport, check, render
+from cluster.config.phalanx_config import ConfigError, load_config
+from kernels.backends.select import Capabilities
 from tests.distributed import deep_ep_fake
-from workers.checkpoint import make_checkpoint
-from workers.kernel_choice import GraphsUnavailableError
+from workers.rank.backend_choice import GraphsUnavailableError
+from workers.weights.checkpoint import make_checkpoint
 
 GPUS = ["cluster.device=cuda", "cluster.ranks=2", "model.dtype=bfloat16"]
 
@@ -83,8 +83,8 @@ def test_graphs_that_are_demanded_and_cannot_be(yaml_path: Path) -> None:
 )
 def test_no_microbatches_and_why(yaml_path: Path, overrides: list[str], reason: str) -> None:
     report = checked(yaml_path, *overrides)
-    assert report.steps["microbatches"].startswith(f"off: {reason}")
-    assert set(report.steps) == {"cuda_graphs", "microbatches"}
+    assert report.steps["ubatches"].startswith(f"off: {reason}")
+    assert set(report.steps) == {"cuda_graphs", "ubatches"}
     assert report.ranks[0].slice_bytes == 0
 
 
@@ -99,11 +99,11 @@ def test_what_the_configuration_fixes(yaml_path: Path) -> None:
     report = checked(
         yaml_path,
         "kernels.all2all=symm",
-        "overlap.num_microbatches=3",
+        "overlap.num_ubatches=3",
         "overlap.min_decode_tokens=64",
         "overlap.comm_sms=16",
     )
-    assert report.steps["microbatches"] == "3 slices of each step that is cut"
+    assert report.steps["ubatches"] == "3 slices of each step that is cut"
     assert report.steps["decode"] == "from 64 sequences of a rank on (overlap.min_decode_tokens)"
     assert report.steps["prefill"].startswith("measured at the start")
     assert report.steps["comm_sms"] == "16 (overlap.comm_sms)"

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster import check as checking
 from cluster.cli import app
-from cluster.config import json_schema, load_config
-from workers.checkpoint import make_checkpoint
-from workers.models.config import load_model_config
+from cluster.commands import check as checking
+from cluster.config.phalanx_config import json_schema, load_config
+from workers.models.qwen3_moe.config import load_model_config
+from workers.weights.checkpoint import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -202,7 +202,7 @@ def test_check_warns_of_the_other_kernels(yaml_path: Path, monkeypatch: pytest.M
 
 
 def test_serve_says_when_the_server_fails(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cluster import serve
+    from cluster.commands import serve
 
     seen = []
 

@@ -8,7 +8,8 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.config import (
+from cluster.config.errors import leaf_schemas
+from cluster.config.phalanx_config import (
     ConfigError,
     PhalanxConfig,
     json_schema,
@@ -16,8 +17,7 @@ from cluster.config import (
     resolve_rank_config,
     resolve_threads,
 )
-from cluster.config_errors import leaf_schemas
-from workers.checkpoint import make_checkpoint
+from workers.weights.checkpoint import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 MAX_LENGTH = 512
@@ -96,13 +96,13 @@ def test_overrides_are_yaml(yaml_path: Path) -> None:
             "serve.model_name=null",
             "scheduler.chunked_prefill=off",
             "scheduler.max_num_batched_tokens=512",
-            "cluster.exchange_timeout_s=2",
+            "cluster.vote_timeout_s=2",
         ],
     )
     assert config.cluster.ranks == 3
     assert config.scheduler.chunked_prefill is False
     assert config.serve.model_name == "tiny-model"
-    assert config.cluster.exchange_timeout_s == 2.0
+    assert config.cluster.vote_timeout_s == 2.0
 
 
 @pytest.mark.parametrize("mode", ["on", "off", "auto"])
@@ -370,7 +370,7 @@ def test_device_auto_wants_a_gpu_for_every_rank(
 def test_threads_auto_share_all_cores_but_one(
     yaml_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
 ) -> None:
-    monkeypatch.setattr("cluster.config.available_cores", lambda: cores)
+    monkeypatch.setattr("cluster.config.phalanx_config.available_cores", lambda: cores)
     assert resolve_threads(load_config(yaml_path, [f"cluster.ranks={ranks}"])) == threads
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import (
+from cluster.config.phalanx_config import (
     ConfigError,
     check_num_ranks,
     load_config,
@@ -13,7 +13,7 @@ from cluster.config import (
     resolve_rank_config,
     resolve_scheduler,
 )
-from workers.checkpoint import make_checkpoint
+from workers.weights.checkpoint import make_checkpoint
 
 
 @pytest.fixture(scope="module")

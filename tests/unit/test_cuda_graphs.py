@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.attention.base import GraphForm
-from kernels.select import Choice, Selection
+from kernels.backends.select import Choice, Selection
 from tests.unit.test_step_sync import rows, vote
-from workers import cuda_graphs
 from workers.config import SchedulerConfig
-from workers.graph_sizes import (
+from workers.engine.step_sync import ForwardMode, GraphMode, PlanConfig, decide
+from workers.runner import cuda_graphs
+from workers.runner.graph_sizes import (
     GraphKey,
     GraphSizes,
     decode_sizes,
     graphs_to_capture,
     mixed_sizes,
 )
-from workers.overlap import never
-from workers.rank_overlap import sliced_graphs
-from workers.step_sync import ForwardMode, GraphMode, PlanConfig, decide
+from workers.ubatch.policy import never
+from workers.ubatch.rank_ubatches import sliced_graphs
 
 
 @pytest.mark.parametrize("max_rows", [*range(1, 70), 96, 100, 128, 200, 256, 500, 512, 1000, 1024])
@@ -156,24 +156,22 @@ def small(most: int) -> st.SearchStrategy:
 def test_every_step_finds_its_graph(limits, overlap, group):
     """Whatever the ranks have, the plan names a graph that was captured, or none."""
     max_seqs, max_tokens, mixed = limits
-    min_decode, min_prefill, num_slices = overlap
+    min_decode, min_prefill, num_ubatches = overlap
     sizes = GraphSizes(
         decode_sizes(min(max_seqs, max_tokens)), mixed_sizes(max_tokens) if mixed else ()
     )
     policy = replace(never(""), min_decode_tokens=min_decode, min_prefill_tokens=min_prefill)
-    captured = {*sizes.whole_steps(), *sliced_graphs(sizes, policy, num_slices)}
+    captured = {*sizes.whole_steps(), *sliced_graphs(sizes, policy, num_ubatches)}
 
     def votes():
         for mode, tokens in group:
             most = {ForwardMode.IDLE: 0, ForwardMode.DECODE: min(max_seqs, max_tokens)}
             tokens = min(tokens, most.get(mode, max_tokens))
             wants = int(policy.wants(mode, tokens))
-            yield vote(
-                tokens, wants_microbatch=wants, forward_mode=mode, **sizes.vote(mode, tokens)
-            )
+            yield vote(tokens, wants_ubatch=wants, forward_mode=mode, **sizes.vote(mode, tokens))
 
-    plan = decide(rows(*votes()), PlanConfig(equal_tokens=False, num_microbatches=num_slices))
+    plan = decide(rows(*votes()), PlanConfig(equal_tokens=False, num_ubatches=num_ubatches))
     if plan.run and plan.graph_mode:
-        assert GraphKey(plan.graph_mode, plan.padded_tokens, plan.microbatch) in captured
+        assert GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch) in captured
     if mixed and plan.run:
         assert plan.graph_mode

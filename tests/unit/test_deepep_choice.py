@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import select
 from kernels.all2all import deepep, deepep_limits
 from kernels.all2all.deepep_limits import ExchangeShape
-from kernels.config import KernelsConfig
-from kernels.select import Capabilities, KernelChoiceError, Selection
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
+from kernels.backends.select import BackendChoiceError, Capabilities, Selection
 from tests.distributed import deep_ep_fake
 
 CUDA = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
@@ -64,20 +64,20 @@ def choose(all2all: str, grouped_gemm: str = "auto", **changes: Any) -> Selectio
 @pytest.mark.parametrize(("names", "changes", "says"), SHAPES, ids=str)
 def test_shapes(names: tuple[str, ...], changes: dict[str, Any], says: str | None):
     for name in names:
-        found = deepep_limits.obstacle(name, "cuda", replace(QWEN, **changes))
+        found = deepep_limits.unsupported_reason(name, "cuda", replace(QWEN, **changes))
         assert found is None if says is None else re.search(says, found or ""), found
         if says is None:
             assert choose(name, **changes).all2all.name == name
         else:
-            with pytest.raises(KernelChoiceError, match=says):
+            with pytest.raises(BackendChoiceError, match=says):
                 choose(name, **changes)
 
 
 @pytest.mark.parametrize("name", EITHER)
 def test_it_runs_on_gpus_between_several_ranks(name: str):
-    with pytest.raises(KernelChoiceError, match="on GPUs only"):
+    with pytest.raises(BackendChoiceError, match="on GPUs only"):
         choose(name, capabilities=Capabilities("cpu", {}))
-    with pytest.raises(KernelChoiceError, match="only one rank"):
+    with pytest.raises(BackendChoiceError, match="only one rank"):
         choose(name, num_ranks=1)
 
 
@@ -88,11 +88,11 @@ def test_the_grouped_gemm_takes_the_layout():
         for name in EITHER:
             assert choose(name, gemm).grouped_gemm.name == gemm
     says = "deepep_low_latency brings rows in the masked layout, it takes contiguous.*deepgemm"
-    with pytest.raises(KernelChoiceError, match=says) as error:
+    with pytest.raises(BackendChoiceError, match=says) as error:
         choose("deepep_low_latency", "triton")
     assert error.value.key == "kernels.grouped_gemm"
     without = Capabilities("cuda", dict.fromkeys(("deepgemm", "deepgemm_fp8"), "not installed"))
-    with pytest.raises(KernelChoiceError, match="deepgemm: not installed"):
+    with pytest.raises(BackendChoiceError, match="deepgemm: not installed"):
         choose("deepep_low_latency", capabilities=without)
 
 

@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from cluster.detokenizer import (
+from cluster.api.answer.detokenizer import (
     DecoderFactory,
     StopMatcher,
     StopRules,
     TextStream,
     byte_alphabet,
 )
-from workers.checkpoint import byte_tokenizer
-from workers.request import RequestOutput
+from workers.weights.checkpoint import byte_tokenizer
+from workers.wire.request import RequestOutput
 
 SPACE = "\u2581"
 

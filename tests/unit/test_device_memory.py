@@ -13,8 +13,8 @@ from kernels.all2all.peer_memory import (
     PeerMemoryError,
     peer_memory_missing,
 )
-from workers import device_memory
-from workers.device_memory import REMEDIES, OutOfDeviceMemoryError, memory_for
+from workers.rank import device_memory
+from workers.rank.device_memory import REMEDIES, OutOfDeviceMemoryError, memory_for
 
 NCCL = """NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO), NCCL version 2.28.9
 ncclUnhandledCudaError: Call to CUDA function failed.

@@ -9,11 +9,11 @@ import pytest
 
 from kernels.pending import Pending
 from workers.config import SchedulerConfig
-from workers.engine import Engine
-from workers.request import EngineRequest, SamplingParams
-from workers.scheduler import Scheduler
-from workers.step_output import StepOutput
-from workers.step_sync import LockstepError, PlanConfig
+from workers.engine.engine import Engine
+from workers.engine.scheduler import Scheduler
+from workers.engine.step_sync import LockstepError, PlanConfig
+from workers.runner.step_output import StepOutput
+from workers.wire.request import EngineRequest, SamplingParams
 
 TIMEOUT_S = 20
 

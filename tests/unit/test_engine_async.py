@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
-from workers.engine import Engine
-from workers.exchange import LocalExchange
-from workers.request import EngineRequest, SamplingParams
-from workers.scheduler import ScheduledBatch, Scheduler
-from workers.step_output import StepOutput
-from workers.step_sync import PlanConfig
+from workers.engine.engine import Engine
+from workers.engine.scheduler import ScheduledBatch, Scheduler
+from workers.engine.step_sync import PlanConfig
+from workers.engine.vote_transport import LocalVoteTransport
+from workers.runner.step_output import StepOutput
+from workers.wire.request import EngineRequest, SamplingParams
 
 BLOCK, MAX_LEN = 4, 40
 
@@ -77,7 +77,7 @@ class Run:
         self.engine = Engine(
             self.scheduler,
             self.runner,
-            LocalExchange(),
+            LocalVoteTransport(),
             PlanConfig(equal_tokens=False),
             epoch=0,
             publish=self._publish,
@@ -100,7 +100,7 @@ class Run:
     def finish(self) -> None:
         for _ in range(3000):
             if not self.engine.step().run:
-                assert not self.scheduler.has_work and not self.engine._under_way
+                assert not self.scheduler.has_work and not self.engine._in_flight
                 assert self.scheduler.pool.num_free == self.num_blocks, "blocks leaked"
                 return
         raise AssertionError("it never ends")

@@ -4,10 +4,10 @@ import threading
 
 from tests.unit.test_engine import CountingRunner, ThreadExchange
 from workers.config import SchedulerConfig
-from workers.engine import Engine
-from workers.request import EngineRequest, SamplingParams
-from workers.scheduler import Scheduler
-from workers.step_sync import PlanConfig
+from workers.engine.engine import Engine
+from workers.engine.scheduler import Scheduler
+from workers.engine.step_sync import PlanConfig
+from workers.wire.request import EngineRequest, SamplingParams
 
 
 class FakeGrammar:

@@ -117,7 +117,9 @@ def test_kernels_compiled_ahead_need_no_compiler(gpu_machine: dict):
 
 
 def test_shapes():
-    assert flashinfer.shape_obstacle(torch.bfloat16, 128) is None
-    assert flashinfer.shape_obstacle(torch.float16, None) is None
-    assert "model.dtype is float32" in str(flashinfer.shape_obstacle(torch.float32, 128))
-    assert "64, 128, 256, the model's is 96" in str(flashinfer.shape_obstacle(torch.bfloat16, 96))
+    assert flashinfer.shape_unsupported_reason(torch.bfloat16, 128) is None
+    assert flashinfer.shape_unsupported_reason(torch.float16, None) is None
+    assert "model.dtype is float32" in str(flashinfer.shape_unsupported_reason(torch.float32, 128))
+    assert "64, 128, 256, the model's is 96" in str(
+        flashinfer.shape_unsupported_reason(torch.bfloat16, 96)
+    )

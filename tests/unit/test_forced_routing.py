@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.forced_routing import ForcedRouting
+from kernels.routing.forced_routing import ForcedRouting
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from workers.config import ModelConfig, RoutingConfig, not_for_answers
 

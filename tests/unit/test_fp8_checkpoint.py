@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels import select
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
 from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
-from kernels.config import KernelsConfig
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
-from kernels.placement import ExpertPlacement
+from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.models.config import load_model_config
-from workers.models.initial_weights import draw_weights
-from workers.models.loader import CheckpointError
-from workers.models.slots import BlockSlot
-from workers.models.tensors import rank_weight_bytes, stores_fp8_experts
+from workers.models.qwen3_moe.config import load_model_config
+from workers.weights.initial_weights import draw_weights
+from workers.weights.loader import CheckpointError
+from workers.weights.slots import BlockSlot
+from workers.weights.tensors import rank_weight_bytes, stores_fp8_experts
 
 torch.set_num_threads(1)
 SHAPE = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 40, "num_layers": 2}
@@ -130,8 +130,8 @@ def test_other_weights_are_rounded_as_they_come(tmp_path: Path) -> None:
 
 
 def test_check_counts_what_the_experts_take(tmp_path: Path) -> None:
-    from cluster.check import check
-    from cluster.config import load_config
+    from cluster.commands.check import check
+    from cluster.config.phalanx_config import load_config
 
     def weights(folder: str, gemm: str, device: str = "cuda") -> int:
         yaml = tmp_path / f"{folder}.yaml"

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from cluster.bench.step_work import StepPart
-from cluster.config import load_config, resolve_rank_config
+from cluster.config.phalanx_config import load_config, resolve_rank_config
 from scripts.bench import ROOT, timeline, timeline_report
 from scripts.bench.processes import Outcome
 from scripts.bench.results import load
 from scripts.bench.timeline_events import Span, find_gaps, one_step, part_of, read_trace, summarise
 from scripts.bench.timeline_ranks import Loop, State
-from workers.rank import Rank
-from workers.rank_info import Rendezvous
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
 
 FLASHINFER = (
     "void flashinfer::BatchPrefillWithPagedKVCacheKernel<flashinfer::KernelTraits<(flashinfer"

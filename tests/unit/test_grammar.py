@@ -10,8 +10,8 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from cluster.api.grammar_check import single_grammar
-from cluster.api.structured import json_schema_node
+from cluster.api.request.grammar_check import single_grammar
+from cluster.api.request.structured import json_schema_node
 from tests.unit.grammar_cases import (
     VOCAB_SIZE,
     RandomModel,
@@ -20,8 +20,8 @@ from tests.unit.grammar_cases import (
     tokenizer_folder,
     wide_tokenizer,
 )
-from workers.grammar import GRAMMAR_FAILED, Grammar, GrammarCompiler
-from workers.grammar_mask import GrammarMasks
+from workers.sampling.grammar import GRAMMAR_FAILED, Grammar, GrammarCompiler
+from workers.sampling.grammar_bitmask import GrammarBitmasks
 
 torch.set_num_threads(1)
 NUM_SCHEMAS = 300
@@ -45,7 +45,7 @@ def grammar_of(compiler, regex):
 
 def allowed(grammar, masks=None):
     """Token ids that the grammar allows next."""
-    pending = (masks or GrammarMasks(VOCAB_SIZE, 1)).start([grammar])
+    pending = (masks or GrammarBitmasks(VOCAB_SIZE, 1)).start([grammar])
     logits = torch.zeros(1, VOCAB_SIZE)
     pending.wait().apply(logits)
     return set(np.flatnonzero(np.isfinite(logits[0].numpy())).tolist())
@@ -139,7 +139,7 @@ def test_a_token_that_does_not_fit_is_a_message(compiler):
 
 def test_a_grammar_without_an_end_is_a_message(compiler, tokenizer):
     grammar = compile_now(compiler, 'start: "q" loop\nloop: loop')
-    grammar_masks = GrammarMasks(VOCAB_SIZE, 1)
+    grammar_masks = GrammarBitmasks(VOCAB_SIZE, 1)
     error = None
     for _ in range(3):
         token = min(allowed(grammar, grammar_masks))
@@ -150,7 +150,7 @@ def test_a_grammar_without_an_end_is_a_message(compiler, tokenizer):
 
 
 def test_rows_without_a_grammar_are_free(compiler):
-    masks = GrammarMasks(VOCAB_SIZE, 2)
+    masks = GrammarBitmasks(VOCAB_SIZE, 2)
     assert masks.start([None, None]) is None
     pending = masks.start([None, grammar_of(compiler, "k"), None, grammar_of(compiler, "[mn]")])
     logits = torch.zeros(4, VOCAB_SIZE)
@@ -159,7 +159,7 @@ def test_rows_without_a_grammar_are_free(compiler):
 
 
 def test_a_mask_is_computed_while_its_caller_goes_on(compiler, monkeypatch):
-    masks = GrammarMasks(VOCAB_SIZE, 1)
+    masks = GrammarBitmasks(VOCAB_SIZE, 1)
     may_fill, fill = threading.Event(), masks._fill
 
     def slow_fill(matchers):

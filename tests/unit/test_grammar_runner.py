@@ -4,10 +4,10 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.distributed.engine_harness import make_request, rank_config
-from workers.checkpoint import make_checkpoint
-from workers.grammar_mask import PendingMask
-from workers.rank import Rank
-from workers.rank_info import Rendezvous
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
+from workers.sampling.grammar_bitmask import PendingBitmask
+from workers.weights.checkpoint import make_checkpoint
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_the_mask_is_begun_before_the_forward_and_awaited_after_it(rank, monkeyp
     note(runner._masks, "start", "start")
     note(runner.model, "forward", "forward")
     note(runner.model, "compute_logits", "logits")
-    note(PendingMask, "wait", "wait")
+    note(PendingBitmask, "wait", "wait")
     rank.engine.submit(make_request("plain", [1, 2, 3], max_tokens=2))
     step(rank, 2)
     assert order == ["forward", "logits"] * 2  # nothing for those who have no grammar

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from cluster.http_server import HttpServer
-from cluster.serve_config import LimitsConfig, ServeConfig
+from cluster.config.serve_section import LimitsConfig, ServeConfig
+from cluster.ingress.http_server import HttpServer
 from tests.unit.api_fakes import Api, FakeBackend
 
 LIMITS = LimitsConfig(client_timeout_s=0.4, keep_alive_s=0.4)

@@ -5,9 +5,9 @@ import threading
 import pytest
 import zmq
 
-from workers.inbox import Inbox, InboxSender
-from workers.request import EngineRequest, SamplingParams
-from workers.secure_socket import StreamAddress
+from workers.wire.inbox import Inbox, InboxSender
+from workers.wire.request import EngineRequest, SamplingParams
+from workers.wire.secure_socket import StreamAddress
 
 
 class Engine:

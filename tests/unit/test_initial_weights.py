@@ -10,13 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from kernels.placement import ExpertPlacement
+from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
-from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.initial_weights import draw_weights
-from workers.models.loader import CheckpointError, load_weights
-from workers.models.slots import Progress, SlottedModel, WeightSlot
-from workers.models.tensors import rank_tensors, rank_weight_bytes
+from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.weights.initial_weights import draw_weights
+from workers.weights.loader import CheckpointError, load_weights
+from workers.weights.slots import Progress, SlottedModel, WeightSlot
+from workers.weights.tensors import rank_tensors, rank_weight_bytes
 
 torch.set_num_threads(1)
 PUBLISHED = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
-from kernels.select import probe
+from kernels.backends.select import probe
 from tests.closeness import calc_diff
 
 NUM_LAYERS = 2

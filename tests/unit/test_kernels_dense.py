@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kernels.backends.select import probe
 from kernels.native import dense
 from kernels.native.dense import MAX_LINEAR_ROWS, MAX_LINEAR_WEIGHTS, dense_kernels
-from kernels.select import probe
 from workers.layers.linear import linear
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, norm_and_rotate

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from kernels.device_routing import max_places, routing_in_order
 from kernels.grouped_gemm import choice, deepgemm
-from kernels.permute import ExpertOrder, Routing
+from kernels.routing.device_routing import max_places, routing_in_order
+from kernels.routing.permute import Permutation, Routing
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
@@ -38,12 +38,12 @@ def test_rows_in_order_are_their_own_places():
 
 
 def test_the_order_routes_on_the_cpu():
-    order = ExpertOrder(range(1, 3), num_experts=4, device="cpu")
+    order = Permutation(range(1, 3), num_experts=4, device="cpu")
     routing = order.route(torch.tensor([[2, 0], [1, -1], [2, 3]], dtype=torch.int32))
     assert isinstance(routing, Routing)
     assert routing.row_R.tolist() == [1, 0, 2] and routing.offs_e.tolist() == [1, 3]
     with pytest.raises(AssertionError):
-        ExpertOrder(range(1), num_experts=1, device="cpu", alignment=128)
+        Permutation(range(1), num_experts=1, device="cpu", alignment=128)
 
 
 @pytest.mark.parametrize(

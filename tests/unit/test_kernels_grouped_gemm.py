@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from kernels.all2all.base import ExpertInput
+from kernels.backends.select import probe
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.native import NativeGroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
-from kernels.select import probe
 
 GEMMS: list[GroupedGemm] = [ReferenceGroupedGemm(), TorchGroupedGemm()]
 if "native" not in probe("cpu").missing:

@@ -7,8 +7,8 @@ import torch
 
 from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.attention.flashinfer import WORKSPACE_BYTES
-from kernels.memory import KernelMemory, kernel_memory
-from kernels.select import Choice, Selection
+from kernels.backends.memory import BackendMemory, backend_memory
+from kernels.backends.select import Choice, Selection
 
 SHAPE = {"dtype": torch.bfloat16, "hidden_size": 128, "expert_width": 64, "top_k": 4}
 QWEN = {"dtype": torch.bfloat16, "hidden_size": 2048, "expert_width": 768, "top_k": 8}
@@ -18,9 +18,9 @@ def selection(all2all: str, grouped_gemm: str = "triton", attention: str = "sdpa
     return Selection(*(Choice(name, "") for name in (all2all, grouped_gemm, attention)))
 
 
-def of(chosen: Selection, num_ranks: int, num_tokens: int = 256, **changes: int) -> KernelMemory:
+def of(chosen: Selection, num_ranks: int, num_tokens: int = 256, **changes: int) -> BackendMemory:
     arguments = SHAPE | {"num_ranks": num_ranks, "max_num_tokens": num_tokens} | changes
-    return kernel_memory(chosen, **arguments)
+    return backend_memory(chosen, **arguments)
 
 
 def test_grows_with_what_is_exchanged():
@@ -39,8 +39,8 @@ def test_memory_that_gpus_share(num_ranks: int):
     rows = num_ranks * 256
     sums, experts = rows * 128 * 2, rows * 4 * (128 + 64) * 2
     held = rows * (256 + 32) + sums + HEADER_BYTES
-    assert of(selection("symm"), num_ranks) == KernelMemory(held, 0, experts)
-    assert of(selection("copy_engine"), num_ranks) == KernelMemory(held, 0, sums + experts)
+    assert of(selection("symm"), num_ranks) == BackendMemory(held, 0, experts)
+    assert of(selection("copy_engine"), num_ranks) == BackendMemory(held, 0, sums + experts)
 
 
 def test_deepep():
@@ -59,16 +59,16 @@ def test_deepep():
 
 def test_slices_hold_an_exchange_and_a_workspace_each():
     chosen = selection("symm", attention="flashinfer")
-    whole, cut = of(chosen, 4), of(chosen, 4, num_slices=2)
+    whole, cut = of(chosen, 4), of(chosen, 4, num_ubatches=2)
     assert replace(cut, slices=0) == whole and not whole.slices
     half = of(chosen, 4, 128)
     assert half.kept > WORKSPACE_BYTES and cut.slices == 2 * half.kept
-    assert of(chosen, 4, 255, num_slices=2).slices == cut.slices, "the larger half decides"
+    assert of(chosen, 4, 255, num_ubatches=2).slices == cut.slices, "the larger half decides"
 
 
 @pytest.mark.parametrize("name", ["shm", "torch_dist", "allgather"])
 def test_slices_that_hold_nothing(name: str):
     """Those of `shm` use the slots of whole steps, the others allocate rows as they go."""
-    assert not of(selection(name), 2, num_slices=4).slices
+    assert not of(selection(name), 2, num_ubatches=4).slices
     paged = selection(name, attention="flashinfer")
-    assert of(paged, 2, num_slices=4).slices == 4 * WORKSPACE_BYTES
+    assert of(paged, 2, num_ubatches=4).slices == 4 * WORKSPACE_BYTES

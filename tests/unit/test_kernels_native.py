@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels import permute
+from kernels.backends.select import probe
 from kernels.native import library
-from kernels.select import probe
+from kernels.routing import permute
 
 
 @pytest.fixture(autouse=True)

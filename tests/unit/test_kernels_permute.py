@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.permute import expert_bounds, route, sum_rows, weighted_sum
+from kernels.routing.permute import expert_bounds, route, sum_rows, weighted_sum
 
 HIDDEN = 4
 

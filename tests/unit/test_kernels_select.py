@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import select
 from kernels.attention.base import AttentionSpec
-from kernels.config import KernelsConfig
-from kernels.placement import ExpertPlacement
-from kernels.select import Capabilities, KernelChoiceError
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
+from kernels.backends.select import BackendChoiceError, Capabilities
+from kernels.routing.placement import ExpertPlacement
 
 CPU = Capabilities("cpu", {})
 CUDA = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
@@ -141,7 +141,7 @@ def test_auto_attention(capabilities: Capabilities, changes: dict, expected: str
     ],
 )
 def test_a_named_backend_that_cannot_run(arguments: dict, key: str, says: str):
-    with pytest.raises(KernelChoiceError, match=says) as error:
+    with pytest.raises(BackendChoiceError, match=says) as error:
         choose(**arguments)
     assert error.value.key == key and isinstance(error.value, ValueError)
     assert str(error.value).startswith(f"{key}: {error.value.value!r}")
@@ -165,7 +165,7 @@ def test_probe_refuses_shared_memory_where_it_is_unsafe(monkeypatch: pytest.Monk
 
 def test_build_one_rank():
     selection = choose(num_ranks=1)
-    context = select.KernelContext(
+    context = select.BackendContext(
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
         rank=0,
@@ -188,14 +188,14 @@ def test_build_one_rank():
 
 def test_nothing_works_for_one_reason_that_is_said_once():
     missing = dict.fromkeys(("copy_engine", "allgather", "torch_dist"), "no triton")
-    with pytest.raises(KernelChoiceError) as caught:
+    with pytest.raises(BackendChoiceError) as caught:
         choose(Capabilities("cuda", missing | {"symm": "no triton", "shm": "no"}), 3)
     says = "copy_engine, allgather, torch_dist: no triton. Nothing works"
     assert str(caught.value).endswith(says)
 
 
 def test_an_error_lists_all_that_could_run_and_survives_pickling():
-    with pytest.raises(KernelChoiceError) as caught:
+    with pytest.raises(BackendChoiceError) as caught:
         choose(CUDA, 3, all2all="deepep")
     says = str(pickle.loads(pickle.dumps(caught.value)))
     assert says == str(caught.value) and "cluster.ranks is 3" in says

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from workers import kv_sizing
-from workers.graph_sizes import GraphSizes
-from workers.kv_sizing import OwnBytes, blocks_that_fit, check_room
-from workers.step_sync import GraphMode
+from workers.engine.step_sync import GraphMode
+from workers.rank import kv_sizing
+from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_room
+from workers.runner.graph_sizes import GraphSizes
 
 POOL, WHOLE, SLICED, OTHERS = 1000, 10, 30, 7
 
@@ -21,14 +21,12 @@ class FakeGraphs:
         self.device.used += OTHERS
 
     def count(self, keys):
-        return sum(
-            1 + (k.mode == GraphMode.MIXED or (k.rows >= 8 and not k.microbatch)) for k in keys
-        )
+        return sum(1 + (k.mode == GraphMode.MIXED or (k.rows >= 8 and not k.ubatch)) for k in keys)
 
     def capture(self, keys):
         before = self.device.used
         for key in keys:
-            self.device.used += self.count([key]) * (SLICED if key.microbatch else WHOLE)
+            self.device.used += self.count([key]) * (SLICED if key.ubatch else WHOLE)
             self.device.used += 0 if self.captured else POOL
             self.captured.append(key)
         return self.device.used - before
@@ -37,8 +35,8 @@ class FakeGraphs:
         self.closed = True
 
 
-@pytest.mark.parametrize("num_slices", [0, 2, 3])
-def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_slices):
+@pytest.mark.parametrize("num_ubatches", [0, 2, 3])
+def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_ubatches):
     device = SimpleNamespace(used=500)
     made = []
 
@@ -50,15 +48,15 @@ def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_slices):
         empty_cache=lambda: None, mem_get_info=lambda: (10**6 - device.used, 10**6)
     )
     monkeypatch.setattr(kv_sizing, "torch", SimpleNamespace(cuda=cuda))
-    microbatches = SimpleNamespace(num_slices=num_slices) if num_slices else None
-    runner = SimpleNamespace(make_graphs=make_graphs, microbatches=microbatches)
+    ubatches = SimpleNamespace(num_ubatches=num_ubatches) if num_ubatches else None
+    runner = SimpleNamespace(make_graphs=make_graphs, ubatches=ubatches)
     found = kv_sizing.graph_bytes(runner, GraphSizes((1, 2, 8), (16, 64)))
     assert made[0].closed
     captured = made[0].captured
-    assert captured[0].rows == 64 and len(captured) == 2 + bool(num_slices)
-    largest = OTHERS + POOL + 2 * WHOLE + (2 * SLICED if num_slices else 0)
+    assert captured[0].rows == 64 and len(captured) == 2 + bool(num_ubatches)
+    largest = OTHERS + POOL + 2 * WHOLE + (2 * SLICED if num_ubatches else 0)
     # Eight graphs of whole steps, all but the decodes of one and two rows in two forms, and seven of slices.
-    others = 8 - 1 + num_slices * 7
+    others = 8 - 1 + num_ubatches * 7
     assert found == int(1.1 * (largest + others * WHOLE))
 
 

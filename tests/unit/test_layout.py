@@ -18,7 +18,7 @@ EXCEPTIONS: frozenset[str] = (
 ALLOWED = {
     "cluster": ("cluster",),
     "workers": ("cluster", "workers"),
-    "ray": ("cluster", "workers/actor.py"),
+    "ray": ("cluster", "workers/rank/actor.py"),
     "fastapi": ("cluster",),
     "starlette": ("cluster",),
     "uvicorn": ("cluster",),
@@ -69,12 +69,12 @@ def test_imports_go_one_way(path: Path):
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("kernels/select.py", "import workers.config"),
+        ("kernels/backends/select.py", "import workers.config"),
         ("kernels/all2all/base.py", "from workers import config"),
-        ("workers/engine.py", "from cluster.config import load"),
-        ("workers/engine.py", "def f():\n    import ray"),
-        ("workers/engine.py", "from fastapi import FastAPI"),
-        ("kernels/select.py", "def f():\n    import deep_ep"),
+        ("workers/engine/engine.py", "from cluster.config.phalanx_config import load"),
+        ("workers/engine/engine.py", "def f():\n    import ray"),
+        ("workers/engine/engine.py", "from fastapi import FastAPI"),
+        ("kernels/backends/select.py", "def f():\n    import deep_ep"),
         ("kernels/all2all/deepep.py", "import deep_ep"),
     ],
 )
@@ -84,7 +84,10 @@ def test_the_rule_catches(path: str, source: str):
 
 def test_the_rule_allows():
     assert (
-        forbidden("workers/actor.py", "import ray\nfrom kernels.config import KernelsConfig") == []
+        forbidden(
+            "workers/rank/actor.py", "import ray\nfrom kernels.backends.config import KernelsConfig"
+        )
+        == []
     )
     assert forbidden("kernels/all2all/deepep.py", "def f():\n    import deep_ep") == []
 

@@ -6,9 +6,9 @@ import pytest
 
 from cluster.api.app import create_app
 from cluster.api.gate import Gate
-from cluster.api.json_body import is_deeper
+from cluster.api.request.json_body import is_deeper
+from cluster.config.serve_section import ServeConfig, open_choices_limit
 from cluster.errors import BadRequestError, EngineDeadError, OverloadedError
-from cluster.serve_config import ServeConfig, open_choices_limit
 from tests.unit.api_fakes import Api, assert_error, events, tiny_tokenizer
 
 COMPLETIONS = "/v1/completions"

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers import logprobs as logprobs_module
-from workers.logit_edits import TokenMask
-from workers.logprobs import PromptLogprobs, token_logprobs
-from workers.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
-from workers.sequence import Sequence, SequenceTable
-from workers.step_output import StepOutput
-from workers.token_picker import TokenPicker
+from workers.engine.sequence import Sequence, SequenceTable
+from workers.runner.step_output import StepOutput
+from workers.sampling import logprobs as logprobs_module
+from workers.sampling.logits_processors import GrammarBitmask
+from workers.sampling.logprobs import PromptLogprobs, token_logprobs
+from workers.sampling.sampler import Sampler
+from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -31,9 +31,9 @@ def sequence(row: int, prompt: list[int], **params) -> Sequence:
     return seq
 
 
-def picker_of(seqs: list[Sequence]) -> TokenPicker:
+def picker_of(seqs: list[Sequence]) -> Sampler:
     table = SequenceTable(len(seqs), max_model_len=16, block_size=4)
-    picker = TokenPicker(table, len(seqs), V, CPU)
+    picker = Sampler(table, len(seqs), V, CPU)
     for seq in seqs:
         table.add(seq)
         picker.admit(seq)
@@ -79,7 +79,7 @@ def test_raw_logits_for_the_rows_that_ask():
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0))
     allowed = torch.zeros(1, 2, dtype=torch.int32)
     allowed[0, 0] = 1 << 9
-    mask = TokenMask(torch.tensor([4]), allowed)
+    mask = GrammarBitmask(torch.tensor([4]), allowed)
     positions = np.array([seq.num_tokens for seq in seqs])
     tokens, found = picker.pick(logits.clone(), np.arange(5), positions, mask).lists()
     assert tokens[1] == 7 and tokens[4] == 9

@@ -7,20 +7,27 @@ import sys
 
 import pytest
 
-from cluster import console_logs
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
+from cluster.commands import console_logs
 from cluster.errors import EngineDeadError
-from cluster.metrics import IngressMetrics
+from cluster.metrics.metrics import IngressMetrics
 from tests.unit.api_fakes import Api, FakeBackend, tiny_tokenizer
-from workers.log import JsonFormatter, TextFormatter
-from workers.stats import EngineStats
-from workers.stats_line import stats_fields, stats_line
+from workers.stats.log import JsonFormatter, TextFormatter
+from workers.stats.stats import EngineStats
+from workers.stats.stats_line import stats_fields, stats_line
 
 
 def record(message: str = "hello %d", *args: object, **extra: object) -> logging.LogRecord:
-    made = logging.getLogger("workers.engine").makeRecord(
-        "workers.engine", logging.WARNING, "file.py", 1, message, args or (7,), None, extra=extra
+    made = logging.getLogger("workers.engine.engine").makeRecord(
+        "workers.engine.engine",
+        logging.WARNING,
+        "file.py",
+        1,
+        message,
+        args or (7,),
+        None,
+        extra=extra,
     )
     made.created, made.msecs = 1_700_000_000.25, 250
     return made
@@ -43,7 +50,7 @@ def test_json_line():
         "level": "warning",
         "process": "rank 1",
         "rank": 1,
-        "logger": "workers.engine",
+        "logger": "workers.engine.engine",
         "message": "hello 7",
         "request_id": "abc",
         "step_ms": {"forward": 1.5},
@@ -70,7 +77,7 @@ def test_exceptions_are_told(formatter):
 def test_levels_are_ours_and_libraries_only_warn(level, expected):
     script = f"""
 import logging, sys
-from workers.log import set_up_logging
+from workers.stats.log import set_up_logging
 set_up_logging("early", "debug", "text")
 set_up_logging("p", {level!r}, "json")
 log = logging.getLogger("workers.x")

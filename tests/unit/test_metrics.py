@@ -6,12 +6,12 @@ import timeit
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import FAMILIES, GAUGES, IngressMetrics
-from cluster.metrics_ranks import COUNTERS, HISTOGRAMS
-from cluster.metrics_ranks import GAUGES as RANK_GAUGES
-from cluster.metrics_snapshot import SnapshotTotals, add
+from cluster.metrics.metrics import FAMILIES, GAUGES, IngressMetrics
+from cluster.metrics.ranks import COUNTERS, HISTOGRAMS
+from cluster.metrics.ranks import GAUGES as RANK_GAUGES
+from cluster.metrics.snapshot import SnapshotTotals, add
 from tests.unit.api_fakes import Api, assert_error
-from workers.stats import EngineStats
+from workers.stats.stats import EngineStats
 
 RANK_STATS = {
     "running": 3,
@@ -93,7 +93,7 @@ def test_every_rank_statistic_appears_by_rank():
     parts = found["phalanx:step_time_seconds_total"]
     assert parts[label(rank="0", part="forward")] == 1.5 and len(parts) == 4
     kinds = found["phalanx:steps_by_kind_total"]
-    decode = label(rank="0", forward_mode="decode", graph_mode="decode", microbatch="false")
+    decode = label(rank="0", forward_mode="decode", graph_mode="decode", ubatch="false")
     assert kinds[decode] == 7 and len(kinds) == 4
     (info, _) = found["phalanx:cache_config_info"]
     assert dict(info)["block_size"] == "16" and dict(info)["all2all"] == "shm"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels import select
-from kernels.config import KernelsConfig
-from kernels.missing import Missing
+from kernels.backends import select
+from kernels.backends.config import KernelsConfig
+from kernels.backends.missing import Missing
 
 asked: list[str] = []
 
@@ -46,6 +46,6 @@ def test_auto_asks_no_further_than_it_chooses() -> None:
     shape = {"num_ranks": 2, "hidden_size": 256, "expert_width": 128}
     chosen = select.select(KernelsConfig(), found, dtype=torch.bfloat16, **shape)
     assert chosen.names()["grouped_gemm"] == "triton" and asked == []
-    with pytest.raises(select.KernelChoiceError, match="broken"):
+    with pytest.raises(select.BackendChoiceError, match="broken"):
         select.select(KernelsConfig(grouped_gemm="deepgemm"), found, dtype=torch.bfloat16, **shape)
     assert "deepgemm" in asked

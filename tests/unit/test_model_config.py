@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workers.models.config import ModelConfigError, Qwen3MoeConfig, load_model_config
+from workers.models.qwen3_moe.config import ModelConfigError, Qwen3MoeConfig, load_model_config
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -204,7 +204,7 @@ def test_broken_files(tmp_path: Path) -> None:
 
 def test_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, workers.models.config;"
+        "import sys, workers.models.qwen3_moe.config;"
         "assert not {'torch', 'transformers'} & sys.modules.keys(), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

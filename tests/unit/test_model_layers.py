@@ -8,9 +8,9 @@ import torch
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, build_rope_table
 from workers.layers.router import route_tokens
-from workers.models.config import Qwen3MoeConfig
+from workers.models.qwen3_moe.config import Qwen3MoeConfig
 from workers.models.rope_config import RopeConfig
-from workers.models.slots import WeightSlot
+from workers.weights.slots import WeightSlot
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.placement import ExpertPlacement
+from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
-from workers.models import weight_reader
-from workers.models.config import Qwen3MoeConfig, load_model_config
-from workers.models.loader import CheckpointError, load_weights
-from workers.models.slots import WeightSlot
-from workers.models.tensors import expected_tensors, rank_tensors, rank_weight_bytes
-from workers.models.weight_files import read_headers
+from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.weights import reader as weight_reader
+from workers.weights.files import read_headers
+from workers.weights.loader import CheckpointError, load_weights
+from workers.weights.slots import WeightSlot
+from workers.weights.tensors import expected_tensors, rank_tensors, rank_weight_bytes
 
 torch.set_num_threads(1)
 
@@ -218,5 +218,5 @@ def test_parameters_are_told_without_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, workers.models.tensors; assert 'torch' not in sys.modules"
+    code = "import sys, workers.weights.tensors; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

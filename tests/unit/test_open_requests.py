@@ -7,12 +7,12 @@ import pytest
 
 from kernels.pending import Pending
 from workers.config import SchedulerConfig
-from workers.engine import NEWS_EVERY, Engine
-from workers.open_requests import OpenRequests
-from workers.request import MAX_EXPECTED_OUTPUT, EngineRequest, SamplingParams
-from workers.scheduler import Scheduler
-from workers.step_output import StepOutput
-from workers.step_sync import PlanConfig
+from workers.engine.engine import LOAD_INTERVAL_STEPS, Engine
+from workers.engine.open_requests import OpenRequests
+from workers.engine.scheduler import Scheduler
+from workers.engine.step_sync import PlanConfig
+from workers.runner.step_output import StepOutput
+from workers.wire.request import MAX_EXPECTED_OUTPUT, EngineRequest, SamplingParams
 
 
 def request(name: str, ingress: str, max_tokens: int = 5) -> EngineRequest:
@@ -29,9 +29,9 @@ def test_each_ingress_is_told_what_the_others_have():
     requests.add(request("a1", "a"))
     assert requests.tell("a") == 0 and requests.tell("b") == 8
     requests.add(request("b1", "b", max_tokens=7))
-    assert requests.outdated() == ["a"]  # b still has 8 of others
-    assert requests.tell("a") == 10 and requests.outdated() == []
-    assert requests.remove("a1") == "a" and requests.outdated() == ["b"]
+    assert requests.stale_ingresses() == ["a"]  # b still has 8 of others
+    assert requests.tell("a") == 10 and requests.stale_ingresses() == []
+    assert requests.remove("a1") == "a" and requests.stale_ingresses() == ["b"]
     assert requests.ingress_of("b1") == "b" and "a1" not in requests
     assert requests.remove("b1") == "b"
     assert requests.tell("a") == requests.tell("b") == 0
@@ -45,7 +45,7 @@ def test_an_ingress_that_is_gone_is_told_nothing():
     requests.remove("a1")
     requests.forget_ingress("a")
     requests.forget_ingress("never seen")
-    assert requests.outdated() == [] and requests.tell("b") == 0
+    assert requests.stale_ingresses() == [] and requests.tell("b") == 0
 
 
 def test_an_id_in_use_is_our_bug():
@@ -91,12 +91,12 @@ def test_news_comes_with_tokens_and_without():
     assert rank.loads == [("a", 63, 1), ("b", 5, 1), ("a", 63, 1), ("b", 0, 1)]
     rank.loads.clear()
     rank.engine.submit(request("more", "b", max_tokens=3))
-    for _ in range(NEWS_EVERY):
+    for _ in range(LOAD_INTERVAL_STEPS):
         rank.engine.step()
     assert [entry for entry in rank.loads if entry[0] == "a"] == []  # 63 again when there was time
     rank.loads.clear()
     rank.engine.abort("long")
-    for _ in range(NEWS_EVERY):
+    for _ in range(LOAD_INTERVAL_STEPS):
         rank.engine.step()
     assert rank.loads == [("a", 0, 0)]
 
@@ -119,7 +119,7 @@ def test_before_it_sleeps_a_rank_tells_who_does_not_know():
 def test_nothing_is_said_to_the_only_ingress_and_to_one_that_is_gone():
     rank = OneRank()
     rank.engine.submit(request("one", "a", max_tokens=40))
-    for _ in range(2 * NEWS_EVERY):
+    for _ in range(2 * LOAD_INTERVAL_STEPS):
         rank.engine.step()
     assert all(entry == ("a", 0, 1) for entry in rank.loads)
     rank.engine.submit(request("two", "b", max_tokens=40))

@@ -14,10 +14,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from workers.logit_edits import LogitEdits, TokenMask
-from workers.request import EngineRequest, SamplingParams
-from workers.sequence import Sequence, SequenceTable
-from workers.token_picker import TokenPicker
+from workers.engine.sequence import Sequence, SequenceTable
+from workers.sampling.logits_processors import GrammarBitmask, LogitsProcessors
+from workers.sampling.sampler import Sampler
+from workers.wire.request import EngineRequest, SamplingParams
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_edits_equal_the_reference(rows, seed):
             for i, (params, prompt, output, allowed) in enumerate(rows)
         ]
     )
-    table = LogitEdits(8, V, CPU)
+    table = LogitsProcessors(8, V, CPU)
     slots = random.Random(seed).sample(range(8), len(rows))
     token_ids = np.full((8, 20), 3)  # what is behind a row's own tokens must not matter
     for slot, (params, prompt, output, _) in zip(slots, rows, strict=True):
@@ -102,7 +102,7 @@ def test_edits_equal_the_reference(rows, seed):
         token_ids[slot, : len(prompt + output)] = prompt + output
     masked = [row for row, (*_, allowed) in enumerate(rows) if allowed is not None]
     if masked:
-        TokenMask(torch.tensor(masked), pack([rows[row][3] for row in masked])).apply(logits)
+        GrammarBitmask(torch.tensor(masked), pack([rows[row][3] for row in masked])).apply(logits)
     found = table.of(np.array(slots))
     if found is not None:
         positions = np.array([len(prompt) + len(output) for _, prompt, output, _ in rows])
@@ -115,7 +115,7 @@ class Rows:
 
     def __init__(self, num_rows: int):
         self.table = SequenceTable(num_rows, max_model_len=64, block_size=4)
-        self.picker = TokenPicker(self.table, num_rows, V, CPU)
+        self.picker = Sampler(self.table, num_rows, V, CPU)
 
     def admit(self, *requests: "Request") -> "Rows":
         for request in requests:
@@ -238,14 +238,14 @@ def test_min_tokens_gives_way_when_only_the_end_is_left():
         for row, stops in enumerate([{5}, set(range(V))])
     ]
     logits = torch.linspace(0, 1, V).repeat(2, 1)
-    mask = TokenMask(torch.tensor([0]), pack([{5}]))
+    mask = GrammarBitmask(torch.tensor([0]), pack([{5}]))
     assert Rows(2).admit(*requests).pick(requests, logits, mask) == [5, V - 1]
 
 
 def test_a_mask_without_a_token_ends_its_row_only():
     requests = [Request.make(row, make(), [1]) for row in range(2)]
     logits = torch.linspace(0, 1, V).repeat(2, 1)
-    mask = TokenMask(torch.tensor([1]), pack([set()]))
+    mask = GrammarBitmask(torch.tensor([1]), pack([set()]))
     assert Rows(2).admit(*requests).pick(requests, logits, mask) == [V - 1, -1]
 
 
@@ -256,13 +256,13 @@ def test_bad_logits_end_their_row_only(bad):
     rows = Rows(3).admit(*requests)
     logits = torch.linspace(0, 1, V).repeat(3, 1)
     logits[1, 7] = bad
-    mask = TokenMask(torch.arange(3), pack([set(range(7))] * 3))  # does not hide it
+    mask = GrammarBitmask(torch.arange(3), pack([set(range(7))] * 3))  # does not hide it
     for _ in range(2):  # the second time after an invalid token was counted
         assert rows.pick(requests, logits, mask) == [3, -1, 3]
 
 
 def test_batches_without_edits_do_not_touch_the_state():
-    table = LogitEdits(4, V, CPU)
+    table = LogitsProcessors(4, V, CPU)
     assert table.of(np.arange(4)) is None
     table.set(2, make(presence_penalty=1.0), [1], [])
     assert table.of(np.array([0, 1, 3])) is None and table.of(np.array([0, 2])) is not None

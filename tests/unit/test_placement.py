@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.placement import PlacementError, RankLocation, check_gpus, visible_gpus
-from kernels.config import KernelsConfig
+from cluster.group.placement import PlacementError, RankLocation, check_gpus, visible_gpus
+from kernels.backends.config import KernelsConfig
 from workers.config import CacheConfig, ModelConfig, RankConfig, SchedulerConfig
 
 
@@ -16,7 +16,7 @@ def config(num_ranks: int, device: str) -> RankConfig:
         num_ranks=num_ranks,
         device=device,
         threads=1,
-        exchange_timeout_s=1.0,
+        vote_timeout_s=1.0,
     )
 
 

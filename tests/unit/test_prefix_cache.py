@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
-from workers.request import EngineRequest, RequestOutput, SamplingParams
-from workers.scheduler import MAX_HELD_BACK, Scheduler
-from workers.step_output import StepOutput
+from workers.engine.scheduler import MAX_HELD_BACK, Scheduler
+from workers.runner.step_output import StepOutput
+from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 BLOCK = 4
 PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 0]

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from cluster import preflight, serve
-from cluster.check import check
-from cluster.config import PhalanxConfig, load_config
-from cluster.preflight import Preflight
-from cluster.serve import ServerError
-from kernels.select import KernelChoiceError
+from cluster.commands import preflight, serve
+from cluster.commands.check import check
+from cluster.commands.preflight import Preflight
+from cluster.commands.serve import ServerError
+from cluster.config.phalanx_config import PhalanxConfig, load_config
+from kernels.backends.select import BackendChoiceError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Keeps what it is asked, answers what it finds, and then compiles for ever in a process of its own.
@@ -81,8 +81,8 @@ def test_a_failed_start_is_told_by_the_check_if_it_knows_better(answer, monkeypa
         raise ServerError("start failed at stage 'group'")
 
     monkeypatch.setattr(serve, "_start", fail)
-    unfit = KernelChoiceError("attention", "flashinfer", "no GPU", ["sdpa"])
-    with pytest.raises(KernelChoiceError, match=r"kernels\.attention"):
+    unfit = BackendChoiceError("attention", "flashinfer", "no GPU", ["sdpa"])
+    with pytest.raises(BackendChoiceError, match=r"kernels\.attention"):
         serve._start_checked(None, (), None, answer(pickle.dumps(unfit)))
     with pytest.raises(ServerError, match="stage 'group'"):
         serve._start_checked(None, (), None, answer(pickle.dumps([])))
@@ -122,7 +122,7 @@ def test_the_process_itself() -> None:
 
 def test_the_process_raises_what_the_check_raises() -> None:
     process = Preflight(_config("cluster.device=cpu", "kernels.attention=flashinfer"), 0)
-    with pytest.raises(KernelChoiceError, match="flashinfer"):
+    with pytest.raises(BackendChoiceError, match="flashinfer"):
         process.warnings()
     process.close()
 
@@ -131,7 +131,7 @@ def test_a_broken_check_says_how(monkeypatch, capfd) -> None:
     def broken(*args: object) -> None:
         raise KeyError("mended soon")
 
-    monkeypatch.setattr("cluster.check.check", broken)
+    monkeypatch.setattr("cluster.commands.check.check", broken)
     report, outcome = preflight._check(_config(), 0)
     assert report is None and isinstance(outcome, RuntimeError)
     assert str(outcome) == "KeyError: 'mended soon'"

@@ -6,7 +6,7 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from cluster.api.reasoning import Thinking, ThinkSplitter, thinking_after
+from cluster.api.answer.reasoning import Thinking, ThinkSplitter, thinking_after
 from tests.unit.api_fakes import (
     IM_END,
     Api,
@@ -17,7 +17,7 @@ from tests.unit.api_fakes import (
     tiny_tokenizer,
 )
 from tests.unit.test_tool_parsers import CALL, ROME, TOOLS, tag
-from workers.checkpoint import CHAT_TEMPLATE, byte_tokenizer
+from workers.weights.checkpoint import CHAT_TEMPLATE, byte_tokenizer
 
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
 OPENED, POSSIBLE, CLOSED = Thinking.OPENED, Thinking.POSSIBLE, Thinking.CLOSED

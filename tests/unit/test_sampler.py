@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.request import SamplingParams
-from workers.sampler import (
+from workers.sampling.draw import (
     ALL_GREEDY,
     INVALID,
     SamplingBatch,
@@ -18,6 +17,7 @@ from workers.sampler import (
     sample,
     uniforms,
 )
+from workers.wire.request import SamplingParams
 
 torch.set_num_threads(1)
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import SchedulerConfig
-from workers.request import EngineRequest, SamplingParams
-from workers.scheduler import Scheduler
-from workers.step_output import StepOutput
-from workers.step_sync import ForwardMode
+from workers.engine.scheduler import Scheduler
+from workers.engine.step_sync import ForwardMode
+from workers.runner.step_output import StepOutput
+from workers.wire.request import EngineRequest, SamplingParams
 
 BLOCK = 4
 

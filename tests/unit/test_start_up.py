@@ -7,19 +7,19 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.serve import _progress_line
-from kernels.cuda_environment import (
+from cluster.commands.serve import _progress_line
+from kernels.host.cuda_environment import (
     MULTICAST_OFF,
     MulticastError,
     check_multicast_off,
     share_compiled_kernels,
 )
-from workers.checkpoint import make_checkpoint
 from workers.config import RankConfig
-from workers.device_memory import OutOfDeviceMemoryError, memory_for
-from workers.rank import Rank
-from workers.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
-from workers.warm_up import DENSE_TOKENS, warm_up_sizes
+from workers.rank.device_memory import OutOfDeviceMemoryError, memory_for
+from workers.rank.rank import Rank
+from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
+from workers.rank.warm_up import DENSE_TOKENS, warm_up_sizes
+from workers.weights.checkpoint import make_checkpoint
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 64, 100, 2048, 8192, 8193])
@@ -90,7 +90,7 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Rank:
         num_ranks=1,
         device="cpu",
         threads=1,
-        exchange_timeout_s=5,
+        vote_timeout_s=5,
     )
     return Rank(0, config)
 

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.expert_load import ExpertLoad, LoadSample
+from kernels.routing.expert_load import ExpertLoad, LoadSample
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.config import SchedulerConfig
-from workers.histogram import Histogram
-from workers.process_info import process_info
-from workers.request import EngineRequest, RequestOutput, SamplingParams
-from workers.request_times import RequestTimer
-from workers.scheduler import ScheduledBatch, Scheduler
-from workers.sequence import Sequence
-from workers.stats import EXPERT_LOAD_EVERY, EngineStats, HostTimes
-from workers.step_output import RunTimes, StepOutput
-from workers.step_sync import GraphMode, StepPlan
+from workers.engine.scheduler import ScheduledBatch, Scheduler
+from workers.engine.sequence import Sequence
+from workers.engine.step_sync import GraphMode, StepPlan
+from workers.runner.step_output import RunTimes, StepOutput
+from workers.stats.histogram import Histogram
+from workers.stats.process_info import process_info
+from workers.stats.request_times import RequestTimer
+from workers.stats.stats import EXPERT_LOAD_EVERY, EngineStats, HostTimes
+from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 
 def sequence(name: str, num_tokens: int = 3) -> Sequence:
@@ -106,7 +106,7 @@ def test_steps_are_counted_by_kind_and_size():
     stats = EngineStats()
     step(stats, sequence("a", 3), sequence("b", 5))
     step(stats)
-    plan = StepPlan(True, (5,), padded_tokens=8, graph_mode=GraphMode.DECODE, microbatch=True)
+    plan = StepPlan(True, (5,), padded_tokens=8, graph_mode=GraphMode.DECODE, ubatch=True)
     step(stats, sequence("c", 5), plan=plan)
     found = pickle.loads(pickle.dumps(stats.snapshot()))
     assert found["kinds"] == {

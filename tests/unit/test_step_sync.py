@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.step_sync import (
+from workers.engine.step_sync import (
     ForwardMode,
     GraphMode,
     LockstepError,
@@ -61,21 +61,21 @@ def test_graph_needs_everybody_and_pads_to_the_largest_graph():
 
 
 def test_microbatch_needs_every_vote_and_tokens_in_every_last_slice():
-    want = {"wants_microbatch": 1}
-    assert decide(rows(vote(8, **want), vote(6, **want)), RAGGED).microbatch
-    assert not decide(rows(vote(8, **want), vote(6)), RAGGED).microbatch
-    assert not decide(rows(vote(8, **want), vote(4, **want)), RAGGED).microbatch
+    want = {"wants_ubatch": 1}
+    assert decide(rows(vote(8, **want), vote(6, **want)), RAGGED).ubatch
+    assert not decide(rows(vote(8, **want), vote(6)), RAGGED).ubatch
+    assert not decide(rows(vote(8, **want), vote(4, **want)), RAGGED).ubatch
     assert decide(rows(vote(8, **want), vote(6, **want)), RAGGED).padded_tokens == 8
-    assert not decide(rows(vote(1, **want), vote(1, **want)), RAGGED).microbatch
-    three = PlanConfig(equal_tokens=False, num_microbatches=3)
-    assert not decide(rows(vote(2, **want)), three).microbatch
-    assert decide(rows(vote(3, **want)), three).microbatch
+    assert not decide(rows(vote(1, **want), vote(1, **want)), RAGGED).ubatch
+    three = PlanConfig(equal_tokens=False, num_ubatches=3)
+    assert not decide(rows(vote(2, **want)), three).ubatch
+    assert decide(rows(vote(3, **want)), three).ubatch
 
 
 def test_ranks_without_tokens_run_along_in_microbatches():
-    want = {"wants_microbatch": 1}
+    want = {"wants_ubatch": 1}
     plan = decide(rows(vote(8, **want), vote(0, **want)), RAGGED)
-    assert plan.microbatch and plan.padded_tokens == 8
+    assert plan.ubatch and plan.padded_tokens == 8
 
 
 def test_stop_beats_pause_beats_work():
@@ -114,7 +114,7 @@ votes = st.builds(
     st.integers(0, 50),
     st.integers(0, 8),
     st.integers(0, 8),
-    wants_microbatch=st.integers(0, 1),
+    wants_ubatch=st.integers(0, 1),
     forward_mode=st.sampled_from(ForwardMode),
     wants_pause=st.sampled_from([0, 0, 0, 1]),
     wants_stop=st.sampled_from([0, 0, 0, 1]),
@@ -133,10 +133,10 @@ def test_plans_are_safe(group, equal):
         return
     run = [plan.tokens_to_run(rank) for rank in range(len(group))]
     assert all(r >= max(1, t) for r, t in zip(run, tokens, strict=True))
-    if equal or plan.microbatch or plan.graph_mode:
+    if equal or plan.ubatch or plan.graph_mode:
         assert len(set(run)) == 1
-    if plan.microbatch:
-        assert all(v.wants_microbatch for v in group)
+    if plan.ubatch:
+        assert all(v.wants_ubatch for v in group)
         # the second slice of every rank with tokens has a real one
         assert min(filter(None, tokens)) > run[0] // 2
     graph_rows = {GraphMode.DECODE: "decode_rows", GraphMode.MIXED: "mixed_rows"}

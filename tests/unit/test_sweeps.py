@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from kernels import select
-from kernels.placement import ExpertPlacement
+from kernels.backends import select
+from kernels.routing.placement import ExpertPlacement
 from scripts.bench import (
     ROOT,
     all2all_plan,

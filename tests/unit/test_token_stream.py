@@ -6,9 +6,9 @@ import time
 import pytest
 import zmq
 
-from workers.request import RequestOutput, RequestTimes, TokenLogprobs, merge
-from workers.secure_socket import StreamAddress
-from workers.token_stream import MAX_MESSAGES_AT_ONCE, TokenReceiver, TokenSender
+from workers.wire.request import RequestOutput, RequestTimes, TokenLogprobs, merge
+from workers.wire.secure_socket import StreamAddress
+from workers.wire.token_stream import MAX_MESSAGES_AT_ONCE, TokenReceiver, TokenSender
 
 
 class Inbox:

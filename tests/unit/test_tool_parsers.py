@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.api.chat_parser import ChatParser
+from cluster.api.answer.chat_parser import ChatParser
 from cluster.api.tools import FORMATS, choose_format
 
 WEATHER = {

@@ -18,7 +18,7 @@ from tests.unit.api_fakes import (
     tiny_tokenizer,
 )
 from tests.unit.test_tool_parsers import CALL, NOW, OTHER, ROME, TIME, TOOLS, WEATHER, parse, tag
-from workers.checkpoint import byte_tokenizer
+from workers.weights.checkpoint import byte_tokenizer
 
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
 

@@ -16,12 +16,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.metrics import IngressMetrics
-from cluster.top_metrics import NotOursError, Scrape, overview, quantile
-from cluster.top_table import table
-from workers.histogram import Histogram
-from workers.request_times import SECONDS
-from workers.stats import EngineStats
+from cluster.commands.top_metrics import NotOursError, Scrape, overview, quantile
+from cluster.commands.top_table import table
+from cluster.metrics.metrics import IngressMetrics
+from workers.stats.histogram import Histogram
+from workers.stats.request_times import SECONDS
+from workers.stats.stats import EngineStats
 
 REPOSITORY = Path(__file__).parents[2]
 INF = float("inf")

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from tests.distributed.engine_harness import rank_config
-from workers import schedule_recorder, trace_step
-from workers.checkpoint import make_checkpoint
-from workers.graph_sizes import GraphKey, GraphSizes
-from workers.model_runner import ModelRunner
-from workers.rank import Rank
-from workers.rank_info import Rendezvous
-from workers.schedule_recorder import ScheduleRecorder
-from workers.scheduler import ScheduledBatch
+from workers.engine.scheduler import ScheduledBatch
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
+from workers.runner.graph_sizes import GraphKey, GraphSizes
+from workers.runner.model_runner import ModelRunner
+from workers.trace import recorder as schedule_recorder
+from workers.trace import trace_step
+from workers.trace.recorder import ScheduleRecorder
+from workers.weights.checkpoint import make_checkpoint
 
 LAYERS = 2
 IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
@@ -93,11 +94,11 @@ class FakeGraphs:
     def capture(self, keys: Iterable[GraphKey], progress: Any = None) -> int:
         for key in keys:
             batch = self._runner._builder.build(IDLE, key.rows, (0,))
-            if key.microbatch:
-                self._runner.microbatches.plan(batch, key.rows)
+            if key.ubatch:
+                self._runner.ubatches.plan(batch, key.rows)
             else:
                 self._runner._attention.plan(batch)
-            forward = (self._runner.microbatches if key.microbatch else self._runner.model).forward
+            forward = (self._runner.ubatches if key.ubatch else self._runner.model).forward
             forward(batch)
             self._cuda.capture = self._marks[key] = []
             forward(batch)
@@ -153,8 +154,8 @@ def test_the_marks_of_both_forms_have_the_times_of_replays(rank, phase, num_toke
     trace = trace_step.trace_step(rank, phase, num_tokens)
     assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
     one_layer = [(operation, index) for operation in ("dispatch", "combine") for index in range(2)]
-    assert trace.microbatched.order() == one_layer * LAYERS
-    for schedule in (trace.plain, trace.microbatched):
+    assert trace.ubatched.order() == one_layer * LAYERS
+    for schedule in (trace.plain, trace.ubatched):
         assert schedule.launched is None, "the trace is not that of a graph"
         assert schedule.seconds > 0
         for x in schedule.exchanges:

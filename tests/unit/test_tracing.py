@@ -14,12 +14,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
-from cluster.config_errors import ConfigError
-from cluster.metrics import IngressMetrics
-from cluster.serve_config import TracingConfig
-from cluster.tracing import RequestTracer, check_tracing, make_tracer
+from cluster.config.errors import ConfigError
+from cluster.config.serve_section import TracingConfig
+from cluster.metrics.metrics import IngressMetrics
+from cluster.metrics.tracing import RequestTracer, check_tracing, make_tracer
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, tiny_tokenizer
-from workers.request import RequestOutput, RequestTimes
+from workers.wire.request import RequestOutput, RequestTimes
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -216,8 +216,8 @@ def test_a_missing_library_is_a_clear_error():
     script = (
         "import sys\n"
         "sys.modules['opentelemetry.exporter'] = None\n"
-        "from cluster.serve_config import TracingConfig\n"
-        "from cluster.tracing import check_tracing\n"
+        "from cluster.config.serve_section import TracingConfig\n"
+        "from cluster.metrics.tracing import check_tracing\n"
         "check_tracing(TracingConfig())\n"
         "try:\n    check_tracing(TracingConfig(otlp_endpoint='http://localhost:4318'))\n"
         "except ValueError as error:\n    print(error)\n"

@@ -8,7 +8,7 @@ import math
 import torch
 from torch.nn import functional as F
 
-from kernels.all2all.base import total
+from kernels.all2all.base import sum_partials
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
 
@@ -85,7 +85,7 @@ class RMSNorm:
             normed = self.triton.add_rms_norm(x_TD, delta_TD, self.weight, self.eps, out_TD)
             return x_TD, normed
         if delta_TD is not None:
-            x_TD.add_(total(delta_TD))
+            x_TD.add_(sum_partials(delta_TD))
         return x_TD, self(x_TD) if out_TD is None else out_TD.copy_(self(x_TD))
 
     def _call_fused(self, x: torch.Tensor) -> torch.Tensor:

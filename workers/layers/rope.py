@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from workers.layers.norm import RMSNorm
-from workers.models.config import Qwen3MoeConfig
+from workers.models.qwen3_moe.config import Qwen3MoeConfig
 
 
 def build_rope_table(

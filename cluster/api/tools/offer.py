@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.api.protocol import ChatRequest, check_text
+from cluster.api.request.protocol import ChatRequest, check_text
+from cluster.api.request.structured import check_schema_limits
 from cluster.api.settings import ApiSettings
-from cluster.api.structured import check_schema_limits
 from cluster.api.tools.base import Tool
 from cluster.errors import BadRequestError, UnsupportedParameterError
 

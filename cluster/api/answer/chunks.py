@@ -1,0 +1,142 @@
+"""The JSON bytes of answers: whole ones, stream items, errors. Knows nothing of sockets or engines.
+
+A stream item is built for every token of every stream, so all that does not change is encoded once
+per choice and only the text goes through the JSON encoder. Output is ASCII: a client that splits
+lines at every Unicode line end (U+2028, U+0085) cannot cut an item in two.
+"""
+
+import json
+from json.encoder import encode_basestring_ascii as json_string  # json.dumps of a str, 6x faster
+from typing import Any
+
+from cluster.api.request.job import Choice, Job
+from cluster.errors import ServingError
+
+DONE = b"data: [DONE]\n\n"
+
+
+def to_json(value: Any) -> bytes:
+    """Compact JSON in ASCII."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def error_body(error: ServingError) -> bytes:
+    """The error envelope."""
+    return to_json(
+        {
+            "error": {
+                "message": error.message,
+                "type": error.error_type,
+                "param": error.param,
+                "code": error.code,
+            }
+        }
+    )
+
+
+def error_event(error: ServingError) -> bytes:
+    """The error envelope as a stream item."""
+    return b"data: " + error_body(error) + b"\n\n"
+
+
+def usage_of(job: Job) -> dict[str, Any]:
+    """Token counts so far."""
+    return usage(job.num_prompt_tokens, job.num_completion_tokens, job.num_cached_tokens)
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Token counts as the API shows them."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def full_body(job: Job, texts: list[str]) -> bytes:
+    """The answer of a request that does not stream; texts by choice index."""
+    body = head_of(job, "chat.completion" if job.is_chat else "text_completion") | {
+        "choices": [
+            _full_choice(job, choice, text) for choice, text in zip(job.choices, texts, strict=True)
+        ],
+        "usage": usage_of(job),
+    }
+    if job.is_chat and job.choices[0].report is not None:
+        body |= job.choices[0].report.prompt()  # one prompt: its fields stand beside the choices
+    return to_json(body)
+
+
+def _full_choice(job: Job, choice: Choice, text: str) -> dict[str, Any]:
+    content: dict[str, Any] = {"text": text}
+    if job.is_chat:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        if choice.parser is not None:
+            choice.parser.push(text, last=True)
+            message |= choice.parser.message()
+        content = {"message": message}
+    details: dict[str, Any] = {"logprobs": None}
+    if choice.report is not None:
+        details = choice.report.take()
+        if not job.is_chat:
+            details |= choice.report.prompt()
+    return {
+        "index": choice.index,
+        **content,
+        **details,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.text.stop_reason,
+    }
+
+
+def head_of(job: Job, kind: str) -> dict[str, Any]:
+    """The fields that begin an answer and each of its stream items."""
+    return {
+        "id": job.response_id,
+        "object": kind,
+        "created": job.created,
+        "model": job.model,
+        "system_fingerprint": job.system_fingerprint,
+    }
+
+
+class EventWriter:
+    """Builds the stream items of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._kind = "chat.completion.chunk" if job.is_chat else "text_completion"
+        head = to_json(head_of(job, self._kind)).decode("ascii")
+        opening = f'data: {head[:-1]},"choices":[{{"index":'
+        tail = '"usage":null}' if job.include_usage else ""
+        closing = f"}}],{tail}\n\n" if tail else "}]}\n\n"
+        before_text = '"delta":{"content":' if job.is_chat else '"text":'
+        after_text = '},"logprobs":null,' if job.is_chat else ',"logprobs":null,'
+        self._prefixes = [f"{opening}{i},{before_text}" for i in range(len(job.choices))]
+        self._suffix = f'{after_text}"finish_reason":null{closing}'
+        self._last_parts = (f'{after_text}"finish_reason":', closing)
+        self._role_parts = (
+            opening,
+            ',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
+            + closing,
+        )
+
+    def role(self, choice: Choice) -> bytes:
+        """A chat choice's first item."""
+        opening, rest = self._role_parts
+        return f"{opening}{choice.index}{rest}".encode("ascii")
+
+    def text(self, choice: Choice, text: str) -> bytes:
+        """One step's text, possibly empty; with the finish reason when that is known."""
+        prefix = self._prefixes[choice.index]
+        finish = choice.text.finish_reason
+        if finish is None:
+            return f"{prefix}{json_string(text)}{self._suffix}".encode("ascii")
+        before, after = self._last_parts
+        ending = f'{json_string(finish)},"stop_reason":{json.dumps(choice.text.stop_reason)}'
+        return f"{prefix}{json_string(text)}{before}{ending}{after}".encode("ascii")
+
+    def usage(self) -> bytes:
+        """The item after all choices, when the client asked for it."""
+        content = head_of(self._job, self._kind) | {"choices": [], "usage": usage_of(self._job)}
+        return b"data: " + to_json(content) + b"\n\n"

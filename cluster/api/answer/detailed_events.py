@@ -1,0 +1,78 @@
+"""Stream items that carry more than text: logprobs, token ids, usage so far, parsed messages.
+
+In `chunks.EventWriter`'s place for the requests that ask for such; slower, since each item is built
+as a whole. Knows nothing of sockets or engines.
+"""
+
+from typing import Any
+
+from cluster.api.answer.chunks import head_of, to_json, usage, usage_of
+from cluster.api.request.job import Choice, Job
+
+
+class DetailedEventWriter:
+    """Builds the stream items of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._head = head_of(job, "chat.completion.chunk" if job.is_chat else "text_completion")
+        self._opened: set[int] = set()
+
+    def role(self, choice: Choice) -> bytes:
+        """A chat choice's first item; the prompt's fields stand beside it."""
+        delta = {"role": "assistant", "content": ""}
+        fields = {"delta": delta, "logprobs": None, "finish_reason": None}
+        about_prompt = choice.report.prompt() if choice.report is not None else {}
+        return self._event(choice, fields, about_prompt)
+
+    def text(self, choice: Choice, text: str) -> bytes:
+        """One step's text, possibly empty; with the finish reason when that is known.
+
+        Nothing while a parser holds the text back, but what is shown of tokens goes out at once.
+        """
+        last = choice.text.finish_reason is not None
+        if not self._job.is_chat:
+            contents: list[dict[str, Any]] = [{"text": text}]
+        elif choice.parser is None:
+            contents = [{"delta": {"content": text}}]
+        else:
+            deltas = choice.parser.push(text, last=last)
+            contents = [{"delta": delta} for delta in deltas]
+            if not contents and (last or choice.report is not None or self._job.continuous_usage):
+                contents = [{"delta": {}}]
+        if not contents:
+            return b""
+        plain = {"logprobs": None, "finish_reason": None}
+        items = [self._event(choice, content | plain, {}) for content in contents[:-1]]
+        fields = contents[-1] | self._details(choice) | {"finish_reason": choice.finish_reason}
+        if last:
+            fields["stop_reason"] = choice.text.stop_reason
+        return b"".join([*items, self._event(choice, fields, {})])
+
+    def _details(self, choice: Choice) -> dict[str, Any]:
+        """What is shown of the tokens since the last item; with the first one of the prompt's too."""
+        if choice.report is None:
+            return {"logprobs": None}
+        fields = choice.report.take()
+        if not self._job.is_chat and choice.index not in self._opened:
+            self._opened.add(choice.index)
+            fields |= choice.report.prompt()
+        return fields
+
+    def usage(self) -> bytes:
+        """The item after all choices, when the client asked for it."""
+        return _event(self._head | {"choices": [], "usage": usage_of(self._job)})
+
+    def _event(self, choice: Choice, fields: dict[str, Any], beside: dict[str, Any]) -> bytes:
+        item = self._head | {"choices": [{"index": choice.index, **fields}]} | beside
+        if self._job.continuous_usage:
+            item["usage"] = usage(
+                len(choice.prompt_token_ids), choice.text.num_tokens, choice.num_cached_tokens
+            )
+        elif self._job.include_usage:
+            item["usage"] = None
+        return _event(item)
+
+
+def _event(item: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(item) + b"\n\n"

@@ -1,0 +1,169 @@
+"""Run a job and send its answer: a plain ASGI response, whole or as a stream of server-sent events.
+
+One task runs the job, another waits for the client to go away; whichever ends first ends the other.
+Leaving a choice early closes its generator, which aborts the request in its rank. Headers leave
+with the first token, so that a request the engine refuses still gets its status. Knows nothing of
+parsing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.api.answer.chunks import DONE, EventWriter, error_event, full_body
+from cluster.api.answer.detailed_events import DetailedEventWriter
+from cluster.api.backend import EngineBackend
+from cluster.api.record import JobRecord, Recorder
+from cluster.api.request.job import Choice, Job
+from cluster.errors import BadRequestError, EngineDeadError, ServingError
+from workers.sampling.grammar import GRAMMAR_FAILED
+from workers.wire.request import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+Emit = Callable[[Choice, str], Awaitable[None]]
+_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # asks a reverse proxy not to hold tokens back
+]
+
+
+class JobResponse(Response):
+    """The answer to one generation request. Errors before the first byte are raised, not sent."""
+
+    def __init__(self, job: Job, backend: EngineBackend, recorder: Recorder) -> None:
+        super().__init__()
+        self._job = job
+        self._backend = backend
+        self._recorder = recorder
+        self._record: JobRecord | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the answer until it is complete or the client is gone."""
+        record = self._record = self._recorder.begin(self._job, scope)
+        answer = self._stream(send) if self._job.stream else self._collect(send)
+        work = asyncio.create_task(answer)
+        gone = asyncio.create_task(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            running = [task for task in (work, gone) if task.cancel()]
+            await asyncio.gather(*running, return_exceptions=True)
+            record.end(None if work.cancelled() else work.exception())
+        if not work.cancelled():
+            work.result()  # raises what the job raised
+
+    async def _collect(self, send: Send) -> None:
+        texts = [choice.echo for choice in self._job.choices]
+
+        async def emit(choice: Choice, text: str) -> None:
+            texts[choice.index] += text
+
+        await self._run_all(emit)
+        if self._job.has_details:  # logprobs of a long prompt take up to a second to write
+            body = await asyncio.to_thread(full_body, self._job, texts)
+        else:
+            body = full_body(self._job, texts)
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode("ascii")),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, send: Send) -> None:
+        job = self._job
+        writer = DetailedEventWriter(job) if job.has_details else EventWriter(job)
+        opened: set[int] = set()
+
+        async def emit(choice: Choice, text: str) -> None:
+            if choice.index in opened:
+                body = writer.text(choice, text)
+            else:
+                if not opened:
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+                    )
+                opened.add(choice.index)
+                body = writer.text(choice, choice.echo + text)
+                if job.is_chat:
+                    body = writer.role(choice) + body
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:
+            await self._run_all(emit)
+            last = writer.usage() + DONE if job.include_usage else DONE
+        except Exception as error:
+            if not opened:
+                raise
+            if not isinstance(error, ServingError):
+                logger.exception("stream %s broke", job.response_id)
+                error = ServingError("internal error; the server's log has the details")
+            last = error_event(error) + DONE
+        await send({"type": "http.response.body", "body": last})
+
+    async def _run_all(self, emit: Emit) -> None:
+        choices = self._job.choices
+        if len(choices) == 1:
+            await self._run(choices[0], emit)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in choices:
+                    group.create_task(self._run(choice, emit))
+        except BaseExceptionGroup as errors:  # one fails, all are cancelled: show the first
+            raise errors.exceptions[0] from None
+
+    async def _run(self, choice: Choice, emit: Emit) -> None:
+        """One choice from its first token to its last. Its text goes out through `emit`."""
+        assert self._record is not None
+        record = self._record.choice(choice)
+        text, report = choice.text, choice.report
+        outputs = self._backend.generate(
+            choice.request_id, choice.prompt_token_ids, choice.params, **self._job.routing
+        )
+        try:
+            async for output in outputs:
+                if output.finish_reason in ("error", "abort"):
+                    raise _failure(self._job, output)
+                if not record.first_token_s:
+                    choice.num_cached_tokens = output.num_cached_tokens
+                if report is None:
+                    piece = text.push(output)
+                else:
+                    num_before = text.num_tokens
+                    piece = text.push(output)
+                    report.add(output, text.num_tokens - num_before)
+                await emit(choice, piece)
+                record.piece(output)
+                if text.finish_reason is not None:
+                    break
+            else:
+                raise EngineDeadError("the engine ended this request without an answer")
+            record.reason = text.finish_reason
+        except Exception as error:
+            record.failed(error)
+            raise
+        finally:
+            await outputs.aclose()  # aborts the request unless it is complete
+            record.end()
+
+
+def _failure(job: Job, output: RequestOutput) -> ServingError:
+    """What the client is told of a request that its rank gave up."""
+    message = output.error or "the engine ended this request"
+    if job.grammar_param is not None and message.startswith(GRAMMAR_FAILED):
+        return BadRequestError(message, param=job.grammar_param, code="invalid_grammar")
+    return EngineDeadError(message)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return

@@ -1,0 +1,109 @@
+"""From a request's prompts and messages to token ids. Knows nothing of sampling or answers."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cluster.api.request.protocol import ChatRequest, CompletionRequest, check_text
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import ServingTokenizer
+
+_Result = TypeVar("_Result")
+_END_CHARS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What one sequence begins with, and what of it the answer repeats before its first token.
+
+    Of a chat also the end of its text, and the assistant's message that the answer goes on with, if any.
+    """
+
+    token_ids: list[int]
+    echo: str = ""
+    end: str = ""
+    unfinished: str | None = None
+
+
+class PromptEncoder:
+    """Tokenises and renders, long texts in a thread.
+
+    keep: of a longer prompt only so many tokens, the last ones; None = all.
+    """
+
+    def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
+        self._tokenizer = tokenizer
+        self._inline_chars = settings.inline_tokenize_chars
+
+    async def completion(self, request: CompletionRequest, keep: int | None) -> list[Prompt]:
+        """The prompts of a completion request, in their order."""
+        prompts = request.prompts()
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                check_text(prompt, "prompt")
+            else:
+                self._tokenizer.check_token_ids(prompt, "prompt")
+        special = request.add_special_tokens is not False
+
+        def encode() -> list[Prompt]:
+            return [self._encode(prompt, special, keep, bool(request.echo)) for prompt in prompts]
+
+        num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self._maybe_in_thread(encode, num_chars)
+
+    async def chat(
+        self,
+        request: ChatRequest,
+        keep: int | None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Prompt:
+        """The prompt of a chat request; tools as the client defined them."""
+        messages = request.parsed_messages()
+        goes_on = bool(request.continue_final_message)
+        opens_turn = request.add_generation_prompt
+        last = messages[-1]
+        echo = last["content"] if request.echo and last["role"] == "assistant" else ""
+
+        def encode() -> Prompt:
+            text = self._tokenizer.render_chat(
+                messages,
+                request.chat_template_kwargs or {},
+                tools=tools,
+                documents=request.documents or None,
+                add_generation_prompt=not goes_on if opens_turn is None else opens_turn,
+                continue_final_message=goes_on,
+            )
+            check_text(text, "messages")
+            # The template writes the special tokens itself.
+            ids = self._tokenizer.encode(text, add_special_tokens=bool(request.add_special_tokens))
+            unfinished = last["content"] if goes_on else None
+            return Prompt(_last(ids, keep), echo, text[-_END_CHARS:], unfinished)
+
+        num_chars = sum(len(message["content"]) for message in messages)
+        if tools:
+            num_chars += len(str(tools))
+        if request.documents:
+            num_chars += len(str(request.documents))
+        return await self._maybe_in_thread(encode, num_chars)
+
+    def _encode(
+        self, prompt: str | list[int], special: bool, keep: int | None, echo: bool
+    ) -> Prompt:
+        ids = prompt
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt, add_special_tokens=special)
+        kept = _last(ids, keep)
+        if not echo:
+            return Prompt(kept)
+        whole = isinstance(prompt, str) and len(kept) == len(ids)
+        return Prompt(kept, prompt if whole else self._tokenizer.decode(kept))
+
+    async def _maybe_in_thread(self, call: Callable[[], _Result], num_chars: int) -> _Result:
+        if num_chars <= self._inline_chars:
+            return call()  # a thread would cost more than the work
+        return await asyncio.to_thread(call)
+
+
+def _last(token_ids: list[int], keep: int | None) -> list[int]:
+    return token_ids if keep is None or len(token_ids) <= keep else token_ids[-keep:]

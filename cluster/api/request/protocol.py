@@ -1,0 +1,356 @@
+"""The fields of a completion and of a chat request: types, bounds, defaults.
+
+Knows nothing of tokenizers or engines. Values arrive from `json_body`, so they are plain JSON.
+Unknown fields are ignored, as other servers do; `unsupported` refuses known ones with an effect.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from cluster.api.request.messages import ROLES, parse_messages
+from cluster.api.request.unsupported import CHAT, COMPLETION, refuse_unsupported
+from cluster.errors import BadRequestError, UnsupportedParameterError
+
+_INT32_MAX = 2**31 - 1
+_Number = Annotated[float, Field(allow_inf_nan=False)]
+# false is how some clients say "none".
+_Count = Annotated[
+    Annotated[int, Field(ge=0)] | None,
+    BeforeValidator(lambda value: None if value is False else value),
+]
+_Request = TypeVar("_Request", bound="GenerationRequest")
+
+# For the OpenAPI document: what the code below checks of fields that pydantic takes as they are.
+_STRINGS = {"type": "array", "items": {"type": "string"}}
+TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {
+    "anyOf": [
+        {"type": "string"},
+        {**_STRINGS, "minItems": 1},
+        TOKEN_IDS,
+        {"type": "array", "items": TOKEN_IDS, "minItems": 1},
+    ]
+}
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": list(ROLES)},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
+        },
+    },
+}
+MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_STOP = {"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}
+_TOOLS = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+_TOOL_CHOICE = {
+    "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]
+}
+
+
+def _needs(name: str) -> Callable[[dict[str, Any]], None]:
+    """For the OpenAPI document: without this field there is nothing to do."""
+
+    def change(schema: dict[str, Any]) -> None:
+        schema["required"] = [name]
+        del schema["properties"][name]["default"]
+
+    return change
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    include_usage: bool | None = Field(None, description="End with a usage item.")
+    continuous_usage_stats: bool | None = Field(None, description="Usage in every item.")
+
+
+class GenerationRequest(BaseModel):
+    """What both kinds of request share. None means the default everywhere."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = Field(None, description="The served model; null = the one there is.")
+    n: int | None = Field(None, ge=1, le=_INT32_MAX, description="Choices for each prompt.")
+    best_of: int | None = Field(None, description="Accepted when it equals n.")
+    min_tokens: int | None = Field(
+        None, ge=0, le=_INT32_MAX, description="Nothing ends the output before; <= max_tokens."
+    )
+    temperature: _Number | None = Field(None, ge=0, le=2, description="0 = greedy.")
+    top_p: _Number | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=_INT32_MAX, description="0 or -1 = off.")
+    min_p: _Number | None = Field(None, ge=0, le=1)
+    presence_penalty: _Number | None = Field(None, ge=-2, le=2)
+    frequency_penalty: _Number | None = Field(None, ge=-2, le=2)
+    repetition_penalty: _Number | None = Field(None, gt=0, description="1 = off.")
+    logit_bias: dict[str, Any] | None = Field(None, description="Token id -> -100 to 100.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Any = Field(
+        None, description="One stop string or a list of them.", json_schema_extra=_STOP
+    )
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="false = show them in the text.")
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=_INT32_MAX, description="Keep the last so many; -1 = as many as fit."
+    )
+    prompt_logprobs: _Count = Field(None, description="Alternatives; not with stream.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Tokens of logprobs as token_id:N."
+    )
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(
+        None, ge=-_INT32_MAX, le=_INT32_MAX, description="Smaller ones run first."
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, description="Prefixes are shared among equal ones only."
+    )
+    request_id: str | None = Field(
+        None, pattern=r"^[\x21-\x7e]{1,200}$", description="Becomes part of the answer's id."
+    )
+    user: Any = Field(None, description="Accepted and ignored.")
+    response_format: dict[str, Any] | None = Field(
+        None, description="{type: text | json_object | json_schema, json_schema: {schema}}"
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object; whitespace_pattern."
+    )
+    guided_json: Any = Field(None, description="A JSON schema that the output matches.")
+    guided_regex: Any = Field(None, description="A pattern that the whole output matches.")
+    guided_choice: Any = Field(None, description="[string]: the output is one of them.")
+    guided_grammar: Any = Field(None, description="A grammar in Lark or GBNF.")
+    guided_whitespace_pattern: Any = Field(None, description="White space between JSON's parts.")
+
+    @property
+    def asks_for_structure(self) -> bool:
+        """Whether one of the fields above may say something about the output's form."""
+        return not (
+            self.response_format is None
+            and self.structured_outputs is None
+            and self.guided_json is None
+            and self.guided_regex is None
+            and self.guided_choice is None
+            and self.guided_grammar is None
+        )
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage item."""
+        options = self.stream_options
+        if options is None:
+            return False
+        if options.include_usage is None:
+            return bool(options.continuous_usage_stats)
+        return options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every item of a stream says how many tokens there are so far."""
+        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    model_config = ConfigDict(json_schema_extra=_needs("prompt"))
+
+    prompt: Any = Field(
+        None,
+        description="string | [string] | [token id] | [[token id]]",
+        json_schema_extra=_PROMPT,
+    )
+    max_tokens: int | None = Field(
+        None, ge=0, le=_INT32_MAX, description="0 only with echo: nothing but the prompt."
+    )
+    echo: bool | None = Field(None, description="Begin with the prompt.")
+    logprobs: _Count = Field(None, description="Alternatives for each token.")
+
+    @property
+    def output_limit(self) -> int | None:
+        """max_tokens; None when it is not given or nothing is to be generated."""
+        return self.max_tokens or None
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the client wants its prompt back and no new token."""
+        return self.max_tokens == 0
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives for each output token; None = no logprobs."""
+        return self.logprobs
+
+    def prompts(self) -> list[str | list[int]]:
+        """`prompt` as a list of texts and lists of token ids."""
+        prompt = self.prompt
+        if prompt is None:
+            raise BadRequestError(
+                "prompt is missing", param="prompt", code="missing_required_parameter"
+            )
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt, list) and prompt:
+            if all(isinstance(item, str) for item in prompt):
+                return prompt
+            if _are_token_ids(prompt):
+                return [prompt]
+            if all(isinstance(item, list) and _are_token_ids(item) for item in prompt):
+                return prompt
+        raise BadRequestError(
+            "prompt must be a string, a list of strings, a list of token ids, or a list of lists "
+            "of token ids, and not an empty list",
+            param="prompt",
+        )
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    model_config = ConfigDict(json_schema_extra=_needs("messages"))
+
+    messages: Any = Field(None, description="[{role, content}]", json_schema_extra=MESSAGES)
+    max_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_INT32_MAX)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, description="Alternatives; needs logprobs.")
+    echo: bool | None = Field(None, description="Begin with the last message if the assistant's.")
+    documents: list[dict[str, Any]] | None = Field(
+        None, fail_fast=True, description="For the chat template: [{title, text}]"
+    )
+    tools: Any = Field(
+        None,
+        description="[{type: function, function: {name, parameters}}]",
+        json_schema_extra=_TOOLS,
+    )
+    tool_choice: Any = Field(
+        None,
+        description="none | auto | required | {type: function, function: {name}}",
+        json_schema_extra=_TOOL_CHOICE,
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false = at most one call.")
+    include_reasoning: bool | None = Field(None, description="false = thoughts are left out.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, e.g. enable_thinking."
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="Open the assistant's turn; by default unless the final one goes on."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Go on with the last message instead of answering it."
+    )
+
+    only_echo: ClassVar[bool] = False
+
+    @property
+    def output_limit(self) -> int | None:
+        """max_completion_tokens, or its older name."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives for each output token; None = no logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def parsed_messages(self) -> list[dict[str, Any]]:
+        """`messages`, checked, each content one string."""
+        return parse_messages(self.messages)
+
+
+def parse_completion(body: dict[str, Any]) -> CompletionRequest:
+    """Check types and bounds of a completion request."""
+    refuse_unsupported(body, COMPLETION)
+    return _parse(CompletionRequest, body)
+
+
+def parse_chat(body: dict[str, Any]) -> ChatRequest:
+    """Check types and bounds of a chat request."""
+    refuse_unsupported(body, CHAT)
+    return _parse(ChatRequest, body)
+
+
+def check_text(text: str, param: str) -> None:
+    """Refuse lone surrogates: JSON can write them, UTF-8 and tokenizers cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequestError(
+            f"{param} holds a lone surrogate (half a character) at position {error.start}",
+            param=param,
+        ) from None
+
+
+def _parse(model: type[_Request], body: dict[str, Any]) -> _Request:
+    try:
+        request = model.model_validate(body)
+    except ValidationError as error:
+        raise as_bad_request(error) from None
+    for problem in _conflicts(request):
+        raise problem
+    return request
+
+
+def _conflicts(request: GenerationRequest) -> Iterator[BadRequestError]:
+    """Fields that are right by themselves but not together, each under the one to change."""
+    if request.stream_options is not None and not request.stream:
+        yield _bad("stream_options", "stream_options is only allowed with stream = true")
+    if request.prompt_logprobs is not None and request.stream:
+        yield _bad("prompt_logprobs", "prompt_logprobs is not available with stream = true")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        yield UnsupportedParameterError(
+            f"best_of = {request.best_of} is not supported; only best_of = n is", param="best_of"
+        )
+    if request.truncate_prompt_tokens == 0:
+        yield _bad("truncate_prompt_tokens", "truncate_prompt_tokens must be -1 or at least 1")
+    if isinstance(request, CompletionRequest) and request.only_echo and not request.echo:
+        yield _bad("max_tokens", "max_tokens must be at least 1; 0 is only allowed with echo")
+    if isinstance(request, ChatRequest):
+        if request.top_logprobs and not request.logprobs:
+            yield _bad("top_logprobs", "top_logprobs needs logprobs = true")
+        if request.continue_final_message and request.add_generation_prompt:
+            yield _bad(
+                "continue_final_message",
+                "continue_final_message and add_generation_prompt cannot both be true",
+            )
+
+
+def _bad(param: str, message: str) -> BadRequestError:
+    return BadRequestError(message, param=param)
+
+
+def as_bad_request(error: ValidationError) -> BadRequestError:
+    """All findings in one message, the first one as param."""
+    findings = error.errors(include_url=False, include_context=False)
+    paths = [".".join(str(part) for part in item["loc"]) for item in findings]
+    texts = [
+        f"{path}: {item['msg']}, got {_describe(item['input'])}"
+        for path, item in zip(paths, findings, strict=True)
+    ]
+    return BadRequestError("; ".join(texts[:4]), param=paths[0])
+
+
+def _describe(value: Any) -> str:
+    if value is None or isinstance(value, bool | int | float):
+        return (
+            str(value)[:40]
+            if not isinstance(value, int) or abs(value) < 10**40
+            else "a huge number"
+        )
+    return {"str": "a string", "list": "a list", "dict": "an object"}[type(value).__name__]
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    return all(type(item) is int for item in items)  # bool is an int to isinstance

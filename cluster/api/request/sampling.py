@@ -1,0 +1,127 @@
+"""Sampling parameters and stop rules of a checked request. Knows nothing of prompts or answers."""
+
+from typing import Any
+
+from cluster.api.answer.detokenizer import StopRules
+from cluster.api.request.protocol import CompletionRequest, GenerationRequest, check_text
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import ServingTokenizer
+from cluster.errors import BadRequestError
+from workers.wire.request import SamplingParams
+
+_GREEDY_BELOW = 1e-5  # dividing float32 logits by less overflows; the limit is greedy anyway
+_MAX_REPETITION_PENALTY = 1e6  # beyond, and below its inverse, float32 logits overflow
+
+
+class SamplingBuilder:
+    """For one tokenizer's vocabulary and one ingress's limits."""
+
+    def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    def params(self, request: GenerationRequest) -> SamplingParams:
+        """All but what differs between choices: max_tokens (here 1) and the seed."""
+        stop_ids = frozenset(request.stop_token_ids or ())
+        self._tokenizer.check_token_ids(stop_ids, "stop_token_ids")
+        if not request.ignore_eos:
+            stop_ids |= self._tokenizer.eos_token_ids
+        defaults = self._settings.default_sampling
+
+        def value(name: str, neutral: float) -> float:
+            given = getattr(request, name)
+            return float(given if given is not None else defaults.get(name, neutral))
+
+        temperature = value("temperature", 1.0)
+        repetition = value("repetition_penalty", 1.0)
+        logprobs = self._count(request.num_logprobs, _logprobs_param(request))
+        return SamplingParams(
+            max_tokens=1,
+            min_tokens=request.min_tokens or 0,
+            temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+            top_p=value("top_p", 1.0),
+            top_k=max(int(value("top_k", 0)), 0),
+            min_p=value("min_p", 0.0),
+            stop_token_ids=stop_ids,
+            presence_penalty=value("presence_penalty", 0.0),
+            frequency_penalty=value("frequency_penalty", 0.0),
+            repetition_penalty=min(
+                max(repetition, 1 / _MAX_REPETITION_PENALTY), _MAX_REPETITION_PENALTY
+            ),
+            logit_bias=self._logit_bias(request.logit_bias),
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(request, logprobs),
+        )
+
+    def stop_rules(self, request: GenerationRequest, params: SamplingParams) -> StopRules:
+        """What ends the text of each choice."""
+        return StopRules(
+            strings=self._stop_strings(request.stop),
+            token_ids=params.stop_token_ids,
+            end_ids=frozenset() if request.ignore_eos else self._tokenizer.eos_token_ids,
+            include=bool(request.include_stop_str_in_output),
+            min_tokens=params.min_tokens,
+        )
+
+    def _prompt_logprobs(self, request: GenerationRequest, logprobs: int | None) -> int | None:
+        """What the client asks for, and what the logprobs of an echo need."""
+        asked = self._count(request.prompt_logprobs, "prompt_logprobs")
+        if isinstance(request, CompletionRequest) and request.echo and logprobs is not None:
+            return max(asked or 0, logprobs)
+        return asked
+
+    def _count(self, number: int | None, param: str) -> int | None:
+        limit = self._settings.max_logprobs
+        if number is not None and number > limit:
+            raise BadRequestError(f"{param} = {number} is more than {limit}", param=param)
+        return number
+
+    def _logit_bias(self, bias: dict[str, Any] | None) -> tuple[tuple[int, float], ...]:
+        if not bias:
+            return ()
+        limit = self._settings.max_logit_bias
+        if len(bias) > limit:
+            raise BadRequestError(
+                f"logit_bias has {len(bias)} entries, at most {limit} are allowed",
+                param="logit_bias",
+            )
+        by_id: dict[int, float] = {}
+        for key, value in bias.items():
+            # int() takes more than that: signs, spaces, underscores, other digits.
+            if not (key.isascii() and key.isdecimal() and len(key) < 20):
+                raise BadRequestError(
+                    f"logit_bias: the key {key[:40]!r} is no token id", param="logit_bias"
+                )
+            if type(value) not in (int, float) or not -100 <= value <= 100:
+                raise BadRequestError(
+                    f"logit_bias.{key} must be a number from -100 to 100", param=f"logit_bias.{key}"
+                )
+            by_id[int(key)] = float(value)
+        self._tokenizer.check_token_ids(by_id.keys(), "logit_bias")
+        return tuple(by_id.items())
+
+    def _stop_strings(self, stop: Any) -> list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        if stops is None:
+            return []
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+            raise BadRequestError("stop must be a string or a list of strings", param="stop")
+        max_number, max_chars = self._settings.max_stop_strings, self._settings.max_stop_chars
+        if len(stops) > max_number:
+            raise BadRequestError(
+                f"stop has {len(stops)} strings, at most {max_number} are allowed", param="stop"
+            )
+        for stop in stops:
+            if not stop:
+                raise BadRequestError("stop must not hold an empty string", param="stop")
+            if len(stop) > max_chars:
+                raise BadRequestError(
+                    f"stop has a string of {len(stop)} characters, at most {max_chars} are allowed",
+                    param="stop",
+                )
+            check_text(stop, "stop")
+        return list(dict.fromkeys(stops))
+
+
+def _logprobs_param(request: GenerationRequest) -> str:
+    return "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"

@@ -1,0 +1,99 @@
+"""Whether every rank can really answer: a token through each of them, asked for when somebody wants to know.
+
+A probe is a request like any other, but counted by nobody, so a rank that hangs is found though its
+process still answers. Knows nothing of HTTP.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from cluster.api.backend import EngineBackend
+from cluster.api.settings import ApiSettings
+from cluster.errors import EngineDeadError, ServingError
+from workers.wire.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+PROBE_PRIORITY = -(
+    2**31
+)  # a client can only ask for less: a full queue does not look like a dead rank
+
+
+class Readiness:
+    """Remembers when all ranks last gave a token; askers within that time cost nothing."""
+
+    def __init__(self, provider: Callable[[], EngineBackend], settings: ApiSettings) -> None:
+        self._provider = provider
+        self._settings = settings
+        self._proven = -float("inf")
+        self._probe: asyncio.Task[str] | None = None
+
+    async def check(self) -> None:
+        """Raise EngineDeadError, which names the rank, unless requests can be served."""
+        backend = self._provider()
+        ready, reason = backend.health()
+        if not ready:
+            raise EngineDeadError(reason or "the engine is not ready")
+        if time.monotonic() - self._proven < self._settings.probe_fresh_s:
+            return
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._run(backend))
+        reason = await asyncio.shield(self._probe)  # others wait for the same one
+        if reason:
+            raise EngineDeadError(reason)
+
+    async def _run(self, backend: EngineBackend) -> str:
+        """Probe all ranks at once; why they are not ready, or nothing."""
+        counting = asyncio.create_task(self._busy_steps(backend))
+        probes = [
+            asyncio.create_task(_one_token(backend, rank)) for rank in range(backend.num_ranks)
+        ]
+        await asyncio.wait(probes, timeout=self._settings.probe_timeout_s)
+        silent = {rank for rank, probe in enumerate(probes) if probe.cancel()}
+        await asyncio.gather(*probes, counting, return_exceptions=True)
+        for rank, probe in enumerate(probes):
+            error = None if rank in silent else probe.exception()
+            if isinstance(error, ServingError):
+                return f"rank {rank}: {error}"
+            if error is not None:
+                logger.error("the probe of rank %d failed", rank, exc_info=error)
+                return f"rank {rank}: internal error; the server's log has the details"
+        if silent:
+            # A rank whose places are all taken is busy, not dead: its steps go on.
+            before, after = await counting, await self._busy_steps(backend)
+            silent -= {rank for rank in before if after.get(rank, 0) > before[rank]}
+        if silent:
+            names = ", ".join(str(rank) for rank in sorted(silent))
+            return f"no token in {self._settings.probe_timeout_s:g} s from rank {names}"
+        self._proven = time.monotonic()
+        return ""
+
+    async def _busy_steps(self, backend: EngineBackend) -> dict[int, int]:
+        """Steps with tokens of each rank so far; none when they do not answer."""
+        try:
+            stats = await asyncio.wait_for(backend.rank_stats(), self._settings.stats_timeout_s)
+        except (ServingError, TimeoutError):
+            return {}
+        return {rank: _busy(values) for rank, values in enumerate(stats)}
+
+
+def _busy(stats: dict[str, Any]) -> int:
+    return stats.get("steps", 0) - stats.get("idle_steps", 0)
+
+
+async def _one_token(backend: EngineBackend, rank: int) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    request_id = f"probe-{uuid.uuid4().hex}"
+    outputs = backend.generate(request_id, [0], params, priority=PROBE_PRIORITY, rank=rank)
+    async with aclosing(outputs):
+        async for output in outputs:
+            if output.finish_reason in ("error", "abort"):
+                raise EngineDeadError(output.error or "the engine ended a probe")
+            if output.finish_reason is not None:
+                return
+    raise EngineDeadError("the engine ended a probe without an answer")

@@ -1,0 +1,140 @@
+"""POST /tokenize and /detokenize: what a prompt is to the model, and back. The shapes are vLLM's.
+
+A body of /v1/completions or /v1/chat/completions gives the very tokens that it would run with there.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import Response
+
+from cluster.api.answer.chunks import to_json
+from cluster.api.backend import EngineBackend
+from cluster.api.request.job import check_model
+from cluster.api.request.json_body import read_json_object
+from cluster.api.request.prompt import PromptEncoder
+from cluster.api.request.protocol import (
+    MESSAGES,
+    TOKEN_IDS,
+    as_bad_request,
+    parse_chat,
+    parse_completion,
+)
+from cluster.api.routes.openapi import body_schema
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import ServingTokenizer
+from cluster.api.tools.offer import read_offer
+from cluster.errors import BadRequestError
+
+_INLINE_TOKENS = 4096
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize. Other fields count as they do where the prompt is to go."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="ignore",
+        json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
+    )
+
+    model: str | None = Field(None, description="The served model; null = the one there is.")
+    prompt: Any = Field(
+        None,
+        description="A string, or token ids. This or messages.",
+        json_schema_extra={"anyOf": [{"type": "string"}, TOKEN_IDS]},
+    )
+    messages: Any = Field(
+        None, description="[{role, content}], rendered as a chat.", json_schema_extra=MESSAGES
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="By default yes for a prompt, no for messages: templates write them."
+    )
+    return_token_strs: bool | None = Field(None, description="How the vocabulary writes each.")
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    model: str | None = Field(None, description="The served model; null = the one there is.")
+    tokens: list[int] = Field(description="Token ids.", fail_fast=True)
+
+
+def add_tokenization_routes(
+    app: FastAPI,
+    backend_provider: Callable[[], EngineBackend],
+    tokenizer: ServingTokenizer,
+    settings: ApiSettings,
+) -> None:
+    """Add the routes."""
+    prompts = PromptEncoder(tokenizer, settings)
+
+    @app.post("/tokenize", openapi_extra=body_schema(TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or of a conversation."""
+        body = await read_json_object(request, settings)
+        backend = backend_provider()
+        asked = _parse(TokenizeRequest, body)
+        check_model(asked.model, backend)
+        token_ids = await _token_ids(asked, body, prompts, settings)
+
+        def answer() -> bytes:
+            wants_strings = asked.return_token_strs
+            return to_json(
+                {
+                    "count": len(token_ids),
+                    "max_model_len": backend.max_model_len,
+                    "tokens": token_ids,
+                    "token_strs": tokenizer.token_strings(token_ids) if wants_strings else None,
+                }
+            )
+
+        return await _respond(answer, len(token_ids))
+
+    @app.post("/detokenize", openapi_extra=body_schema(DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await read_json_object(request, settings)
+        asked = _parse(DetokenizeRequest, body)
+        check_model(asked.model, backend_provider())
+        tokenizer.check_token_ids(asked.tokens, "tokens")
+
+        def answer() -> bytes:
+            return to_json({"prompt": tokenizer.decode(asked.tokens)})
+
+        return await _respond(answer, len(asked.tokens))
+
+
+async def _respond(answer: Callable[[], bytes], num_tokens: int) -> Response:
+    """Long ones in a thread, so that they do not stall running streams."""
+    short = num_tokens <= _INLINE_TOKENS
+    body = answer() if short else await asyncio.to_thread(answer)
+    return Response(body, media_type="application/json")
+
+
+async def _token_ids(
+    asked: TokenizeRequest, body: dict[str, Any], prompts: PromptEncoder, settings: ApiSettings
+) -> list[int]:
+    if asked.messages is not None:
+        if asked.prompt is not None:
+            raise BadRequestError("prompt and messages exclude each other", param="prompt")
+        request = parse_chat(body)
+        offer = read_offer(request, settings)
+        tools = None if offer is None else offer.definitions
+        return (await prompts.chat(request, None, tools)).token_ids
+    found = await prompts.completion(parse_completion(body), keep=None)
+    if len(found) != 1:
+        raise BadRequestError("prompt must be a single one", param="prompt")
+    return found[0].token_ids
+
+
+def _parse(model: type, body: dict[str, Any]) -> Any:
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise as_bad_request(error) from None

@@ -1,0 +1,65 @@
+"""Routes for probes, load balancers and people: is it alive, is it ready, how busy, which version, what can it do.
+
+Knows nothing of generation.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from cluster.api.answer.chunks import to_json
+from cluster.api.backend import EngineBackend
+from cluster.api.gate import Gate
+from cluster.api.routes.docs_page import render_docs
+from cluster.api.routes.readiness import Readiness
+from cluster.api.settings import ApiSettings, package_version
+from cluster.errors import EngineDeadError
+
+
+def add_utility_routes(
+    app: FastAPI,
+    backend_provider: Callable[[], EngineBackend],
+    settings: ApiSettings,
+    gate: Gate,
+) -> None:
+    """Add the routes. Probes may be HEAD requests, too."""
+    readiness = Readiness(backend_provider, settings)
+
+    async def ready() -> Response:
+        """200 when every rank has given a token within the last seconds, else 503 with the reason."""
+        if gate.closed:
+            raise EngineDeadError(gate.closed)
+        await readiness.check()
+        return _json({"status": "ready"})
+
+    async def live() -> Response:
+        """200 while this process answers; says nothing of the ranks."""
+        return _json({"status": "alive"})
+
+    # /ping is what some clouds' load balancers ask, by GET or POST.
+    probes = {"/live": live, "/ready": ready, "/health": ready, "/ping": ready}
+    for path, answer in probes.items():
+        app.get(path)(answer)
+        other = ["HEAD", "POST"] if path == "/ping" else ["HEAD"]
+        app.api_route(path, methods=other, include_in_schema=False)(answer)
+
+    @app.get("/version")
+    async def version() -> Response:
+        """The server's version."""
+        return _json({"version": package_version()})
+
+    @app.get("/load")
+    async def load() -> Response:
+        """Requests that run or wait in this ingress."""
+        return _json({"server_load": gate.num_requests})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        """The API as a page; it loads nothing from elsewhere."""
+        return Response(render_docs(app.openapi()), media_type="text/html; charset=utf-8")
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(to_json(content), media_type="application/json")

@@ -1,0 +1,250 @@
+"""`phalanx check`: what a configuration comes to on this machine. Starts nothing, allocates nothing.
+
+The rank table and the memory figures are arithmetic; only the backends and warnings look at the
+machine.
+"""
+
+import importlib.metadata
+import ipaddress
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cluster.commands.check_backends import alternatives, capabilities
+from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
+from cluster.commands.check_steps import (
+    check_comm_sms,
+    graph_line,
+    never_reached,
+    overlap_lines,
+    slow_for_want_of_graphs,
+)
+from cluster.config.api_keys import VARIABLE, load_digests
+from cluster.config.phalanx_config import (
+    PhalanxConfig,
+    available_cores,
+    check_num_ranks,
+    resolve_rank_config,
+)
+from cluster.metrics.tracing import check_tracing
+from kernels.all2all import deepep_choice
+from kernels.backends import select
+from workers.config import RankConfig, not_for_answers
+from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.rank.backend_choice import backend_shape
+from workers.rank.device_memory import size
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """Everything the command prints.
+
+    steps          what of `cuda_graphs` and ubatches comes to pass, and why
+    alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
+    packages       what was recognised in a package that is known in several generations
+    assumed        what could not be looked at on this machine
+    """
+
+    config: dict[str, Any]
+    ranks: list[RankRow]
+    backends: dict[str, dict[str, str]]
+    steps: dict[str, str]
+    alternatives: dict[str, dict[str, str]]
+    packages: dict[str, str]
+    assumed: str
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; sizes in bytes."""
+        return asdict(self)
+
+
+def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport:
+    """Resolve a valid configuration; None = look for API keys where the server would.
+
+    Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
+    cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
+    missing, overlap.comm_sms leaves nothing of the GPU, or the ranks are too many for this machine.
+    """
+    check_tracing(config.serve.tracing)
+    check_num_ranks(config)
+    if num_api_keys is None:
+        num_api_keys = len(load_digests(config.serve.api_keys_file))
+    rank_config = resolve_rank_config(config)
+    model = load_model_config(config.model.path)
+    found, assumed = capabilities(rank_config.device)
+    shape = backend_shape(rank_config, model)
+    selection = select.select(config.kernels, found, **shape)
+    graphs, graph_reason = graph_line(rank_config.scheduler, selection, rank_config.device)
+    num_ubatches, overlap = overlap_lines(config.overlap, selection)
+    check_comm_sms(config.overlap, selection, num_ubatches)
+    ranks = rank_rows(
+        rank_config, model, selection, shape, num_ubatches=num_ubatches, graphs=graphs
+    )
+    reasons = selection.reasons()
+    return CheckReport(
+        config=_resolved_tree(config, rank_config),
+        ranks=ranks,
+        backends={
+            family: {"name": name, "reason": reasons[family]}
+            for family, name in selection.names().items()
+        },
+        steps={"cuda_graphs": graph_reason, **overlap},
+        alternatives=alternatives(selection, found, shape),
+        packages={} if assumed else _packages(found),
+        assumed=assumed,
+        warnings=list(_warnings(config, rank_config, model, selection, ranks, num_api_keys)),
+    )
+
+
+def _packages(found: select.Capabilities) -> dict[str, str]:
+    """Of DeepEP alone, where it runs at all."""
+    loads = any(name not in found.missing for name in deepep_choice.NAMES)
+    return {"deep_ep": deepep_choice.recognised()} if found.device == "cuda" and loads else {}
+
+
+def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:
+    tree = config.model_dump()
+    tree["model"] = rank_config.model.model_dump()
+    tree["scheduler"] = rank_config.scheduler.model_dump()
+    tree["cache"] = rank_config.cache.model_dump()
+    tree["cluster"] |= {"device": rank_config.device, "threads_per_rank": rank_config.threads}
+    return tree
+
+
+def _warnings(
+    config: PhalanxConfig,
+    rank_config: RankConfig,
+    model: Qwen3MoeConfig,
+    selection: select.Selection,
+    ranks: list[RankRow],
+    num_api_keys: int,
+) -> Iterator[str]:
+    per_node = rank_config.num_ranks // rank_config.num_nodes
+    if rank_config.device == "cuda":
+        found = torch.cuda.device_count()
+        if found < per_node:
+            yield (
+                f"cluster.device is cuda with {per_node} rank(s) a node, this machine has {found} "
+                "GPU(s); backends are chosen as if they were there"
+            )
+        if too_little := too_little_on_gpu(rank_config, ranks):
+            yield too_little
+        yield from slow_for_want_of_graphs(rank_config.scheduler, selection)
+    else:
+        yield from _cpu_warnings(rank_config, ranks[:per_node])
+    yield from never_reached(config.overlap, rank_config.scheduler)
+    yield from not_for_answers(config.model)
+    if rank_config.num_ranks > model.num_experts:
+        yield (
+            f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "
+            f"{rank_config.num_ranks - model.num_experts} rank(s) hold none"
+        )
+    if not num_api_keys and not _is_loopback(config.serve.host):
+        yield (
+            f"serve.host is {config.serve.host}: whoever can reach this machine can use the model; "
+            f"set {VARIABLE} or serve.api_keys_file to ask for a key"
+        )
+    version = foreign_kernels_version()
+    if version is not None:
+        yield (
+            f"the distribution 'kernels' {version} is installed and shares its name with a package "
+            "of Phalanx; transformers then fails to import models. Run: pip uninstall kernels"
+        )
+
+
+def _cpu_warnings(config: RankConfig, node_ranks: list[RankRow]) -> Iterator[str]:
+    cores = available_cores()
+    if config.threads * len(node_ranks) > max(cores, len(node_ranks)):
+        yield (
+            f"cluster.threads_per_rank {config.threads} times {len(node_ranks)} ranks a node is "
+            f"more than the {cores} cores here"
+        )
+    needed = sum(row.fixed_bytes + (row.kv_bytes or 0) for row in node_ranks)
+    available = available_memory()
+    if available is not None and needed > available:
+        yield (
+            f"the ranks of a node need {size(needed)}, this machine has {size(available)} "
+            "available; lower cache.cpu_memory_gib or cache.num_blocks"
+        )
+
+
+def available_memory() -> int | None:
+    """Bytes that processes can still take on this machine, None where that is not known."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except OSError:
+        return None
+    return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+def foreign_kernels_version() -> str | None:
+    """Version of the installed distribution named `kernels`, which clashes with our package."""
+    try:
+        return importlib.metadata.version("kernels")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def render(report: CheckReport, console: Console) -> None:
+    """Print a report for people."""
+    console.print("configuration", style="bold")
+    _render_tree(report.config, "  ", console)
+    console.print(_rank_table(report.ranks))
+    console.print("backends", style="bold")
+    for family, choice in report.backends.items():
+        console.print(f"  {family:<14}{choice['name']:<20}{choice['reason']}")
+        for name, unsupported_reason in report.alternatives[family].items():
+            console.print(f"  {'':<14}{name:<20}{unsupported_reason or 'could run'}", style="dim")
+    for name, recognised in report.packages.items():
+        console.print(f"  {name:<14}{recognised}", style="dim")
+    console.print("steps", style="bold")
+    for name, outcome in report.steps.items():
+        console.print(f"  {name:<14}{outcome}")
+    if report.assumed:
+        console.print(f"assumed: {report.assumed}")
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow")
+
+
+def _render_tree(tree: dict[str, Any], indent: str, console: Console) -> None:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            console.print(f"{indent}{key}")
+            _render_tree(value, f"{indent}  ", console)
+        else:
+            console.print(f"{indent}{key:<24}{'null' if value is None else value}")
+
+
+def _rank_table(ranks: list[RankRow]) -> Table:
+    table = Table(title="ranks", title_justify="left", title_style="bold", box=None)
+    for name in ("rank", "node", "device", "experts"):
+        table.add_column(name)
+    for name in ("weights", "KV blocks", "buffers", "slices", "graphs"):
+        table.add_column(name, justify="right")
+    for row in ranks:
+        kv = "at start" if row.kv_bytes is None else size(row.kv_bytes)
+        table.add_row(
+            str(row.rank),
+            str(row.node),
+            row.device,
+            row.experts,
+            size(row.weight_bytes),
+            kv,
+            size(row.buffer_bytes),
+            size(row.slice_bytes) if row.slice_bytes else "none",
+            size(row.graph_bytes) if row.graph_bytes else "none",
+        )
+    return table

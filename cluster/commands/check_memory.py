@@ -1,0 +1,140 @@
+"""What each rank of a configuration keeps in memory, by arithmetic; of the machine only its GPU's size is asked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kernels.backends.select import Selection
+from kernels.routing.placement import ExpertPlacement
+from workers.config import RankConfig
+from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.rank.backend_choice import memory_of_kernels
+from workers.rank.device_memory import size
+from workers.runner.graph_sizes import GraphSizes
+from workers.weights.tensors import kv_block_bytes, rank_weight_bytes
+
+INT64 = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRow:
+    """One rank: where it runs, which experts it holds, what it keeps in memory.
+
+    `kv_bytes` is None where the size is measured when the rank starts. `buffer_bytes` is what the largest step takes,
+    `slice_bytes` what the exchanges and attentions of ubatches hold beside it, 0 where there are none.
+    `graph_bytes` is what the CUDA graphs' common pool of memory takes, 0 without graphs; what CUDA itself keeps for
+    each graph is measured at the start.
+    """
+
+    rank: int
+    node: int
+    device: str
+    experts: str
+    weight_bytes: int
+    kv_bytes: int | None
+    buffer_bytes: int
+    slice_bytes: int
+    graph_bytes: int
+
+    @property
+    def fixed_bytes(self) -> int:
+        """All but the KV cache."""
+        return self.weight_bytes + self.buffer_bytes + self.slice_bytes + self.graph_bytes
+
+
+def rank_rows(
+    config: RankConfig,
+    model: Qwen3MoeConfig,
+    selection: Selection,
+    shape: dict[str, Any],
+    *,
+    num_ubatches: int,
+    graphs: GraphSizes,
+) -> list[RankRow]:
+    """A row for each rank; `shape` is that of `backend_shape`, num_ubatches 0 where no step is ever cut."""
+    placement = ExpertPlacement(model.num_experts, config.num_ranks)
+    per_node = config.num_ranks // config.num_nodes
+    held = memory_of_kernels(selection, shape, num_ubatches=num_ubatches)
+    step = held.step + _model_bytes(config, model, shape["dtype"], shape["max_num_tokens"])
+    graph_bytes = 0
+    if graphs:
+        of_graph = memory_of_kernels(selection, shape, max_num_tokens=graphs.largest)
+        graph_bytes = of_graph.step + _model_bytes(config, model, shape["dtype"], graphs.largest)
+    table = []
+    for rank in range(config.num_ranks):
+        node, index = divmod(rank, per_node)
+        row = RankRow(
+            rank=rank,
+            node=node,
+            device=f"cuda:{index}" if config.device == "cuda" else "cpu",
+            experts=_expert_range(placement.local_experts(rank)),
+            weight_bytes=rank_weight_bytes(
+                model, placement, rank, config.model.dtype, fp8_experts=selection.fp8_experts
+            ),
+            kv_bytes=None,
+            buffer_bytes=held.kept + step,
+            slice_bytes=held.slices,
+            graph_bytes=graph_bytes,
+        )
+        table.append(replace(row, kv_bytes=_kv_bytes(config, model, row)))
+    return table
+
+
+def _expert_range(experts: range) -> str:
+    return f"{experts.start}-{experts.stop - 1}" if experts else "none"
+
+
+def _kv_bytes(config: RankConfig, model: Qwen3MoeConfig, row: RankRow) -> int | None:
+    """As configured, or an upper bound where a GPU can be asked; the rank measures after a profiling forward."""
+    cache = config.cache
+    if cache.num_blocks != "auto":
+        return cache.num_blocks * kv_block_bytes(model, cache.block_size, config.model.dtype)
+    total = _gpu_bytes()
+    return None if total is None else max(0, int(total * cache.memory_fraction) - row.fixed_bytes)
+
+
+def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None:
+    """Why the ranks of this table do not fit on GPUs as the one that is here, with what to change; or None."""
+    total, cache = _gpu_bytes(), config.cache
+    if total is None:
+        return None
+    row = max(rows, key=lambda row: row.fixed_bytes)
+    buffers = row.fixed_bytes - row.weight_bytes
+    needs = f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {size(buffers)} for buffers and graphs"
+    remedies = "take more ranks (cluster.ranks), lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+    if cache.num_blocks != "auto":
+        kv_bytes = row.kv_bytes or 0
+        if row.fixed_bytes + kv_bytes <= total:
+            return None
+        return (
+            f"{needs}, and cache.num_blocks {cache.num_blocks} takes {size(kv_bytes)}: more than the {size(total)} of "
+            f"its GPU; {remedies}, or lower cache.num_blocks"
+        )
+    allowed = int(total * cache.memory_fraction)
+    if row.fixed_bytes < allowed:
+        return None
+    return (
+        f"{needs}, which leaves nothing for the KV cache of the {size(allowed)} that cache.memory_fraction "
+        f"{cache.memory_fraction:g} allows of its GPU; {remedies}, or raise cache.memory_fraction"
+    )
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of this machine's first GPU; the others are taken to be alike."""
+    if not torch.cuda.is_available():
+        return None
+    total: int = torch.cuda.get_device_properties(0).total_memory
+    return total
+
+
+def _model_bytes(
+    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, num_tokens: int
+) -> int:
+    """Inputs of a step of so many tokens, the logits of a full batch in float32, and the hidden states."""
+    seqs = config.scheduler.max_num_seqs
+    blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
+    inputs = INT64 * (3 * num_tokens + seqs + 2 * seqs * blocks)
+    logits = 4 * seqs * model.vocab_size
+    return inputs + logits + num_tokens * dtype.itemsize * 4 * model.hidden_size

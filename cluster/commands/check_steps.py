@@ -1,0 +1,90 @@
+"""How the steps of a configuration will run: in CUDA graphs or not, whole or in ubatches, and why."""
+
+from collections.abc import Iterator
+
+import torch
+
+from cluster.config.errors import ConfigError, Problem
+from kernels.backends.select import Selection
+from kernels.host.hopper import on_hopper
+from workers.config import OverlapConfig, SchedulerConfig
+from workers.rank.backend_choice import graphs_off
+from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
+from workers.ubatch.policy import configured, too_many_sms
+
+MEASURED = "measured at the start"
+
+
+def graph_line(
+    scheduler: SchedulerConfig, selection: Selection, device: str
+) -> tuple[GraphSizes, str]:
+    """Which CUDA graphs there will be, and why. Raises GraphsUnavailableError where they are demanded and cannot be.
+
+    A GPU that is not here is taken for a Hopper.
+    """
+    hopper = not torch.cuda.is_available() or on_hopper()
+    mixed = selection.attention.name == "flashinfer" and hopper
+    sizes = graphs_to_capture(scheduler, selection, torch.device(device), mixed=mixed)
+    if not sizes:
+        return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device)}"
+    return sizes, f"on: {sizes}"
+
+
+def slow_for_want_of_graphs(scheduler: SchedulerConfig, selection: Selection) -> Iterator[str]:
+    """What of the backends costs GPUs their CUDA graphs, where nobody asked for that; for people."""
+    unsupported_reason = selection.graph_unsupported_reason
+    if scheduler.cuda_graphs == "auto" and unsupported_reason is not None:
+        yield f"small steps will be slow, since there are no CUDA graphs: {unsupported_reason}"
+
+
+def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dict[str, str]]:
+    """How many slices there are, 0 where no step is ever cut; setting to what it comes to."""
+    name = selection.all2all.name
+    policy, unknown = configured(config, name)
+    if not policy.enabled and not unknown:
+        return 0, {"ubatches": f"off: {policy.reasons['decode']}"}
+    lines = {"ubatches": f"{config.num_ubatches} slices of each step that is cut"}
+    for phase, least, what in (
+        ("decode", policy.min_decode_tokens, "sequences"),
+        ("prefill", policy.min_prefill_tokens, "tokens"),
+    ):
+        lines[phase] = f"from {least} {what} of a rank on ({policy.reasons[phase]})"
+        if phase in unknown:
+            lines[phase] = f"{MEASURED}: from how many {what} of a rank on it pays"
+    lines["comm_sms"] = _comm_sms(config, name, selection.sm_choices)
+    return config.num_ubatches, lines
+
+
+def _comm_sms(config: OverlapConfig, name: str, choices: tuple[int, ...]) -> str:
+    if not choices:
+        ignored = "" if config.comm_sms == "auto" else ", overlap.comm_sms is ignored"
+        return f"no limit: {name} takes none{ignored}"
+    if config.comm_sms == "auto":
+        return f"{MEASURED}: no limit or {', '.join(map(str, choices))}"
+    return f"{config.comm_sms} (overlap.comm_sms)"
+
+
+def check_comm_sms(config: OverlapConfig, selection: Selection, num_ubatches: int) -> None:
+    """Raises ConfigError where a GPU that is here has no more multiprocessors than overlap.comm_sms takes."""
+    wanted = config.comm_sms
+    if (
+        wanted == "auto"
+        or not num_ubatches
+        or not selection.sm_choices
+        or not torch.cuda.is_available()
+    ):
+        return
+    found = torch.cuda.get_device_properties(0).multi_processor_count
+    if message := too_many_sms(wanted, found, selection.sm_choices):
+        raise ConfigError.of("configuration", [Problem("overlap.comm_sms", message)])
+
+
+def never_reached(config: OverlapConfig, scheduler: SchedulerConfig) -> Iterator[str]:
+    """Thresholds that no step comes to; for people."""
+    for key, most in (
+        ("min_decode_tokens", "max_num_seqs"),
+        ("min_prefill_tokens", "max_num_batched_tokens"),
+    ):
+        least, limit = getattr(config, key), getattr(scheduler, most)
+        if config.mode != "off" and least != "auto" and least > limit:
+            yield f"overlap.{key} is {least}, but scheduler.{most} is {limit}: no such step is ever cut"

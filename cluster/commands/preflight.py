@@ -1,0 +1,120 @@
+"""What a start does in a process of its own, beside Ray's: `phalanx check`, then attention's compiler.
+
+Importing torch and looking for backends takes as long as Ray's start and would slow it down in the same process.
+FlashAttention 3 takes more than a minute to compile where no kernels are kept: the ranks find them in the folder that
+they share, or wait for its lock. What the compiler may fail of, the ranks will say.
+"""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from cluster.config.phalanx_config import PhalanxConfig
+from kernels.host import cuda_environment
+
+if TYPE_CHECKING:
+    from cluster.commands.check import CheckReport
+
+SILENT = (
+    "the configuration's check ended without an answer (exit code {}); `phalanx check` repeats it"
+)
+
+
+class Preflight:
+    """The process, until it ends by itself or by `close`."""
+
+    def __init__(self, config: PhalanxConfig, num_api_keys: int):
+        self._warnings: Future[list[str]] = Future()
+        self._told = False
+        # Found where this process finds it: -m would look into the user's folder first.
+        program = f"import sys; sys.path[:] = {sys.path!r}; from cluster.commands.preflight import run; run()"
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        question = pickle.dumps((config, num_api_keys))
+        threading.Thread(target=self._follow, args=(question,), daemon=True).start()
+
+    def done(self) -> bool:
+        """Whether `warnings` would not wait."""
+        return self._warnings.done()
+
+    def warnings(self) -> list[str]:
+        """What the check found, the first time; nothing later. Raises what the check raised."""
+        found = [] if self._told else self._warnings.result()
+        self._told = True
+        return found
+
+    def close(self) -> None:
+        """End it, and its compilers."""
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.wait()
+
+    def _follow(self, question: bytes) -> None:
+        """Ask, wait for the answer, then for the end."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        with suppress(BrokenPipeError), process.stdin:
+            process.stdin.write(question)
+        with process.stdout:
+            answer = process.stdout.read()
+        try:
+            outcome = pickle.loads(answer)
+        except Exception:  # anything can come of broken bytes
+            outcome = [SILENT.format(process.wait())]
+        if isinstance(outcome, Exception):
+            self._warnings.set_exception(outcome)
+        else:
+            self._warnings.set_result(outcome)
+        process.wait()
+
+
+def run() -> None:
+    """The process: a configuration and the number of API keys come by stdin, warnings or an error go to stdout."""
+    config, num_api_keys = pickle.load(sys.stdin.buffer)
+    cuda_environment.prepare(os.environ)
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # others' words are no answer
+        report, outcome = _check(config, num_api_keys)
+        answers.write(pickle.dumps(outcome))
+    if report is not None:
+        _compile(config, report)
+
+
+def _check(
+    config: PhalanxConfig, num_api_keys: int
+) -> "tuple[CheckReport | None, list[str] | Exception]":
+    from cluster.commands.check import check
+
+    try:
+        report = check(config, num_api_keys)
+    except ValueError as error:  # what the user has to mend
+        return None, error
+    except Exception as error:
+        traceback.print_exc()
+        return None, RuntimeError(f"{type(error).__name__}: {error}")
+    return report, report.warnings
+
+
+def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
+    """Attention's kernels for this machine's GPUs, if ranks here would compile them."""
+    import torch
+
+    from kernels.attention.flashinfer_modules import compile_modules
+    from workers.models.qwen3_moe.config import load_model_config
+
+    if report.backends["attention"]["name"] == "flashinfer" and torch.cuda.is_available():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        head_dim = load_model_config(config.model.path).head_dim
+        compile_modules(getattr(torch, report.config["model"]["dtype"]), head_dim)

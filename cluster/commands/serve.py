@@ -1,0 +1,342 @@
+"""`phalanx serve`: start Ray, the ranks and the HTTP endpoint, say how far it is, serve until told to stop.
+
+SIGTERM lets the requests under way finish, for serve.drain_timeout_s at most; SIGINT, or a second signal, ends them.
+"""
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from rich.console import Console
+
+from cluster.commands.console_logs import show_logs
+from cluster.commands.preflight import Preflight
+from cluster.commands.stop_signals import StopSignals
+from cluster.config.api_keys import VARIABLE, load_digests
+from cluster.config.phalanx_config import PhalanxConfig, check_num_ranks
+from kernels.host.cuda_environment import MULTICAST_OFF
+from workers.rank.rank_info import WEIGHTS
+from workers.stats.log import set_up_logging
+
+# Ray starts workers at niceness 15, where any other process of the machine slows the ranks down. Read when Ray
+# starts; an operator's own setting wins. Serve's controller looks at its replicas ten times a second, which takes 5 %
+# of a core; three times are enough for replicas that hardly ever change.
+RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3"}
+# What it says at every start is no news to those who did not turn it off.
+AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
+OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
+POLL_S = 0.1
+HTTP_STOP_S = 5.0  # how long a call of Serve that is under way may take to return
+DRAIN_EXTRA_S = 3.0  # for an ingress to close its connections and tell
+
+console = Console(highlight=False)
+
+
+class ServerError(RuntimeError):
+    """The server cannot start, or had to stop; the message says why."""
+
+
+def run_server(config: PhalanxConfig) -> None:
+    """Serve until SIGINT or SIGTERM.
+
+    Raises ServerError when the start fails or the ranks do; ConfigError, ApiKeyError and BackendChoiceError when the
+    configuration does not fit this machine.
+    """
+    started = time.monotonic()
+    set_up_logging("server", config.serve.log_level, config.serve.log_format)
+    stop = StopSignals()
+    stop.install()
+    digests = load_digests(config.serve.api_keys_file)
+    os.environ.pop(VARIABLE, None)  # no process of Ray needs to know the keys themselves
+    _check_port(config.serve.host, config.serve.port)
+    check_num_ranks(config)
+    preflight = Preflight(config, len(digests))
+    try:
+        with _stage("ray"):
+            start_ray(config)
+        stop.install()  # again, since Ray has put its own handlers in their place
+        url = None if stop.is_set() else _start_checked(config, digests, stop, preflight)
+        if url is not None:
+            asks = f", {len(digests)} API key(s)" if digests else ""
+            console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{asks}", style="bold")
+            _watch(config, stop)
+            _drain(config, stop)
+    finally:
+        try:
+            _shut_down(config)
+        finally:
+            preflight.close()  # after the ranks, which would compile in its place
+
+
+def _tell(preflight: Preflight) -> None:
+    """Print the warnings, once. Raises what the check raised."""
+    for warning in preflight.warnings():
+        console.print(f"  warning: {warning}", style="yellow")
+
+
+def start_ray(config: PhalanxConfig) -> None:
+    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Ray's processes inherit them, so that ranks can take those of its processes that wait for work.
+    os.environ.update(MULTICAST_OFF)
+    logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
+    import ray
+
+    address = config.cluster.ray_address
+    options: dict[str, Any] = {}
+    if address is None:
+        options = {
+            # Bookkeeping, not a limit, but Ray starts a process for each core that it counts: one each for ranks
+            # and replicas, the supervisor and Serve's controller.
+            "num_cpus": config.cluster.ranks + config.serve.replicas + 2,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+    try:
+        ray.init(
+            address or "local",
+            namespace="phalanx",
+            logging_level=logging.WARNING,
+            log_to_driver=True,
+            **options,
+        )
+    except Exception as error:  # Ray's own are bare Exceptions, for a slow machine too
+        where = f"join Ray at {address}" if address else "start a local Ray"
+        raise ServerError(f"cannot {where}: {error}") from error
+    show_logs(config.serve.log_format)
+
+
+def _start_checked(
+    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
+) -> str | None:
+    """`_start`, but what the check has against the configuration says more than how the start fails for it."""
+    try:
+        return _start(config, digests, stop, preflight)
+    except Exception:
+        _tell(preflight)
+        raise
+
+
+def _start(
+    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
+) -> str | None:
+    """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
+    import ray
+
+    from cluster.group import supervisor
+
+    actor = supervisor.get_or_create(config)
+    started = actor.start.remote(config)
+    while not ray.wait([started], timeout=POLL_S)[0]:
+        if stop.is_set():
+            return None
+    ray.get(started)
+    failure: list[BaseException] = []
+    calling_serve = threading.Lock()
+    arguments = (config, digests, stop, calling_serve, failure)
+    http = threading.Thread(target=_start_http, args=arguments, daemon=True)
+    http.start()
+    try:
+        return _follow_start(config, actor, http, failure, stop, preflight)
+    except BaseException:
+        stop.set()
+        raise
+    finally:
+        # Serve starts a Ray of its own where none runs: nothing of it may be called once ours has been ended.
+        if stop.is_set():
+            calling_serve.acquire(timeout=HTTP_STOP_S)
+
+
+def _follow_start(
+    config: PhalanxConfig,
+    actor: Any,
+    http: threading.Thread,
+    failure: list[BaseException],
+    stop: StopSignals,
+    preflight: Preflight,
+) -> str | None:
+    """Print each stage as it ends, and what the check says when it does."""
+    ray_get = _ray_get()
+    reported = 0
+    ranks_ready = time.monotonic()
+    with console.status("starting ranks") as line:
+        while not stop.is_set():
+            if preflight.done():
+                _tell(preflight)
+            status = ray_get(actor.status.remote())
+            for name, seconds in status.stages[reported:]:
+                _report(name, seconds)
+            reported = len(status.stages)
+            if status.state == "failed":
+                raise ServerError(status.error)
+            if failure:
+                raise ServerError(f"HTTP: {failure[0]}") from failure[0]
+            if status.state != "ready":
+                ranks_ready = time.monotonic()
+                line.update(_progress_line(status.stage, *status.progress))
+            elif preflight.done() and not http.is_alive():
+                _tell(preflight)
+                _report("http", time.monotonic() - ranks_ready)
+                for info in status.infos[:1]:
+                    console.print(f"  {_backends_line(info.backends)}, {info.num_blocks} KV blocks")
+                return f"http://{_url_host(config.serve.host)}:{config.serve.port}"
+            else:
+                line.update("waiting for HTTP")
+            time.sleep(POLL_S)
+    return None
+
+
+def _start_http(
+    config: PhalanxConfig,
+    digests: tuple[bytes, ...],
+    stop: StopSignals,
+    calling_serve: threading.Lock,
+    failure: list[BaseException],
+) -> None:
+    try:
+        from ray import serve
+
+        from cluster.ingress.ingress import deploy
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        with calling_serve:
+            if stop.is_set():
+                return
+            serve.start(proxy_location="Disabled")
+            name = config.serve.app_name
+            app = deploy(config, listen=True, api_key_digests=digests)
+            target = serve.RunTarget(app, name=name, route_prefix="/")
+            if not stop.is_set():
+                serve.run_many([target], wait_for_applications_running=False)
+            while not stop.is_set():
+                application = serve.status().applications[name]
+                if application.status == "RUNNING":
+                    return
+                if application.status == "DEPLOY_FAILED":
+                    raise RuntimeError(application.message)
+                time.sleep(POLL_S)
+    except BaseException as error:
+        failure.append(error)
+
+
+def _watch(config: PhalanxConfig, stop: StopSignals) -> None:
+    """Return when told to stop; raise ServerError when the ranks have failed."""
+    from cluster.group import supervisor
+
+    ray_get = _ray_get()
+    actor = supervisor.get_or_create(config)
+    while not stop.wait(1.0):
+        status = ray_get(actor.status.remote())
+        if status.state != "ready":
+            raise ServerError(status.error)
+
+
+def _drain(config: PhalanxConfig, stop: StopSignals) -> None:
+    """Let no request in any more; return when the last one has ended, its time is over, or somebody is in a hurry."""
+    from ray.exceptions import RayError
+
+    from cluster.group import supervisor
+
+    timeout_s = config.serve.drain_timeout_s if stop.patient else 0.0
+    with _stage("drained"), console.status("finishing requests"), suppress(RayError):
+        ray_get = _ray_get()
+        actor = supervisor.get_or_create(config)
+        ray_get(actor.drain.remote(timeout_s))
+        deadline = time.monotonic() + timeout_s + DRAIN_EXTRA_S
+        while time.monotonic() < deadline and not ray_get(actor.is_drained.remote()):
+            if timeout_s and not stop.patient:
+                return
+            time.sleep(POLL_S)
+
+
+def _shut_down(config: PhalanxConfig) -> None:
+    import ray
+
+    if not ray.is_initialized():
+        return
+    # Threads that still wait for an answer of Ray are told that it is gone; nobody wants to read that.
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    with _stage("stopped"):
+        _stop_ranks(config)
+        if config.cluster.ray_address is not None:
+            from ray import serve
+
+            serve.delete(config.serve.app_name)
+        # A local Ray goes away whole, Serve with it.
+        ray.shutdown()
+
+
+def _stop_ranks(config: PhalanxConfig) -> None:
+    import ray
+    from ray.exceptions import RayError
+
+    from cluster.group import supervisor
+
+    try:
+        actor = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
+        ray.get(actor.stop.remote(), timeout=5)
+        ray.kill(actor)
+    except (ValueError, RayError) as error:
+        logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
+
+
+def _ray_get() -> Callable:
+    import ray
+
+    return lambda ref: ray.get(ref, timeout=60)
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            remedy = (
+                "serve.host must be an address of this machine"
+                if wrong_host
+                else "choose another with --set serve.port=NUMBER"
+            )
+            raise ServerError(
+                f"cannot listen on {host}:{port}: {error.strerror}; {remedy}"
+            ) from error
+
+
+@contextmanager
+def _stage(name: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    _report(name, time.monotonic() - started)
+
+
+def _report(name: str, seconds: float) -> None:
+    console.print(f"  {name:<20}{seconds:6.1f} s")
+
+
+def _progress_line(stage: str, done: int, total: int) -> str:
+    if not total:
+        return stage
+    filled = round(30 * done / total)
+    bar = "#" * filled + "." * (30 - filled)
+    if stage == WEIGHTS:
+        return f"{stage} {bar} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+    return f"{stage} {bar} {done} of {total}"
+
+
+def _backends_line(backends: dict[str, str]) -> str:
+    return ", ".join(f"{kind} {name}" for kind, name in backends.items())
+
+
+def _url_host(host: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        return "127.0.0.1"
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,102 @@
+"""`phalanx top`: a live table of a running server's ranks, out of its /metrics."""
+
+import contextlib
+import json
+import time
+from dataclasses import asdict
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+from cluster.commands.top_metrics import NotOursError, Scrape, overview
+from cluster.commands.top_table import table
+
+TIMEOUT_S = 5.0
+
+
+class UnreachableError(RuntimeError):
+    """There is no such server, or it does not answer as one of ours."""
+
+
+def watch(url: str, *, once: bool = False, as_json: bool = False, interval: float = 1.0) -> None:
+    """Show the ranks of the server at `url` every `interval` seconds until Ctrl-C, or once.
+
+    Raises UnreachableError when it is not there, ValueError when the URL is none.
+    """
+    with contextlib.suppress(KeyboardInterrupt):
+        _run(_base_url(url), once=once, as_json=as_json, interval=interval)
+
+
+def _run(url: str, *, once: bool, as_json: bool, interval: float) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if console.is_terminal and not once and not as_json:
+        _live(url, interval)
+        return
+    before = scrape(url)
+    while True:
+        time.sleep(interval)
+        now = scrape(url)
+        seen = overview(before, now)
+        if as_json:
+            print(json.dumps(_rounded(asdict(seen))), flush=True)
+        else:
+            console.print(table(seen, url))
+        if once:
+            return
+        before = now
+
+
+def _live(url: str, interval: float) -> None:
+    from rich.live import Live
+
+    before = scrape(url)
+    with Live(table(overview(before, before), url), auto_refresh=False, screen=True) as live:
+        while True:
+            time.sleep(interval)
+            try:
+                now = scrape(url)
+            except UnreachableError as error:  # it may come back
+                live.update(f"{error}\n(Ctrl-C ends)", refresh=True)
+                continue
+            live.update(table(overview(before, now), url), refresh=True)
+            before = now
+
+
+def scrape(url: str) -> Scrape:
+    """The server's metrics now. Raises UnreachableError."""
+    try:
+        with urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
+            text = answer.read().decode("utf-8", "replace")
+        return Scrape(text, time.monotonic())
+    except NotOursError as error:
+        raise UnreachableError(f"{url} is not a Phalanx server: {error}") from error
+    except HTTPError as error:
+        raise UnreachableError(
+            f"{url} is not a Phalanx server: its /metrics answers {error.code}"
+        ) from error
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        raise UnreachableError(
+            f"no answer from {url}/metrics: {reason}; is the server running? "
+            "Give its URL as the argument"
+        ) from error
+
+
+def _base_url(url: str) -> str:
+    """http:// when nothing is said, and no path, whichever page the user copied."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,75 @@
+"""The table of `phalanx top`. Knows nothing of where the figures come from."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.commands.top_metrics import Overview, RankRow, total
+
+# 80 columns in all. hits: of the prefix cache; exch: share of a step spent waiting for other ranks; queue: median.
+_COLUMNS = (
+    *("rank", "in tok/s", "out tok/s", "run", "wait", "KV cache", "hits"),
+    *("steps/s", "ms/step", "exch", "queue"),
+)
+_BAR = 6
+
+
+def table(seen: Overview, url: str) -> RenderableType:
+    """A row for each rank, their sum, and the requests' latencies above."""
+    head = Text.assemble(
+        (seen.model or "?", "bold"),
+        f"  {url}  {seen.requests_per_s:.1f} requests/s",
+        (f", {seen.errors_per_s:.1f} errors/s", "red") if seen.errors_per_s else "",
+    )
+    latencies = Text(
+        f"p50: first token {_ms(seen.ttft_p50_ms)}, between tokens {_ms(seen.inter_token_p50_ms)}, "
+        f"whole request {_ms(seen.e2e_p50_ms)}"
+    )
+    if not seen.ranks:
+        return Group(head, latencies, Text("no rank answers", style="red"))
+    rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for name in _COLUMNS:
+        rows.add_column(name, justify="left" if name == "rank" else "right", no_wrap=True)
+    for row in seen.ranks:
+        rows.add_row(*_cells(row))
+    if len(seen.ranks) > 1:
+        sums = total(seen.ranks)
+        rows.add_row(
+            "all",
+            f"{sums['prompt_tokens_per_s']:,.0f}",
+            f"{sums['generation_tokens_per_s']:,.0f}",
+            str(sums["running"]),
+            str(sums["waiting"]),
+            _bar(sums["kv_cache_usage"]),
+            style="bold",
+        )
+    return Group(head, latencies, Text(), rows)
+
+
+def _cells(row: RankRow) -> list[str]:
+    return [
+        str(row.rank),
+        f"{row.prompt_tokens_per_s:,.0f}",
+        f"{row.generation_tokens_per_s:,.0f}",
+        str(row.running),
+        str(row.waiting),
+        _bar(row.kv_cache_usage),
+        _share(row.prefix_hit_rate),
+        f"{row.steps_per_s:,.0f}",
+        "-" if row.step_ms is None else f"{row.step_ms:.2f}",
+        _share(row.exchange_share),
+        "-" if row.queue_p50_ms is None else f"{row.queue_p50_ms:,.0f} ms",
+    ]
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _bar(share: float) -> str:
+    filled = round(_BAR * min(max(share, 0.0), 1.0))
+    return f"{'#' * filled}{'.' * (_BAR - filled)} {share:4.0%}"
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f} ms"

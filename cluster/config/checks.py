@@ -1,0 +1,139 @@
+"""Combinations of settings that cannot work, though each setting alone is fine.
+
+Pure but for reading the checkpoint's config.json and the file of API keys. Each check yields problems; none raises.
+"""
+
+from collections.abc import Iterator
+
+from cluster.config.api_keys import ApiKeyError, read_keys_file
+from cluster.config.errors import Problem
+from cluster.config.phalanx_config import PhalanxConfig
+from workers.models.qwen3_moe.config import ModelConfigError, Qwen3MoeConfig, load_model_config
+
+
+def check_together(config: PhalanxConfig) -> list[Problem]:
+    """Everything that is impossible, in the order of the sections."""
+    problems: list[Problem] = []
+    try:
+        model = load_model_config(config.model.path)
+    except ModelConfigError as error:
+        model = None
+        problems.append(Problem("model.path", str(error)))
+    problems += _check_cluster(config)
+    problems += _check_scheduler(config)
+    problems += _check_lengths(config, model)
+    problems += _check_kernels(config)
+    problems += _check_serve(config)
+    return problems
+
+
+def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
+    ranks, nodes = config.cluster.ranks, config.cluster.nodes
+    involves = ("cluster.ranks",)
+    if nodes > ranks:
+        yield Problem(
+            "cluster.nodes",
+            f"{nodes} nodes for {ranks} rank(s); expected at most one node a rank (cluster.ranks)",
+            involves,
+        )
+    elif ranks % nodes:
+        yield Problem(
+            "cluster.nodes",
+            f"{ranks} ranks (cluster.ranks) do not divide evenly over {nodes} nodes",
+            involves,
+        )
+    if nodes > 1 and config.cluster.ray_address is None:
+        yield Problem(
+            "cluster.nodes",
+            f"{nodes} nodes need a running Ray cluster; "
+            "set cluster.ray_address to auto or host:port",
+            ("cluster.ray_address",),
+        )
+
+
+def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
+    scheduler = config.scheduler
+    if "auto" in (scheduler.max_num_seqs, scheduler.max_num_batched_tokens):
+        return  # the one makes room for the other
+    if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+        yield Problem(
+            "scheduler.max_num_seqs",
+            f"{scheduler.max_num_seqs} sequences cannot take a token each within "
+            f"scheduler.max_num_batched_tokens = {scheduler.max_num_batched_tokens}; "
+            "lower the first or raise the second",
+            ("scheduler.max_num_batched_tokens",),
+        )
+
+
+def _check_lengths(config: PhalanxConfig, model: Qwen3MoeConfig | None) -> Iterator[Problem]:
+    """What hangs on the longest request: checkpoint, step budget, cache."""
+    length = config.model.max_model_len
+    if model is not None:
+        trained = model.max_position_embeddings
+        if length == "auto":
+            length = trained
+        elif length > trained:
+            yield Problem(
+                "model.max_model_len",
+                f"{length} is more than the checkpoint's max_position_embeddings; "
+                f"expected at most {trained}, or auto",
+                ("model.path",),
+            )
+            return
+    if length == "auto":
+        return
+    scheduler, involves = config.scheduler, ("model.max_model_len", "model.path")
+    budget = scheduler.max_num_batched_tokens
+    if not scheduler.chunked_prefill and budget != "auto" and budget < length:
+        yield Problem(
+            "scheduler.chunked_prefill",
+            f"false needs scheduler.max_num_batched_tokens >= model.max_model_len = {length}, "
+            f"it is {budget}; raise it, shorten the length, or say true",
+            ("scheduler.max_num_batched_tokens", *involves),
+        )
+    cache = config.cache
+    needed = -(-length // cache.block_size)
+    if cache.num_blocks != "auto" and cache.num_blocks < needed:
+        yield Problem(
+            "cache.num_blocks",
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one request of "
+            f"model.max_model_len = {length}; expected at least {needed}, or auto",
+            ("cache.block_size", *involves),
+        )
+
+
+def _check_kernels(config: PhalanxConfig) -> Iterator[Problem]:
+    name, ranks, nodes = config.kernels.all2all, config.cluster.ranks, config.cluster.nodes
+    if name == "local" and ranks > 1:
+        yield Problem(
+            "kernels.all2all",
+            f"local serves one rank, cluster.ranks is {ranks}; expected auto, or one for several",
+            ("cluster.ranks",),
+        )
+    if name not in ("auto", "local") and ranks == 1:
+        yield Problem(
+            "kernels.all2all",
+            f"{name} exchanges between ranks, cluster.ranks is 1; expected auto or local",
+            ("cluster.ranks",),
+        )
+    elif name in ("shm", "copy_engine", "symm") and nodes > 1:
+        yield Problem(
+            "kernels.all2all",
+            f"{name} needs all ranks on one host, cluster.nodes is {nodes}; expected auto or another",
+            ("cluster.nodes",),
+        )
+    if name == "shm" and config.cluster.device == "cuda":
+        yield Problem(
+            "kernels.all2all",
+            "shm exchanges CPU tensors only, cluster.device is cuda; expected auto or another",
+            ("cluster.device",),
+        )
+
+
+def _check_serve(config: PhalanxConfig) -> Iterator[Problem]:
+    file = config.serve.api_keys_file
+    if file is not None:
+        try:
+            read_keys_file(file)
+        except ApiKeyError as error:
+            yield Problem("serve.api_keys_file", str(error))

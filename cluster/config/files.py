@@ -1,0 +1,116 @@
+"""Reads a YAML file and `key.path=value` overrides into plain dictionaries.
+
+Remembers where each key stood. Knows nothing of which keys exist.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.config.errors import Problem, show
+
+
+@dataclass
+class ConfigSource:
+    """What was read, the problems of the text itself, and each dotted key's place: "line 7"."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def read_config(path: Path, overrides: Sequence[str]) -> ConfigSource:
+    """The file with the overrides laid over it. Never raises: what is wrong is in `problems`."""
+    source = ConfigSource()
+    _read_yaml(path, source)
+    for override in overrides:
+        _override(override, source)
+    return source
+
+
+def _read_yaml(path: Path, source: ConfigSource) -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        source.problems.append(Problem("", "no such file; expected a YAML configuration"))
+        return
+    except (OSError, UnicodeDecodeError) as error:
+        source.problems.append(Problem("", f"cannot be read: {error}"))
+        return
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        source.problems.append(Problem("", f"not valid YAML: {_yaml_reason(error)}"))
+        return
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode) or not isinstance(data, dict):
+        source.problems.append(
+            Problem("", f"holds {show(data)}; expected sections such as `model:` with keys in them")
+        )
+        return
+    _note_places(root, "", source)
+    source.data = _without_empty_sections(data)
+
+
+def _yaml_reason(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    reason = getattr(error, "problem", None) or str(error)
+    if mark is None:
+        return reason
+    return f"line {mark.line + 1}, column {mark.column + 1}: {reason}"
+
+
+def _note_places(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> None:
+    """Remember each key's line; a key that stands twice is a problem, YAML would keep the last."""
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key = f"{prefix}{getattr(key_node, 'value', key_node)}"
+        line = key_node.start_mark.line + 1
+        if key in seen:
+            source.problems.append(
+                Problem(key, f"stands twice, in lines {seen[key]} and {line}; keep one of them")
+            )
+        else:
+            seen[key] = line
+            source.places[key] = f"line {line}"
+        if isinstance(value_node, yaml.MappingNode):
+            _note_places(value_node, f"{key}.", source)
+
+
+def _without_empty_sections(data: dict[Any, Any]) -> dict[str, Any]:
+    """Keys as text; a section whose keys are all commented out is null and left out."""
+    return {key: value for key, value in _text_keys(data).items() if value is not None}
+
+
+def _text_keys(data: Any) -> Any:
+    if not isinstance(data, dict):
+        return data
+    return {str(key): _text_keys(value) for key, value in data.items()}
+
+
+def _override(override: str, source: ConfigSource) -> None:
+    key, equals, text = override.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        source.problems.append(
+            Problem("", f"--set {show(override)} is not of the form key.path=value")
+        )
+        return
+    source.places[".".join(parts)] = "--set"
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        source.problems.append(Problem(".".join(parts), f"not valid YAML: {_yaml_reason(error)}"))
+        return
+    node = source.data
+    for part in parts[:-1]:
+        child = node.get(part)
+        if not isinstance(child, dict):
+            child = node[part] = {}
+        node = child
+    node[parts[-1]] = value

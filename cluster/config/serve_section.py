@@ -1,0 +1,142 @@
+"""The `serve` section of the YAML: the HTTP endpoint, who may use it, how much of it, and its end.
+
+Knows nothing of how any of it is enforced.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from workers.config import Auto, Section
+from workers.stats.log import LogFormat, LogLevel
+
+_Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
+QUEUE_DEPTH = 8
+MIN_QUEUED = 1024
+
+
+class LimitsConfig(Section):
+    """What one request may ask for. Beyond it a client gets a 4xx that names the limit."""
+
+    max_body_bytes: int = Field(
+        4 * 1024 * 1024, ge=1024, description="Largest request body; larger ones get a 413."
+    )
+    max_json_depth: int = Field(
+        512, ge=8, le=512, description="Objects and lists within each other in a body."
+    )
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="Tokens of one prompt; null = what model.max_model_len allows."
+    )
+    max_choices: int = Field(1024, ge=1, description="Prompts times n of one request.")
+    max_stop_strings: int = Field(16, ge=0, description="Entries of stop.")
+    max_stop_chars: int = Field(1024, ge=1, description="Characters of one stop string.")
+    max_logit_bias: int = Field(1024, ge=0, description="Entries of logit_bias.")
+    max_logprobs: int = Field(
+        20,
+        ge=0,
+        le=1000,
+        description="Alternatives of a token in logprobs, top_logprobs and prompt_logprobs.",
+    )
+    max_tools: int = Field(128, ge=0, description="Entries of tools.")
+    max_schema_bytes: int = Field(
+        256 * 1024,
+        ge=16,
+        description="Size of a JSON schema, regex, grammar or list of choices; all tools together.",
+    )
+    max_schema_depth: int = Field(
+        64, ge=1, description="Objects and lists within each other in a JSON schema."
+    )
+    request_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="Seconds from arrival to the last token, then a 504, or an error at the end of a "
+        "stream; null = as long as it takes.",
+    )
+    client_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds a client may take to send a request, or to take what was sent to it.",
+    )
+    keep_alive_s: float = Field(
+        75.0, gt=0, description="Seconds an idle connection stays open for the next request."
+    )
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces, one span a request; needs the `tracing` extra."""
+
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://[^/\s]",
+        description="Collector to send traces to, such as http://localhost:4318; null = what "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says, none = no traces.",
+    )
+
+
+class ServeConfig(Section):
+    """The HTTP endpoint."""
+
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 = all interfaces."
+    )
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
+    replicas: int = Field(1, ge=1, description="Processes that parse, tokenise and stream.")
+    model_name: str | None = Field(
+        None,
+        min_length=1,
+        description="The model's name in the API; null = the checkpoint folder's name.",
+    )
+    app_name: str = Field(
+        "phalanx", min_length=1, description="Name of the Ray Serve application; one per cluster."
+    )
+    api_keys_file: str | None = Field(
+        None,
+        min_length=1,
+        description="File with an API key a line, # starts a comment; relative to the YAML's folder. "
+        "Keys in the environment variable PHALANX_API_KEY count too; without any, none is asked for.",
+    )
+    cors_origins: list[_Origin] = Field(
+        default_factory=list,
+        description="Origins whose web pages may call the API, such as https://chat.example; * = all.",
+    )
+    max_queued_requests: Auto | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="Choices that may wait beyond those that can run; more get a 429. auto = "
+        f"{QUEUE_DEPTH} for each that can run (cluster.ranks * scheduler.max_num_seqs), "
+        f"at least {MIN_QUEUED}.",
+    )
+    drain_timeout_s: float = Field(
+        30.0,
+        ge=0,
+        description="Seconds that running requests get to finish after SIGTERM; SIGINT gives none.",
+    )
+    log_level: LogLevel = Field(
+        "info", description="How much the server writes to its log, on standard error."
+    )
+    log_format: LogFormat = Field(
+        "text", description="Form of log lines; json = one object a line, for collectors."
+    )
+    access_log: bool = Field(
+        False,
+        description="An info line for each request that ended; otherwise at debug, failures as warnings.",
+    )
+    tool_parser: Literal["auto", "hermes", "json"] = Field(
+        "auto",
+        description="How the model writes tool calls: hermes = in <tool_call> tags, json = as plain "
+        "JSON; auto = hermes where the chat template has those tags, else json.",
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        "auto",
+        description="think = what stands between <think> and </think> is the message's reasoning; "
+        "auto = think where the chat template has those tags.",
+    )
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+
+
+def open_choices_limit(serve: ServeConfig, num_running: int) -> int:
+    """Choices one ingress takes at once: its share of what can run and of the queue behind that."""
+    queued = serve.max_queued_requests
+    if queued == "auto":
+        queued = max(QUEUE_DEPTH * num_running, MIN_QUEUED)
+    return -(-(num_running + queued) // serve.replicas)

@@ -1,0 +1,62 @@
+"""The HTTP server inside an ingress replica. Knows nothing of what the application does.
+
+A client's connection ends here and not in a proxy of Serve's: a proxy holds the first token back (Serve's own: 50 ms)
+or listens on all interfaces (HAProxy's statistics), and each costs a process on the way of every token.
+"""
+
+import asyncio
+import socket
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from cluster.config.serve_section import ServeConfig
+from cluster.ingress.http_protocol import limited_protocol
+
+SHUTDOWN_S = 3  # for what is still open when the server is told to stop; whoever stops it may wait longer before
+
+
+class HttpServer:
+    """Serves an ASGI application on serve.host:serve.port; replicas of one node share the port."""
+
+    def __init__(self, app: ASGIApp, config: ServeConfig):
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=limited_protocol(config.limits.client_timeout_s),
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,  # its warnings leave the way of all others
+                timeout_keep_alive=config.limits.keep_alive_s,
+                timeout_graceful_shutdown=SHUTDOWN_S,
+            )
+        )
+        self._socket = _listen(config.host, config.port)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to answer, in the running event loop."""
+        # Not serve(): its signal handlers belong to the process's owner.
+        self._task = asyncio.create_task(self._server._serve([self._socket]))
+
+    def check(self) -> None:
+        """Raise RuntimeError when the server has ended."""
+        if self._task is None or self._task.done():
+            raise RuntimeError("the HTTP server of this ingress has ended")
+
+    async def stop(self) -> None:
+        """Close the port, then end what is still open. Again or before the start it does nothing."""
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    listener.bind((host, port))
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,176 @@
+"""What one ingress counts of its requests, and /metrics: that of all ingresses, and the ranks' own, as text.
+
+Names are those of vLLM with our prefix, so that dashboards carry over; the label `rank` stands where vLLM has
+`engine`. Own counting instead of the client library's: a scrape lands on one ingress of several, so counts must
+travel and add up, and an observation takes 0.2 us instead of 1, which matters once a token.
+"""
+
+import platform
+import uuid
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from cluster.metrics.ranks import rank_families
+from cluster.metrics.snapshot import PREFIX, Family, Snapshot, to_families
+from workers.stats.histogram import Histogram
+from workers.stats.process_info import process_info
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_FIRST_TOKEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0),
+)
+_REQUEST = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0),
+)
+_PER_TOKEN = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.04, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0),
+)
+_TOKENS = tuple(float(2**i) for i in range(18))
+
+# Of requests; each has the label model_name too.
+_REQUEST_FAMILIES = {
+    "request_success": Family("Choices ended, by reason.", ("finished_reason",)),
+    "time_to_first_token_seconds": Family("From arrival to the first token.", (), _FIRST_TOKEN),
+    "inter_token_latency_seconds": Family(
+        "Between two pieces of a choice, most often tokens.", (), _PER_TOKEN
+    ),
+    "request_time_per_output_token_seconds": Family(
+        "Mean time per token after the first, by request.", (), _PER_TOKEN
+    ),
+    "e2e_request_latency_seconds": Family("From arrival to the last token.", (), _REQUEST),
+    "request_prompt_tokens": Family("Prompt tokens of a choice.", (), _TOKENS),
+    "request_generation_tokens": Family("Output tokens of a choice.", (), _TOKENS),
+}
+# Of the HTTP server.
+_SERVER_FAMILIES = {
+    "http_requests": Family("Answers, by route and status.", ("handler", "status")),
+    "http_request_duration_seconds": Family(
+        "From a request's head to the end of its answer.", ("handler",), _REQUEST
+    ),
+    "ingress_cpu_seconds": Family("Processor time of an ingress's process.", ("ingress",)),
+    "ingress_resident_memory_bytes": Family(
+        "Memory of an ingress's process.", ("ingress",), is_gauge=True
+    ),
+}
+FAMILIES = _REQUEST_FAMILIES | _SERVER_FAMILIES
+GAUGES = frozenset(name for name, family in FAMILIES.items() if family.is_gauge)
+
+
+class IngressMetrics:
+    """The counts of one ingress process. Used from its event loop only."""
+
+    def __init__(self) -> None:
+        self._model_name = ""
+        self._name = f"ingress-{uuid.uuid4().hex[:8]}"
+        self._ended: dict[str, int] = {}
+        self._http: dict[tuple[str, str], int] = {}
+        self._http_seconds: dict[str, Histogram] = {}
+        self._histograms = {
+            name: Histogram(family.bounds)
+            for name, family in _REQUEST_FAMILIES.items()
+            if family.bounds
+        }
+        self.observe_first_token = self._histograms["time_to_first_token_seconds"].observe
+        """observe_first_token(seconds): a choice's first token left."""
+        self.observe_inter_token = self._histograms["inter_token_latency_seconds"].observe
+        """observe_inter_token(seconds): from one piece of a choice to its next."""
+
+    def set_model_name(self, model_name: str) -> None:
+        """The label of all counts of requests."""
+        self._model_name = model_name
+
+    def observe_end(self, reason: str) -> None:
+        """A choice ended: stop, length, abort (the client went away) or error."""
+        self._ended[reason] = self._ended.get(reason, 0) + 1
+
+    def observe_finished(
+        self,
+        *,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+        first_token_s: float,
+        total_s: float,
+    ) -> None:
+        """The sizes and times of a choice that was answered to its end."""
+        histograms = self._histograms
+        histograms["e2e_request_latency_seconds"].observe(total_s)
+        histograms["request_prompt_tokens"].observe(num_prompt_tokens)
+        histograms["request_generation_tokens"].observe(num_output_tokens)
+        if num_output_tokens > 1:
+            mean = (total_s - first_token_s) / (num_output_tokens - 1)
+            histograms["request_time_per_output_token_seconds"].observe(mean)
+
+    def observe_http(self, handler: str, status: int) -> None:
+        """An answer's headers left."""
+        key = (handler, str(status))
+        self._http[key] = self._http.get(key, 0) + 1
+
+    def observe_http_end(self, handler: str, seconds: float) -> None:
+        """An answer is complete, or its client gone."""
+        if handler not in self._http_seconds:
+            bounds = FAMILIES["http_request_duration_seconds"].bounds
+            self._http_seconds[handler] = Histogram(bounds)
+        self._http_seconds[handler].observe(seconds)
+
+    def snapshot(self) -> Snapshot:
+        """All counts since the start."""
+        process = process_info()
+        return {
+            "request_success": {(reason,): [count] for reason, count in self._ended.items()},
+            "http_requests": {key: [count] for key, count in self._http.items()},
+            "http_request_duration_seconds": {
+                (handler,): histogram.values() for handler, histogram in self._http_seconds.items()
+            },
+            **{name: {(): histogram.values()} for name, histogram in self._histograms.items()},
+            "ingress_cpu_seconds": {(self._name,): [process["cpu_seconds"]]},
+            "ingress_resident_memory_bytes": {(self._name,): [process["resident_bytes"]]},
+        }
+
+    def render(self, rank_stats: list[dict[str, Any]], total: Snapshot | None = None) -> bytes:
+        """Prometheus text of the ranks' statistics and of `total`, the snapshots of all ingresses (None = this one)."""
+        total = self.snapshot() if total is None else total
+        model = {"model_name": self._model_name}
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(
+            _Families(
+                [
+                    *rank_families(rank_stats, self._model_name),
+                    *to_families(total, _REQUEST_FAMILIES, model),
+                    *to_families(total, _SERVER_FAMILIES, {}),
+                    _build_info(),
+                ]
+            )
+        )
+        return generate_latest(registry)
+
+
+class _Families(Collector):
+    """Families that are already made; those without samples are left out."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = [family for family in families if family.samples]
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def _build_info() -> Metric:
+    family = GaugeMetricFamily(
+        f"{PREFIX}build_info", "Always 1; versions as labels.", labels=["version", "python"]
+    )
+    try:
+        version = metadata.version("phalanx")
+    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
+        version = "unknown"
+    family.add_metric([version, platform.python_version()], 1)
+    return family

@@ -1,0 +1,129 @@
+"""The ranks' statistics (`workers.stats.stats.EngineStats.snapshot`) as Prometheus families, each with a `rank` label.
+
+Names are those of vLLM where it has the like. Knows nothing of where the statistics come from.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from cluster.metrics.snapshot import PREFIX, add_histogram
+
+RankStats = Sequence[dict[str, Any]]
+Heads = list[tuple[list[str], dict[str, Any]]]  # label values and statistics of each rank
+
+# Key of a rank's statistics -> metric name without prefix, help.
+GAUGES = {
+    "running": ("num_requests_running", "Requests in the running batch."),
+    "waiting": ("num_requests_waiting", "Requests waiting to be scheduled."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all."),
+    "expert_balancedness": (
+        "expert_load_balancedness",
+        "Mean rows of a local expert over the busiest one's, in the step last looked at; 1 = even.",
+    ),
+}
+COUNTERS = {
+    "preemptions": ("num_preemptions", "Requests preempted for lack of KV blocks."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
+    "generation_tokens": ("generation_tokens", "Tokens sampled."),
+    "padding_tokens": ("padding_tokens", "Padding rows that ran to give all ranks equal shapes."),
+    "steps": ("steps", "Lockstep forwards."),
+    "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),
+    "expert_rows_sampled": (
+        "expert_rows_sampled",
+        "(Token, expert) pairs that came to this rank's experts, in every 32nd step.",
+    ),
+}
+HISTOGRAMS = {
+    "request_queue_time": (
+        "request_queue_time_seconds",
+        "From a request's arrival in its rank to its first step.",
+    ),
+    "request_prefill_time": (
+        "request_prefill_time_seconds",
+        "From a request's first step to its first token.",
+    ),
+    "request_decode_time": (
+        "request_decode_time_seconds",
+        "From a request's first token to its end.",
+    ),
+    "request_inference_time": (
+        "request_inference_time_seconds",
+        "From a request's first step to its end.",
+    ),
+    "step_tokens": ("iteration_tokens_total", "Tokens that a rank computed in a step."),
+}
+
+
+def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
+    """All families of all ranks; what a rank does not report is left out."""
+    labels = ["model_name", "rank"]
+    heads: Heads = [
+        ([model_name, str(values.get("rank", i))], values) for i, values in enumerate(stats)
+    ]
+    for table, make in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
+        for key, (name, text) in table.items():
+            family = make(PREFIX + name, text, labels=labels)
+            for head, values in heads:
+                if values.get(key) is not None:
+                    family.add_metric(head, values[key])
+            yield family
+    for key, (name, text) in HISTOGRAMS.items():
+        histogram = HistogramMetricFamily(PREFIX + name, text, labels=labels)
+        for head, values in heads:
+            if key in values.get("histograms", {}):
+                bounds, numbers = values["histograms"][key]
+                add_histogram(histogram, head, bounds, numbers)
+        yield histogram
+    parts = CounterMetricFamily(
+        f"{PREFIX}step_time_seconds",
+        "Time in the parts of a step; exchange is waiting for other ranks.",
+        labels=[*labels, "part"],
+    )
+    kinds = CounterMetricFamily(
+        f"{PREFIX}steps_by_kind",
+        "Steps by what they were: forward mode, CUDA graph, ubatched.",
+        labels=[*labels, "forward_mode", "graph_mode", "ubatch"],
+    )
+    for head, values in heads:
+        for part, seconds in values.get("step_seconds", {}).items():
+            parts.add_metric([*head, part], seconds)
+        for kind, count in values.get("kinds", {}).items():
+            kinds.add_metric([*head, *(word.lower() for word in kind)], count)
+    yield from (parts, kinds, _info(heads), *_process(heads))
+
+
+def _info(heads: Heads) -> Metric:
+    names = sorted({name for _, values in heads for name in values.get("info", {})})
+    family = GaugeMetricFamily(
+        f"{PREFIX}cache_config_info",
+        "Always 1; what a rank was started with, as labels.",
+        labels=["model_name", "rank", *names],
+    )
+    for head, values in heads:
+        if "info" in values:
+            family.add_metric([*head, *(str(values["info"].get(name, "")) for name in names)], 1)
+    return family
+
+
+def _process(heads: Heads) -> Iterator[Metric]:
+    labels = ["model_name", "rank"]
+    seconds = CounterMetricFamily(
+        f"{PREFIX}rank_cpu_seconds", "Processor time of a rank's process.", labels=labels
+    )
+    memory = GaugeMetricFamily(
+        f"{PREFIX}rank_resident_memory_bytes", "Memory of a rank's process.", labels=labels
+    )
+    for head, values in heads:
+        if "process" in values:
+            seconds.add_metric(head, values["process"]["cpu_seconds"])
+            memory.add_metric(head, values["process"]["resident_bytes"])
+    yield from (seconds, memory)

@@ -1,0 +1,277 @@
+"""Shared memory between the ranks of one host: small rows gathered in microseconds, and big slots.
+
+The CPU's counterpart of peer-to-peer copies. Each rank writes only its own words and slots; sequence
+numbers say what is there. It relies on x86's total store order: a rank stores the data first and its
+sequence number last, and whoever sees the number sees the data. Knows nothing of tensors or of what
+the rows mean.
+
+Measured with two ranks on two free cores: a gathered row 3 us; gloo takes 280 us for a small exchange.
+"""
+
+import mmap
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from kernels.host.file_locks import is_locked, lock_byte
+from kernels.pending import Pending
+
+T = TypeVar("T")
+
+SHM_FOLDER = Path("/dev/shm")
+ROW_WORDS = 32  # longest row of all_gather_row
+LINE = 8  # int64 words of a cache line: two ranks never write to the same line
+PAGE = 4096
+SPINS = 200  # polls before yielding the core, some 20 us; none when ranks must share cores
+YIELD_S = 2e-3  # then yield the core this long (0.7 us each), then sleep
+PEER_CHECK_S = 0.02  # how often a waiting rank looks whether the others are alive
+
+
+class PeerLeftError(ConnectionError):
+    """A rank that others wait for has closed its group or died."""
+
+
+class Channel:
+    """A stream of exchanges: each rank publishes a slot, each reads all. Two slots a rank, used in turn.
+
+    `slots` is uint8 [2, num_ranks, slot_bytes]: the slots of exchange n are `slots[n % 2]`.
+    """
+
+    def __init__(self, group: "SharedMemoryGroup", name: str, words: int, slots: np.ndarray):
+        self.name = name
+        self.slots = slots
+        self._group = group
+        self._memory = group.words
+        lines = [words + rank * LINE for rank in range(group.num_ranks)]
+        self._published, self._consumed = lines[group.rank], lines[group.rank] + 1
+        self._peers_published = [lines[rank] for rank in group.peers]
+        self._peers_consumed = [lines[rank] + 1 for rank in group.peers]
+        self._counts = [[line + 2 + parity for line in lines] for parity in (0, 1)]
+        self._seq = 0
+        self._open: deque[Pending] = deque()
+
+    def begin(self) -> int:
+        """Start the next exchange: which of the two slots may be filled now (0 or 1).
+
+        Waits until nobody reads that slot any more. This rank's own reading of it is finished here if
+        need be, so any number of exchanges may be under way without a deadlock.
+        """
+        while len(self._open) > 1:
+            self._open[0].result()
+        self._seq += 1
+        what = f"release slot {self._seq - 2} of {self.name}"
+        self._group.wait_words(self._peers_consumed, self._seq - 2, self._group.timeout_s, what)
+        return self._seq & 1
+
+    def publish(self, count: int, finish: Callable[[int, list[int]], T]) -> Pending[T]:
+        """Show the slot of `begin` to the others, with a number that they get beside it.
+
+        `finish(parity, counts)` runs in `wait()`, when all ranks have published; it must copy what it
+        needs out of `slots[parity]`.
+        """
+        seq = self._seq
+        self._memory[self._counts[seq & 1][self._group.rank]] = count
+        self._memory[self._published] = seq
+        pending = Pending(lambda: self._finish(seq, pending, finish))
+        self._open.append(pending)
+        return pending
+
+    def _finish(self, seq: int, pending: Pending[T], finish: Callable[[int, list[int]], T]) -> T:
+        # The counter of consumed slots only counts up, so exchanges finish in the order they began.
+        while self._open[0] is not pending:
+            self._open[0].result()
+        what = f"publish exchange {seq} of {self.name}"
+        self._group.wait_words(self._peers_published, seq, self._group.timeout_s, what)
+        memory = self._memory
+        result = finish(seq & 1, [memory[word] for word in self._counts[seq & 1]])
+        memory[self._consumed] = seq
+        self._open.popleft()
+        return result
+
+
+class SharedMemoryGroup:
+    """All ranks of a group on one host. Constructing it waits for all of them.
+
+    `name` is the same on all ranks and used by no other group; `slot_bytes` lists the channels. The
+    segment is unlinked as soon as all have attached, so nothing stays behind however they end.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        num_ranks: int,
+        *,
+        slot_bytes: Sequence[int] = (),
+        timeout_s: float,
+        row_timeout_s: float | None = None,
+        attach_timeout_s: float | None = None,
+    ):
+        self.rank, self.num_ranks = rank, num_ranks
+        self.timeout_s = timeout_s
+        self.peers = [peer for peer in range(num_ranks) if peer != rank]
+        self._row_timeout_s = timeout_s if row_timeout_s is None else row_timeout_s
+        self._closed = False
+        self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
+        offsets, size = _layout(num_ranks, slot_bytes)
+        attach_timeout_s = timeout_s if attach_timeout_s is None else attach_timeout_s
+        deadline = time.monotonic() + attach_timeout_s
+        path = SHM_FOLDER / f"phalanx-{name}"
+        try:
+            self._fd = _create(path, size) if rank == 0 else _open(path, size, deadline, rank)
+            self._map = mmap.mmap(self._fd, size)
+            self.words = memoryview(self._map).cast("q")
+            lock_byte(self._fd, rank)
+            self._row_seq = 0
+            self._row_words = [_row_word(peer, num_ranks) for peer in range(num_ranks)]
+            self._peers_row_words = [self._row_words[peer] for peer in self.peers]
+            rows = np.frombuffer(self._map, np.int64, 2 * num_ranks * ROW_WORDS, offsets[0])
+            self._rows = rows.reshape(2, num_ranks, ROW_WORDS)
+            self.channels = [
+                self._channel(index, bytes_, offset)
+                for index, (bytes_, offset) in enumerate(zip(slot_bytes, offsets[1:], strict=True))
+            ]
+            self.words[rank * LINE] = 1
+            attached = [peer * LINE for peer in self.peers]
+            self.wait_words(attached, 1, attach_timeout_s, "attach")
+        finally:
+            if rank == 0:
+                path.unlink(missing_ok=True)
+
+    def all_gather_row(self, row: Sequence[int] | np.ndarray) -> np.ndarray:
+        """int64 [n], n <= 32, of every rank: int64 [num_ranks, n], a copy. A step's vote.
+
+        Raises TimeoutError or PeerLeftError naming the ranks that did not come.
+        """
+        # A rank publishes n + 2 only after it saw n + 1 of all, which they publish after reading n: two
+        # slots need no counter of readers.
+        self._row_seq = seq = self._row_seq + 1
+        rows, length = self._rows[seq & 1], len(row)
+        rows[self.rank, :length] = row
+        self.words[self._row_words[self.rank]] = seq
+        self.wait_words(self._peers_row_words, seq, self._row_timeout_s, "send its row")
+        return rows[:, :length].copy()
+
+    def close(self) -> None:
+        """Leave: others that wait for this rank, and waits of this rank in other threads, raise."""
+        if self._closed:
+            return
+        self._closed = True
+        self.words[self.rank * LINE + 1] = 1
+        os.close(self._fd)
+
+    def wait_words(self, words: Sequence[int], least: int, timeout_s: float, what: str) -> None:
+        """Wait until each peer's word has reached `least`; `what` completes "rank 1 did not ..."."""
+        memory, spins = self.words, self._spins
+        for word in words:
+            while memory[word] < least:
+                if spins <= 0:
+                    self._wait_slowly(words, least, timeout_s, what)
+                    return
+                spins -= 1
+
+    def _wait_slowly(self, words: Sequence[int], least: int, timeout_s: float, what: str) -> None:
+        memory, start, next_check = self.words, time.monotonic(), PEER_CHECK_S
+        while late := [
+            rank for rank, word in zip(self.peers, words, strict=True) if memory[word] < least
+        ]:
+            if self._closed:
+                raise PeerLeftError("this rank left the group while it waited")
+            waited = time.monotonic() - start
+            if waited > timeout_s:
+                names = ", ".join(map(str, late))
+                raise TimeoutError(f"rank {names} did not {what} within {timeout_s:g} s")
+            if waited < YIELD_S:
+                os.sched_yield()
+                continue
+            if waited > next_check:
+                next_check = waited + PEER_CHECK_S
+                self._check_alive(late, words, least, what)
+            time.sleep(5e-5 if waited < 0.05 else 5e-4)
+
+    def _check_alive(
+        self, late: Sequence[int], words: Sequence[int], least: int, what: str
+    ) -> None:
+        """Raise when a rank that we wait for has closed its group or its process has ended."""
+        for rank in late:
+            if not self.words[rank * LINE]:
+                continue  # not attached yet: only the timeout can tell
+            closed = self.words[rank * LINE + 1]
+            gone = closed or not is_locked(self._fd, rank)
+            # It may have published and then left in order: what it published still counts.
+            if gone and self.words[words[self.peers.index(rank)]] < least:
+                how = "left the group" if closed else "died"
+                raise PeerLeftError(f"rank {rank} {how} and did not {what}")
+
+    def _channel(self, index: int, slot_bytes: int, offset: int) -> Channel:
+        slots = np.frombuffer(self._map, np.uint8, 2 * self.num_ranks * slot_bytes, offset)
+        words = LINE * self.num_ranks * (2 + index)
+        return Channel(
+            self, f"channel {index}", words, slots.reshape(2, self.num_ranks, slot_bytes)
+        )
+
+
+def segment_bytes(num_ranks: int, slot_bytes: Sequence[int]) -> int:
+    """Size of the segment that all ranks share."""
+    return _layout(num_ranks, slot_bytes)[1]
+
+
+def _layout(num_ranks: int, slot_bytes: Sequence[int]) -> tuple[list[int], int]:
+    """Byte offsets of the rows and of each channel's slots, and the size of it all.
+
+    Lines of words first: per rank attached/closed, then its row counter, then one line a channel.
+    """
+    position = 8 * LINE * num_ranks * (2 + len(slot_bytes))
+    offsets = [position]
+    position += 2 * num_ranks * ROW_WORDS * 8
+    for bytes_ in slot_bytes:
+        position = -(-position // PAGE) * PAGE
+        offsets.append(position)
+        position += 2 * num_ranks * bytes_
+    return offsets, -(-position // PAGE) * PAGE
+
+
+def _row_word(rank: int, num_ranks: int) -> int:
+    return LINE * (num_ranks + rank)
+
+
+def _create(path: Path, size: int) -> int:
+    """Make the segment, all zeros, and show it under its name only when it is whole."""
+    draft = path.with_name(f"{path.name}.draft")
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, size)
+        os.rename(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        os.close(fd)
+        stats = os.statvfs(path.parent)
+        free = stats.f_bavail * stats.f_frsize
+        raise OSError(
+            error.errno,
+            f"{error.strerror}: the ranks' shared memory needs {size / 2**20:.1f} MiB in {path.parent}, "
+            f"{free / 2**20:.1f} MiB are free; lower scheduler.max_num_batched_tokens",
+        ) from error
+    return fd
+
+
+def _open(path: Path, size: int, deadline: float, rank: int) -> int:
+    """Open the segment that rank 0 makes."""
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR)
+            break
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank 0 did not create {path} for rank {rank} in time"
+                ) from None
+            time.sleep(1e-3)
+    found = os.fstat(fd).st_size
+    assert found == size, f"rank 0's segment has {found} bytes, rank {rank} expects {size}"
+    return fd

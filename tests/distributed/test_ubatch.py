@@ -1,0 +1,160 @@
+"""Alternating slices over real exchanges: the same numbers, the promised order, and communication that is hidden."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.engine_harness import rank_config
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.ubatch_ranks import STEPS, SlicedRank, batch_of, rows_of, slowed
+from workers.config import RankConfig
+from workers.rank.process_group import local_rendezvous
+from workers.rank.rank_info import Rendezvous
+from workers.trace.recorder import ScheduleRecorder
+from workers.weights.checkpoint import make_checkpoint
+
+EXCHANGES = [
+    (ranks, name)
+    for ranks in (1, 2, 3, 4)
+    for name in (("local",) if ranks == 1 else ("torch_dist", "allgather", "shm"))
+]
+# Seconds. A layer of the delayed forwards computes 2 * COMPUTE a slice and exchanges twice.
+LAYERS, COMPUTE, DELAY, TRIES = 2, 0.1, 0.09, 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("ubatch") / "model"
+    return make_checkpoint(
+        path, num_layers=LAYERS, hidden_size=64, num_experts=10, head_dim=32, vocab_size=300
+    )
+
+
+def on_ranks(pool: RankPool, function, config: RankConfig, *args) -> list:
+    """`function(SlicedRank, *args)` on every rank."""
+    with local_rendezvous() as rendezvous:
+        arguments = (config.num_ranks, _on_rank, config, rendezvous, function, args)
+        return pool.run(_call, *arguments, with_group=False)
+
+
+def _call(rank: int, num_ranks: int, info, on_rank, *args):
+    return on_rank(rank, *args)
+
+
+def _on_rank(rank: int, config: RankConfig, rendezvous: Rendezvous, function, args):
+    num_ubatches, *rest = args
+    sliced = SlicedRank(rank, config, rendezvous, num_ubatches)
+    try:
+        return function(sliced, rank, config.num_ranks, num_ubatches, *rest)
+    finally:
+        sliced.close()
+
+
+def config_of(checkpoint: Path, num_ranks: int, all2all: str, **kernels: str) -> RankConfig:
+    from tests.unit.model_case import BLOCK_SIZE
+
+    return rank_config(
+        checkpoint,
+        num_ranks,
+        kernels={"all2all": all2all, **kernels},
+        cache={"block_size": BLOCK_SIZE},
+    )
+
+
+def differences(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
+    """Of each step: (largest difference to one whole forward, equal to the slices one after another)."""
+    found = {}
+    for name in STEPS:
+        batch = batch_of(name, rank, rows_of(name, num_ranks, num_ubatches))
+        real = slice(batch.num_tokens)
+        plain_TD, slices_TD = sliced.plain(batch)[real], sliced.one_after_another(batch)[real]
+        hidden_TD = sliced.ubatched(batch)[real]
+        worst = float((plain_TD - hidden_TD).abs().max()) if batch.num_tokens else 0.0
+        found[name] = worst, torch.equal(slices_TD, hidden_TD)
+    return found
+
+
+@pytest.mark.parametrize(("num_ranks", "all2all"), EXCHANGES)
+@pytest.mark.parametrize("num_ubatches", [2, 3])
+def test_slices_compute_what_a_whole_step_does(
+    rank_pool, checkpoint, num_ranks, all2all, num_ubatches
+):
+    config = config_of(checkpoint, num_ranks, all2all)
+    for found in on_ranks(rank_pool, differences, config, num_ubatches):
+        for name, (worst, same_as_in_turn) in found.items():
+            assert same_as_in_turn, f"{name}: alternating changes the numbers"
+            assert worst < 2e-5, f"{name}: cutting changes the numbers by {worst}"
+            # What a cut changes is rounding: matrix products of other shapes add in another order.
+
+
+def schedules(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
+    """Recorded orders of a ubatched step and of a plain one."""
+    recorder = ScheduleRecorder(torch.device("cpu"))
+    slices = [recorder.kernels(kernels, i) for i, kernels in enumerate(sliced.slices)]
+    whole = recorder.kernels(sliced.whole, 0)
+    batch = batch_of("mixed", rank, rows_of("mixed", num_ranks, num_ubatches))
+    recorder.start()
+    sliced.ubatched(batch, slices)
+    ubatched = recorder.finish()
+    recorder.start()
+    sliced.plain(batch, whole)
+    return ubatched, recorder.finish()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "all2all"), [(2, "torch_dist"), (3, "allgather"), (2, "shm")]
+)
+@pytest.mark.parametrize("num_ubatches", [2, 4])
+def test_the_order_of_operations(rank_pool, checkpoint, num_ranks, all2all, num_ubatches):
+    config = config_of(checkpoint, num_ranks, all2all)
+    for ubatched, plain in on_ranks(rank_pool, schedules, config, num_ubatches):
+        one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(num_ubatches)]
+        assert ubatched.order() == one_layer * LAYERS
+        assert plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
+        led_to = {"dispatch": "attention", "combine": "experts"}
+        computes = [x for x in ubatched.computes if x.name in led_to.values()]
+        computed = [(x.name, x.slice) for x in computes]
+        assert computed == [(led_to[x], i) for x, i in ubatched.order()]
+        for exchange in (*ubatched.exchanges, *plain.exchanges):
+            assert exchange.called <= exchange.sent <= exchange.asked
+            assert exchange.asked <= exchange.awaited <= exchange.arrived
+        # While a slice's exchange is under way the next slice computes.
+        for exchange in ubatched.exchanges[: num_ubatches - 1]:
+            others = [x for x in computes if x.slice == exchange.slice + 1]
+            assert any(exchange.sent <= x.begin and x.end <= exchange.awaited for x in others)
+
+
+def timings(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
+    """Seconds of a plain forward with delay, of ubatched ones with and without; and the share that was hidden."""
+    batch = batch_of("extend", rank, rows_of("extend", num_ranks, num_ubatches))
+    recorder = ScheduleRecorder(torch.device("cpu"))
+    whole = slowed(sliced.whole, compute=num_ubatches * COMPUTE, delay=DELAY)
+    sliced.ubatched(batch)  # what is slow the first time
+    recorder.start()
+    sliced.plain(batch, recorder.kernels(whole, 0))
+    plain = recorder.finish()
+    found = {}
+    for delay in (0.0, DELAY):
+        slices = [
+            recorder.kernels(slowed(kernels, compute=COMPUTE, delay=delay), i)
+            for i, kernels in enumerate(sliced.slices)
+        ]
+        tries = []
+        for _ in range(TRIES):
+            recorder.start()
+            sliced.ubatched(batch, slices)
+            tries.append(recorder.finish())
+        found[delay] = min(tries, key=lambda schedule: schedule.seconds)
+    hidden = found[DELAY].hidden_share
+    return plain.seconds, found[0.0].seconds, found[DELAY].seconds, hidden
+
+
+@pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
+def test_communication_disappears_behind_compute(rank_pool, checkpoint, all2all):
+    config = config_of(checkpoint, 2, all2all)
+    total_delay = 2 * LAYERS * DELAY
+    for plain, compute, delayed, hidden in on_ranks(rank_pool, timings, config, 2):
+        assert plain > compute + 0.8 * total_delay, "the delay shows nowhere"
+        assert delayed < compute + 0.3 * total_delay
+        assert hidden > 0.5, "beside the delay, counts and rows really travel"

@@ -1,0 +1,159 @@
+"""Ranks for the tests of ubatches: a model, its slices, and exchanges and products that take a given time."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kernels.all2all.base import AllToAll
+from kernels.backends.select import Backends
+from kernels.backends.ubatch import build_ubatch_backends
+from kernels.grouped_gemm.base import GroupedGemm
+from kernels.pending import Pending
+from tests.unit.model_case import BLOCK_SIZE, BLOCKS_PER_SEQ, Batch, make_batch
+from workers.config import RankConfig
+from workers.engine.block_pool import allocate_kv_caches
+from workers.rank.rank import Rank
+from workers.rank.rank_info import Rendezvous
+from workers.ubatch.wrapper import UBatchWrapper
+
+MAX_SEQS = 8
+# (new tokens of each sequence, cached tokens of each) of every rank; the others of four ranks are idle.
+STEPS: dict[str, list[tuple[list[int], list[int]]]] = {
+    "extend": [([20, 17, 2], [0, 8, 30]), ([33], [0]), ([5, 9, 13], [0, 0, 16])],
+    "decode": [([1] * 5, [3, 40, 1, 17, 8]), ([1] * 4, [9, 2, 60, 31]), ([1] * 8, [7] * 8)],
+    "mixed": [([1, 1, 30], [3, 40, 9]), ([1, 25, 6], [12, 0, 0]), ([1] * 6, [5] * 6)],
+    "straddles": [([41], [11]), ([37], [0]), ([2, 38], [1, 25])],
+    "one_token_slices": [([1, 1], [3, 4]), ([2], [0]), ([1, 1], [0, 50])],
+    "uneven": [([40], [0]), ([1] * 8 + [], [9] * 8), ([21, 3], [4, 0])],
+    "idle": [([18, 4], [0, 3]), ([], []), ([], [])],
+}
+
+
+def batch_of(name: str, rank: int, num_rows: int | None = None) -> Batch:
+    """This rank's part of a step, with the same ids in every call; padded to `num_rows`."""
+    new, contexts = (STEPS[name] + [([], [])] * 8)[rank]
+    generator = torch.Generator().manual_seed(100 + rank)
+    ids = [torch.randint(256, (n,), generator=generator).tolist() for n in new]
+    padding = max(0, (num_rows or 1) - sum(new))
+    return make_batch(ids, contexts, padding)
+
+
+def rows_of(name: str, num_ranks: int, num_ubatches: int) -> int:
+    """Rows that all ranks run a ubatched step with."""
+    return max(num_ubatches, *(sum(new) for new, _ in (STEPS[name] + [([], [])] * 8)[:num_ranks]))
+
+
+class SlicedRank:
+    """One rank's model, with kernels for whole steps and for slices over the same caches."""
+
+    def __init__(self, rank: int, config: RankConfig, rendezvous: Rendezvous, num_ubatches: int):
+        self._rank = Rank(rank, config)
+        self._rank.join_group(rendezvous, 30)
+        self._rank.load()
+        self.model = self._rank.model
+        self.whole = self._rank.kernels
+        self.caches = allocate_kv_caches(
+            self._rank.model_config,
+            MAX_SEQS * BLOCKS_PER_SEQ,
+            BLOCK_SIZE,
+            torch.float32,
+            self._rank.device,
+        )
+        context = self._rank._kernel_context()
+        self.slices = build_ubatch_backends(self._rank.selection, context, self.whole, num_ubatches)
+        for kernels in (self.whole, *self.slices):
+            kernels.attention.bind(self.caches)
+
+    def fill_caches(self) -> None:
+        """The same keys and values whenever it is called."""
+        generator = torch.Generator().manual_seed(self._rank.rank)
+        for cache in self.caches:
+            cache.copy_(torch.randn(cache.shape, generator=generator))
+
+    @torch.inference_mode()
+    def plain(self, batch: Batch, kernels: Backends | None = None) -> torch.Tensor:
+        """hidden_TD of one whole forward, with the rank's own kernels or others."""
+        self.fill_caches()
+        kernels = kernels or self.whole
+        kernels.attention.plan(batch)
+        return self.model.with_kernels(kernels).forward(batch)
+
+    @torch.inference_mode()
+    def ubatched(self, batch: Batch, slices: list[Backends] | None = None) -> torch.Tensor:
+        """hidden_TD of the alternating slices."""
+        self.fill_caches()
+        wrapper = UBatchWrapper(self.model, slices or self.slices)
+        wrapper.plan(batch, len(batch.input_ids))
+        return wrapper.forward(batch)
+
+    @torch.inference_mode()
+    def one_after_another(self, batch: Batch) -> torch.Tensor:
+        """hidden_TD of the same slices, each run to its end before the next one begins."""
+        from workers.ubatch.batch_cuts import cut, cut_rows
+
+        self.fill_caches()
+        found, count = [], len(self.slices)
+        parts = cut(batch, len(batch.input_ids), count)
+        for kernels, part, rows in zip(self.slices, parts, cut_rows(batch, count), strict=True):
+            kernels.attention.plan(part)
+            found.append(self.model.with_kernels(kernels).forward(rows))
+        return torch.cat(found)
+
+    def close(self) -> None:
+        self._rank.close()
+
+
+class Delayed(AllToAll):
+    """Another exchange, whose results come `seconds` after it was called, whatever is computed meanwhile."""
+
+    def __init__(self, inner: AllToAll, seconds: float):
+        self.name, self.needs_equal_tokens = inner.name, inner.needs_equal_tokens
+        self._inner, self._seconds = inner, seconds
+
+    def dispatch(self, *rows: torch.Tensor) -> Pending:
+        return self._later(self._inner.dispatch(*rows))
+
+    def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending:
+        return self._later(self._inner.combine(y_RD, handle))
+
+    def _later(self, pending: Pending) -> Pending:
+        due = time.perf_counter() + self._seconds
+
+        def finish() -> Any:
+            time.sleep(max(0.0, due - time.perf_counter()))
+            return pending.result()
+
+        return Pending(finish)
+
+
+class Slow(GroupedGemm):
+    """Another expert product that takes `seconds` more. It sleeps, so that a busy machine is no slower."""
+
+    def __init__(self, inner: GroupedGemm, seconds: float):
+        self.name, self._inner, self._seconds = inner.name, inner, seconds
+
+    def __call__(self, *inputs: Any) -> torch.Tensor:
+        time.sleep(self._seconds)
+        return self._inner(*inputs)
+
+
+def slowed(kernels: Backends, *, compute: float, delay: float) -> Backends:
+    """Backends whose attention and experts take `compute` seconds each, and whose exchanges are `delay` under way."""
+    attention = kernels.attention
+    attend = attention.__class__.__call__
+
+    class SlowAttention(attention.__class__):
+        def __call__(self, *inputs: Any) -> torch.Tensor:
+            time.sleep(compute)
+            return attend(self, *inputs)
+
+    slow = object.__new__(SlowAttention)
+    slow.__dict__.update(attention.__dict__)
+    return replace(
+        kernels,
+        all2all=Delayed(kernels.all2all, delay),
+        grouped_gemm=Slow(kernels.grouped_gemm, compute),
+        attention=slow,
+    )

@@ -1,0 +1,113 @@
+"""Steps with a stand-in for attention: what else they run, and that the kernels of attention are not waited for."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.dummy import DummyAttention
+from kernels.attention.sdpa import SdpaAttention
+from workers.config import RankConfig
+from workers.rank.rank import Rank
+from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous
+from workers.runner.model_runner import ModelRunner
+from workers.weights.checkpoint import make_checkpoint
+
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, block_size=16, scale=0.5)
+
+
+class FusingAttention(SdpaAttention):
+    """Does all that comes after the QKV projection, as flashinfer does."""
+
+    fuses_qk_norm = True
+
+
+def test_a_stand_in_is_called_as_what_it_replaces() -> None:
+    assert DummyAttention(FusingAttention(SPEC)).fuses_qk_norm
+    stand_in = DummyAttention(SdpaAttention(SPEC))
+    assert not stand_in.fuses_qk_norm and stand_in.spec is SPEC
+
+
+def test_a_stand_in_answers_with_zeros_in_the_shape_of_the_query() -> None:
+    stand_in = DummyAttention(SdpaAttention(SPEC))
+    caches = [torch.full((2, 1, 16, 2, 8), 7.0)]
+    stand_in.bind(caches)
+    stand_in.plan(SimpleNamespace(slot_mapping=torch.arange(5)))
+    qkv_TMd = torch.randn(6, 8, 8)  # one row of padding
+    answers = (
+        stand_in(qkv_TMd[:, :4], qkv_TMd[:, 4:6], qkv_TMd[:, 6:], 0),
+        stand_in.attend(qkv_TMd, 0),
+    )
+    for o_THd in answers:
+        assert o_THd.shape == (6, 4, 8) and o_THd.dtype == qkv_TMd.dtype and not o_THd.any()
+        assert o_THd.is_contiguous(), "as attention's own answers are"
+    assert (caches[0] == 7).all(), "K and V went nowhere"
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    folder = make_checkpoint(tmp_path / "tiny", num_layers=2, hidden_size=32)
+    config = RankConfig(
+        model={"path": str(folder), "dtype": "float32", "max_model_len": 64},
+        scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 16},
+        cache={"num_blocks": 16},
+        kernels={},
+        num_ranks=1,
+        device="cpu",
+        threads=1,
+        vote_timeout_s=5,
+    )
+    rank = Rank(0, config)
+    rank.join_group(Rendezvous("", 0, "stand-in"), timeout_s=5)
+    rank.run_stage(WEIGHTS, lambda done, total: None)
+    yield rank
+    rank.close()
+
+
+def test_steps_run_before_attention_is_compiled(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: Future[None] = Future()
+    rank._attention_compiled = compiled
+    attention: Attention = rank.kernels.attention
+    order: list[str] = []
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("attention was used before it was compiled")
+
+    launch = ModelRunner.launch
+
+    def launch_and_look(self: ModelRunner, *args: object) -> object:
+        pending = launch(self, *args)
+        order.append("step")
+        return pending
+
+    def wait(timeout: float | None = None) -> None:
+        order.append("attention")
+
+    monkeypatch.setattr(type(attention), "plan", refuse)
+    monkeypatch.setattr(type(attention), "__call__", refuse)
+    monkeypatch.setattr(ModelRunner, "launch", launch_and_look)
+    monkeypatch.setattr(compiled, "result", wait)
+    rank.run_stage(KERNELS, lambda done, total: None)
+    assert order.index("attention") == len(order) - 1 > 6, order
+    assert rank._attention_compiled is None
+
+
+def test_the_forward_with_a_stand_in_is_finite(rank: Rank) -> None:
+    runner, scheduler = rank._runner(8, DummyAttention(rank.kernels.attention))
+    hidden: list[torch.Tensor] = []
+    forward = runner.model.forward
+
+    def keep(batch: object) -> torch.Tensor:
+        hidden.append(forward(batch))
+        return hidden[-1]
+
+    runner.model.forward = keep
+    rank._warm_up_steps().prefill(runner, scheduler, 16)
+    assert [len(rows) for rows in hidden] == [16, 1], "a prefill and a decode"
+    assert all(rows.isfinite().all() and rows.any() for rows in hidden)
+    assert not rank.kernels.attention.kv_caches, "attention itself was not touched"

@@ -1,0 +1,88 @@
+"""Sequences that begin alike share KV blocks: which ones a sequence can start with, and when others can find its own.
+
+A block can be found once the step that fills it was launched and its tokens are known, whether they came from a prompt
+or were generated. A sequence whose next block is just being computed by another one waits for it instead of computing
+it too: equal prompts that come together, such as several answers to one, are computed once.
+"""
+
+from workers.engine.block_pool import BlockPool, chain_keys, root_key
+from workers.engine.sequence import Sequence
+
+
+class PrefixCache:
+    """The keys of the blocks of a pool. Switched off it finds nothing."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool):
+        self.num_queries = 0  # tokens looked up when their request first ran
+        self.num_hits = 0  # those found
+        self._pool = pool
+        self._block_size = block_size
+        self._enabled = enabled
+        self._coming: set[bytes] = (
+            set()
+        )  # of prompt blocks that running sequences have not computed yet
+
+    def find(self, seq: Sequence) -> list[int] | None:
+        """The blocks that `seq` can start with, or None: another one is about to compute more of them.
+
+        The last token is always computed: its logits are needed. Who wants prompt_logprobs needs those of all.
+        """
+        if not self._enabled:
+            return []
+        num_blocks = (seq.num_tokens - 1) // self._block_size
+        self._extend_keys(seq, num_blocks)
+        if seq.request.params.prompt_logprobs is not None:
+            return []
+        keys = seq.block_keys[:num_blocks]
+        blocks = self._pool.find(keys)
+        if len(blocks) < num_blocks and keys[len(blocks)] in self._coming:
+            return None
+        return blocks
+
+    def started(self, seq: Sequence) -> None:
+        """`seq` runs from behind the blocks found for it."""
+        if not self._enabled:
+            return
+        num_found = seq.num_computed // self._block_size
+        seq.next_full = (num_found + 1) * self._block_size
+        self._coming.update(seq.block_keys[num_found:])
+        if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
+            seq.num_cached_tokens = seq.num_computed
+            self.num_queries += seq.num_tokens
+            self.num_hits += seq.num_computed
+
+    def register(self, seq: Sequence) -> None:
+        """Steps that were launched fill blocks of `seq` (`seq.next_full` is reached): whoever is launched later can find them.
+
+        Those whose last token is pending come with the next commit.
+        """
+        first = seq.next_full // self._block_size - 1
+        num_full = min(seq.num_computed, seq.num_tokens) // self._block_size
+        self._extend_keys(seq, num_full)
+        for index in range(first, num_full):
+            self._pool.register(seq.block_ids[index], seq.block_keys[index])
+        self._coming.difference_update(seq.block_keys[first:num_full])
+        seq.next_full = (num_full + 1) * self._block_size
+
+    def stopped(self, seq: Sequence) -> None:
+        """`seq` gives its blocks back, perhaps before it has computed them all."""
+        if self._enabled:
+            num_full = seq.next_full // self._block_size - 1
+            self._coming.difference_update(seq.block_keys[num_full:])
+
+    def forget(self, seq: Sequence) -> None:
+        """Nobody finds the blocks of `seq` any more, also when it was preempted and has given them back."""
+        self._pool.forget(seq.block_ids or self._pool.find(seq.block_keys))
+
+    def forget_all(self) -> None:
+        """Nobody finds what was computed so far, and it counts for nothing."""
+        self._pool.forget_all()
+        self.num_queries = self.num_hits = 0
+
+    def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
+        done = len(seq.block_keys)
+        if done < num_blocks:
+            size = self._block_size
+            parent = seq.block_keys[-1] if done else root_key(seq.request.cache_salt)
+            token_ids = seq.token_ids[done * size : num_blocks * size]
+            seq.block_keys += chain_keys(parent, token_ids, size)

@@ -1,0 +1,278 @@
+"""Continuous batching on one rank: who runs in this step, with how many tokens. Pure bookkeeping.
+
+Decodes and prefills are one thing here: a sequence has known tokens and computed tokens, and a step computes
+some of the difference. Order is by priority, then arrival. Running sequences come before waiting ones; when the cache
+is full the last in order give their blocks back and start again later (preemption by recompute), so nothing is ever
+dropped. Who waits takes nothing from who runs, whatever its priority.
+
+Whoever starts shares the blocks of the longest prefix that is in the cache already, its own from before a preemption
+included; see `workers/engine/prefix_cache.py`. Who would gain by waiting a step for such blocks lets others go first.
+
+A step may be scheduled before the tokens of the one before it are known. Blocks and rows change hands at once all the
+same: what steps write and read they do in the order in which they were launched.
+"""
+
+import itertools
+from bisect import insort
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+
+from workers.config import SchedulerConfig
+from workers.engine.block_pool import BlockPool
+from workers.engine.prefix_cache import PrefixCache
+from workers.engine.sequence import Sequence, SequenceTable
+from workers.engine.step_sync import ForwardMode
+from workers.runner.step_output import StepOutput
+from workers.sampling.grammar import Grammar
+from workers.wire.request import EngineRequest, RequestOutput
+
+MAX_HELD_BACK = 32  # waiting sequences looked at that could start but had better not yet
+
+_by_order = attrgetter("order")
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """What one step runs: `seqs[i]` computes `num_new_tokens[i]` tokens; the first num_decodes compute one.
+
+    samples[i] says that sequence i reaches its last token in this step and gets a new one. `admitted` are those that
+    moved into their rows since the last step that was launched.
+    """
+
+    seqs: list[Sequence]
+    num_new_tokens: np.ndarray
+    num_tokens: int
+    num_decodes: int
+    samples: np.ndarray
+    admitted: list[Sequence]
+
+    @property
+    def forward_mode(self) -> ForwardMode:
+        """EXTEND, DECODE, MIXED or IDLE."""
+        if not self.seqs:
+            return ForwardMode.IDLE
+        if self.num_decodes == len(self.seqs):
+            return ForwardMode.DECODE
+        return ForwardMode.MIXED if self.num_decodes else ForwardMode.EXTEND
+
+
+class Scheduler:
+    """Waiting and running sequences of one rank, both in order, and the blocks they hold."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_model_len: int,
+        prefix_caching: bool = True,
+    ):
+        self._config = config
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.prefixes = PrefixCache(self.pool, block_size, enabled=prefix_caching)
+        self.table = SequenceTable(config.max_num_seqs, max_model_len, block_size)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._by_id: dict[str, Sequence] = {}
+        self._admitted: list[Sequence] = []
+        self._arrivals = itertools.count()
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Somebody waits or runs."""
+        return bool(self._by_id)
+
+    def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
+        """Queue `request`; returns why it can never run here, or None."""
+        error = self._refusal(request)
+        if error is None:
+            seq = Sequence.from_request(request, self._max_model_len)
+            seq.grammar = grammar
+            seq.order = (request.priority, next(self._arrivals))
+            self._by_id[request.request_id] = seq
+            insort(self.waiting, seq, key=_by_order)
+        return error
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Forget a request, wherever it is, and free its blocks. Unknown ids are fine: it may have finished."""
+        seq = self._by_id.get(request_id)
+        if seq is None:
+            return None
+        self._finish(seq)
+        return seq
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Somebody can only go on once the tokens of the launched steps are committed."""
+        return any(seq.num_pending and seq.needs_last_token for seq in self.running)
+
+    def schedule(self) -> ScheduledBatch:
+        """Choose this step's sequences and give them the blocks they need.
+
+        May choose nobody while tokens are pending, though there is work: then `commit` comes first.
+        """
+        budget = self._config.max_num_batched_tokens
+        work: list[tuple[Sequence, int]] = []
+        preempted = False
+        index = 0
+        while index < len(self.running) and budget:
+            seq = self.running[index]
+            if seq.ends_with_pending:
+                index += 1
+                continue
+            num_new = min(seq.num_remaining, budget)
+            while not self._grow(seq, seq.num_computed + num_new):
+                preempted = True
+                if self._preempt_last() is seq:
+                    break
+            else:
+                work.append((seq, num_new))
+                budget -= num_new
+                index += 1
+        # Admitting right after a preemption would only undo it.
+        if not preempted:
+            self._admit(budget, work)
+        return _batch(work, self._admitted.copy())
+
+    def launched(self, batch: ScheduledBatch) -> None:
+        """`batch` is under way; `commit` follows, for all launched batches in their order."""
+        self._admitted.clear()
+        self.table.launched(batch.seqs, batch.num_new_tokens, batch.samples)
+
+    def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
+        """Enter what a launched step computed. Who has finished or was aborted meanwhile gets nothing."""
+        outputs: list[RequestOutput | None] = []
+        tokens = iter(step.token_ids)
+        for seq, samples in zip(batch.seqs, batch.samples.tolist(), strict=True):
+            if seq.num_computed >= seq.next_full and not seq.finished:
+                self.prefixes.register(seq)
+            if samples:
+                outputs.append(self._append(seq, next(tokens)))
+        return step.attach(outputs)
+
+    def _append(self, seq: Sequence, token_id: int) -> RequestOutput | None:
+        seq.num_pending -= 1
+        if seq.finished:
+            return None
+        request_id = seq.request.request_id
+        if token_id < 0:
+            self.prefixes.forget(seq)  # their K and V may be broken too
+            self._finish(seq)
+            error = (
+                f"no token can stand at position {seq.num_tokens}: "
+                "a logit is NaN or infinite, or all tokens are forbidden"
+            )
+            return RequestOutput(request_id, [], "error", error)
+        if seq.grammar is not None:
+            error = seq.grammar.advance(token_id)
+            if error is not None:
+                self._finish(seq)
+                return RequestOutput(request_id, [], "error", error)
+        self.table.append_token(seq, token_id)
+        reason = seq.finish_reason()
+        if reason is not None:
+            self._finish(seq)
+        num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # told once
+        return RequestOutput(request_id, [token_id], reason, num_cached_tokens=num_cached)
+
+    def _refusal(self, request: EngineRequest) -> str | None:
+        length = len(request.prompt_token_ids)
+        if not 0 < length < self._max_model_len:
+            return f"prompt of {length} tokens; must be 1 to {self._max_model_len - 1}"
+        total = min(length + request.params.max_tokens, self._max_model_len)
+        need = self._blocks_for(total)
+        if need > self.pool.num_blocks:
+            return (
+                f"prompt of {length} tokens plus up to {total - length} new ones needs {need} KV blocks; "
+                f"this rank has {self.pool.num_blocks} (cache.num_blocks)"
+            )
+        return None
+
+    def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> None:
+        index = 0  # of those before it, each waits for the blocks of another one
+        while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
+            if len(self.running) == self._config.max_num_seqs:
+                break
+            seq = self.waiting[index]
+            # Who was preempted goes on from all its tokens.
+            cached = None if seq.num_pending else self.prefixes.find(seq)
+            if cached is None:
+                index += 1
+                continue
+            num_remaining = seq.num_tokens - len(cached) * self._block_size
+            num_new = min(num_remaining, budget)
+            if num_new < num_remaining and not self._config.chunked_prefill:
+                break
+            # All known tokens get their blocks at once: a prompt that starts can finish.
+            need = self._blocks_for(seq.num_tokens) - len(cached)
+            if need > self.pool.num_free_besides(cached):
+                break
+            del self.waiting[index]
+            self._start(seq, cached, need)
+            work.append((seq, num_new))
+            budget -= num_new
+
+    def _start(self, seq: Sequence, cached: list[int], need: int) -> None:
+        """Run `seq` from behind its `cached` blocks, with `need` new ones."""
+        self.pool.share(cached)
+        seq.block_ids = cached + self.pool.allocate(need)
+        seq.num_computed = len(cached) * self._block_size
+        self.prefixes.started(seq)
+        self.table.add(seq)
+        self._admitted.append(seq)
+        insort(self.running, seq, key=_by_order)
+
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Hold blocks for `num_tokens` of seq; False when the pool is empty."""
+        while len(seq.block_ids) * self._block_size < num_tokens:
+            if not self.pool.num_free:
+                return False
+            self.table.append_block(seq, self.pool.allocate(1)[0])
+        return True
+
+    def _preempt_last(self) -> Sequence:
+        seq = self.running.pop()
+        self._release(seq)
+        seq.num_computed = 0
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        insort(self.waiting, seq, key=_by_order)
+        return seq
+
+    def _finish(self, seq: Sequence) -> None:
+        seq.finished = True
+        if seq.row >= 0:
+            self.running.remove(seq)
+            self._release(seq)
+        else:
+            self.waiting.remove(seq)
+        del self._by_id[seq.request.request_id]
+
+    def _release(self, seq: Sequence) -> None:
+        if seq in self._admitted:
+            self._admitted.remove(seq)
+        self.prefixes.stopped(seq)
+        self.pool.release(seq.block_ids)
+        seq.block_ids = []
+        self.table.remove(seq)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+
+def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> ScheduledBatch:
+    """Order the work so that sequences with one new token come first, as attention wants them."""
+    decodes = [item for item in work if item[1] == 1]
+    extends = [item for item in work if item[1] != 1]
+    ordered = decodes + extends
+    seqs = [seq for seq, _ in ordered]
+    num_new = np.array([num_new for _, num_new in ordered], dtype=np.int64)
+    samples = np.array([num_new == seq.num_remaining for seq, num_new in ordered], dtype=bool)
+    num_tokens = sum(count for _, count in work)
+    return ScheduledBatch(seqs, num_new, num_tokens, len(decodes), samples, admitted)

@@ -1,0 +1,139 @@
+"""One request on a rank, and the arrays that hold all running ones row by row. No scheduling, no model."""
+
+import sys
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from workers.sampling.grammar import Grammar
+from workers.wire.request import EngineRequest, FinishReason
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request and how far it is. Tokens `[0, num_computed)` have their K and V in the cache, or will have once the
+    steps that were launched are done: whatever is launched later finds them there.
+
+    row is its place in the SequenceTable while it runs, -1 while it waits. order says who comes first: smaller
+    (priority, arrival).
+
+    max_num_tokens     prompt and output at which it ends
+    block_keys         of the first full blocks, as many as were needed so far
+    next_full          when so many tokens are computed, another block is full and gets its key
+    num_cached_tokens  tokens found in the prefix cache when it first ran
+    grammar            what its output must match, and how far it is; None = anything
+    num_pending        tokens that launched steps draw for it and that the host does not know yet
+    needs_last_token   its next logits are edited by what the host knows of its last token
+    finished           nothing more is to come, whatever launched steps still bring
+    """
+
+    request: EngineRequest
+    token_ids: list[int]
+    num_computed: int = 0
+    row: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_preemptions: int = 0
+    order: tuple[int, int] = (0, 0)
+    max_num_tokens: int = sys.maxsize
+    block_keys: list[bytes] = field(default_factory=list)
+    next_full: int = sys.maxsize
+    num_cached_tokens: int = 0
+    grammar: Grammar | None = None
+    num_pending: int = 0
+    needs_last_token: bool = False
+    finished: bool = False
+
+    @classmethod
+    def from_request(cls, request: EngineRequest, max_model_len: int = sys.maxsize) -> "Sequence":
+        """A sequence that has computed nothing yet."""
+        longest = len(request.prompt_token_ids) + request.params.max_tokens
+        return cls(
+            request, list(request.prompt_token_ids), max_num_tokens=min(longest, max_model_len)
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far, as far as the host knows it."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens, pending ones included, whose K and V are not in the cache."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def ends_with_pending(self) -> bool:
+        """Its pending token is the last one, whichever it is."""
+        return (
+            self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_num_tokens
+        )
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the token just appended is the last one, or None."""
+        if self.token_ids[-1] in self.request.params.stop_token_ids:
+            return "stop"
+        if self.grammar is not None and self.grammar.complete:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.max_num_tokens else None
+
+
+class SequenceTable:
+    """Tokens and blocks of the running sequences, a row each, so that a batch is gathered without Python loops.
+
+    token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed int64 [rows].
+
+    Where a row's token is pending, token_ids holds -1 - row: a forward finds it on the device by that number.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int):
+        self.block_size = block_size
+        max_blocks = -(-max_model_len // block_size)
+        self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
+        self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    def add(self, seq: Sequence) -> None:
+        """Give `seq` a row and copy its tokens and blocks there."""
+        seq.row = self._free_rows.pop()
+        self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
+        self.block_table[seq.row, : len(seq.block_ids)] = seq.block_ids
+        self.num_computed[seq.row] = seq.num_computed
+
+    def remove(self, seq: Sequence) -> None:
+        """Take `seq`'s row back."""
+        self._free_rows.append(seq.row)
+        seq.row = -1
+
+    def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
+        """int64 [B]."""
+        return np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
+
+    def append_block(self, seq: Sequence, block: int) -> None:
+        """`seq` holds one more block."""
+        self.block_table[seq.row, len(seq.block_ids)] = block
+        seq.block_ids.append(block)
+
+    def append_token(self, seq: Sequence, token_id: int) -> None:
+        """`seq` has one more token; it may have lost its row."""
+        if seq.row >= 0:
+            self.token_ids[seq.row, seq.num_tokens] = token_id
+        seq.token_ids.append(token_id)
+
+    def launched(
+        self, seqs: list[Sequence], num_new_tokens: np.ndarray, samples: np.ndarray
+    ) -> None:
+        """A step computes `num_new_tokens` more of each of `seqs`, and draws a token for those with `samples`."""
+        rows = self.rows_of(seqs)
+        ends = self.num_computed[rows] + num_new_tokens
+        self.num_computed[rows] = ends
+        for seq, end, drawn in zip(seqs, ends.tolist(), samples.tolist(), strict=True):
+            seq.num_computed = end
+            seq.num_pending += drawn
+        drawing = rows[samples]
+        self.token_ids[drawing, ends[samples]] = -1 - drawing

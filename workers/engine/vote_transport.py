@@ -1,0 +1,107 @@
+"""Transports of the vote: one small int64 row of every rank to every rank, with a timeout of its own.
+
+The wait in here is the group's heartbeat. Knows nothing of what a row means.
+"""
+
+import time
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kernels.host.shm import SharedMemoryGroup
+from workers.engine.step_sync import NUM_FIELDS, LockstepError, VoteTransport
+
+
+class LocalVoteTransport:
+    """One rank: nothing to wait for."""
+
+    def all_gather(self, row: np.ndarray) -> np.ndarray:
+        """int64 [n] -> int64 [1, n]."""
+        return row[None]
+
+
+class SharedMemoryVoteTransport:
+    """Ranks of one host."""
+
+    def __init__(self, group: SharedMemoryGroup):
+        self._group = group
+
+    def all_gather(self, row: np.ndarray) -> np.ndarray:
+        """int64 [n] -> int64 [num_ranks, n]."""
+        try:
+            return self._group.all_gather_row(row)
+        except (TimeoutError, ConnectionError) as error:
+            raise LockstepError(f"step exchange: {error}") from None
+
+
+class GlooVoteTransport:
+    """CPU ranks on several hosts."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._rows = torch.empty(dist.get_world_size(), NUM_FIELDS, dtype=torch.int64)
+
+    def all_gather(self, row: np.ndarray) -> np.ndarray:
+        """int64 [n] -> int64 [num_ranks, n]; the result is overwritten by the next call."""
+        try:
+            # all_to_all is one hop between every pair; gloo's all_gather is a ring.
+            sent = torch.from_numpy(row).expand_as(self._rows).contiguous()
+            dist.all_to_all_single(self._rows, sent, group=self._group)
+        except RuntimeError as error:
+            raise LockstepError(
+                f"step exchange: a rank left or did not answer within {self._timeout_s:g} s: {error}"
+            ) from None
+        return self._rows.numpy()
+
+
+class DeviceVoteTransport:
+    """GPU ranks: NCCL on a stream of its own and a pinned row on the host, polled under our timeout."""
+
+    def __init__(self, timeout_s: float, device: torch.device):
+        self._timeout_s = timeout_s
+        self._group = dist.new_group(backend="nccl")
+        self._stream = torch.cuda.Stream(device)
+        num_ranks = dist.get_world_size()
+        self._row = torch.empty(NUM_FIELDS, dtype=torch.int64, device=device)
+        self._rows = torch.empty(num_ranks, NUM_FIELDS, dtype=torch.int64, device=device)
+        self._row_host = torch.empty(NUM_FIELDS, dtype=torch.int64, pin_memory=True)
+        self._rows_host = torch.empty(num_ranks, NUM_FIELDS, dtype=torch.int64, pin_memory=True)
+        self._done = torch.cuda.Event()
+
+    def all_gather(self, row: np.ndarray) -> np.ndarray:
+        """int64 [n] -> int64 [num_ranks, n]; the result is overwritten by the next call."""
+        self._row_host.numpy()[:] = row
+        with torch.cuda.stream(self._stream):
+            self._row.copy_(self._row_host, non_blocking=True)
+            dist.all_gather_into_tensor(self._rows.view(-1), self._row, group=self._group)
+            self._rows_host.copy_(self._rows, non_blocking=True)
+            self._done.record()
+        deadline = time.monotonic() + self._timeout_s
+        while not self._done.query():
+            if time.monotonic() > deadline:
+                raise LockstepError(
+                    f"step exchange: a rank did not come within {self._timeout_s:g} s"
+                )
+        return self._rows_host.numpy()
+
+
+def make_vote_transport(
+    num_ranks: int,
+    device: torch.device,
+    timeout_s: float,
+    shared_memory: SharedMemoryGroup | None,
+) -> VoteTransport:
+    """The fastest transport for this group.
+
+    Measured for a vote of two ranks: shared memory 3 us, NCCL 37 to 65 us, gloo 280 us.
+    """
+    if num_ranks == 1:
+        return LocalVoteTransport()
+    if shared_memory is not None:
+        return SharedMemoryVoteTransport(shared_memory)
+    if device.type == "cuda":
+        return DeviceVoteTransport(timeout_s, device)
+    return GlooVoteTransport(timeout_s)

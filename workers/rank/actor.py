@@ -1,0 +1,197 @@
+"""The Ray actor shell of a rank: inbox, senders, life cycle. Everything else is in the Rank that it holds.
+
+The event loop answers calls; the stages of start-up and the step loop run on threads of their own. torch is imported
+only in the actor itself, so that a supervisor can create it quickly.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
+from kernels.host.shm import PeerLeftError
+from workers.config import RankConfig
+from workers.engine.step_sync import LockstepError
+from workers.rank.rank_info import RankInfo, Rendezvous
+from workers.stats.log import set_up_logging
+from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
+from workers.trace.spans import RankTrace
+from workers.wire.inbox import Inbox, InboxSender
+from workers.wire.request import RequestOutput
+from workers.wire.secure_socket import StreamAddress
+from workers.wire.token_stream import TokenSender
+
+logger = logging.getLogger(__name__)
+
+
+class RankFailedError(RuntimeError):
+    """The rank's step loop ended with an error; it will not run again."""
+
+
+class PeerFailedError(RankFailedError):
+    """It ended because another rank did."""
+
+
+class RankActor:
+    """One rank. The supervisor calls join_group, each stage and start on all ranks, each on all before the next."""
+
+    def __init__(self, rank: int, config: RankConfig):
+        if config.device == "cuda":
+            check_multicast_off(os.environ)
+            share_compiled_kernels(os.environ)
+        set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
+        self._index, self._config = rank, config
+        self._rank: Any = None
+        self._store: Any = None
+        self._progress = (0, 0)
+        self._inbox = Inbox(ray.util.get_node_ip_address())
+        self._peers: list[InboxSender] = []
+        self._senders: dict[str, TokenSender] = {}
+        self._done: asyncio.Future[None] | None = None
+        self._info: dict[str, Any] = {}
+        self._logging: asyncio.Task[None] | None = None
+
+    async def describe(self) -> dict[str, Any]:
+        """Where this rank is: node id, address, process, GPUs; and its inbox."""
+        return {
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "host": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "gpu_ids": ray.get_gpu_ids(),
+            "inbox": self._inbox.address,
+        }
+
+    async def host_rendezvous(self) -> tuple[str, int]:
+        """Open the store where the group meets; only rank 0 is asked."""
+        from workers.rank import process_group
+
+        self._store = process_group.host_store(ray.util.get_node_ip_address())
+        return self._store.host, self._store.port
+
+    async def join_group(
+        self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
+    ) -> None:
+        """Collective: meet the others, compare settings, build the kernels.
+
+        gpus    Ray's ids of those that this process is to see, its own first, which so is device 0
+        """
+        await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
+
+    def _join_group(
+        self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
+    ) -> None:
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        from workers.rank.rank import Rank  # it may start CUDA, which looks at that once
+
+        self._rank = Rank(self._index, self._config)
+        self._rank.join_group(rendezvous, timeout_s)
+
+    async def run_stage(self, name: str) -> None:
+        """Collective: one of start_stages."""
+        self._progress = (0, 0)
+        await asyncio.to_thread(self._rank.run_stage, name, self._set_progress)
+
+    async def progress(self) -> tuple[int, int]:
+        """How much of the stage is done, and in all: bytes of weights, or pieces of work; (0, 0) where unknown."""
+        return self._progress
+
+    async def trace(self, phase: str, num_tokens: int) -> RankTrace:
+        """Collective, in place of `start`: a step of so many tokens, whole and in slices."""
+        from workers.trace.trace_step import trace_step
+
+        return await asyncio.to_thread(trace_step, self._rank, phase, num_tokens)
+
+    async def start(self, peers: list[StreamAddress]) -> RankInfo:
+        """Collective: start the step loop. `peers` are the other ranks' inboxes."""
+        self._peers = [InboxSender(address) for address in peers]
+        loop = asyncio.get_running_loop()
+        self._done = loop.create_future()
+        info = await asyncio.to_thread(self._rank.start_engine, self._publish, self._wake_peers)
+        self._info = {
+            "block_size": info.block_size,
+            "num_blocks": info.num_blocks,
+            "max_model_len": info.max_model_len,
+            **info.backends,
+        }
+        self._inbox.deliver_to(self._engine)
+        self._logging = asyncio.create_task(self._log_stats())
+        threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
+        return info
+
+    async def done(self) -> None:
+        """Returns when the group has stopped; raises RankFailedError when this rank's loop failed."""
+        assert self._done is not None, "start() comes first"
+        await asyncio.shield(self._done)
+
+    async def open_stream(self, ingress_id: str, address: StreamAddress) -> StreamAddress:
+        """Send the outputs of this ingress's requests there, one message a step. Requests go to the inbox, returned."""
+        self._senders[ingress_id] = TokenSender(address)
+        return self._inbox.address
+
+    async def close_ingress(self, ingress_id: str) -> None:
+        """An ingress is gone: forget its requests and its stream."""
+        self._engine.abort_ingress(ingress_id)
+        sender = self._senders.pop(ingress_id, None)
+        if sender is not None:
+            sender.close()
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters and gauges, see workers.stats.stats; `info` is what does not change."""
+        return {"rank": self._index, "info": self._info, **self._engine.stats.snapshot()}
+
+    async def stop(self) -> None:
+        """Ask the whole group to leave its loops; `done` returns when this rank has."""
+        self._engine.stop()
+
+    @property
+    def _engine(self):
+        if self._rank is None or self._rank.engine is None:
+            raise RankFailedError("it is not started")
+        return self._rank.engine
+
+    async def _log_stats(self) -> None:
+        """A line now and then, of what happened since the last one; none when nothing did."""
+        before = self._engine.stats.snapshot()
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            now = self._engine.stats.snapshot()
+            fields = stats_fields(before, now)
+            if fields is not None:
+                logger.info("%s", stats_line(fields), extra=fields)
+            before = now
+
+    def _set_progress(self, done: int, total: int) -> None:
+        self._progress = (done, total)
+
+    def _wake_peers(self, step: int) -> None:
+        for peer in self._peers:
+            peer.wake(step)
+
+    def _publish(self, ingress_id: str, outputs: list[RequestOutput]) -> None:
+        """Called by the step loop; an ingress that is gone has no sender."""
+        sender = self._senders.get(ingress_id)
+        if sender is not None:
+            others = self._engine.open_requests.tell(ingress_id)
+            sender.send(self._index, others, outputs)
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The step loop's thread."""
+        try:
+            self._engine.run()
+        except BaseException as error:
+            innocent = isinstance(error, PeerLeftError) or (
+                isinstance(error, LockstepError) and error.__cause__ is None
+            )
+            logger.error("the step loop failed: %s", error, exc_info=not innocent)
+            kind = PeerFailedError if innocent else RankFailedError
+            failure = kind(f"{type(error).__name__}: {error}")
+            loop.call_soon_threadsafe(self._done.set_exception, failure)
+        else:
+            self._rank.close()
+            loop.call_soon_threadsafe(self._done.set_result, None)

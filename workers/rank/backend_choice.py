@@ -1,0 +1,100 @@
+"""What a rank's configuration and model ask of the kernels, and what follows from those chosen. Builds nothing."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from kernels.backends.memory import BackendMemory, backend_memory
+from kernels.backends.select import Selection, shared_memory_slots
+from kernels.routing.forced_routing import ForcedRouting
+from workers.config import Auto, RankConfig
+from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.weights.tensors import stores_fp8_experts
+
+_FOR_MEMORY = (  # of `backend_shape`, what `backend_memory` wants to know
+    "num_ranks",
+    "dtype",
+    "hidden_size",
+    "expert_width",
+    "top_k",
+    "num_experts",
+    "max_num_tokens",
+)
+
+
+class GraphsUnavailableError(ValueError):
+    """scheduler.cuda_graphs is true and cannot be."""
+
+
+def backend_shape(config: RankConfig, model: Qwen3MoeConfig) -> dict[str, Any]:
+    """What `kernels.backends.select.select` wants to know of ranks and model."""
+    return {
+        "num_ranks": config.num_ranks,
+        "num_nodes": config.num_nodes,
+        "dtype": getattr(torch, str(config.model.dtype)),
+        "hidden_size": model.hidden_size,
+        "expert_width": model.moe_intermediate_size,
+        "head_dim": model.head_dim,
+        "fp8_checkpoint": stores_fp8_experts(model),
+        "num_experts": model.num_experts,
+        "top_k": model.num_experts_per_tok,
+        "max_num_tokens": config.scheduler.max_num_batched_tokens,
+    }
+
+
+def memory_of_kernels(selection: Selection, shape: dict[str, Any], **options: Any) -> BackendMemory:
+    """Memory of a rank's chosen backends. `shape` is from `backend_shape`, options are those of `backend_memory`."""
+    return backend_memory(selection, **{key: shape[key] for key in _FOR_MEMORY} | options)
+
+
+def shared_slots(
+    config: RankConfig, model: Qwen3MoeConfig, selection: Selection
+) -> tuple[int, ...]:
+    """The `slot_bytes` of the ranks' shared memory, none where the exchange does not go through it."""
+    if selection.all2all.name != "shm":
+        return ()
+    return shared_memory_slots(
+        num_ranks=config.num_ranks,
+        dtype=getattr(torch, str(config.model.dtype)),
+        hidden_size=model.hidden_size,
+        top_k=model.num_experts_per_tok,
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
+    )
+
+
+def forced_routing(
+    config: RankConfig, model: Qwen3MoeConfig, rank: int, device: torch.device
+) -> Callable[..., ForcedRouting] | None:
+    """What makes a layer's law where model.routing names one."""
+    routing = config.model.routing
+    if routing.kind == "model":
+        return None
+    return partial(
+        ForcedRouting,
+        routing.kind,
+        routing.s,
+        num_experts=model.num_experts,
+        top_k=model.num_experts_per_tok,
+        rank=rank,
+        num_ranks=config.num_ranks,
+        device=device,
+    )
+
+
+def graphs_off(wanted: Auto | bool, selection: Selection, device: str) -> str | None:
+    """Why no steps become CUDA graphs, or None where they do; `wanted` is scheduler.cuda_graphs, `device` a type.
+
+    Raises GraphsUnavailableError, with the reason, where they are demanded and cannot be.
+    """
+    unsupported_reason = selection.graph_unsupported_reason
+    if device != "cuda":
+        unsupported_reason = f"cluster.device is {device}"
+    if unsupported_reason is None:
+        return "scheduler.cuda_graphs is false" if wanted is False else None
+    if wanted is True:
+        raise GraphsUnavailableError(
+            f"scheduler.cuda_graphs is true, but {unsupported_reason}; expected auto or false"
+        )
+    return unsupported_reason

@@ -1,0 +1,74 @@
+"""Says what was asked for, and what to lower, when memory does not suffice at start. Knows no model."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kernels.host.out_of_memory import is_out_of_memory, line_that_says_so
+
+MEGABYTE, GIGABYTE = 10**6, 10**9
+_STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
+_MORE_RANKS = "More ranks (cluster.ranks) hold fewer experts each"
+REMEDIES = {
+    "the ranks' group": "Other programs hold the memory: end them, or name free GPUs in CUDA_VISIBLE_DEVICES",
+    "the exchange's buffers": _STEPS,
+    "the weights": f"{_MORE_RANKS}; a narrower model.dtype, or kernels.grouped_gemm: deepgemm_fp8, takes less",
+    "attention's workspace": f"{_MORE_RANKS}; kernels.attention: sdpa has none",
+    "a step": _STEPS,
+    "the KV cache": "Lower cache.num_blocks, cache.memory_fraction (GPU) or cache.cpu_memory_gib (CPU)",
+    "CUDA graphs": f"{_STEPS}, or set scheduler.cuda_graphs to false",
+    "ubatches": f"{_STEPS}, or set overlap.mode to off",
+}
+
+
+class OutOfDeviceMemoryError(ValueError):
+    """The configuration takes more memory than there is; the message names what did not fit and what to lower."""
+
+
+@contextmanager
+def memory_for(what: str, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of any library into OutOfDeviceMemoryError: `what`, a key of REMEDIES, did not fit.
+
+    num_bytes   how large it is, where that is known
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        on_host = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
+        where, held = ("this machine", "") if on_host else ("the GPU", _held())
+        how_large = "" if num_bytes is None else f" ({size(num_bytes)})"
+        raise OutOfDeviceMemoryError(
+            f"{where} has no room for {what}{how_large}: {_said(error)}{held}. {REMEDIES[what]}"
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """How much was asked for, where torch tells; else the error's own words."""
+    if tried := re.search(r"[Tt]ried to allocate ([\d.,]+ \w+)", str(error)):
+        return f"torch tried to allocate {tried[1]}"
+    return line_that_says_so(error)
+
+
+def _held() -> str:
+    """Who has how much of the GPU; nothing where it cannot be asked, as when CUDA itself found no room."""
+    try:
+        free, total = torch.cuda.mem_get_info()
+    except (RuntimeError, AssertionError):
+        return ""
+    ours = torch.cuda.memory_allocated()
+    others = total - free - torch.cuda.memory_reserved()
+    return (
+        f"; of {size(total)} this rank holds {size(ours)} already, other programs and CUDA "
+        f"{size(others)}"
+    )
+
+
+def size(num_bytes: int) -> str:
+    """For people."""
+    if num_bytes >= GIGABYTE:
+        return f"{num_bytes / GIGABYTE:,.1f} GB"
+    return f"{num_bytes / MEGABYTE:,.1f} MB"

@@ -1,0 +1,66 @@
+"""Joins the ranks of one epoch: the rendezvous, torch.distributed, and shared memory between ranks of one host."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from kernels.host.shm import SharedMemoryGroup
+from workers.rank.rank_info import Rendezvous
+
+# A lost rank is noticed by the step exchange; this only bounds collectives of a group that is dying.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+def host_store(host: str) -> dist.TCPStore:
+    """The store of a new group, on a free port of `host`; rank 0 keeps it alive."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+
+
+@contextmanager
+def local_rendezvous() -> Iterator[Rendezvous]:
+    """Where processes of this machine meet while the block runs, for benchmarks and tests."""
+    store = host_store("127.0.0.1")
+    yield Rendezvous("127.0.0.1", store.port, f"local-{store.port}")
+
+
+def join(
+    rendezvous: Rendezvous, rank: int, num_ranks: int, device: torch.device, timeout_s: float
+) -> None:
+    """Enter the process group: gloo for host tensors, and NCCL beside it on GPUs.
+
+    Raises torch.distributed.DistError or RuntimeError when the others do not come within `timeout_s`.
+    """
+    # The store's own timeout bounds the wait for late ranks, the group's bounds its collectives.
+    store = dist.TCPStore(
+        rendezvous.host,
+        rendezvous.port,
+        is_master=False,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore(rendezvous.name, store),
+        rank=rank,
+        world_size=num_ranks,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+def gather_objects(value: object) -> list[object]:
+    """`value` of every rank, in rank order."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def leave(shared_memory: SharedMemoryGroup | None) -> None:
+    """Leave the group; safe to call twice."""
+    if shared_memory is not None:
+        shared_memory.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

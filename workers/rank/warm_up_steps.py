@@ -1,0 +1,101 @@
+"""Steps that all ranks run alike before there are requests: to compile, to allocate, and to see what they take."""
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from kernels.attention.base import Attention
+from workers.config import SchedulerConfig
+from workers.engine.scheduler import Scheduler
+from workers.engine.step_sync import StepPlan
+from workers.runner.model_runner import ModelRunner
+from workers.sampling.logprobs import MAX_LOGITS_ROWS
+from workers.wire.request import EngineRequest, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+def bind_beside(attention: Attention, kv_caches: Sequence[torch.Tensor]) -> Future[None]:
+    """Bind on a thread of its own, which may compile for minutes."""
+
+    def bind() -> None:
+        started = time.perf_counter()
+        torch.cuda.set_device(kv_caches[0].device)
+        attention.bind(kv_caches)
+        logger.debug("attention's kernels: %.2f s", time.perf_counter() - started)
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="compile-attention")
+    future = pool.submit(bind)
+    pool.shutdown(wait=False)
+    return future
+
+
+# What costs most memory beside the logits: a sort of them, counts of tokens seen, and the log-probabilities.
+_HEAVIEST = SamplingParams(
+    max_tokens=2, temperature=1.0, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=20
+)
+
+_HEAVIEST_PROMPT = SamplingParams(max_tokens=1, prompt_logprobs=20)
+
+
+@dataclass(frozen=True)
+class WarmUpSteps:
+    """Collective: every rank runs the same at the same time. `equal_tokens` as in PlanConfig."""
+
+    num_ranks: int
+    equal_tokens: bool
+    max_model_len: int
+    limits: SchedulerConfig
+    block_size: int
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that any of these steps fits into."""
+        return (
+            -(-2 * self.limits.max_num_batched_tokens // self.block_size) + self.limits.max_num_seqs
+        )
+
+    def prefill(self, runner: ModelRunner, scheduler: Scheduler, num_tokens: int) -> None:
+        """A prefill of about `num_tokens`, and a decode."""
+        length = min(num_tokens, self.max_model_len - 2)
+        count = min(num_tokens // length, self.limits.max_num_seqs)
+        params = SamplingParams(max_tokens=2)
+        self._run(runner, scheduler, _requests(count, length, params))
+
+    def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+        """As many sequences as may run at once, asking for all that takes memory in sampling; a prompt's logprobs."""
+        self._run(runner, scheduler, _requests(self.limits.max_num_seqs, 1, _HEAVIEST))
+        length = min(MAX_LOGITS_ROWS, self.limits.max_num_batched_tokens, self.max_model_len - 2)
+        self._run(runner, scheduler, _requests(1, length, _HEAVIEST_PROMPT))
+
+    def _run(
+        self, runner: ModelRunner, scheduler: Scheduler, requests: Sequence[EngineRequest]
+    ) -> None:
+        started = time.perf_counter()
+        for request in requests:
+            scheduler.add(request)
+        while scheduler.has_work:
+            batch = scheduler.schedule()
+            num_rows = batch.num_tokens
+            padded = num_rows if self.equal_tokens else 0
+            output = runner.launch(batch, StepPlan(True, (num_rows,) * self.num_ranks, padded))
+            scheduler.launched(batch)
+            scheduler.commit(batch, output.wait())
+        scheduler.prefixes.forget_all()
+        length = len(requests[0].prompt_token_ids)
+        seconds = time.perf_counter() - started
+        logger.debug("warm-up of %d prompts of %d tokens: %.2f s", len(requests), length, seconds)
+
+
+def _requests(count: int, length: int, params: SamplingParams) -> list[EngineRequest]:
+    prompt = [0] * length
+    return [
+        EngineRequest(
+            request_id=f"warm-up-{index}", ingress_id="", prompt_token_ids=prompt, params=params
+        )
+        for index in range(count)
+    ]

@@ -1,0 +1,209 @@
+"""One forward of one rank: tensors in, model, sampling, a StepOutput out. Knows nothing of votes or requests' fate."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from kernels.backends.select import Backends
+from kernels.pending import Pending
+from kernels.routing.expert_load import LoadSample
+from workers.engine.scheduler import ScheduledBatch
+from workers.engine.sequence import SequenceTable
+from workers.engine.step_sync import StepPlan
+from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
+from workers.runner.forward_batch import ForwardBatch, ForwardBatchBuilder
+from workers.runner.graph_sizes import GraphKey, GraphSizes
+from workers.runner.host_copy import HostCopies, StepClock
+from workers.runner.step_output import RunTimes, StepOutput
+from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
+from workers.sampling.logprobs import PromptLogprobs
+from workers.sampling.sampler import Picked, Sampler
+from workers.ubatch.wrapper import UBatchWrapper
+
+# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that are looked at.
+Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+_NONE_PICKED = Picked(torch.empty(0, dtype=torch.int64), [])
+
+
+class ModelRunner:
+    """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds.
+
+    asynchronous   the next step may be launched before this one's tokens are read: they are kept on the device too
+    ubatches   the same model in slices, for the plans that say so
+    graphs         captured forwards, for the plans that say so
+    """
+
+    def __init__(
+        self,
+        model: Qwen3MoeForCausalLM,
+        kernels: Backends,
+        table: SequenceTable,
+        *,
+        rank: int,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        num_threads: int,
+        device: torch.device,
+        asynchronous: bool = False,
+        ubatches: UBatchWrapper | None = None,
+    ):
+        self.model = model
+        self.ubatches = ubatches
+        self.asynchronous = asynchronous
+        self._kernels = kernels
+        self._max_num_seqs, self._max_blocks = max_num_seqs, table.block_table.shape[1]
+        self.graphs: StepGraphs | None = None
+        self._attention = kernels.attention
+        self._expert_load = kernels.routing.expert_load
+        self._rank = rank
+        self._device = device
+        self._picker = Sampler(table, max_num_seqs, model.config.vocab_size, device)
+        self._prompt_logprobs = PromptLogprobs()
+        self._masks = GrammarBitmasks(model.config.vocab_size, num_threads)
+        self._met_grammar = False
+        self._builder = ForwardBatchBuilder(table, max_num_tokens, max_num_seqs, device)
+        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # The last token drawn in each row of the table.
+        self._last_tokens: torch.Tensor | None = None
+        if asynchronous:
+            self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+
+    @torch.inference_mode()
+    def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
+        """Start this rank's part of a step; on CPU it is then done, on a GPU the device may still be before it.
+
+        Called on every rank in every step that runs, with tokens or without. The steps' outputs are awaited in order,
+        and at most one is outstanding when the next step is launched.
+        """
+        started = time.perf_counter()
+        self._admit(scheduled)
+        batch = self._builder.build(
+            scheduled,
+            plan.tokens_to_run(self._rank),
+            plan.num_tokens_across_dp,
+            last_tokens=None if plan.graph_mode else self._last_tokens,
+        )
+        forward = self._plan(batch, plan)
+        mask = self._start_mask(scheduled) if self._met_grammar else None
+        prepare = time.perf_counter() - started
+        clock = StepClock(self._device)
+        clock.mark()
+        hidden_TD, logits_LV, offs_Le = forward()
+        clock.mark()
+        picked = _NONE_PICKED if logits_LV is None else self._pick(logits_LV, batch, mask)
+        # A step that completes a prompt also samples its first token.
+        prompts = self._prompt_logprobs.collect(
+            scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
+        )
+        clock.mark()
+
+        copy = HostCopies(self._copy_stream)
+        picked = picked.to(copy)
+        prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
+        offs_Le = None if offs_Le is None else copy(offs_Le)
+        copy.finish()
+
+        def read() -> StepOutput:
+            copy.wait()
+            return StepOutput(
+                *picked.lists(),
+                {name: parts.lists() for name, parts in prompts.items()} or None,
+                RunTimes(prepare, *clock.seconds()),
+                None if offs_Le is None else LoadSample.of(offs_Le),
+            )
+
+        return Pending(read)
+
+    def _admit(self, scheduled: ScheduledBatch) -> None:
+        for seq in scheduled.admitted:
+            self._picker.admit(seq)
+            self._prompt_logprobs.admit(seq)
+            self._met_grammar |= seq.grammar is not None
+
+    def make_graphs(self, sizes: GraphSizes) -> StepGraphs:
+        """Room for graphs of these sizes, to be captured; steps whose plan says so replay them."""
+        self.graphs = StepGraphs(
+            self.model,
+            self._kernels,
+            self._builder,
+            last_tokens=self._last_tokens,
+            sizes=sizes,
+            max_seqs=self._max_num_seqs,
+            max_blocks=self._max_blocks,
+            ubatches=self.ubatches,
+        )
+        return self.graphs
+
+    def limit_exchange(self, comm_sms: int | None) -> None:
+        """SMs of the exchange beside ubatches from now on; graphs in slices hold the limit of their capture."""
+        assert self.ubatches is not None, "there are no slices"
+        self.ubatches.comm_sms = comm_sms
+        if self.graphs is not None:
+            self.graphs.discard_ubatches()
+
+    def drop_ubatches(self) -> None:
+        """No step will be cut."""
+        self.ubatches = None
+        if self.graphs is not None:
+            self.graphs.drop_ubatches()
+
+    def close(self) -> None:
+        """Forget the captured forwards; before the group that they exchange over is left."""
+        if self.graphs is not None:
+            self.graphs.close()
+
+    def _plan(self, batch: ForwardBatch, plan: StepPlan) -> Callable[[], Forwarded]:
+        """Plan attention; what runs the forward."""
+        if plan.graph_mode:
+            assert self.graphs is not None, "a step replays graphs, but none were captured"
+            key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
+            return partial(self._replay, self.graphs.plan(batch, key), batch)
+        if not plan.ubatch:
+            self._attention.plan(batch)
+            return partial(self._forward, self.model, batch)
+        assert self.ubatches is not None, "a step is cut, but there are no slices"
+        self.ubatches.plan(batch, len(batch.input_ids))
+        return partial(self._forward, self.ubatches, batch)
+
+    def _forward(
+        self, model: Qwen3MoeForCausalLM | UBatchWrapper, batch: ForwardBatch
+    ) -> Forwarded:
+        hidden_TD = model.forward(batch)
+        offs_Le = self._expert_load.take() if self._expert_load.watching else None
+        return hidden_TD, self._logits(hidden_TD, batch), offs_Le
+
+    def _replay(self, graph: ForwardGraph, batch: ForwardBatch) -> Forwarded:
+        watching, self._expert_load.watching = self._expert_load.watching, False
+        graph.graph.replay()
+        logits_LV = graph.logits(batch)
+        if logits_LV is None:
+            logits_LV = self._logits(graph.hidden_TD, batch)
+        # A copy, because the next replay may write there before the host has it.
+        offs_Le = graph.offs_Le.clone() if watching and graph.offs_Le is not None else None
+        return graph.hidden_TD, logits_LV, offs_Le
+
+    def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
+        """float32, of the rows that sample, if any do."""
+        if not len(batch.logits_indices):
+            return None
+        return self.model.compute_logits(hidden_TD[batch.logits_indices])
+
+    def _pick(
+        self, logits_LV: torch.Tensor, batch: ForwardBatch, mask: PendingBitmask | None
+    ) -> Picked:
+        allowed = None if mask is None else mask.wait()
+        picked = self._picker.pick(
+            logits_LV, batch.sampling_rows_cpu, batch.sampling_positions_cpu, allowed
+        )
+        if self._last_tokens is not None:
+            # What follows an invalid token is thrown away with it.
+            self._last_tokens.index_copy_(0, batch.sampling_rows, picked.token_B.clamp(min=0))
+        return picked
+
+    def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
+        """Begin to compute what the sampling sequences with a grammar may say."""
+        pairs = zip(scheduled.seqs, scheduled.samples.tolist(), strict=True)
+        return self._masks.start(seq.grammar for seq, samples in pairs if samples)

@@ -1,0 +1,55 @@
+"""What one forward gave the sequences of its batch, on its way from the runner to the scheduler. No tensors."""
+
+from dataclasses import dataclass, replace
+
+from kernels.routing.expert_load import LoadSample
+from workers.wire.request import RequestOutput, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class RunTimes:
+    """Seconds of one step by part: of the host before the forward, then of the device on GPUs."""
+
+    prepare: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The sampling sequences are those of the batch that get a new token, in its order.
+
+    token_ids        one for each sampling sequence, -1 = its logits were not finite
+    logprobs         one for each of token_ids, None for a sequence that did not ask; None when nobody asked
+    prompt_logprobs  by request id, for prompts that this step completed; None when there are none
+    times            how long it took
+    expert_load      of steps in which it was looked at
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: dict[str, list[TokenLogprobs | None]] | None = None
+
+    times: RunTimes = RunTimes()
+    expert_load: LoadSample | None = None
+
+    def attach(self, outputs: list[RequestOutput | None]) -> list[RequestOutput]:
+        """`outputs`, one for each sampling sequence, with the log-probabilities that each one asked for.
+
+        None stands for a sequence that needs none any more.
+        """
+        if self.logprobs is None and self.prompt_logprobs is None:
+            return [output for output in outputs if output is not None]
+        logprobs = self.logprobs or [None] * len(outputs)
+        of_prompts = self.prompt_logprobs or {}
+        return [
+            output
+            if not output.token_ids
+            else replace(
+                output,
+                logprobs=None if found is None else [found],
+                prompt_logprobs=of_prompts.get(output.request_id),
+            )
+            for output, found in zip(outputs, logprobs, strict=True)
+            if output is not None
+        ]

@@ -1,0 +1,125 @@
+"""Presence, frequency and repetition penalties on the logits of rows. Knows nothing of requests or the model.
+
+How often a sequence has each token is kept per slot on the device: written when a sequence moves in, then one entry
+a token. On a CPU only the logits of tokens that a sequence has are looked at: of 152k logits that is little.
+
+P penalised rows, L tokens of the longest, V vocabulary, S slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from workers.runner.host_copy import to_device
+from workers.wire.request import SamplingParams
+
+
+def has_penalties(params: SamplingParams) -> bool:
+    """Whether any of the three does anything."""
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
+
+
+@dataclass(frozen=True)
+class PenalisedRows:
+    """The P rows of a batch that have penalties.
+
+    rows, slots  the same as rows_P1, slots_P1, on the host
+    rows_P1      int64, where they are in the batch
+    slots_P1     int64, where their tokens are counted
+    values_3P1   float32: presence, frequency, repetition
+    """
+
+    rows: list[int]
+    slots: list[int]
+    rows_P1: torch.Tensor
+    slots_P1: torch.Tensor
+    values_3P1: torch.Tensor
+
+
+class Penalties:
+    """Penalties and token counts by slot. The memory grows with the highest slot that uses any."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
+        self._max_num_seqs = max_num_seqs
+        self._device = device
+        self._values: dict[int, tuple[float, float, float]] = {}
+        # int32 [S, V]: twice the count in the output, plus 1 when the prompt has the token.
+        self._seen_SV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+
+    def set(
+        self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    ) -> None:
+        """A sequence moves into `slot`, with what it has generated so far."""
+        self._values.pop(slot, None)
+        if not has_penalties(params):
+            return
+        self._values[slot] = (
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        self._grow(slot + 1)
+        seen_V = self._seen_SV[slot].zero_()
+        seen_V.index_fill_(0, self._ids(prompt), 1)
+        output_ids = self._ids(output)
+        seen_V.index_add_(0, output_ids, torch.full_like(output_ids, 2, dtype=torch.int32))
+
+    def rows(self, slots: list[int]) -> PenalisedRows | None:
+        """Those of a batch's rows that have penalties; `slots` has each row's slot."""
+        rows = [row for row, slot in enumerate(slots) if slot in self._values]
+        if not rows:
+            return None
+        slots = [slots[row] for row in rows]
+        values_P3 = np.array([self._values[slot] for slot in slots], dtype=np.float32)
+        return PenalisedRows(
+            rows,
+            slots,
+            self._ids(rows).unsqueeze(1),
+            self._ids(slots).unsqueeze(1),
+            to_device(values_P3, self._device).T.unsqueeze(2),
+        )
+
+    def apply(
+        self, logits_BV: torch.Tensor, which: PenalisedRows, token_ids_PL: torch.Tensor
+    ) -> None:
+        """Penalise float32 logits in place: repetition first, then frequency and presence.
+
+        token_ids_PL int64: all tokens of each row, in any order and number. Behind a shorter row's may stand
+        anything in the vocabulary: a token that was not counted stays as it is.
+        """
+        presence_P1, frequency_P1, repetition_P1 = which.values_3P1
+        seen_PL = self._seen_SV[which.slots_P1, token_ids_PL]
+        logits_PL = logits_BV[which.rows_P1, token_ids_PL]
+        repeated_PL = torch.where(
+            logits_PL > 0, logits_PL / repetition_P1, logits_PL * repetition_P1
+        )
+        logits_PL = torch.where(seen_PL > 0, repeated_PL, logits_PL)
+        count_PL = seen_PL >> 1
+        logits_PL -= frequency_P1 * count_PL
+        logits_PL -= presence_P1 * (count_PL > 0)
+        # A token that is there twice is written twice, with the same value.
+        logits_BV[which.rows_P1, token_ids_PL] = logits_PL
+
+    def apply_everywhere(self, logits_BV: torch.Tensor, which: PenalisedRows) -> None:
+        """`apply` without being told the tokens, which on a GPU only the device may know: one kernel looks at all."""
+        from kernels.triton.penalise import penalise
+
+        penalise(logits_BV, which.rows_P1, self._seen_SV, which.slots_P1, which.values_3P1)
+
+    def count(self, token_B: torch.Tensor, which: PenalisedRows) -> None:
+        """The batch got `token_B`, int64; a negative one ends its sequence, so what it counts as does not matter."""
+        self._seen_SV[which.slots_P1, token_B[which.rows_P1].clamp(min=0)] += 2
+
+    def _grow(self, num_slots: int) -> None:
+        have, vocab_size = self._seen_SV.shape
+        if have < num_slots:
+            more = min(max(num_slots, 2 * have), self._max_num_seqs) - have
+            zeros = self._seen_SV.new_zeros(more, vocab_size)
+            self._seen_SV = torch.cat((self._seen_SV, zeros))
+
+    def _ids(self, numbers: Sequence[int]) -> torch.Tensor:
+        return to_device(np.array(numbers, dtype=np.int64), self._device)

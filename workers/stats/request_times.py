@@ -1,0 +1,82 @@
+"""How long each request of a rank waited, prefilled and decoded. One entry per request; nothing per token."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from workers.engine.sequence import Sequence
+from workers.stats.histogram import Histogram
+from workers.wire.request import RequestOutput, RequestTimes
+
+SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0),
+    *(10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
+)
+
+
+@dataclass(slots=True)
+class _Open:
+    """Moments of one request; 0 = not yet."""
+
+    arrived: float
+    admitted: float = 0.0
+    first_token: float = 0.0
+
+
+class RequestTimer:
+    """Follows the requests of one rank. `arrived` may be called from any thread, all else from the step loop."""
+
+    def __init__(self) -> None:
+        self.queue = Histogram(SECONDS)
+        self.prefill = Histogram(SECONDS)
+        self.decode = Histogram(SECONDS)
+        self.inference = Histogram(SECONDS)
+        self._open: dict[str, _Open] = {}
+        self._without_token: set[str] = set()
+
+    def arrived(self, request_id: str) -> None:
+        """A request came to this rank."""
+        self._open[request_id] = _Open(time.perf_counter())
+
+    def admitted(self, seqs: Iterable[Sequence]) -> None:
+        """These run for the first time, or again after a preemption."""
+        now = time.perf_counter()
+        for seq in seqs:
+            times = self._open.get(seq.request.request_id)
+            if times is not None and not times.admitted:
+                times.admitted = now
+                self.queue.observe(now - times.arrived)
+                self._without_token.add(seq.request.request_id)
+
+    def committed(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """The same outputs; those that end a request tell its times."""
+        if self._without_token:
+            now = time.perf_counter()
+            for output in outputs:
+                if output.request_id in self._without_token:
+                    self._without_token.remove(output.request_id)
+                    times = self._open[output.request_id]
+                    times.first_token = now
+                    self.prefill.observe(now - times.admitted)
+        return [
+            output if output.finish_reason is None else self._ended(output) for output in outputs
+        ]
+
+    def forget(self, request_id: str) -> RequestTimes | None:
+        """A request ended, here or because its client has what it wants; None when it never ran."""
+        self._without_token.discard(request_id)
+        times = self._open.pop(request_id, None)
+        if times is None or not times.first_token:
+            return None
+        now = time.perf_counter()
+        self.decode.observe(now - times.first_token)
+        self.inference.observe(now - times.admitted)
+        return RequestTimes(
+            times.admitted - times.arrived,
+            times.first_token - times.admitted,
+            now - times.first_token,
+        )
+
+    def _ended(self, output: RequestOutput) -> RequestOutput:
+        times = self.forget(output.request_id)
+        return output if times is None else replace(output, times=times)

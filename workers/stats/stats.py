@@ -1,0 +1,137 @@
+"""What one rank counts about itself. Written by the step loop, read by other threads as a plain dict."""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from kernels.routing.expert_load import ExpertLoad
+from workers.engine.scheduler import ScheduledBatch, Scheduler
+from workers.engine.step_sync import ForwardMode, StepPlan
+from workers.runner.step_output import StepOutput
+from workers.stats.histogram import Histogram
+from workers.stats.process_info import process_info
+from workers.stats.request_times import RequestTimer
+
+STEP_PARTS = ("schedule", "exchange", "prepare", "forward", "sample", "output")
+STEP_TOKENS = tuple(float(2**i) for i in range(15))
+EXPERT_LOAD_EVERY = 32  # steps between two looks at the experts' load: 1 ms each on a CPU
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Seconds of one step before it was launched."""
+
+    schedule: float = 0.0
+    exchange: float = 0.0
+
+
+class EngineStats:
+    """Counters since start, and gauges as of the last step."""
+
+    def __init__(self, expert_load: ExpertLoad | None = None) -> None:
+        self.requests = RequestTimer()
+        self.num_steps = 0
+        self._num_launched = 0
+        self.num_idle_steps = 0
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.padding_tokens = 0
+        self.seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        self.step_tokens = Histogram(STEP_TOKENS)
+        self.kinds: Counter[tuple[str, str, str]] = Counter()
+        self._expert_load = expert_load or ExpertLoad()
+        self._expert_rows = 0
+        self._balancedness: float | None = None
+        self._gauges: dict[str, Any] = {
+            "running": 0,
+            "waiting": 0,
+            "kv_cache_usage": 0.0,
+            "preemptions": 0,
+            "prefix_cache_queries": 0,
+            "prefix_cache_hits": 0,
+        }
+
+    def before_step(self, batch: ScheduledBatch) -> None:
+        """`batch` is about to run."""
+        if batch.admitted:
+            self.requests.admitted(batch.admitted)
+            self.prompt_tokens += sum(
+                len(seq.request.prompt_token_ids)
+                for seq in batch.admitted
+                if not seq.num_preemptions
+            )
+        if self._num_launched % EXPERT_LOAD_EVERY == 0:
+            self._expert_load.watch()
+        self._num_launched += 1
+
+    def record_step(
+        self,
+        scheduler: Scheduler,
+        batch: ScheduledBatch,
+        plan: StepPlan,
+        host: HostTimes,
+        output: StepOutput,
+        *,
+        generated: int,
+        publish: float,
+    ) -> None:
+        """Add one step that was committed: `generated` tokens for their requests, `publish` seconds until they left."""
+        self.num_steps += 1
+        mode = batch.forward_mode
+        self.num_idle_steps += mode == ForwardMode.IDLE
+        self.generation_tokens += generated
+        if plan.padded_tokens:
+            self.padding_tokens += plan.padded_tokens - batch.num_tokens
+        self.step_tokens.observe(batch.num_tokens)
+        self.kinds[mode.name, plan.graph_mode.name, str(plan.ubatch)] += 1
+        times = output.times
+        parts = (host.schedule, host.exchange, times.prepare, times.forward, times.sample, publish)
+        for name, seconds in zip(STEP_PARTS, parts, strict=True):
+            self.seconds[name] += seconds
+        if output.expert_load is not None:
+            self._expert_rows += output.expert_load.rows
+            self._balancedness = output.expert_load.balancedness
+        self.record_idle(scheduler)
+
+    def record_idle(self, scheduler: Scheduler) -> None:
+        """Refresh the gauges."""
+        self._gauges = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_cache_usage": scheduler.pool.usage,
+            "preemptions": scheduler.num_preemptions,
+            "prefix_cache_queries": scheduler.prefixes.num_queries,
+            "prefix_cache_hits": scheduler.prefixes.num_hits,
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it, picklable.
+
+        kinds        steps by (forward mode, graph mode, ubatched)
+        histograms   name -> its bounds, and its values (see `Histogram.values`)
+        time         when this was taken, by this machine's monotonic clock, for rates
+        """
+        timer = self.requests
+        histograms = {
+            "request_queue_time": timer.queue,
+            "request_prefill_time": timer.prefill,
+            "request_decode_time": timer.decode,
+            "request_inference_time": timer.inference,
+            "step_tokens": self.step_tokens,
+        }
+        return {
+            **self._gauges,
+            "time": time.monotonic(),
+            "steps": self.num_steps,
+            "idle_steps": self.num_idle_steps,
+            "prompt_tokens": self.prompt_tokens,
+            "generation_tokens": self.generation_tokens,
+            "padding_tokens": self.padding_tokens,
+            "step_seconds": dict(self.seconds),
+            "kinds": dict(self.kinds),
+            "expert_rows_sampled": self._expert_rows,
+            "expert_balancedness": self._balancedness,
+            "histograms": {name: (h.bounds, h.values()) for name, h in histograms.items()},
+            "process": process_info(),
+        }

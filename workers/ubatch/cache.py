@@ -1,0 +1,59 @@
+"""Keeps what a start has measured of slices, for the next start of the same model on the same hardware and software."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kernels.all2all import deepep
+from kernels.grouped_gemm import deepgemm
+from kernels.host.cache_folder import cache_folder
+from workers.ubatch.policy import OverlapPolicy
+
+OURS = (Path(__file__).parents[1] / "kernels", Path(__file__).parent)
+SOURCES = (".py", ".c")
+LIBRARIES = ("triton", "flashinfer-python", *deepgemm.DISTRIBUTIONS, *deepep.DISTRIBUTIONS)
+
+
+def cache_path(facts: Mapping[str, object]) -> Path:
+    """Where a policy measured under these facts is kept."""
+    text = json.dumps({key: repr(value) for key, value in facts.items()}, sort_keys=True)
+    return cache_folder() / f"overlap-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
+
+
+def software(folders: Iterable[Path] = OURS) -> str:
+    """Tells apart what may run a step faster or slower: our own sources and the libraries' versions."""
+    digest = hashlib.sha256()
+    files = (path for folder in folders for path in sorted(folder.rglob("*")))
+    for path in files:
+        if path.suffix in SOURCES:
+            digest.update(path.read_bytes())
+    return " ".join([digest.hexdigest()[:20], *map(_version, LIBRARIES)])
+
+
+def load_policy(path: Path) -> OverlapPolicy | None:
+    """What `save_policy` wrote; None where there is nothing to be read."""
+    try:
+        return OverlapPolicy(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def save_policy(path: Path, policy: OverlapPolicy) -> None:
+    """Keep it for the next start; a folder that cannot be written to costs only time then."""
+    draft = path.with_suffix(".draft")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft.write_text(json.dumps(asdict(policy), indent=2))
+        draft.replace(path)
+    except OSError:
+        return
+
+
+def _version(library: str) -> str:
+    try:
+        return f"{library} {version(library)}"
+    except PackageNotFoundError:
+        return f"no {library}"

@@ -1,0 +1,150 @@
+"""When a rank wants its step cut into ubatches: from the configuration, or from what was measured. Pure.
+
+Everything here is equal on all ranks, which the comparison of settings at the start and the exchange of measurements
+see to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from workers.config import OverlapConfig
+from workers.engine.step_sync import ForwardMode
+
+PHASES = ("decode", "prefill")
+# Slices must be faster by so much, at a size and at all measured ones above it: less is noise.
+MARGIN = 0.02
+# Exchanges with nothing to hide, and why.
+GAINS_NOTHING = {
+    "local": "one rank has nothing to exchange",
+    "shm": "the cores that compute copy the rows themselves",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Seconds of a step of `num_tokens` on each rank, run whole and in slices: of the slowest rank."""
+
+    num_tokens: int
+    whole_s: float
+    sliced_s: float
+
+
+@dataclass(frozen=True)
+class OverlapPolicy:
+    """From how many tokens on a rank wants ubatches; None = never.
+
+    comm_sms   multiprocessors of the exchange meanwhile; None = it is not limited
+    reasons    why, by setting
+    """
+
+    min_decode_tokens: int | None
+    min_prefill_tokens: int | None
+    comm_sms: int | None
+    reasons: dict[str, str]
+
+    def wants(self, mode: ForwardMode, num_tokens: int) -> bool:
+        """The vote of a rank with this step; one without tokens runs along in either form."""
+        if mode == ForwardMode.IDLE:
+            return True
+        decodes = mode == ForwardMode.DECODE
+        least = self.min_decode_tokens if decodes else self.min_prefill_tokens
+        return least is not None and num_tokens >= least
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any step is ever cut."""
+        return self.min_decode_tokens is not None or self.min_prefill_tokens is not None
+
+    def with_comm_sms(self, comm_sms: int | None, reason: str) -> "OverlapPolicy":
+        """The same with another limit on the exchange."""
+        return replace(self, comm_sms=comm_sms, reasons={**self.reasons, "comm_sms": reason})
+
+    def lines(self) -> list[str]:
+        """What it comes to, for the log."""
+        reasons = self.reasons
+        if not self.enabled and reasons["decode"] == reasons["prefill"]:
+            return [f"no ubatches: {reasons['decode']}"]
+        limit = "no limit" if self.comm_sms is None else str(self.comm_sms)
+        return [
+            f"ubatches in decode {_since(self.min_decode_tokens, 'sequences')} ({reasons['decode']})",
+            f"ubatches in prefill {_since(self.min_prefill_tokens, 'tokens')} ({reasons['prefill']})",
+            f"SMs of the exchange beside ubatches: {limit} ({reasons['comm_sms']})",
+        ]
+
+
+def never(reason: str) -> OverlapPolicy:
+    """No ubatches at all."""
+    return OverlapPolicy(None, None, None, dict.fromkeys((*PHASES, "comm_sms"), reason))
+
+
+def configured(config: OverlapConfig, all2all: str) -> tuple[OverlapPolicy, frozenset[str]]:
+    """What the configuration alone decides with this exchange, and the phases that have to be measured.
+
+    Phases are `decode` and `prefill`; while they are open the policy wants no ubatches in them.
+    """
+    if config.mode == "off":
+        return never("overlap.mode is off"), frozenset()
+    if config.mode == "auto" and all2all in GAINS_NOTHING:
+        return never(f"nothing to gain with {all2all}: {GAINS_NOTHING[all2all]}"), frozenset()
+    least: dict[str, int | None] = {}
+    reasons, unknown = {}, set()
+    for phase in PHASES:
+        key = f"min_{phase}_tokens"
+        wanted = getattr(config, key)
+        if wanted != "auto":
+            least[phase], reasons[phase] = wanted, f"overlap.{key}"
+        elif config.mode == "on":
+            least[phase], reasons[phase] = config.num_ubatches, "overlap.mode is on"
+        else:
+            least[phase], reasons[phase] = None, "not measured"
+            unknown.add(phase)
+    comm_sms = None if config.comm_sms == "auto" else config.comm_sms
+    reasons["comm_sms"] = "the backend's own" if comm_sms is None else "overlap.comm_sms"
+    policy = OverlapPolicy(least["decode"], least["prefill"], comm_sms, reasons)
+    return policy, frozenset(unknown)
+
+
+def too_many_sms(comm_sms: int, num_sms: int, usual: Sequence[int]) -> str | None:
+    """Why a GPU of `num_sms` multiprocessors cannot give the exchange `comm_sms`, or None."""
+    if comm_sms < num_sms:
+        return None
+    return (
+        f"{comm_sms} leaves none of this GPU's {num_sms} multiprocessors to the experts; expected auto, or fewer: "
+        f"{usual[0]} to {usual[-1]} are usual"
+    )
+
+
+def with_measured(
+    policy: OverlapPolicy, phase: str, samples: Sequence[Sample], margin: float = MARGIN
+) -> OverlapPolicy:
+    """`policy` with the threshold of one phase as `samples`, in ascending order of tokens, have it."""
+    least = threshold(samples, margin)
+    reasons = {**policy.reasons, phase: explain(samples, least)}
+    return replace(policy, reasons=reasons, **{f"min_{phase}_tokens": least})
+
+
+def threshold(samples: Sequence[Sample], margin: float = MARGIN) -> int | None:
+    """The fewest tokens from which on slices won at every measured size; None when they lose at the largest."""
+    least = None
+    for sample in reversed(samples):
+        if sample.sliced_s > (1 - margin) * sample.whole_s:
+            break
+        least = sample.num_tokens
+    return least
+
+
+def explain(samples: Sequence[Sample], least: int | None) -> str:
+    """Why the threshold is what it is: the time of slices against whole steps where it was decided."""
+    if not samples:
+        return "no step is large enough to be cut"
+    shown = [s for s in samples if s.num_tokens == least] or samples
+    sample = shown[-1]
+    gain = 100 * (sample.whole_s / sample.sliced_s - 1)
+    return (
+        f"measured at {sample.num_tokens} a rank: {1e3 * sample.whole_s:.2f} ms whole, "
+        f"{1e3 * sample.sliced_s:.2f} ms in slices, {gain:+.0f} %"
+    )
+
+
+def _since(least: int | None, what: str) -> str:
+    return "never" if least is None else f"from {least} {what} on"

@@ -1,0 +1,298 @@
+"""Write small random Qwen3-MoE checkpoints in the Hugging Face disk form, offline.
+
+`make_checkpoint` writes config.json, safetensors (each expert's tensors apart, as real checkpoints
+have them), a byte-level tokenizer with a ChatML template, and generation_config.json. It knows
+nothing of how a rank loads them. Weights depend on (seed, tensor name) alone, so the number of
+shards changes no value.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from kernels.block_fp8 import quantise_blocks
+from workers.models.qwen3_moe.config import Qwen3MoeConfig, parse_model_config
+from workers.weights.initial_weights import NUM_BYTES, draw
+from workers.weights.quantization import SCALE_SUFFIX
+from workers.weights.tensors import TensorSpec, tensor_specs
+
+END_OF_TEXT = "<|endoftext|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+CHAT_TEMPLATE = (
+    "{%- if tools %}"
+    "{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}"
+    "{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}"
+    '{{- \'\\n</tools>\\n\\nCall one so: <tool_call>\\n{"name": ..., "arguments": {...}}\\n'
+    "</tool_call><|im_end|>\\n' }}"
+    "{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
+    "{%- if message['content'] is string %}{{- message['content'] }}"
+    "{%- elif message['content'] %}"
+    "{%- for part in message['content'] %}"
+    "{%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}"
+    '{{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}"
+    "{%- endfor %}"
+    "{{- '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+# config.json's own names of what has an argument of its own here.
+_RENAMED = {
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "torch_dtype": "dtype",
+}
+_FIXED_FIELDS: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "hidden_act": "silu",
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": NUM_BYTES + SPECIAL_TOKENS.index(IM_END),
+    "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
+}
+_FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
+
+
+def make_checkpoint(
+    path: str | Path,
+    *,
+    num_layers: int = 4,
+    hidden_size: int = 128,
+    num_experts: int = 16,
+    num_experts_per_tok: int = 4,
+    moe_intermediate_size: int = 64,
+    intermediate_size: int = 256,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+    head_dim: int = 64,
+    vocab_size: int = 512,
+    max_position_embeddings: int = 4096,
+    dtype: str = "float32",
+    num_shards: int = 1,
+    seed: int = 0,
+    tie_word_embeddings: bool = False,
+    overwrite: bool = False,
+    weights: bool = True,
+    fp8: bool = False,
+    **config_fields: Any,
+) -> Path:
+    """Write a random Qwen3-MoE checkpoint to `path` and return the folder.
+
+    `intermediate_size` is the width of the dense MLP of layers that have no experts
+    (`mlp_only_layers`, `decoder_sparse_step`). `config_fields` go into config.json as they are,
+    e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
+    `fp8`: projections are stored in FP8 with scales of 128 x 128 blocks, all else in `dtype`.
+    Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
+    `overwrite`. Impossible values raise ValueError by name.
+    """
+    _refuse_renamed(config_fields)
+    if num_shards < 1:
+        raise ValueError(f"num_shards: needs at least 1, got {num_shards}")
+    config: dict[str, Any] = {
+        **_FIXED_FIELDS,
+        "num_hidden_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "moe_intermediate_size": moe_intermediate_size,
+        "intermediate_size": intermediate_size,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+        "max_position_embeddings": max_position_embeddings,
+        "dtype": dtype,
+        "tie_word_embeddings": tie_word_embeddings,
+    }
+    if "rope_parameters" not in config_fields:
+        config["rope_theta"] = 1_000_000.0
+    if fp8:
+        config["quantization_config"] = _FP8
+    config |= config_fields
+    _validate(config)
+    _write(Path(path), config, num_shards if weights else 0, seed, overwrite)
+    return Path(path)
+
+
+def _write(
+    folder: Path, config: dict[str, Any], num_shards: int, seed: int, overwrite: bool
+) -> None:
+    """Everything; no weights in 0 shards. Nothing is written where something is wrong."""
+    model = parse_model_config(config, {}, "config.json")
+    num_tensors = len(tensor_specs(model))
+    if num_shards > num_tensors:
+        raise ValueError(f"num_shards: {num_shards} is not between 1 and {num_tensors} tensors")
+    _prepare_folder(folder, overwrite)
+    if num_shards:
+        _write_weights(folder, model, num_shards, seed)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation_config(list(range(256, 259))))
+    save_tokenizer(folder, byte_tokenizer(), model.max_position_embeddings)
+
+
+def _refuse_renamed(config_fields: dict[str, Any]) -> None:
+    """config.json's name for something that has a parameter of its own would be given twice."""
+    for name, parameter in _RENAMED.items():
+        if name in config_fields:
+            raise ValueError(f"{name}: give {parameter} instead")
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose id b < 256 is byte b, then the special tokens. Round trips are exact."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    stand_in = {byte: chr(byte) for byte in printable}
+    for byte in range(NUM_BYTES):  # the byte-level alphabet: unprintable bytes move past 255
+        stand_in.setdefault(byte, chr(NUM_BYTES + len(stand_in) - len(printable)))
+    vocab = {stand_in[byte]: byte for byte in range(NUM_BYTES)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
+    """Write tokenizer.json and tokenizer_config.json, the ChatML template inside the latter."""
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": max_length,
+            "clean_up_tokenization_spaces": False,
+            "bos_token": None,
+            "eos_token": IM_END,
+            "pad_token": END_OF_TEXT,
+            "additional_special_tokens": [IM_START],
+            "chat_template": CHAT_TEMPLATE,
+        },
+    )
+
+
+def generation_config(special_ids: list[int]) -> dict[str, Any]:
+    """generation_config.json for the ids of SPECIAL_TOKENS: either end token stops a generation."""
+    end_of_text, _, im_end = special_ids
+    return {"eos_token_id": [im_end, end_of_text], "pad_token_id": end_of_text}
+
+
+def _validate(config: dict[str, Any]) -> None:
+    positive = (
+        "num_hidden_layers num_experts num_experts_per_tok hidden_size moe_intermediate_size "
+        "intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
+        "max_position_embeddings decoder_sparse_step"
+    )
+    for key in positive.split():
+        name, value = _RENAMED.get(key, key), config[key]
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: needs a whole number of at least 1, got {value!r}")
+    for key in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
+        if not isinstance(config[key], bool):
+            raise ValueError(f"{key}: needs true or false, got {config[key]!r}")
+    if config["num_experts_per_tok"] > config["num_experts"]:
+        raise ValueError(
+            f"num_experts_per_tok: {config['num_experts_per_tok']} is more than "
+            f"num_experts = {config['num_experts']}"
+        )
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise ValueError(
+            f"num_kv_heads: {config['num_key_value_heads']} does not divide "
+            f"num_heads = {config['num_attention_heads']}"
+        )
+    if config["head_dim"] % 2:
+        raise ValueError(f"head_dim: {config['head_dim']} is odd, rotary embedding needs pairs")
+    if config["vocab_size"] < NUM_BYTES + len(SPECIAL_TOKENS):
+        raise ValueError(
+            f"vocab_size: {config['vocab_size']} is less than the tokenizer's 256 bytes and "
+            f"{len(SPECIAL_TOKENS)} special tokens"
+        )
+    if config["dtype"] not in DTYPES:
+        raise ValueError(f"dtype: {config['dtype']!r} is none of {', '.join(DTYPES)}")
+    layers = config["mlp_only_layers"]
+    if any(layer not in range(config["num_hidden_layers"]) for layer in layers):
+        raise ValueError(f"mlp_only_layers: {layers} names a layer that is not there")
+
+
+def _write_weights(folder: Path, config: Qwen3MoeConfig, num_shards: int, seed: int) -> None:
+    """One file, or several of about equal bytes with an index. Only one shard is in memory."""
+    specs = tensor_specs(config)
+    counts = {name: math.prod(spec.shape) for name, spec in specs.items()}
+    total = sum(counts.values())
+    shards: list[list[str]] = [[] for _ in range(num_shards)]
+    done, index = 0, 0
+    for left, name in zip(range(len(counts), 0, -1), counts, strict=True):
+        full = done >= total * (index + 1) / num_shards or left == num_shards - 1 - index
+        if shards[index] and full and index + 1 < num_shards:
+            index += 1
+        shards[index].append(name)
+        done += counts[name]
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
+    for number, names in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if num_shards > 1:
+            file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensors |= _draw(name, specs[name], config, seed)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+    if num_shards > 1:
+        index_json = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        _write_json(folder / "model.safetensors.index.json", index_json)
+
+
+def _draw(
+    name: str, spec: TensorSpec, config: Qwen3MoeConfig, seed: int
+) -> dict[str, torch.Tensor]:
+    """A tensor in the checkpoint's dtype; or in FP8, and its scales."""
+    tied = config.tie_word_embeddings
+    tensor = draw(name, spec.shape, tied=tied, seed=seed, generator=torch.Generator())
+    if not spec.quantised:
+        return {name: tensor.to(DTYPES[config.dtype])}
+    rounded = quantise_blocks(tensor)
+    return {name: rounded.values, name + SCALE_SUFFIX: rounded.scales}
+
+
+def _prepare_folder(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"path: {folder} is a file, not a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(f"path: {folder} is not empty; overwrite=True replaces a checkpoint there")
+    for pattern in ("model*.safetensors", "model.safetensors.index.json"):
+        for stale in folder.glob(pattern):  # old shards beside new ones would be read as surplus
+            stale.unlink()
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,150 @@
+"""The headers of a checkpoint's safetensors files: what is stored where, compared with what the config asks for.
+
+All that is wrong is named at once, before any tensor is read. Knows nothing of ranks or of models.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from workers.weights.quantization import SCALE_SUFFIX
+from workers.weights.tensors import TensorSpec
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+FLOATS = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+}
+FP8 = "F8_E4M3"
+DTYPES = {**FLOATS, FP8: torch.float8_e4m3fn}
+MAX_NAMED = 20
+TIED_HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint whose tensors are not those of its config, or whose files cannot be read."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's entry in the header of its file; `offset` and `num_bytes` are where it lies there."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    num_bytes: int
+
+
+def read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Disk name -> header entry, over all files. Reads no tensor."""
+    stored: dict[str, StoredTensor] = {}
+    for file in _weight_files(folder):
+        for name, entry in _read_header(file).items():
+            if name in stored:
+                raise CheckpointError(
+                    f"{folder}: {name} is in both {stored[name].file.name} and {file.name}"
+                )
+            stored[name] = entry
+    return stored
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """One file, or those that the index names."""
+    if (folder / SINGLE_FILE).exists():
+        return [folder / SINGLE_FILE]
+    index = folder / INDEX_FILE
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; convert other weight formats "
+            "to safetensors first, or say model.weights: dummy for random ones"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise CheckpointError(f"{index} cannot be read as a weight index: {error!r}") from error
+    missing = sorted(name for name in names if not (folder / name).exists())
+    if missing:
+        raise CheckpointError(f"{index} names files that are not there: {_some(missing)}")
+    return [folder / name for name in sorted(names)]
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    """The library checks the header and the file's length against each other; it does not tell where tensors lie."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+        with file.open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(length))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors ({error}); is the download complete?"
+        ) from error
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        where = (8 + length + begin, end - begin)
+        entries[name] = StoredTensor(file, tuple(entry["shape"]), entry["dtype"], *where)
+    return entries
+
+
+def check_against_specs(
+    folder: Path, stored: Mapping[str, StoredTensor], specs: Mapping[str, TensorSpec]
+) -> None:
+    """Raise CheckpointError that names every missing, surplus or misshaped tensor, and wrong kinds of numbers."""
+    expected = {name: (spec.shape, spec.quantised) for name, spec in specs.items()}
+    for name, spec in specs.items():
+        if spec.quantised:
+            expected[name + SCALE_SUFFIX] = (spec.scale_shape, False)
+    both = [name for name in expected if name in stored]
+    complaints = {
+        "missing": [name for name in expected if name not in stored],
+        "surplus": [name for name in stored if name not in expected],
+        "misshaped": [
+            f"{name} {list(stored[name].shape)} instead of {list(expected[name][0])}"
+            for name in both
+            if stored[name].shape != expected[name][0]
+        ],
+        "not floating point": [
+            f"{name} {stored[name].dtype}"
+            for name in both
+            if not expected[name][1] and stored[name].dtype not in FLOATS
+        ],
+        f"not {FP8}, as quantization_config says": [
+            f"{name} {stored[name].dtype}"
+            for name in both
+            if expected[name][1] and stored[name].dtype != FP8
+        ],
+    }
+    found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in complaints.items() if names]
+    if found:
+        raise CheckpointError(
+            f"the tensors of {folder} are not those of its config.json: " + "; ".join(found)
+        )
+
+
+def check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
+    """A tied checkpoint may repeat the embedding as lm_head, but not hold another one."""
+    with (
+        safe_open(head.file, framework="pt") as head_file,
+        safe_open(embedding.file, framework="pt") as embedding_file,
+    ):
+        if not torch.equal(head_file.get_tensor(TIED_HEAD), embedding_file.get_tensor(EMBEDDING)):
+            raise CheckpointError(
+                f"{TIED_HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true"
+            )
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - MAX_NAMED
+    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

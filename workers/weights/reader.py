@@ -1,0 +1,209 @@
+"""Reads tensors out of files on several threads and puts them where they belong. Knows nothing of checkpoints' rules.
+
+A mapped file costs page faults, and a copy of it to a GPU a second copy through a buffer of the driver. Here each
+thread reads some tensors at a time into memory of its own, pinned for GPUs, sends them there in one copy on a stream of
+its own and fills their slots; while one thread's copy runs, the others read.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from workers.weights.files import DTYPES, CheckpointError, StoredTensor
+from workers.weights.slots import Progress, Slot
+
+PIECE = 32 * 2**20  # bytes of a thread's buffer, and of a copy
+MAX_THREADS = 8
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class SlotSource:
+    """What fills a slot: a tensor, or one in FP8 and its scales."""
+
+    slot: Slot
+    stored: Sequence[StoredTensor]
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """File and offset; sources in this order lie one after the other."""
+        return str(self.stored[0].file), self.stored[0].offset
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read."""
+        return sum(stored.num_bytes for stored in self.stored)
+
+
+def fill_slots(
+    sources: Iterable[SlotSource],
+    device: torch.device,
+    *,
+    num_threads: int,
+    progress: Progress | None = None,
+) -> None:
+    """Fill every slot, all of them on `device`; `progress(done, total)` in bytes, from any thread but one at a time.
+
+    CheckpointError when a file cannot be read, or is shorter than its header said.
+    """
+    ordered = sorted(sources, key=lambda source: source.place)
+    work = _Work(ordered, progress)
+    num_threads = max(1, min(num_threads, MAX_THREADS, work.total // PIECE))
+    with ThreadPoolExecutor(num_threads, "weights") as pool:
+        done = [pool.submit(_Reader(device).run, work) for _ in range(num_threads)]
+    for future in done:
+        future.result()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # the threads' buffers, which only their streams could use again
+
+
+class _Work:
+    """The sources in portions, handed out to threads."""
+
+    def __init__(self, ordered: Sequence[SlotSource], progress: Progress | None):
+        self.total = sum(source.num_bytes for source in ordered)
+        self._done = 0
+        self._progress = progress
+        self._portions = _portions(ordered)
+        self._lock = Lock()
+
+    def next(self) -> list[SlotSource] | None:
+        """Another portion; None when there is no more, or nobody should go on."""
+        with self._lock:
+            return next(self._portions, None)
+
+    def finished(self, portion: list[SlotSource]) -> None:
+        with self._lock:
+            self._done += sum(source.num_bytes for source in portion)
+            if self._progress is not None:
+                self._progress(self._done, self.total)
+
+    def stop(self) -> None:
+        """Hand out nothing any more."""
+        with self._lock:
+            self._portions = iter(())
+
+
+def _portions(ordered: Sequence[SlotSource]) -> Iterator[list[SlotSource]]:
+    """Neighbours of PIECE bytes together at most, or one that is larger."""
+    portion: list[SlotSource] = []
+    num_bytes = 0
+    for source in ordered:
+        if portion and num_bytes + source.num_bytes > PIECE:
+            yield portion
+            portion, num_bytes = [], 0
+        portion.append(source)
+        num_bytes += source.num_bytes
+    if portion:
+        yield portion
+
+
+class _Reader:
+    """One thread's buffers and files."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._files: dict[Path, int] = {}
+
+    def run(self, work: _Work) -> None:
+        """Until there is no more work; a failure here stops the others too."""
+        try:
+            with ExitStack() as stack:
+                stack.callback(self._close_files)
+                if self._on_gpu:
+                    stack.enter_context(torch.cuda.device(self._device))
+                    stream = torch.cuda.Stream()
+                    stack.enter_context(torch.cuda.stream(stream))
+                    stack.callback(stream.synchronize)
+                    self._pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+                    self._sent = torch.cuda.Event()
+                while (portion := work.next()) is not None:
+                    self._fill(portion)
+                    work.finished(portion)
+        except BaseException:
+            work.stop()
+            raise
+
+    def _fill(self, portion: list[SlotSource]) -> None:
+        starts, size = [], 0
+        for source in portion:
+            for stored in source.stored:
+                starts.append(size)
+                size += -(-stored.num_bytes // ALIGNMENT) * ALIGNMENT
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        every = [stored for source in portion for stored in source.stored]
+        if self._on_gpu:
+            self._send(every, starts, buffer)
+        else:
+            for stored, start in zip(every, starts, strict=True):
+                self._read(stored, 0, buffer[start : start + stored.num_bytes])
+        tensors = iter([_typed(buffer, s, at) for s, at in zip(every, starts, strict=True)])
+        for source in portion:
+            found = [next(tensors) for _ in source.stored]
+            source.slot.fill(*found) if len(found) == 1 else source.slot.fill_blocks(*found)
+
+    def _send(self, every: list[StoredTensor], starts: list[int], buffer: torch.Tensor) -> None:
+        for base, reads in copies([stored.num_bytes for stored in every], starts):
+            self._sent.synchronize()
+            for index, skip, at, count in reads:
+                self._read(every[index], skip, self._pinned[at : at + count])
+            used = at + count
+            buffer[base : base + used].copy_(self._pinned[:used], non_blocking=True)
+            self._sent.record()
+
+    def _read(self, stored: StoredTensor, skip: int, target: torch.Tensor) -> None:
+        """Bytes from `skip` of a tensor on into all of `target`, uint8 on the CPU."""
+        view, done = memoryview(target.numpy()), 0
+        try:
+            if stored.file not in self._files:
+                self._files[stored.file] = os.open(stored.file, os.O_RDONLY)
+            while done < len(view):
+                offset = stored.offset + skip + done
+                count = os.preadv(self._files[stored.file], [view[done:]], offset)
+                if not count:
+                    raise CheckpointError(f"{stored.file} became shorter while it was read")
+                done += count
+        except OSError as error:
+            raise CheckpointError(f"{stored.file} cannot be read: {error}") from error
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+
+def copies(
+    sizes: Sequence[int], starts: Sequence[int]
+) -> Iterator[tuple[int, list[tuple[int, int, int, int]]]]:
+    """How tensors of `sizes` bytes reach their `starts` (ascending) in one buffer, in copies of PIECE bytes at most.
+
+    For each copy: its place in the buffer, and what to read for it: (tensor, bytes of it to skip, place in the copy,
+    bytes).
+    """
+    base, end, reads = 0, 0, []
+    for index, (size, start) in enumerate(zip(sizes, starts, strict=True)):
+        skip = 0
+        while skip < size:
+            if reads and start + skip >= end:
+                yield base, reads
+                reads = []
+            if not reads:
+                base, end = start + skip, start + skip + PIECE
+            count = min(size - skip, end - start - skip)
+            reads.append((index, skip, start + skip - base, count))
+            skip += count
+    if reads:
+        yield base, reads
+
+
+def _typed(buffer: torch.Tensor, stored: StoredTensor, start: int) -> torch.Tensor:
+    raw = buffer[start : start + stored.num_bytes]
+    return raw.view(DTYPES[stored.dtype]).view(stored.shape)
