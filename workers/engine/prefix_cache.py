@@ -52,7 +52,7 @@ class PrefixCache:
             self.num_hits += seq.num_computed
 
     def register(self, seq: Sequence) -> None:
-        """Steps that were launched fill blocks of `seq` (`seq.next_full` is reached): whoever is launched later can find them.
+        """Make the blocks of `seq` that launched steps fill (`seq.next_full` is reached) visible to later launches.
 
         Those whose last token is pending come with the next commit.
         """
