@@ -95,7 +95,7 @@ class StepGraphs:
         self.sizes = sizes
         self._model, self._microbatches = model, ubatches
         self._attention: Any = kernels.attention
-        self._expert_load = kernels.routing.expert_load
+        self._expert_load = kernels.expert_load
         self._builder = builder
         self._last_tokens = last_tokens
         self._max_seqs = max_seqs

@@ -57,7 +57,7 @@ class ModelRunner:
         self._max_num_seqs, self._max_blocks = max_num_seqs, table.block_table.shape[1]
         self.graphs: StepGraphs | None = None
         self._attention = kernels.attention
-        self._expert_load = kernels.routing.expert_load
+        self._expert_load = kernels.expert_load
         self._rank = rank
         self._device = device
         self._picker = Sampler(table, max_num_seqs, model.config.vocab_size, device)

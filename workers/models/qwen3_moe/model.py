@@ -258,7 +258,7 @@ class MoeBlock:
         self.forced_routing = forced_routing
         self.all2all = kernels.all2all
         self.grouped_gemm = kernels.grouped_gemm
-        self.expert_load = kernels.routing.expert_load
+        self.expert_load = kernels.expert_load
         self.experts = placement.local_experts(rank)
         dim, width, num_local = config.hidden_size, config.moe_intermediate_size, len(self.experts)
         self.norm = make.norm(dim)
