@@ -21,8 +21,8 @@ from workers.runner.graph_sizes import (
     graphs_to_capture,
     mixed_sizes,
 )
+from workers.ubatch.epoch_ubatches import ubatch_graphs
 from workers.ubatch.policy import never
-from workers.ubatch.rank_ubatches import sliced_graphs
 
 
 @pytest.mark.parametrize("max_rows", [*range(1, 70), 96, 100, 128, 200, 256, 500, 512, 1000, 1024])
@@ -161,7 +161,7 @@ def test_every_step_finds_its_graph(limits, overlap, group):
         decode_sizes(min(max_seqs, max_tokens)), mixed_sizes(max_tokens) if mixed else ()
     )
     policy = replace(never(""), min_decode_tokens=min_decode, min_prefill_tokens=min_prefill)
-    captured = {*sizes.whole_steps(), *sliced_graphs(sizes, policy, num_ubatches)}
+    captured = {*sizes.whole_steps(), *ubatch_graphs(sizes, policy, num_ubatches)}
 
     def votes():
         for mode, tokens in group:

@@ -8,7 +8,7 @@ from workers.config import OverlapConfig
 from workers.engine.step_sync import ForwardMode
 from workers.ubatch import cache as overlap_cache
 from workers.ubatch import tuning as overlap_tuning
-from workers.ubatch.cache import cache_path, load_policy, save_policy, software
+from workers.ubatch.cache import OURS, cache_path, load_policy, save_policy, software
 from workers.ubatch.policy import (
     OverlapPolicy,
     Sample,
@@ -184,6 +184,11 @@ def test_the_exchange_gets_the_multiprocessors_that_make_a_step_fastest():
     assert best_comm_sms((8, 16, 24), 4096, run, alone, limits.append) == 16
     times[None] = 1.0
     assert best_comm_sms((8, 16, 24), 4096, run, alone, limits.append) is None
+
+
+def test_software_covers_kernels_and_workers():
+    for folder, file in zip(OURS, ("pending.py", "config.py"), strict=True):
+        assert (folder / file).is_file()
 
 
 def test_other_software_is_measured_anew(tmp_path, monkeypatch):

@@ -40,7 +40,8 @@ from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.grammar import GrammarCompiler
 from workers.stats.stats import EngineStats
-from workers.ubatch.rank_ubatches import RankUbatches
+from workers.ubatch.epoch_ubatches import EpochUbatches
+from workers.ubatch.rank_overlap import RankOverlap
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 from workers.weights.tensors import kv_block_bytes, rank_weight_bytes
@@ -92,7 +93,8 @@ class Rank:
         with memory_for("the exchange's buffers", takes.kept):
             self.kernels = select.build(self.selection, context)
         with memory_for("ubatches", takes.slices):
-            self.overlap = RankUbatches(config, self.selection, context, self.kernels)
+            overlap = RankOverlap.configured(config.overlap, self.selection.all2all.name)
+            self.overlap = EpochUbatches(overlap, config, self.selection, context, self.kernels)
 
     def run_stage(self, name: str, progress: Progress) -> None:
         """One of rank_info.start_stages, which all ranks go through in their order."""

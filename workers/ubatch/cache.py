@@ -12,7 +12,7 @@ from kernels.grouped_gemm import deepgemm
 from kernels.host.cache_folder import cache_folder
 from workers.ubatch.policy import OverlapPolicy
 
-OURS = (Path(__file__).parents[1] / "kernels", Path(__file__).parent)
+OURS = tuple(Path(__file__).parents[2] / folder for folder in ("kernels", "workers"))
 SOURCES = (".py", ".c")
 LIBRARIES = ("triton", "flashinfer-python", *deepgemm.DISTRIBUTIONS, *deepep.DISTRIBUTIONS)
 

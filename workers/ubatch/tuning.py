@@ -13,6 +13,7 @@ from workers.engine.scheduler import Scheduler
 from workers.engine.step_sync import ForwardMode, StepPlan
 from workers.runner.model_runner import ModelRunner
 from workers.ubatch.policy import OverlapPolicy, Sample, threshold, with_measured
+from workers.ubatch.rank_overlap import Gather
 from workers.wire.request import EngineRequest, SamplingParams
 
 BUDGET_S = 30.0  # smaller steps than those measured by then are not cut
@@ -27,7 +28,6 @@ TIMED = {
 
 # Seconds of this rank's step of so many tokens in a phase, whole (False) or in slices (True).
 Run = Callable[[str, int, bool], float]
-Gather = Callable[[object], Sequence]
 
 
 def sizes_to_measure(phase: str, largest: int) -> list[int]:
