@@ -161,9 +161,15 @@ class FakeBackend:
 class Api:
     """The application over one fake backend; each call runs its own event loop."""
 
-    def __init__(self, backend: FakeBackend | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        backend: FakeBackend | None = None,
+        tokenizer: ServingTokenizer | None = None,
+        **settings: Any,
+    ) -> None:
         self.backend = backend or FakeBackend()
-        self.app = create_app(lambda: self.backend, tiny_tokenizer(), ApiSettings(**settings))
+        tokenizer = tokenizer or tiny_tokenizer()
+        self.app = create_app(lambda: self.backend, tokenizer, ApiSettings(**settings))
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.ASGITransport(app=self.app)

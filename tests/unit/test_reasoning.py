@@ -1,6 +1,5 @@
 """Reasoning: what a model thinks is split from what it answers, in messages, streams and grammars."""
 
-import json
 import random
 
 import pytest
@@ -217,34 +216,3 @@ def test_a_schema_that_is_wrong_is_still_named():
     schema = {"properties": {"a": {"type": "strin"}}}
     error = assert_error(Api().chat(guided_json=schema), 400)
     assert error["param"] == "guided_json.properties.a"
-
-
-class SpecialTags:
-    """A tokenizer like another, in which the tags are special tokens."""
-
-    ids = {"<think>": 256, "</think>": 257, "<tool_call>": 258}  # noqa: RUF012
-
-    def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
-
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
-
-    def special_token_id(self, text):
-        return self.ids.get(text)
-
-
-def test_tags_that_are_special_tokens_are_written_as_such(thinking, monkeypatch):
-    from cluster.api import app
-
-    make = app.JobFactory
-    monkeypatch.setattr(app, "JobFactory", lambda tok, settings: make(SpecialTags(tok), settings))
-    grammar = sent_grammar(response_format={"type": "json_object"})
-    lark = json.loads(grammar)["grammars"][0]["lark_grammar"]
-    assert "<[256]>" in lark and "<[257]>" in lark
-    matcher = LLMatcher(
-        LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[258]), grammar
-    )
-    assert not matcher.is_error()
-    tokens = [256, *b"abc", 257, *b'\n{"a":1}']
-    assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()

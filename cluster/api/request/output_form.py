@@ -95,8 +95,8 @@ class OutputForms:
         markers = (OPEN, CLOSE) if self._thinks else ()
         if offer is not None:
             markers += self._format.markers
-        special = any(self._tokenizer.special_token_id(marker) is not None for marker in markers)
-        return OutputForm(grammar, param, lambda: self._parser(request, offer, seen), special)
+        hidden = any(self._tokenizer.is_hidden(marker) for marker in markers)
+        return OutputForm(grammar, param, lambda: self._parser(request, offer, seen), hidden)
 
     def _parser(
         self, request: ChatRequest, offer: ToolOffer | None, begins: Thinking
@@ -153,7 +153,7 @@ class OutputForms:
         if begins is Thinking.CLOSED:
             return ""
         space = "THOUGHT_SPACE: /[ \\t\\n\\r]{1,8}/\n"
-        if self._tokenizer.special_token_id(CLOSE) is None:
+        if self._tokenizer.grammar_token_id(CLOSE) is None:
             close = CLOSE.replace("/", "\\/")
             return space + (
                 f"thought: thought_text THOUGHT_SPACE?\nthought_text[lazy]: /(.|\\n)*{close}/\n"
@@ -164,6 +164,6 @@ class OutputForms:
         )
 
     def _marker(self, text: str) -> str:
-        """A tag as a grammar writes it: models have it as text or as a special token."""
-        special = self._tokenizer.special_token_id(text)
-        return lark_string(text) if special is None else f"<[{special}]>"
+        """Return the tag as a grammar writes it: by its token id if it is an added token, else as text."""
+        token_id = self._tokenizer.grammar_token_id(text)
+        return lark_string(text) if token_id is None else f"<[{token_id}]>"
