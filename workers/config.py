@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kernels.backends.config import KernelsConfig
+from workers.parallel import ParallelDims
 from workers.stats.log import LogFormat, LogLevel
 
 Auto = Literal["auto"]
@@ -136,3 +137,8 @@ class RankConfig(Section):
     vote_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The layout of the ranks."""
+        return ParallelDims(num_ranks=self.num_ranks, num_nodes=self.num_nodes)

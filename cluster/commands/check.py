@@ -124,7 +124,7 @@ def _warnings(
     ranks: list[RankRow],
     num_api_keys: int,
 ) -> Iterator[str]:
-    per_node = rank_config.num_ranks // rank_config.num_nodes
+    per_node = rank_config.dims.ranks_per_node
     if rank_config.device == "cuda":
         found = torch.cuda.device_count()
         if found < per_node:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from kernels.backends.select import Selection
-from kernels.routing.placement import ExpertPlacement
 from workers.config import RankConfig
 from workers.models.qwen3_moe.config import Qwen3MoeConfig
 from workers.rank.backend_choice import memory_of_kernels
@@ -54,8 +53,8 @@ def rank_rows(
     graphs: GraphSizes,
 ) -> list[RankRow]:
     """A row for each rank; `shape` is that of `backend_shape`, num_ubatches 0 where no step is ever cut."""
-    placement = ExpertPlacement(model.num_experts, config.num_ranks)
-    per_node = config.num_ranks // config.num_nodes
+    dims = config.dims
+    placement = dims.expert_placement(model.num_experts)
     held = memory_of_kernels(selection, shape, num_ubatches=num_ubatches)
     step = held.step + _model_bytes(config, model, shape["dtype"], shape["max_num_tokens"])
     graph_bytes = 0
@@ -63,12 +62,11 @@ def rank_rows(
         of_graph = memory_of_kernels(selection, shape, max_num_tokens=graphs.largest)
         graph_bytes = of_graph.step + _model_bytes(config, model, shape["dtype"], graphs.largest)
     table = []
-    for rank in range(config.num_ranks):
-        node, index = divmod(rank, per_node)
+    for rank in dims.ranks():
         row = RankRow(
             rank=rank,
-            node=node,
-            device=f"cuda:{index}" if config.device == "cuda" else "cpu",
+            node=dims.node(rank),
+            device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(placement.local_experts(rank)),
             weight_bytes=rank_weight_bytes(
                 model, placement, rank, config.model.dtype, fp8_experts=selection.fp8_experts

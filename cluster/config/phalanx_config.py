@@ -26,6 +26,7 @@ from workers.config import (
     Section,
 )
 from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.parallel import ParallelDims
 
 GIB = 2**30
 MAX_RANKS = 1024
@@ -64,6 +65,11 @@ class ClusterConfig(Section):
     ray_address: str | None = Field(
         None, description="null = start a local Ray; auto or host:port = join a running one."
     )
+
+    @property
+    def dims(self) -> ParallelDims:
+        """The layout of the ranks; valid when the checks of the configuration have passed."""
+        return ParallelDims(num_ranks=self.ranks, num_nodes=self.nodes)
 
 
 class SchedulerSection(SchedulerConfig):
@@ -266,7 +272,7 @@ def resolve_threads(config: PhalanxConfig) -> int:
     """
     if config.cluster.threads_per_rank != "auto":
         return config.cluster.threads_per_rank
-    per_node = config.cluster.ranks // config.cluster.nodes
+    per_node = config.cluster.dims.ranks_per_node
     return min(MAX_THREADS_PER_RANK, max(1, (available_cores() - 1) // per_node))
 
 
@@ -279,7 +285,7 @@ def check_num_ranks(config: PhalanxConfig) -> None:
     """Raises ConfigError when the ranks' processes, whatever the model, take more memory than this machine has."""
     if config.cluster.ray_address is not None:
         return
-    per_node = config.cluster.ranks // config.cluster.nodes
+    per_node = config.cluster.dims.ranks_per_node
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if per_node * RANK_PROCESS_BYTES > memory:
         message = (

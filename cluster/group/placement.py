@@ -26,18 +26,13 @@ class RankLocation:
     gpu_ids: tuple[int | str, ...]
 
 
-def ranks_per_node(config: RankConfig) -> int:
-    """Ranks on each node; the configuration has checked that they divide."""
-    return config.num_ranks // config.num_nodes
-
-
 def create(config: RankConfig) -> PlacementGroup:
     """One bundle per node. STRICT_SPREAD, since PACK promises nothing about which node holds which rank."""
-    count = ranks_per_node(config)
+    count = config.dims.ranks_per_node
     bundle = {"CPU": float(count)}
     if config.device == "cuda":
         bundle["GPU"] = float(count)
-    strategy = "STRICT_SPREAD" if config.num_nodes > 1 else "STRICT_PACK"
+    strategy = "STRICT_PACK" if config.dims.on_one_host else "STRICT_SPREAD"
     return placement_group([bundle] * config.num_nodes, strategy=strategy)
 
 
@@ -46,7 +41,7 @@ def check_gpus(config: RankConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
     if config.device != "cuda":
         return
     found = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
-    if found < ranks_per_node(config):
+    if found < config.dims.ranks_per_node:
         raise PlacementError(
             f"cluster.device is cuda, which takes a GPU for each of {config.num_ranks} rank(s) (cluster.ranks), "
             f"and this machine has {found}; expected fewer ranks, or cluster.device auto or cpu"
@@ -65,7 +60,7 @@ def check_ready(ready: bool, config: RankConfig, timeout_s: float) -> None:
     ]
     raise PlacementError(
         f"no room for {config.num_ranks} ranks within {timeout_s:g} s: needs {config.num_nodes} "
-        f"node(s) with {ranks_per_node(config)} free {device}(s) each (cluster.ranks, cluster.nodes); "
+        f"node(s) with {config.dims.ranks_per_node} free {device}(s) each (cluster.ranks, cluster.nodes); "
         "the cluster has\n" + "\n".join(have)
     )
 
@@ -79,16 +74,18 @@ def actor_options(config: RankConfig, group: PlacementGroup, rank: int) -> dict[
         "max_concurrency": 1000,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group,
-            placement_group_bundle_index=rank // ranks_per_node(config),
+            placement_group_bundle_index=config.dims.node(rank),
         ),
     }
 
 
 def verify(locations: list[RankLocation], config: RankConfig) -> None:
     """Each node must hold one run of consecutive ranks. Raises PlacementError with the table."""
-    count = ranks_per_node(config)
-    nodes = [location.node_id for location in locations]
-    runs = [nodes[start : start + count] for start in range(0, len(nodes), count)]
+    count = config.dims.ranks_per_node
+    runs = [
+        [locations[rank].node_id for rank in config.dims.ranks_of_node(node)]
+        for node in range(config.num_nodes)
+    ]
     heads = [run[0] for run in runs]
     if all(len(set(run)) == 1 for run in runs) and len(set(heads)) == len(heads):
         return

@@ -212,9 +212,9 @@ class Supervisor:
         await self.prepare()
         config = self._rank_config
         inboxes = self._inboxes
-        peers = [inboxes[:rank] + inboxes[rank + 1 :] for rank in range(config.num_ranks)]
         started = [
-            rank.start.remote(others) for rank, others in zip(self._ranks, peers, strict=True)
+            rank.start.remote(config.dims.of_peers(index, inboxes))
+            for index, rank in enumerate(self._ranks)
         ]
         self._status.infos = await self._stage("engines", _gather(started))
         assert len(self._status.infos) == config.num_ranks
@@ -248,7 +248,7 @@ class Supervisor:
             actor_class.options(**placement.actor_options(config, group, rank), **extra).remote(
                 rank, config
             )
-            for rank in range(config.num_ranks)
+            for rank in config.dims.ranks()
         ]
 
     def _environment(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ import torch
 
 from workers.config import OverlapConfig
 from workers.engine.step_sync import ForwardMode, GraphMode
+from workers.parallel import ParallelDims
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.ubatch import epoch_ubatches
 from workers.ubatch.epoch_ubatches import EpochUbatches
@@ -50,7 +51,7 @@ def make_epoch(overlap: RankOverlap, *, mode: Any = "auto", sm_choices: Any = ()
     """An epoch on CPU with two fake ubatch backends; none where `overlap` cuts nothing."""
     config: Any = SimpleNamespace(
         overlap=OverlapConfig(mode=mode),
-        num_ranks=1,
+        dims=ParallelDims(num_ranks=1),
         scheduler=SimpleNamespace(max_num_seqs=32, max_num_batched_tokens=256),
         cache=SimpleNamespace(block_size=16),
     )

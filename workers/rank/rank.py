@@ -14,7 +14,6 @@ from kernels.attention.base import Attention, AttentionSpec
 from kernels.attention.dummy import DummyAttention
 from kernels.backends import select
 from kernels.host.shm import SharedMemoryGroup
-from kernels.routing.placement import ExpertPlacement
 from workers.config import RankConfig, not_for_answers
 from workers.engine.block_pool import allocate_kv_caches
 from workers.engine.engine import Engine, Publish
@@ -77,12 +76,11 @@ class Rank:
         """Meet the other ranks and make sure that all were told the same."""
         config = self.config
         self.rendezvous = rendezvous
-        placement = ExpertPlacement(self.model_config.num_experts, config.num_ranks)
         capabilities = select.probe(self.device)
         shape = backend_shape(config, self.model_config)
         self.selection = select.select(config.kernels, capabilities, **shape)
-        self.placement = placement
-        if config.num_ranks > 1:
+        self.placement = config.dims.expert_placement(self.model_config.num_experts)
+        if not config.dims.alone:
             with memory_for("the ranks' group"):
                 process_group.join(rendezvous, self.rank, config.num_ranks, self.device, timeout_s)
                 compare_settings(process_group.gather_objects(self._settings()))
@@ -260,7 +258,7 @@ class Rank:
             dtype=self.dtype,
             rank=self.rank,
             num_ranks=config.num_ranks,
-            group=torch.distributed.group.WORLD if config.num_ranks > 1 else None,
+            group=None if config.dims.alone else torch.distributed.group.WORLD,
             shared_memory=self.shared_memory,
             placement=self.placement,
             hidden_size=model.hidden_size,
@@ -278,7 +276,7 @@ class Rank:
     def _share_memory(self) -> SharedMemoryGroup | None:
         """Memory that all ranks of one host share: for the votes, and for the `shm` exchange; else None."""
         config = self.config
-        if config.num_nodes > 1 or "shm" in select.probe("cpu").missing:
+        if not config.dims.on_one_host or "shm" in select.probe("cpu").missing:
             return None
         return SharedMemoryGroup(
             self.rendezvous.name,
@@ -326,7 +324,7 @@ class Rank:
 
     def _warm_up_steps(self) -> WarmUpSteps:
         return WarmUpSteps(
-            self.config.num_ranks,
+            self.config.dims,
             self._plan_config().equal_tokens,
             self.max_model_len,
             self.config.scheduler,
@@ -356,7 +354,7 @@ class Rank:
             block_bytes=self._block_bytes(),
             own_bytes=own.total,
         )
-        if self.config.num_ranks > 1:
+        if not self.config.dims.alone:
             of_ranks = process_group.gather_objects((fitting, own))
             fitting, own = min(of_ranks, key=lambda found: found[0])
         check_room(fitting, self.max_model_len, self.config.cache.block_size, own)

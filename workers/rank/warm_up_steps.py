@@ -12,6 +12,7 @@ from kernels.attention.base import Attention
 from workers.config import SchedulerConfig
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_sync import StepPlan
+from workers.parallel import ParallelDims
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.logprobs import MAX_LOGITS_ROWS
 from workers.wire.request import EngineRequest, SamplingParams
@@ -46,7 +47,7 @@ _HEAVIEST_PROMPT = SamplingParams(max_tokens=1, prompt_logprobs=20)
 class WarmUpSteps:
     """Collective: every rank runs the same at the same time. `equal_tokens` as in PlanConfig."""
 
-    num_ranks: int
+    dims: ParallelDims
     equal_tokens: bool
     max_model_len: int
     limits: SchedulerConfig
@@ -82,7 +83,7 @@ class WarmUpSteps:
             batch = scheduler.schedule()
             num_rows = batch.num_tokens
             padded = num_rows if self.equal_tokens else 0
-            output = runner.launch(batch, StepPlan(True, (num_rows,) * self.num_ranks, padded))
+            output = runner.launch(batch, StepPlan(True, self.dims.equal_counts(num_rows), padded))
             scheduler.launched(batch)
             scheduler.commit(batch, output.wait())
         scheduler.prefixes.forget_all()

@@ -243,7 +243,7 @@ class EpochUbatches:
 
     def _gather(self, value: Any) -> Sequence[Any]:
         """Return the value of every rank."""
-        return process_group.gather_objects(value) if self._config.num_ranks > 1 else [value]
+        return [value] if self._config.dims.alone else process_group.gather_objects(value)
 
     def _plan(
         self,
@@ -253,7 +253,7 @@ class EpochUbatches:
         ubatch: bool,
     ) -> StepPlan:
         """Plan a step of `num_tokens` on every rank; capture the graph that it replays if there is none yet."""
-        counts = (num_tokens,) * self._config.num_ranks
+        counts = self._config.dims.equal_counts(num_tokens)
         key = None if graphs is None else graphs.sizes.key(forward_mode, num_tokens, ubatch)
         if graphs is None or key is None:
             equal = ubatch or self._whole.all2all.needs_equal_tokens
