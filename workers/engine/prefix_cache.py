@@ -25,13 +25,14 @@ class PrefixCache:
     def find(self, seq: Sequence) -> list[int] | None:
         """The blocks that `seq` can start with, or None: another one is about to compute more of them.
 
-        The last token is always computed: its logits are needed. Who wants prompt_logprobs needs those of all.
+        The last token is always computed because its logits are needed. A prompt with prompt_logprobs needs the
+        logits of all its tokens, until its first output was sent.
         """
         if not self._enabled:
             return []
         num_blocks = (seq.num_tokens - 1) // self._block_size
         self._extend_keys(seq, num_blocks)
-        if seq.request.params.prompt_logprobs is not None:
+        if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
             return []
         keys = seq.block_keys[:num_blocks]
         blocks = self._pool.find(keys)
@@ -47,7 +48,8 @@ class PrefixCache:
         seq.next_full = (num_found + 1) * self._block_size
         self._coming.update(seq.block_keys[num_found:])
         if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
-            seq.num_cached_tokens = seq.num_computed
+            if not seq.request.emitted_token_ids:
+                seq.num_cached_tokens = seq.num_computed
             self.num_queries += seq.num_tokens
             self.num_hits += seq.num_computed
 

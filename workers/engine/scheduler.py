@@ -89,8 +89,11 @@ class Scheduler:
         return bool(self._by_id)
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
-        """Queue `request`; returns why it can never run here, or None."""
-        error = self._refusal(request)
+        """Queue `request`; return the reason why it can never run here, or None.
+
+        `grammar` is fresh: the emitted tokens of the request advance it here.
+        """
+        error = self._refusal(request) or _advance(grammar, request.emitted_token_ids)
         if error is None:
             seq = Sequence.from_request(request, self._max_model_len)
             seq.grammar = grammar
@@ -192,6 +195,9 @@ class Scheduler:
                 f"prompt of {length} tokens plus up to {total - length} new ones needs {need} KV blocks; "
                 f"this rank has {self.pool.num_blocks} (cache.num_blocks)"
             )
+        num_emitted = len(request.emitted_token_ids)
+        if num_emitted and num_emitted >= total - length:
+            return f"{num_emitted} tokens were emitted of at most {total - length}: the request has ended"
         return None
 
     def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> None:
@@ -264,6 +270,13 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+
+def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
+    """Advance `grammar` by `token_ids`; return its error, or None."""
+    if grammar is None:
+        return None
+    return next(filter(None, map(grammar.advance, token_ids)), None)
 
 
 def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> ScheduledBatch:

@@ -45,11 +45,10 @@ class Sequence:
 
     @classmethod
     def from_request(cls, request: EngineRequest, max_model_len: int = sys.maxsize) -> "Sequence":
-        """A sequence that has computed nothing yet."""
+        """Return a sequence without computed tokens: prompt and emitted tokens are known."""
         longest = len(request.prompt_token_ids) + request.params.max_tokens
-        return cls(
-            request, list(request.prompt_token_ids), max_num_tokens=min(longest, max_model_len)
-        )
+        known = request.prompt_token_ids + request.emitted_token_ids
+        return cls(request, known, max_num_tokens=min(longest, max_model_len))
 
     @property
     def num_tokens(self) -> int:

@@ -59,7 +59,7 @@ class EngineStats:
             self.prompt_tokens += sum(
                 len(seq.request.prompt_token_ids)
                 for seq in batch.admitted
-                if not seq.num_preemptions
+                if not (seq.num_preemptions or seq.request.emitted_token_ids)
             )
         if self._num_launched % EXPERT_LOAD_EVERY == 0:
             self._expert_load.watch()

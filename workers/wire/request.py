@@ -45,10 +45,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """One sequence to continue. `ingress_id` names the stream that its tokens leave by.
+    """One sequence to continue. `ingress_id` names the stream that carries its new tokens.
 
-    priority    smaller ones run first, then those that came first
-    cache_salt  only requests of the same salt share cached prefixes
+    priority           smaller values run first; equal values run in order of arrival
+    cache_salt         only requests of one salt share cached prefixes
+    emitted_token_ids  output tokens that an earlier epoch sent: they count as output everywhere, and only tokens
+                       after them are published
     """
 
     request_id: str
@@ -57,6 +59,7 @@ class EngineRequest:
     params: SamplingParams = field(repr=False)
     priority: int = 0
     cache_salt: str = ""
+    emitted_token_ids: list[int] = field(default_factory=list)
 
 
 class TokenLogprobs(NamedTuple):
