@@ -36,7 +36,9 @@ def add_options(
     parser.add_argument("--out", type=Path, default=out, required=out is None, help=where)
     if drawn:
         parser.add_argument("--redraw", action="store_true", help="page and plot of OUT.json alone")
-    parser.add_argument("--commit", help="the measured commit; asked from git if left out")
+    parser.add_argument(
+        "--commit", help="the measured commit where there is no git; a + behind it: with changes"
+    )
 
 
 def measure_or_redraw(
@@ -54,13 +56,11 @@ def measure_or_redraw(
 
 
 def origin(num_gpus: int, commit: str | None, *, served: bool = False) -> Found:
-    """When, where and with what: date, commit, hardware with the GPUs that are used, versions.
+    """Return the date, the commit, whether the tree was clean, the hardware with the used GPUs, and the versions.
 
-    `served`: of a whole server, so the versions are not only those of its kernels.
+    `served`: a whole server is measured, so the versions include those of its HTTP packages.
     """
-    if commit is None:
-        command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    commit = commit or _commit()
     hardware = machine.hardware()
     hardware["gpus"] = hardware["gpus"][:num_gpus]
     found = machine.versions() if served else {"python": platform.python_version()}
@@ -75,10 +75,25 @@ def origin(num_gpus: int, commit: str | None, *, served: bool = False) -> Found:
             continue
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or "unknown",
+        "commit": commit.removesuffix("+"),
+        "clean_tree": not commit.endswith("+"),
         "hardware": hardware,
         "versions": found,
     }
+
+
+def _commit() -> str:
+    """Return the short hash of HEAD, with a + where tracked files were changed.
+
+    Raises SystemExit where git does not answer, because a figure without its commit cannot be repeated.
+    """
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(
+            f"git does not give the measured commit ({error}): state it as --commit HASH"
+        ) from None
 
 
 def devices(found: Found) -> str:
