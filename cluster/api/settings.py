@@ -35,6 +35,9 @@ class ApiSettings:
     """Of one stop string."""
     max_logit_bias: int = 1024
     """Entries of logit_bias."""
+    max_allowed_token_ids: int = 16384
+    max_bad_words: int = 256
+    """Entries of bad_words, each of at most max_stop_chars characters."""
     max_logprobs: int = 20
     """Alternatives of one token: logprobs, top_logprobs and prompt_logprobs."""
     max_tools: int = 128

@@ -31,6 +31,12 @@ class LimitsConfig(Section):
     max_stop_strings: int = Field(16, ge=0, description="Entries of stop.")
     max_stop_chars: int = Field(1024, ge=1, description="Characters of one stop string.")
     max_logit_bias: int = Field(1024, ge=0, description="Entries of logit_bias.")
+    max_allowed_token_ids: int = Field(
+        16384, ge=0, description="Different ids in allowed_token_ids."
+    )
+    max_bad_words: int = Field(
+        256, ge=0, description="Entries of bad_words, each of at most max_stop_chars characters."
+    )
     max_logprobs: int = Field(
         20,
         ge=0,

@@ -43,7 +43,8 @@ BOTH = [
     ({"extra_body": {"request_id": "a b"}}, "request_id"),
     ({"extra_body": {"priority": "high"}}, "priority"),
     ({"extra_body": {"best_of": 3}}, "best_of"),
-    ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
+    ({"extra_body": {"bad_words": [""]}}, "bad_words"),
+    ({"extra_body": {"allowed_token_ids": []}}, "allowed_token_ids"),
     ({"extra_headers": {"X-data-parallel-rank": "2"}}, "x-data-parallel-rank"),
     ({"extra_headers": {"X-data-parallel-rank": "-1"}}, "x-data-parallel-rank"),
 ]

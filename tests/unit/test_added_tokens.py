@@ -155,3 +155,16 @@ def test_the_published_tokenizer(vocabulary):
         "  naïve 你好世界 🦊\r\n\t",
     ):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_bad_words_are_tokenised_with_and_without_a_space(vocabulary):
+    tokenizer = published(vocabulary).tokenizer
+    api = Api(tokenizer=tokenizer)
+    assert api.complete(bad_words=["world", " fox", "antidisestablish", "5"]).status_code == 200
+    ((_ids, params),) = api.backend.requests.values()
+    words = [tokenizer.token_strings(list(word)) for word in params.bad_words_ids]
+    assert words == [
+        *(["world"], ["Ġworld"], ["fox"], ["Ġfox"]),
+        *(["ant", "idis", "establish"], ["Ġant", "idis", "establish"]),
+        ["5"],  # the tokenizer has no digit with a space
+    ]

@@ -71,6 +71,8 @@ FIELDS = {
         st.lists(st.text("elo wrd", min_size=1, max_size=3), max_size=3),
     ),
     "stop_token_ids": st.lists(st.integers(0, 299), max_size=3),
+    "allowed_token_ids": st.lists(st.integers(0, 250), min_size=9, max_size=20, unique=True),
+    "bad_words": st.lists(st.text("elo wrd", min_size=1, max_size=3).map("x".__add__), max_size=3),
     "ignore_eos": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans(),

@@ -50,7 +50,45 @@ def test_a_plain_request_asks_the_engine_for_nothing_more(call):
     assert (params.presence_penalty, params.frequency_penalty) == (0.0, 0.0)
     assert (params.repetition_penalty, params.logit_bias, params.min_tokens) == (1.0, (), 0)
     assert (params.logprobs, params.prompt_logprobs, params.grammar) == (None, None, None)
+    assert (params.allowed_token_ids, params.bad_words_ids) == (None, ())
     assert list(api.backend.options.values()) == [{}]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_allowed_tokens_and_bad_words_reach_the_engine(call):
+    api = Api()
+    assert call(api, allowed_token_ids=[9, 5, 9], bad_words=["ab", "c", " ab"]).status_code == 200
+    _, params = only(api.backend)
+    assert params.allowed_token_ids == (5, 9)
+    # A space is a token of its own here, so that no word has two spellings.
+    assert params.bad_words_ids == ((97, 98), (99,))
+    assert call(api, bad_words=[]).status_code == 200
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("fields", "param", "says_"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
+        ({"allowed_token_ids": [1, 300]}, "allowed_token_ids", "token id 300 is not in"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "token id -1 is not in"),
+        ({"allowed_token_ids": [1, 2, 3]}, "allowed_token_ids", "has 3 ids, at most 2"),
+        ({"allowed_token_ids": ["1"]}, "allowed_token_ids.0", "valid integer"),
+        ({"allowed_token_ids": [97], "bad_words": ["a"]}, "allowed_token_ids", "leaves no token"),
+        ({"allowed_token_ids": [IM_END], "min_tokens": 1}, "allowed_token_ids", "leaves no token"),
+        ({"bad_words": "a"}, "bad_words", "valid list"),
+        ({"bad_words": [1]}, "bad_words.0", "valid string"),
+        ({"bad_words": ["a", " "]}, "bad_words", "empty word"),
+        ({"bad_words": ["a", "b", "c"]}, "bad_words", "has 3 words, at most 2"),
+        ({"bad_words": ["abcdef"]}, "bad_words", "6 characters, at most 5"),
+        ({"bad_words": ["\ud800"]}, "bad_words", "lone surrogate"),
+    ],
+)
+def test_wrong_allowed_tokens_and_bad_words(call, fields, param, says_):
+    api = Api(max_allowed_token_ids=2, max_bad_words=2, max_stop_chars=5)
+    error = assert_error(call(api, **fields), 400)
+    assert error["param"] == param and says_ in error["message"]
+    assert not api.backend.requests
 
 
 @pytest.mark.parametrize(("given", "told"), [(1e-300, 1e-6), (1e300, 1e6), (0.5, 0.5)])

@@ -70,6 +70,8 @@ def test_every_field_survives(inbox):
             frequency_penalty=-0.2,
             repetition_penalty=1.3,
             logit_bias=((1, -100.0), (2, 0.5)),
+            allowed_token_ids=(3, 4),
+            bad_words_ids=((1,), (2, 3)),
             logprobs=0,
             prompt_logprobs=2,
             grammar='{"grammars": []}',

@@ -107,5 +107,8 @@ def _request(fields: dict[str, Any]) -> EngineRequest:
     params = fields["params"]
     params["stop_token_ids"] = frozenset(params["stop_token_ids"])
     params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
+    if params["allowed_token_ids"] is not None:
+        params["allowed_token_ids"] = tuple(params["allowed_token_ids"])
+    params["bad_words_ids"] = tuple(tuple(word) for word in params["bad_words_ids"])
     fields["params"] = SamplingParams(**params)
     return EngineRequest(**fields)

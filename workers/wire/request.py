@@ -21,6 +21,8 @@ class SamplingParams:
     presence_penalty, frequency_penalty   taken off the logits of output tokens (0 = off)
     repetition_penalty   logits of prompt and output tokens are divided by it, or multiplied when negative (1 = off)
     logit_bias       (token id, bias) pairs added to the logits
+    allowed_token_ids   the only tokens that can be drawn, in rising order; None = all
+    bad_words_ids    token ids of words: the last token cannot be drawn where the output ends with the tokens before it
     logprobs         alternatives to report for each output token; 0 = the token alone, None = nothing
     prompt_logprobs  the same for the prompt's tokens
     grammar          what the output must match, as llguidance's JSON grammar; None = anything
@@ -38,6 +40,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None

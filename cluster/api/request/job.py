@@ -125,7 +125,8 @@ class JobFactory:
         keep = self._num_kept(request, backend)
         prompts = await self._prompts.completion(request, keep)
         form = await self._forms.of_completion(request)
-        return self._job(request, backend, headers, prompts, form)
+        params = await self._sampling.params(request, form.grammar)
+        return self._job(request, backend, headers, prompts, form, params)
 
     async def chat(
         self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str]
@@ -137,7 +138,8 @@ class JobFactory:
         tools = None if offer is None else offer.definitions
         prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
         form = await self._forms.of_chat(request, offer, prompt)
-        return self._job(request, backend, headers, [prompt], form)
+        params = await self._sampling.params(request, form.grammar)
+        return self._job(request, backend, headers, [prompt], form, params)
 
     def _job(
         self,
@@ -146,6 +148,7 @@ class JobFactory:
         headers: Mapping[str, str],
         prompts: list[Prompt],
         form: OutputForm,
+        params: SamplingParams,
     ) -> Job:
         is_chat = isinstance(request, ChatRequest)
         unique = uuid.uuid4().hex
@@ -160,7 +163,7 @@ class JobFactory:
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
-            choices=self._choices(request, backend, prompts, form, run_id),
+            choices=self._choices(request, backend, prompts, form, params, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             routing=_routing(request, backend, headers),
@@ -173,9 +176,9 @@ class JobFactory:
         backend: EngineBackend,
         prompts: list[Prompt],
         form: OutputForm,
+        params: SamplingParams,
         run_id: str,
     ) -> list[Choice]:
-        params = replace(self._sampling.params(request), grammar=form.grammar)
         stop = self._sampling.stop_rules(request, params)
         shown = _shown(request)
         seed = request.seed if request.seed is not None else random.getrandbits(63)

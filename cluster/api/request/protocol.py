@@ -94,6 +94,12 @@ class GenerationRequest(BaseModel):
     frequency_penalty: _Number | None = Field(None, ge=-2, le=2)
     repetition_penalty: _Number | None = Field(None, gt=0, description="1 = off.")
     logit_bias: dict[str, Any] | None = Field(None, description="Token id -> -100 to 100.")
+    allowed_token_ids: list[int] | None = Field(
+        None, fail_fast=True, description="The only tokens that may be drawn; not empty."
+    )
+    bad_words: list[str] | None = Field(
+        None, fail_fast=True, description="Words that the output does not contain."
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Any = Field(
         None, description="One stop string or a list of them.", json_schema_extra=_STOP

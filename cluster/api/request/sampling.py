@@ -1,5 +1,6 @@
 """Sampling parameters and stop rules of a checked request. Knows nothing of prompts or answers."""
 
+import asyncio
 from typing import Any
 
 from cluster.api.answer.detokenizer import StopRules
@@ -20,8 +21,11 @@ class SamplingBuilder:
         self._tokenizer = tokenizer
         self._settings = settings
 
-    def params(self, request: GenerationRequest) -> SamplingParams:
-        """All but what differs between choices: max_tokens (here 1) and the seed."""
+    async def params(
+        self, request: GenerationRequest, grammar: str | None = None
+    ) -> SamplingParams:
+        """Return the parameters of all choices, without max_tokens (here 1) and the seed."""
+        bad_words_ids = await self._bad_words_ids(request.bad_words)
         stop_ids = frozenset(request.stop_token_ids or ())
         self._tokenizer.check_token_ids(stop_ids, "stop_token_ids")
         if not request.ignore_eos:
@@ -35,9 +39,13 @@ class SamplingBuilder:
         temperature = value("temperature", 1.0)
         repetition = value("repetition_penalty", 1.0)
         logprobs = self._count(request.num_logprobs, _logprobs_param(request))
+        min_tokens = request.min_tokens or 0
+        allowed = self._allowed_token_ids(request.allowed_token_ids)
+        if allowed is not None:
+            _check_some_token_is_left(allowed, bad_words_ids, stop_ids if min_tokens else None)
         return SamplingParams(
             max_tokens=1,
-            min_tokens=request.min_tokens or 0,
+            min_tokens=min_tokens,
             temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
             top_p=value("top_p", 1.0),
             top_k=max(int(value("top_k", 0)), 0),
@@ -49,8 +57,11 @@ class SamplingBuilder:
                 max(repetition, 1 / _MAX_REPETITION_PENALTY), _MAX_REPETITION_PENALTY
             ),
             logit_bias=self._logit_bias(request.logit_bias),
+            allowed_token_ids=allowed,
+            bad_words_ids=bad_words_ids,
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs(request, logprobs),
+            grammar=grammar,
         )
 
     def stop_rules(self, request: GenerationRequest, params: SamplingParams) -> StopRules:
@@ -100,6 +111,62 @@ class SamplingBuilder:
         self._tokenizer.check_token_ids(by_id.keys(), "logit_bias")
         return tuple(by_id.items())
 
+    def _allowed_token_ids(self, token_ids: list[int] | None) -> tuple[int, ...] | None:
+        if token_ids is None:
+            return None
+        if not token_ids:
+            raise BadRequestError(
+                "allowed_token_ids must not be empty; leave it out to allow all tokens",
+                param="allowed_token_ids",
+            )
+        unique = sorted(set(token_ids))
+        limit = self._settings.max_allowed_token_ids
+        if len(unique) > limit:
+            raise BadRequestError(
+                f"allowed_token_ids has {len(unique)} ids, at most {limit} are allowed",
+                param="allowed_token_ids",
+            )
+        self._tokenizer.check_token_ids(unique, "allowed_token_ids")
+        return tuple(unique)
+
+    async def _bad_words_ids(self, words: list[str] | None) -> tuple[tuple[int, ...], ...]:
+        """Tokenise each word as it stands at the beginning of a text, and after a space."""
+        if not words:
+            return ()
+        max_number, max_chars = self._settings.max_bad_words, self._settings.max_stop_chars
+        if len(words) > max_number:
+            raise BadRequestError(
+                f"bad_words has {len(words)} words, at most {max_number} are allowed",
+                param="bad_words",
+            )
+        for word in words:
+            if not word.strip():
+                raise BadRequestError("bad_words must not hold an empty word", param="bad_words")
+            if len(word) > max_chars:
+                raise BadRequestError(
+                    f"bad_words has a word of {len(word)} characters, at most {max_chars} are allowed",
+                    param="bad_words",
+                )
+            check_text(word, "bad_words")
+        if sum(map(len, words)) > self._settings.inline_tokenize_chars:
+            found = await asyncio.to_thread(self._tokenise_words, words)
+        else:
+            found = self._tokenise_words(words)
+        for token_ids in found:
+            self._tokenizer.check_token_ids(token_ids, "bad_words")
+        return found
+
+    def _tokenise_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = self._tokenizer.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self._tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+            found[tuple(bare)] = None
+            if spaced[1:] != bare:  # else the space is a token of its own, and `bare` covers both
+                found[tuple(spaced)] = None
+        found.pop((), None)  # a word that the tokenizer normalises to nothing
+        return tuple(found)
+
     def _stop_strings(self, stop: Any) -> list[str]:
         stops = [stop] if isinstance(stop, str) else stop
         if stops is None:
@@ -121,6 +188,20 @@ class SamplingBuilder:
                 )
             check_text(stop, "stop")
         return list(dict.fromkeys(stops))
+
+
+def _check_some_token_is_left(
+    allowed: tuple[int, ...],
+    bad_words_ids: tuple[tuple[int, ...], ...],
+    barred_ids: frozenset[int] | None,
+) -> None:
+    """Refuse allowed tokens that are all forbidden: as bad words of one token, or as stop tokens before min_tokens."""
+    barred = {word[0] for word in bad_words_ids if len(word) == 1} | (barred_ids or set())
+    if barred.issuperset(allowed):
+        raise BadRequestError(
+            "allowed_token_ids leaves no token: bad_words and min_tokens forbid all of them",
+            param="allowed_token_ids",
+        )
 
 
 def _logprobs_param(request: GenerationRequest) -> str:

@@ -13,8 +13,6 @@ from cluster.errors import UnsupportedParameterError
 _COMMON: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "use_beam_search": (False,),
     "structural_tag": (),
     "lora_request": (),
