@@ -3,7 +3,7 @@
 from ray.serve import Application
 
 from cluster.config.api_keys import load_digests
-from cluster.config.phalanx_config import load_config
+from cluster.config.load import load_config
 from cluster.ingress.ingress import deploy
 
 

@@ -117,7 +117,7 @@ def trace(
     settings = _load(config, overrides)
     from cluster.commands.serve import ServerError
     from cluster.commands.trace import trace as run
-    from cluster.config.phalanx_config import ConfigError
+    from cluster.config.errors import ConfigError
 
     with _user_errors(ServerError, code=1), _user_errors(ConfigError, ValueError):
         run(settings, mode, tokens, out, layers, typer.echo)
@@ -185,7 +185,8 @@ def make_checkpoint(
 
 
 def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
-    from cluster.config.phalanx_config import ConfigError, load_config
+    from cluster.config.errors import ConfigError
+    from cluster.config.load import load_config
 
     with _user_errors(ConfigError):
         return load_config(path, overrides or [])
@@ -194,7 +195,7 @@ def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
 def _checked(config: "PhalanxConfig") -> "CheckReport":
     from cluster.commands.check import check as resolve
     from cluster.config.api_keys import ApiKeyError
-    from cluster.config.phalanx_config import ConfigError
+    from cluster.config.errors import ConfigError
     from kernels.backends.select import BackendChoiceError
     from workers.rank.backend_choice import GraphsUnavailableError
 

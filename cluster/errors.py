@@ -1,12 +1,13 @@
-"""The errors a request can end in, each with its status. Knows nothing of HTTP otherwise.
+"""The errors that a request can end in, each with its HTTP status. Knows nothing else of HTTP.
 
-They cross process borders (Ray pickles them), so every field but the message is an attribute and
-the message is the only positional argument.
+Ray pickles them between processes, so the message is the only positional argument and all other fields are attributes.
 """
+
+SHUTDOWN_REASON = "the server is stopping"
 
 
 class ServingError(Exception):
-    """Base: something the client is told in the error envelope."""
+    """Base class: an error that the client receives in the error envelope."""
 
     status = 500
     error_type = "server_error"
@@ -21,7 +22,7 @@ class ServingError(Exception):
 
 
 class BadRequestError(ServingError, ValueError):
-    """The client must change something. `param` names the field, as a path when nested."""
+    """The client must change the request. `param` is the field, as a path if it is nested."""
 
     status = 400
     error_type = "invalid_request_error"
@@ -69,14 +70,14 @@ class AuthenticationError(BadRequestError):
 
 
 class ClientTimeoutError(BadRequestError):
-    """The client took too long to send its request."""
+    """The client did not send its request in time."""
 
     status = 408
     default_code = "request_timeout"
 
 
 class OverloadedError(ServingError):
-    """No room now; the same request may succeed later."""
+    """The queue is full; the request may succeed later."""
 
     status = 429
     error_type = "overloaded_error"
@@ -94,7 +95,7 @@ class EngineDeadError(ServingError):
 
 
 class RequestTimeoutError(ServingError):
-    """The answer took longer than this server allows."""
+    """The answer took longer than the configured limit."""
 
     status = 504
     error_type = "timeout_error"

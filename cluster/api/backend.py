@@ -37,10 +37,6 @@ class EngineBackend(Protocol):
         """
         ...
 
-    async def abort(self, request_id: str) -> None:
-        """End a request wherever it is. Unknown and finished ones are ignored."""
-        ...
-
     def health(self) -> tuple[bool, str]:
         """(ready, the reason when not)."""
         ...

@@ -24,12 +24,8 @@ from cluster.commands.check_steps import (
     slow_for_want_of_graphs,
 )
 from cluster.config.api_keys import VARIABLE, load_digests
-from cluster.config.phalanx_config import (
-    PhalanxConfig,
-    available_cores,
-    check_num_ranks,
-    resolve_rank_config,
-)
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
 from cluster.metrics.tracing import check_tracing
 from kernels.all2all import deepep_choice
 from kernels.backends import select

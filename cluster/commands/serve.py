@@ -9,9 +9,10 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -19,10 +20,14 @@ from cluster.commands.console_logs import show_logs
 from cluster.commands.preflight import Preflight
 from cluster.commands.stop_signals import StopSignals
 from cluster.config.api_keys import VARIABLE, load_digests
-from cluster.config.phalanx_config import PhalanxConfig, check_num_ranks
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.resolve import check_num_ranks
 from kernels.host.cuda_environment import MULTICAST_OFF
 from workers.rank.rank_info import WEIGHTS
 from workers.stats.log import set_up_logging
+
+if TYPE_CHECKING:
+    from cluster.group.group import GroupHealth, GroupStatus
 
 # Ray starts workers at niceness 15, where any other process of the machine slows the ranks down. Read when Ray
 # starts; an operator's own setting wins. Serve's controller looks at its replicas ten times a second, which takes 5 %
@@ -74,7 +79,7 @@ def run_server(config: PhalanxConfig) -> None:
             preflight.close()  # after the ranks, which would compile in its place
 
 
-def _tell(preflight: Preflight) -> None:
+def _print_warnings(preflight: Preflight) -> None:
     """Print the warnings, once. Raises what the check raised."""
     for warning in preflight.warnings():
         console.print(f"  warning: {warning}", style="yellow")
@@ -120,7 +125,7 @@ def _start_checked(
     try:
         return _start(config, digests, stop, preflight)
     except Exception:
-        _tell(preflight)
+        _print_warnings(preflight)
         raise
 
 
@@ -162,30 +167,32 @@ def _follow_start(
     stop: StopSignals,
     preflight: Preflight,
 ) -> str | None:
-    """Print each stage as it ends, and what the check says when it does."""
+    """Print each stage when it ends, and the warnings of the check when it ends. Returns the URL; None on a signal."""
     ray_get = _ray_get()
-    reported = 0
+    reported: dict[int, int] = defaultdict(int)  # stages, by group
     ranks_ready = time.monotonic()
     with console.status("starting ranks") as line:
         while not stop.is_set():
             if preflight.done():
-                _tell(preflight)
-            status = ray_get(actor.status.remote())
-            for name, seconds in status.stages[reported:]:
-                _report(name, seconds)
-            reported = len(status.stages)
-            if status.state == "failed":
-                raise ServerError(status.error)
+                _print_warnings(preflight)
+            statuses: list[GroupStatus] = ray_get(actor.status.remote())
+            for group, status in enumerate(statuses):
+                for name, seconds in status.stages[reported[group] :]:
+                    _report(name, seconds)
+                reported[group] = len(status.stages)
+                if status.state == "failed":
+                    raise ServerError(status.error)
             if failure:
                 raise ServerError(f"HTTP: {failure[0]}") from failure[0]
-            if status.state != "ready":
+            starting = [status for status in statuses if status.state != "serving"]
+            if starting:
                 ranks_ready = time.monotonic()
-                line.update(_progress_line(status.stage, *status.progress))
+                line.update(_progress_line(starting[0].stage, *starting[0].progress))
             elif preflight.done() and not http.is_alive():
-                _tell(preflight)
+                _print_warnings(preflight)
                 _report("http", time.monotonic() - ranks_ready)
-                for info in status.infos[:1]:
-                    console.print(f"  {_backends_line(info.backends)}, {info.num_blocks} KV blocks")
+                info = statuses[0].infos[0]
+                console.print(f"  {_backends_line(info.backends)}, {info.num_blocks} KV blocks")
                 return f"http://{_url_host(config.serve.host)}:{config.serve.port}"
             else:
                 line.update("waiting for HTTP")
@@ -233,9 +240,10 @@ def _watch(config: PhalanxConfig, stop: StopSignals) -> None:
     ray_get = _ray_get()
     actor = supervisor.get_or_create(config)
     while not stop.wait(1.0):
-        status = ray_get(actor.status.remote())
-        if status.state != "ready":
-            raise ServerError(status.error)
+        healths: list[GroupHealth] = ray_get(actor.healths.remote())
+        for health in healths:
+            if not health.alive:
+                raise ServerError(health.error)
 
 
 def _drain(config: PhalanxConfig, stop: StopSignals) -> None:
@@ -287,7 +295,7 @@ def _stop_ranks(config: PhalanxConfig) -> None:
         logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
 
 
-def _ray_get() -> Callable:
+def _ray_get() -> Callable[[Any], Any]:
     import ray
 
     return lambda ref: ray.get(ref, timeout=60)

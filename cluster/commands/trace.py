@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cluster.commands import trace_drawing
 from cluster.config.phalanx_config import PhalanxConfig
@@ -19,7 +19,7 @@ def trace(
     num_tokens: int | None,
     prefix: Path,
     num_layers: int,
-    say: Callable,
+    say: Callable[[str], Any],
 ) -> None:
     """Write `prefix`.png, with so many layers, and .json; `say` what they show. The ranks are gone afterwards.
 
@@ -76,13 +76,16 @@ def _run(config: PhalanxConfig, phase: Phase, num_tokens: int) -> list[RankTrace
     import ray
 
     from cluster.commands.serve import ServerError
-    from cluster.group.supervisor import Supervisor, why
+    from cluster.group.failures import failure_message
+    from cluster.group.supervisor import Supervisor
 
-    supervisor = ray.remote(Supervisor).options(num_cpus=0).remote(config)
+    actor_class: Any = ray.remote(Supervisor)
+    supervisor = actor_class.options(num_cpus=0).remote(config)
     try:
         ray.get(supervisor.prepare.remote())
-        return ray.get(supervisor.trace.remote(phase, num_tokens))
+        traces: list[RankTrace] = ray.get(supervisor.trace.remote(phase, num_tokens))
+        return traces
     except Exception as error:
-        raise ServerError(f"the ranks cannot be traced: {why(error)}") from error
+        raise ServerError(f"the ranks cannot be traced: {failure_message(error)}") from error
     finally:
         ray.get(supervisor.stop.remote())

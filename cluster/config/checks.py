@@ -52,14 +52,14 @@ def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
 
 
 def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
-    scheduler = config.scheduler
-    if "auto" in (scheduler.max_num_seqs, scheduler.max_num_batched_tokens):
-        return  # the one makes room for the other
-    if scheduler.max_num_seqs > scheduler.max_num_batched_tokens:
+    seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    if seqs == "auto" or tokens == "auto":
+        return  # an auto limit is chosen to fit the other limit
+    if seqs > tokens:
         yield Problem(
             "scheduler.max_num_seqs",
-            f"{scheduler.max_num_seqs} sequences cannot take a token each within "
-            f"scheduler.max_num_batched_tokens = {scheduler.max_num_batched_tokens}; "
+            f"{seqs} sequences cannot take a token each within "
+            f"scheduler.max_num_batched_tokens = {tokens}; "
             "lower the first or raise the second",
             ("scheduler.max_num_batched_tokens",),
         )

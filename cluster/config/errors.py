@@ -35,7 +35,7 @@ class ConfigError(ValueError):
         self.problems = problems
 
     def __str__(self) -> str:
-        return self.args[0]
+        return str(self.args[0])
 
     @classmethod
     def of(
@@ -93,7 +93,8 @@ def _leaves(node: JsonSchema, root: JsonSchema, prefix: str) -> Iterator[tuple[s
 
 def _follow(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
     if "$ref" in schema:
-        return root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+        definition: JsonSchema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+        return definition
     return schema
 
 

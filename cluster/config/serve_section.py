@@ -142,7 +142,8 @@ class ServeConfig(Section):
 
 def open_choices_limit(serve: ServeConfig, num_running: int) -> int:
     """Choices one ingress takes at once: its share of what can run and of the queue behind that."""
-    queued = serve.max_queued_requests
-    if queued == "auto":
+    if serve.max_queued_requests == "auto":
         queued = max(QUEUE_DEPTH * num_running, MIN_QUEUED)
+    else:
+        queued = serve.max_queued_requests
     return -(-(num_running + queued) // serve.replicas)

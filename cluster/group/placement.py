@@ -1,4 +1,4 @@
-"""Where ranks go: one bundle a node with all its ranks, numbered by (node, device), verified afterwards."""
+"""Places ranks: one bundle per node with all its ranks, numbered by (node, device), verified afterwards."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,34 +10,47 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from workers.config import RankConfig
 
+Node = Mapping[str, Any]  # an entry of ray.nodes()
+
 
 class PlacementError(ValueError):
-    """The ranks cannot be placed as the configuration asks."""
+    """The ranks cannot be placed as the configuration demands."""
 
 
 @dataclass(frozen=True)
 class RankLocation:
-    """Where one rank landed."""
+    """Where one rank runs. `address` is the IPv4 or IPv6 address of its node in the Ray cluster."""
 
     rank: int
     node_id: str
-    host: str
+    address: str
     pid: int
     gpu_ids: tuple[int | str, ...]
 
 
+def nodes() -> list[Node]:
+    """The nodes of the Ray cluster, living or dead."""
+    return list(ray.nodes())  # type: ignore[no-untyped-call]
+
+
+def num_gpus() -> int:
+    """GPUs of the Ray cluster."""
+    return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
+
+
 def create(config: RankConfig) -> PlacementGroup:
-    """One bundle per node. STRICT_SPREAD, since PACK promises nothing about which node holds which rank."""
+    """Reserve one bundle per node. STRICT_SPREAD, because PACK does not fix which node holds which rank."""
     count = config.dims.ranks_per_node
     bundle = {"CPU": float(count)}
     if config.device == "cuda":
         bundle["GPU"] = float(count)
     strategy = "STRICT_PACK" if config.dims.on_one_host else "STRICT_SPREAD"
-    return placement_group([bundle] * config.num_nodes, strategy=strategy)
+    group: PlacementGroup = placement_group([bundle] * config.num_nodes, strategy=strategy)
+    return group
 
 
-def check_gpus(config: RankConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Raise PlacementError where a Ray that gets no further nodes lacks GPUs; `nodes` as of `ray.nodes`."""
+def check_gpus(config: RankConfig, nodes: Sequence[Node]) -> None:
+    """Raise PlacementError if `nodes`, to which no node will be added, lack GPUs."""
     if config.device != "cuda":
         return
     found = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
@@ -49,13 +62,13 @@ def check_gpus(config: RankConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_ready(ready: bool, config: RankConfig, timeout_s: float) -> None:
-    """Raise PlacementError with what was asked and what the cluster has, when the group is not ready."""
+    """Raise PlacementError with the demand and the cluster's resources if the placement group is not ready."""
     if ready:
         return
     device = "GPU" if config.device == "cuda" else "CPU"
     have = [
         f"  {node['NodeManagerHostname']}: {node['Resources'].get(device, 0):g} {device}"
-        for node in ray.nodes()
+        for node in nodes()
         if node["Alive"]
     ]
     raise PlacementError(
@@ -66,7 +79,7 @@ def check_ready(ready: bool, config: RankConfig, timeout_s: float) -> None:
 
 
 def actor_options(config: RankConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Ray options of one rank. A rank that dies is not restarted alone: it would have no communicator."""
+    """Ray options of one rank. Ray does not restart a dead rank, because it would be in no process group."""
     return {
         "num_cpus": 1,
         "num_gpus": 1 if config.device == "cuda" else 0,
@@ -80,27 +93,26 @@ def actor_options(config: RankConfig, group: PlacementGroup, rank: int) -> dict[
 
 
 def verify(locations: list[RankLocation], config: RankConfig) -> None:
-    """Each node must hold one run of consecutive ranks. Raises PlacementError with the table."""
+    """Raise PlacementError, with a table, unless each node holds one run of consecutive ranks."""
     count = config.dims.ranks_per_node
-    runs = [
-        [locations[rank].node_id for rank in config.dims.ranks_of_node(node)]
-        for node in range(config.num_nodes)
-    ]
+    nodes = [location.node_id for location in locations]
+    runs = [nodes[start : start + count] for start in range(0, len(nodes), count)]
     heads = [run[0] for run in runs]
     if all(len(set(run)) == 1 for run in runs) and len(set(heads)) == len(heads):
         return
     table = "\n".join(
-        f"  rank {location.rank}: {location.host} (node {location.node_id[:8]})"
+        f"  rank {location.rank}: {location.address} (node {location.node_id[:8]})"
         for location in locations
     )
     raise PlacementError(f"ranks did not land {count} to a node in order:\n{table}")
 
 
 def visible_gpus(locations: Sequence[RankLocation], rank: int) -> tuple[int | str, ...]:
-    """The GPUs that a rank's process is to see, none on CPU: its own, then those of the ranks beside it.
+    """The GPUs that a rank's process sees, none on CPU: its own first, then those of the ranks of its node.
 
-    Ray shows it its own alone, and then the driver does not know that memory which ranks share lies on another GPU.
+    Ray would show the process its own GPU alone. The CUDA driver then would not know that memory shared between ranks
+    lies on another GPU.
     """
     own = locations[rank]
-    beside = [other for other in locations if other.node_id == own.node_id and other is not own]
-    return tuple(gpu for location in (own, *beside) for gpu in location.gpu_ids)
+    others = [other for other in locations if other.node_id == own.node_id and other is not own]
+    return tuple(gpu for location in (own, *others) for gpu in location.gpu_ids)

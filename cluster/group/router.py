@@ -1,54 +1,63 @@
-"""Which rank gets the next request. Pure policy: no Ray, no clock, no I/O.
+"""Chooses the rank of each request. Pure policy: no Ray, no clock, no I/O.
 
-A rank's load is the number of tokens, prompt and expected output, of the requests it has not finished. What this
-ingress sent is counted here, at once and exactly, so that a burst cannot pile up on one rank while news of it is on
-its way.
+The ranks of all groups are numbered one after another. A rank's load is the number of tokens, prompt and expected
+output, of its unfinished requests. The load that this ingress sent is counted here, at once and exactly, so that a
+burst cannot pile up on one rank while reports of it are on their way.
 
-What other ingresses sent is told by the rank with every message of its token stream, and is late. If each of k
-ingresses took all of it for true, each would fill the whole gap of a rank that was empty a moment ago, and they would
-fill it k times. So each evens out its k-th: own tokens count in full, those of the others divided by k. In simulations
-with news 60 requests old, the spread between ranks stayed within a quarter of that without any news, where counting the
-others in full more than doubled it; with fresh news, and with ingresses of unequal traffic, it is better than without.
-Equal ranks take turns from a different start in each ingress.
+Each rank reports the load of the other ingresses with every message of its token stream; the report is late. If each
+of k ingresses took it for exact, each would fill the whole gap of a rank that was empty a moment ago, and together they
+would fill it k times. So an ingress evens out its k-th part: its own tokens count in full, those of other ingresses
+divided by k. In simulations with reports 60 requests old, the spread between ranks stayed within a quarter of the
+spread without reports; counting the load of other ingresses in full more than doubled it. With fresh reports, and with
+ingresses of unequal traffic, it is better than without. Equal ranks take turns from a different start in each ingress.
 
-A rank that has computed a prefix of the prompt need not do so again, but it must not get everything because of that.
-So a rank that may hold the whole prompt is allowed a lead over the others of `LEAD` requests of this size; one that
-may hold half of it is allowed half of that. This bounds the imbalance however many requests share a prefix: what does
-not fit under the lead goes to the least loaded rank, which holds the prefix too from then on. Counted in requests, not
-in tokens saved, the rule is the same for short and long answers.
-What a rank holds is guessed from what was sent there: its last prompts, as many tokens as its cache has room for.
+A rank that holds a prefix of the prompt in its cache need not compute it again, but must not get every such request.
+So a rank that may hold the whole prompt is allowed a lead over the other ranks of `LEAD` requests of this size; a rank
+that may hold half of it is allowed half of that. This bounds the imbalance however many requests share a prefix: a
+request that does not fit under the lead goes to the least loaded rank, which holds the prefix too from then on. The
+lead is counted in requests, not in tokens saved, so that the rule is the same for short and long answers.
+What a rank holds is estimated from its last prompts, up to the number of tokens that its cache has room for.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
 
 CHUNK = 32
-"""Tokens of a prompt that are known or unknown together."""
+"""Tokens of a prompt that are cached or not cached together."""
 
 LEAD = 4
 """Requests by which a rank may be ahead when it holds the whole prompt.
 
-Simulated with 20 shared prefixes over 4 ranks: 2 found 90 to 95 % of what could be found, 4 finds 91 to 97 %, and the
-most loaded rank had 19 % instead of 15 % more than the mean with 24 requests under way, 2 % more in a burst of 400.
+Simulated with 20 shared prefixes over 4 ranks: a lead of 2 found 90 to 95 % of the prefixes, 4 finds 91 to 97 %. The
+most loaded rank had 19 % instead of 15 % more than the mean with 24 requests in flight, 2 % more in a burst of 400.
 """
 
 MAX_CHUNKS = 32_768
-"""Chunks remembered of each rank, some 100 bytes each, whatever its cache has room for."""
+"""Most chunks that are remembered of a rank, about 100 bytes each."""
 
 
 class Router:
     """The view of one ingress.
 
+    group_sizes   ranks of each group
     num_replicas  ingresses that share the ranks
-    start         the rank that begins when all are equal; a random one, so that ingresses do not move in step
-    cache_tokens  room of one rank's prefix cache; 0 = it has none
+    start         first rank when all are equal; a random one, so that ingresses do not move in step
+    cache_tokens  room of one rank's prefix cache; 0 without a cache
     """
 
     def __init__(
-        self, num_ranks: int, *, num_replicas: int = 1, start: int = 0, cache_tokens: int = 0
+        self,
+        group_sizes: Sequence[int],
+        *,
+        num_replicas: int = 1,
+        start: int = 0,
+        cache_tokens: int = 0,
     ) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks: needs at least 1, got {num_ranks}")
+        if not group_sizes or min(group_sizes) < 1:
+            raise ValueError(f"every group needs at least 1 rank, got {list(group_sizes)}")
+        self._places = [(group, r) for group, size in enumerate(group_sizes) for r in range(size)]
+        self._numbers = {place: number for number, place in enumerate(self._places)}
+        num_ranks = len(self._places)
         self._outstanding = [0] * num_ranks
         self._others = [0] * num_ranks
         self._num_replicas = num_replicas
@@ -58,8 +67,16 @@ class Router:
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """This ingress's own outstanding tokens by rank."""
+        """The outstanding tokens of this ingress by rank."""
         return tuple(self._outstanding)
+
+    def place(self, number: int) -> tuple[int, int]:
+        """(group, rank in the group) of a rank."""
+        return self._places[number]
+
+    def number(self, group: int, rank: int) -> int:
+        """The number over all groups of a rank of a group."""
+        return self._numbers[group, rank]
 
     def pick(
         self,
@@ -69,9 +86,9 @@ class Router:
         cache_salt: str = "",
         pinned: int | None = None,
     ) -> int:
-        """Choose a rank for a request, or take `pinned`, and count its tokens there until their `release`.
+        """Choose a rank for a request, or take `pinned`, and count the request's tokens there until their `release`.
 
-        num_output: the tokens that its answer is expected to have.
+        num_output: expected tokens of the answer.
         """
         num_tokens = len(prompt_token_ids) + num_output
         chunks = self._chunks(prompt_token_ids, cache_salt)
@@ -83,16 +100,16 @@ class Router:
         return rank
 
     def release(self, rank: int, num_tokens: int) -> None:
-        """Take back tokens of `rank`: all of a request when it ends, or some as they are done."""
+        """Subtract the tokens of a request that has ended."""
         left = self._outstanding[rank] - num_tokens
         assert num_tokens >= 0 and left >= 0, (
             f"rank {rank} has {self._outstanding[rank]} outstanding tokens, release of {num_tokens}"
         )
         self._outstanding[rank] = left
 
-    def report(self, rank: int, others: int) -> None:
-        """`rank` says how many tokens of the other ingresses it has not finished."""
-        self._others[rank] = others
+    def report(self, rank: int, load_of_others: int) -> None:
+        """Note the unfinished tokens that `rank` has of other ingresses."""
+        self._others[rank] = load_of_others
 
     def _choose(self, chunks: list[int], prompt_len: int, num_tokens: int) -> int:
         both = zip(self._outstanding, self._others, strict=True)
@@ -108,7 +125,7 @@ class Router:
         return rank
 
     def _chunks(self, token_ids: Sequence[int], salt: str) -> list[int]:
-        """A hash of each full chunk and all before it. A collision misleads a guess, nothing more."""
+        """A hash of each full chunk and its prefix. A collision misleads an estimate, nothing else."""
         if not self._max_chunks:
             return []
         chunks, parent = [], hash(salt)
@@ -126,7 +143,7 @@ class Router:
 
     def _remember(self, rank: int, chunks: list[int]) -> None:
         held = self._held[rank]
-        for chunk in reversed(chunks):  # the last ones are forgotten first, as in the rank
+        for chunk in reversed(chunks):  # a prompt's last chunks are evicted first, as in the rank
             held[chunk] = None
             held.move_to_end(chunk)
         while len(held) > self._max_chunks:

@@ -1,64 +1,41 @@
-"""The supervisor: a detached actor that owns the placement group and the ranks of one served model.
+"""The supervisor: a detached actor that owns the groups of one served model and the leases of its ingresses.
 
-It brings the ranks up stage by stage, notices when one ends, and shares the fate of the ingress replicas: when
-none has reported for a while it takes the ranks down and exits, so that nothing is left behind.
+It starts and watches the groups, and ends itself with them when no ingress is left, so that no process stays behind.
 """
 
 import asyncio
 import logging
-import os
-import time
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayTaskError
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.exceptions import RayError
 
-from cluster.config.phalanx_config import PhalanxConfig, resolve_rank_config
-from cluster.group import placement
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.resolve import resolve_rank_config
+from cluster.group.group import Group, GroupHealth, GroupMembers, GroupStatus
+from cluster.group.launcher import RankLauncher
+from cluster.group.leases import LEASE_S, Leases
+from cluster.group.placement import num_gpus
 from cluster.metrics.metrics import GAUGES
 from cluster.metrics.snapshot import Snapshot, SnapshotTotals
-from kernels.host.cuda_environment import MULTICAST_OFF
-from workers.rank.actor import PeerFailedError, RankActor, RankFailedError
-from workers.rank.rank_info import RankInfo, Rendezvous, start_stages, total_progress
 from workers.stats.log import set_up_logging
 from workers.trace.spans import RankTrace
-from workers.wire.secure_socket import StreamAddress
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "phalanx"
-LEASE_S = 30.0
-STOPPING = "the server is stopping"
-CULPRIT_S = 2.0  # Ray tells of a process that died within a second
-# What vendors' libraries read reaches the ranks on every node, as it would in a plain process.
-FORWARDED_ENVIRONMENT = (
-    *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
-    *("TRITON_", "FLASHINFER_", "DG_", "EP_", "XDG_CACHE_HOME"),
-)
-NOT_FORWARDED = frozenset({"CUDA_VISIBLE_DEVICES"})  # Ray sets it for each actor
+POLL_S = 0.1
 
-State = Literal["starting", "ready", "failed", "stopped"]
+SupervisorHandle = Any  # ray.actor.ActorHandle of Supervisor
 
 
-class StageTimeoutError(ValueError):
-    """A stage of the start took longer than the configuration allows."""
+@dataclass(frozen=True)
+class Registration:
+    """What an ingress gets with a lease: its id, and the members of every group."""
 
-
-@dataclass
-class GroupStatus:
-    """What the supervisor tells anybody who asks."""
-
-    state: State = "starting"
-    epoch: int = 0
-    stage: str = "placement"
-    stages: list[tuple[str, float]] = field(default_factory=list)
-    progress: tuple[int, int] = (0, 0)
-    error: str = ""
-    infos: list[RankInfo] = field(default_factory=list)
-    locations: list[placement.RankLocation] = field(default_factory=list)
+    lease_id: str
+    groups: list[GroupMembers]
 
 
 def supervisor_name(config: PhalanxConfig) -> str:
@@ -66,304 +43,179 @@ def supervisor_name(config: PhalanxConfig) -> str:
     return f"supervisor:{config.serve.app_name}"
 
 
-def get_or_create(config: PhalanxConfig) -> "ray.actor.ActorHandle":
-    """The supervisor of this configuration, started if it is not there."""
-    return (
-        ray.remote(Supervisor)
-        .options(
-            name=supervisor_name(config),
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            num_cpus=0,
-            max_concurrency=1000,
-        )
-        .remote(config)
-    )
+def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
+    """The supervisor of this configuration, created if there is none."""
+    actor_class: Any = ray.remote(Supervisor)
+    return actor_class.options(
+        name=supervisor_name(config),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        max_concurrency=1000,
+    ).remote(config)
+
+
+async def start(config: PhalanxConfig, *, replace_failed: bool) -> SupervisorHandle:
+    """The supervisor of this configuration, created and started if there is none.
+
+    replace_failed: end a supervisor whose groups have failed, and create another. A server that nothing else
+    watches, as under `serve run`, recovers by this; several ingresses may do it at once.
+    Raises ValueError when a supervisor of this name runs another configuration.
+    """
+    while True:
+        handle = get_or_create(config)
+        try:
+            await handle.start.remote(config)
+            healths: list[GroupHealth] = await handle.healths.remote()
+        except RayError:
+            if not replace_failed:
+                raise
+            await asyncio.sleep(POLL_S)  # it has just ended; its name is free soon
+            continue
+        if not replace_failed or any(h.state not in ("failed", "stopped") for h in healths):
+            return handle
+        logger.warning("replacing a failed supervisor: %s", healths[0].error)
+        await handle.exit.remote()
 
 
 class Supervisor:
-    """Brings the ranks up when constructed; everything is asynchronous, ask `status`."""
+    """Creates the groups; `start` brings them up. Calls return at once, except those that wait for an event."""
 
     def __init__(self, config: PhalanxConfig):
         set_up_logging("supervisor", config.serve.log_level, config.serve.log_format)
         self._config = config
-        # This actor holds no GPU and so sees none: Ray knows what the cluster has.
-        num_gpus = int(ray.cluster_resources().get("GPU", 0))
-        self._rank_config = resolve_rank_config(config, num_gpus=num_gpus)
-        self._status = GroupStatus()
-        self._placement_group: PlacementGroup | None = None
-        self._ranks: list[ray.actor.ActorHandle] = []
-        self._inboxes: list[StreamAddress] = []
-        self._leases: dict[str, float] = {}
+        self._groups = self._create_groups(config)
+        self._leases = Leases(config.cluster.start_timeout_s)
         self._metrics = SnapshotTotals()
         self._drain_timeout_s = 0.0
         self._draining = asyncio.Event()
         self._drained: set[str] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _create_groups(self, config: PhalanxConfig) -> list[Group]:
+        """The groups of the configuration: one."""
+        # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
+        rank_config = resolve_rank_config(config, num_gpus=num_gpus())
+        cluster = config.cluster
+        launcher = RankLauncher(rank_config, joined=cluster.ray_address is not None)
+        name = config.serve.app_name
+        return [Group(name, rank_config, launcher, start_timeout_s=cluster.start_timeout_s)]
 
     async def start(self, config: PhalanxConfig) -> None:
-        """Begin, once. Raises ValueError when this supervisor runs another configuration."""
+        """Bring the groups up; the first call alone has an effect. Raises ValueError for another configuration."""
         if config != self._config:
             raise ValueError(
                 f"application {config.serve.app_name!r} is already running with another configuration; "
                 "stop it first, or give this one another serve.app_name"
             )
-        if self._task is None:
-            self._task = asyncio.create_task(self._live())
+        if not self._tasks:
+            jobs = [self._run(group) for group in self._groups]
+            self._tasks = [asyncio.create_task(job) for job in (*jobs, self._watch_leases())]
 
-    async def status(self) -> GroupStatus:
-        """Where the group is."""
-        stage = self._status.stage
-        if self._status.state == "starting" and stage in start_stages(self._rank_config.device):
-            parts = await asyncio.gather(
-                *(rank.progress.remote() for rank in self._ranks), return_exceptions=True
-            )
-            known = [part for part in parts if isinstance(part, tuple)]
-            self._status.progress = total_progress(stage, known)
-        return self._status
+    async def status(self) -> list[GroupStatus]:
+        """Every group with its progress, for people."""
+        return [await group.refreshed_status() for group in self._groups]
 
-    async def ranks(self) -> list["ray.actor.ActorHandle"]:
-        """Handles of the ranks, in rank order."""
-        return self._ranks
+    async def healths(self) -> list[GroupHealth]:
+        """The health of every group."""
+        return [group.health for group in self._groups]
 
-    async def heartbeat(self, ingress_id: str, metrics: Snapshot) -> tuple[State, str]:
-        """An ingress is alive and has counted `metrics`; it learns the group's state, and what went wrong if it did."""
-        self._leases[ingress_id] = time.monotonic()
+    async def changed_healths(self, seen: list[GroupHealth]) -> list[GroupHealth]:
+        """The health of every group, as soon as one differs from `seen`."""
+        waits = [
+            asyncio.ensure_future(group.changed(health))
+            for group, health in zip(self._groups, seen, strict=True)
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return await self.healths()
+
+    async def register(self, ingress_id: str) -> Registration:
+        """Give an ingress a lease and the members of all groups."""
+        members = [group.members for group in self._groups]
+        return Registration(self._leases.open(ingress_id), members)
+
+    async def heartbeat(self, ingress_id: str, lease_id: str, metrics: Snapshot) -> bool:
+        """Whether the lease was valid; it is renewed then. An ingress without a lease must register again."""
         self._metrics.put(ingress_id, metrics)
-        return self._status.state, self._status.error
+        return self._leases.renew(lease_id)
+
+    async def unregister(self, lease_id: str) -> None:
+        """An ingress has ended."""
+        self._leases.close(lease_id)
+        self._close_streams(lease_id)
 
     async def ingress_metrics(self, ingress_id: str, metrics: Snapshot) -> Snapshot:
-        """What all ingresses have counted; `metrics` is the latest of the one that asks."""
+        """The sum of the counts of all ingresses; `metrics` are the latest of the calling one."""
         self._metrics.put(ingress_id, metrics)
         return self._metrics.total()
 
     async def drain(self, timeout_s: float) -> None:
-        """Tell every ingress to finish what it has within so many seconds, and to take nothing new."""
+        """Let every ingress refuse new requests and finish its open ones within `timeout_s` seconds."""
+        for group in self._groups:
+            group.drain()
         self._drain_timeout_s = timeout_s
         self._draining.set()
 
-    async def drain_asked(self) -> float:
-        """Returns, with drain's argument, when that has been called; an ingress waits here."""
+    async def drain_requested(self) -> float:
+        """Return the argument of `drain` once it has been called; ingresses wait here."""
         await self._draining.wait()
         return self._drain_timeout_s
 
     async def drained(self, ingress_id: str) -> None:
-        """An ingress has finished."""
+        """An ingress has finished its requests."""
         self._drained.add(ingress_id)
 
     async def is_drained(self) -> bool:
-        """Whether every ingress has finished."""
-        return self._drained >= self._leases.keys()
-
-    async def stop(self) -> None:
-        """Stop the ranks and give back everything they hold."""
-        were_ready = self._status.state == "ready"
-        # First, since whoever sees a rank end asks why.
-        self._status.state, self._status.error = "stopped", STOPPING
-        if were_ready:
-            done = [rank.done.remote() for rank in self._ranks]
-            self._ranks[0].stop.remote()
-            try:
-                await asyncio.wait_for(asyncio.gather(*done, return_exceptions=True), timeout=3)
-            except TimeoutError:
-                logger.warning("ranks did not stop within 3 s and are killed")
-        self._release("stopped", STOPPING)
-
-    async def _live(self) -> None:
-        try:
-            await self._bring_up()
-        except Exception as error:
-            if self._status.state == "stopped":
-                return  # the ranks went away because they were told to
-            # A user's mistake is told by its message alone, which the console shows anyway.
-            level = logging.DEBUG if isinstance(error, ValueError) else logging.ERROR
-            logger.log(level, "start failed at stage %s", self._status.stage, exc_info=True)
-            self._release("failed", f"start failed at stage {self._status.stage!r}: {why(error)}")
-            return
-        watchers = [
-            asyncio.create_task(self._watch_ranks()),
-            asyncio.create_task(self._watch_leases()),
-        ]
-        await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+        """Whether every ingress has finished its requests."""
+        return self._drained >= self._leases.ingress_ids
 
     async def prepare(self) -> None:
-        """Bring the ranks up to where their engines can be made."""
-        config, timeout_s = self._rank_config, self._config.cluster.start_timeout_s
-        await self._stage("placement", self._place(timeout_s))
-        await self._stage("processes", self._locate())
-        host, port = await self._ranks[0].host_rendezvous.remote()
-        name = f"{self._config.serve.app_name}-{os.getpid()}-{self._status.epoch}"
-        rendezvous = Rendezvous(host, port, name, self._status.epoch)
-        locations = self._status.locations
-        joined = [
-            rank.join_group.remote(rendezvous, timeout_s, placement.visible_gpus(locations, index))
-            for index, rank in enumerate(self._ranks)
-        ]
-        await self._stage("group", _gather(joined))
-        for stage in start_stages(config.device):
-            await self._stage(stage, self._all("run_stage", stage))
+        """Bring all ranks up to the point where an engine can start, for `trace`."""
+        for group in self._groups:
+            await group.prepare()
 
     async def trace(self, phase: str, num_tokens: int) -> list[RankTrace]:
-        """A step of so many tokens on every rank, whole and in slices; after `prepare`."""
-        return await self._stage("trace", self._all("trace", phase, num_tokens))
+        """Run a step of `num_tokens` tokens on every rank, whole and in ubatches; after `prepare`."""
+        return [trace for group in self._groups for trace in await group.trace(phase, num_tokens)]
 
-    async def _bring_up(self) -> None:
-        await self.prepare()
-        config = self._rank_config
-        inboxes = self._inboxes
-        started = [
-            rank.start.remote(config.dims.of_peers(index, inboxes))
-            for index, rank in enumerate(self._ranks)
-        ]
-        self._status.infos = await self._stage("engines", _gather(started))
-        assert len(self._status.infos) == config.num_ranks
-        self._status.state = "ready"
+    async def stop(self) -> None:
+        """Stop all groups and give back their resources."""
+        await asyncio.gather(*(group.stop() for group in self._groups))
 
-    async def _stage(self, name: str, work: Awaitable[Any]) -> Any:
-        self._status.stage, self._status.progress = name, (0, 0)
-        started = time.monotonic()
-        timeout_s = self._config.cluster.start_timeout_s
-        try:
-            result = await asyncio.wait_for(work, timeout_s)
-        except TimeoutError as error:
-            raise StageTimeoutError(
-                f"not done after {timeout_s:g} s; cluster.start_timeout_s allows more"
-            ) from error
-        self._status.stages.append((name, time.monotonic() - started))
-        return result
+    async def exit(self) -> None:
+        """Stop all groups and end this actor."""
+        await self.stop()
+        _kill_own_actor()
 
-    async def _place(self, timeout_s: float) -> None:
-        config = self._rank_config
-        if self._config.cluster.ray_address is None:
-            placement.check_gpus(config, ray.nodes())
-        self._placement_group = group = placement.create(config)
-        wait_s = min(timeout_s, 60.0)
-        ready = await asyncio.to_thread(group.wait, wait_s)
-        placement.check_ready(ready, config, wait_s)
-        actor_class = ray.remote(RankActor)
-        environment = self._environment()
-        extra = {"runtime_env": {"env_vars": environment}} if environment else {}
-        self._ranks = [
-            actor_class.options(**placement.actor_options(config, group, rank), **extra).remote(
-                rank, config
-            )
-            for rank in config.dims.ranks()
-        ]
-
-    def _environment(self) -> dict[str, str]:
-        """Variables of the ranks' processes. A local Ray inherits ours; on a cluster they have to be carried along.
-
-        Ray starts a new process for ranks that need any, where others wait already.
-        """
-        joined = self._config.cluster.ray_address is not None
-        forwarded = _forwarded_environment() if joined else {}
-        if self._rank_config.device != "cuda":
-            return forwarded
-        inherited = os.environ if len(ray.nodes()) == 1 else {}
-        needed = {k: v for k, v in MULTICAST_OFF.items() if inherited.get(k) != v}
-        return forwarded | needed
-
-    async def _locate(self) -> None:
-        described = await self._all("describe")
-        self._inboxes = [facts["inbox"] for facts in described]
-        self._status.locations = [
-            placement.RankLocation(
-                rank, facts["node_id"], facts["host"], facts["pid"], tuple(facts["gpu_ids"])
-            )
-            for rank, facts in enumerate(described)
-        ]
-        placement.verify(self._status.locations, self._rank_config)
-
-    async def _all(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` on every rank at once; the first failure is raised at once."""
-        return await _gather([getattr(rank, method).remote(*args) for rank in self._ranks])
-
-    async def _watch_ranks(self) -> None:
-        """Ends when a rank ends: a group with a missing rank cannot take another step."""
-        done = [asyncio.ensure_future(_wait(rank.done.remote())) for rank in self._ranks]
-        for task in done:  # the others end with an error too, once killed; unread, asyncio logs it
-            task.add_done_callback(_read_error)
-        ended = await _first_to_end(done)
-        if self._status.state == "ready":
-            error = ended.exception()
-            reason = why(error) if error is not None else "left its loop"
-            self._release("failed", f"rank {done.index(ended)}: {reason}")
+    async def _run(self, group: Group) -> None:
+        await group.start()
+        if group.health.alive:
+            await group.watch()
 
     async def _watch_leases(self) -> None:
-        """Frees what a vanished ingress had open; ends the whole group when the last one is gone."""
-        started = time.monotonic()
-        while self._status.state == "ready":
+        """Free what an expired ingress had open; end this actor when no ingress is left."""
+        while not self._leases.abandoned():
             await asyncio.sleep(LEASE_S / 10)
-            now = time.monotonic()
-            for ingress_id in [k for k, seen in self._leases.items() if now - seen > LEASE_S]:
-                del self._leases[ingress_id]
+            for lease_id, ingress_id in self._leases.expire():
+                logger.warning(
+                    "%s sent no heartbeat for %g s; its streams end", ingress_id, LEASE_S
+                )
                 self._metrics.retire(ingress_id, GAUGES)
-                for rank in self._ranks:
-                    rank.close_ingress.remote(ingress_id)
-            if not self._leases and now - started > self._config.cluster.start_timeout_s:
-                self._release("stopped", "no ingress is left")
-                ray.actor.exit_actor()
+                self._close_streams(lease_id)
+        logger.info("no ingress is left")
+        await self.exit()
 
-    def _release(self, state: State, error: str) -> None:
-        self._status.state, self._status.error = state, error
-        for rank in self._ranks:
-            ray.kill(rank)
-        if self._placement_group is not None:
-            remove_placement_group(self._placement_group)
-            self._placement_group = None
+    def _close_streams(self, lease_id: str) -> None:
+        for group in self._groups:
+            if group.health.alive:
+                group.close_stream(lease_id)
 
 
-async def _wait(ref: "ray.ObjectRef") -> Any:
-    return await ref
-
-
-async def _first_to_end(done: list[asyncio.Task]) -> asyncio.Task:
-    """Of the ranks' ends the first; but one that only noticed another's end gives that CULPRIT_S to be told."""
-    noticed: list[asyncio.Task] = []
-    waiting = set(done)
-    while waiting:
-        ended, waiting = await asyncio.wait(
-            waiting,
-            timeout=CULPRIT_S if noticed else None,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if not ended:
-            break
-        for task in ended:
-            if not isinstance(_cause(task.exception()), PeerFailedError):
-                return task
-            noticed.append(task)
-    return noticed[0]
-
-
-def _read_error(task: asyncio.Task) -> None:
-    if not task.cancelled():
-        task.exception()
-
-
-async def _gather(refs: list["ray.ObjectRef"]) -> list[Any]:
-    return await asyncio.gather(*(_wait(ref) for ref in refs))
-
-
-def why(error: BaseException) -> str:
-    """What happened, without the remote traceback that Ray puts around it; the log has that."""
-    error = _cause(error)
-    if isinstance(error, ActorDiedError):
-        # Of what was raised in the actor's constructor only the text comes; its last line says what.
-        return str(error).splitlines()[-1] if error.actor_init_failed else "its process died"
-    told = isinstance(error, ValueError | RankFailedError)
-    return str(error) if told else f"{type(error).__name__}: {error}"
-
-
-def _cause(error: BaseException | None) -> BaseException | None:
-    """What was raised remotely."""
-    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
-
-
-def _forwarded_environment() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name.startswith(FORWARDED_ENVIRONMENT) and name not in NOT_FORWARDED
-    }
+def _kill_own_actor() -> None:
+    """End this process. `ray.actor.exit_actor` would only end the asyncio task that calls it."""
+    ray.kill(ray.get_runtime_context().current_actor)

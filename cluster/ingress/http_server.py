@@ -28,7 +28,7 @@ class HttpServer:
                 lifespan="off",
                 access_log=False,
                 log_config=None,  # its warnings leave the way of all others
-                timeout_keep_alive=config.limits.keep_alive_s,
+                timeout_keep_alive=config.limits.keep_alive_s,  # type: ignore[arg-type]  # a float works too
                 timeout_graceful_shutdown=SHUTDOWN_S,
             )
         )

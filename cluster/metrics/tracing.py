@@ -9,6 +9,7 @@ import logging
 import os
 import threading
 import time
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -64,10 +65,7 @@ def _exporter_class() -> tuple[Any, bool]:
         raise ConfigError.of("environment", [Problem("serve.tracing", wanted)])
     package = "http" if protocol == PROTOCOLS[0] else "grpc"
     try:
-        if package == "http":
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        else:
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        module = import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
     except ImportError as error:
         install = (
             "pip install -e '.[tracing]'"
@@ -84,7 +82,7 @@ def _exporter_class() -> tuple[Any, bool]:
                 )
             ],
         ) from error
-    return OTLPSpanExporter, package == "http"
+    return module.OTLPSpanExporter, package == "http"
 
 
 class RequestTracer:

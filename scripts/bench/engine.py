@@ -8,7 +8,8 @@ import json
 import random
 import time
 
-from cluster.config.phalanx_config import load_config, resolve_rank_config
+from cluster.config.load import load_config
+from cluster.config.resolve import resolve_rank_config
 from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams

@@ -22,14 +22,18 @@ import typer
 from ray import serve
 
 from cluster.commands.serve import RAY_ENVIRONMENT
-from cluster.config.phalanx_config import PhalanxConfig, load_config
+from cluster.config.load import load_config
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.resolve import resolve_rank_config
 from cluster.group import supervisor
+from cluster.group.group import Group
+from cluster.group.launcher import RankLauncher
 from cluster.ingress.ingress import Ingress
 from scripts.bench import ROOT
 from scripts.bench.results import origin, save
 from scripts.bench.servers import free_port
 from workers.engine.open_requests import OpenRequests
-from workers.rank.actor import RankActor
+from workers.rank.actor import RankActor, node_address
 from workers.rank.rank_info import RankInfo
 from workers.stats.stats import EngineStats
 from workers.wire.inbox import Inbox
@@ -96,12 +100,13 @@ class PacedRankActor(RankActor):
     """A rank's actor shell around a PacedEngine."""
 
     def __init__(self, rank: int, step_s: float):
+        self._index, self._epoch = rank, 0
         self._senders: dict[str, Any] = {}
         self._info: dict[str, Any] = {}
         engine = PacedEngine(self._publish, step_s)
-        self._rank = SimpleNamespace(rank=rank, engine=engine)
+        self._rank = SimpleNamespace(engine=engine)
         self._done = None
-        self._inbox = Inbox(ray.util.get_node_ip_address())
+        self._inbox = Inbox(node_address())
         self._inbox.deliver_to(engine)
 
     async def set_step(self, step_s: float) -> None:
@@ -109,23 +114,35 @@ class PacedRankActor(RankActor):
         self._rank.engine.step_s = step_s
 
     async def begin(self) -> None:
-        """What `start` does of it."""
+        """The part of `start` that a PacedEngine needs."""
         self._done = asyncio.get_running_loop().create_future()
 
 
+class PacedGroup(Group):
+    """Starts paced ranks in place of real ranks."""
+
+    def __init__(self, config: PhalanxConfig, step_s: float):
+        cluster = config.cluster
+        rank_config = resolve_rank_config(config, num_gpus=0)
+        launcher = RankLauncher(rank_config, joined=False)
+        super().__init__("paced", rank_config, launcher, start_timeout_s=cluster.start_timeout_s)
+        self._step_s = step_s
+
+    async def start(self) -> None:
+        """Serve at once."""
+        actor = ray.remote(PacedRankActor).options(num_cpus=0)
+        self._ranks = [actor.remote(i, self._step_s) for i in self._config.dims.ranks()]
+        await asyncio.gather(*[rank.begin.remote() for rank in self._ranks])
+        self.status.infos = [RANK_INFO]
+        self._set_state("serving")
+
+
 class PacedSupervisor(supervisor.Supervisor):
-    """Brings up paced ranks in place of real ones."""
+    """Owns a PacedGroup."""
 
     def __init__(self, config: PhalanxConfig, step_s: float):
         super().__init__(config)
-        self._step_s = step_s
-
-    async def _bring_up(self) -> None:
-        actor = ray.remote(PacedRankActor).options(num_cpus=0)
-        self._ranks = [actor.remote(i, self._step_s) for i in range(self._config.cluster.ranks)]
-        await asyncio.gather(*[rank.begin.remote() for rank in self._ranks])
-        self._status.infos = [RANK_INFO]
-        self._status.state = "ready"
+        self._groups = [PacedGroup(config, step_s)]
 
 
 RANK_INFO = RankInfo(
@@ -202,7 +219,7 @@ def main(
     config = load_config(ROOT / "configs" / "local.yaml", sets)
     start(config, STEPS_MS[0] / 1e3)
     owner = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
-    actors = ray.get(owner.ranks.remote())
+    actors = ray.get(owner.register.remote("bench")).groups[0].ranks
     url = f"http://127.0.0.1:{port}"
     report = {
         **origin(0, None, served=True),

@@ -20,7 +20,8 @@ import torch
 
 from cluster.bench.roofline import Hardware, Part, step_floor, step_floors
 from cluster.bench.step_work import StepShape
-from cluster.config.phalanx_config import load_config, resolve_rank_config
+from cluster.config.load import load_config
+from cluster.config.resolve import resolve_rank_config
 from scripts.bench import ROOT
 from scripts.bench.processes import add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write

@@ -4,7 +4,8 @@ import pytest
 
 from cluster.config import api_keys
 from cluster.config.api_keys import ApiKeyError, digest, load_digests, read_keys_file
-from cluster.config.phalanx_config import ConfigError, load_config
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
 from tests.unit.api_fakes import Api, assert_error, tiny_checkpoint
 
 KEYS = ("first-key", "second-key")

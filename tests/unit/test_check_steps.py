@@ -12,7 +12,8 @@ from cluster.cli import app
 from cluster.commands import check as check_module
 from cluster.commands import check_memory, check_steps
 from cluster.commands.check import CheckReport, check, render
-from cluster.config.phalanx_config import ConfigError, load_config
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
 from kernels.backends.select import Capabilities
 from tests.distributed import deep_ep_fake
 from workers.rank.backend_choice import GraphsUnavailableError

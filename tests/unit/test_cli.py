@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from cluster.cli import app
 from cluster.commands import check as checking
-from cluster.config.phalanx_config import json_schema, load_config
+from cluster.config.load import load_config
+from cluster.config.phalanx_config import json_schema
 from workers.models.qwen3_moe.config import load_model_config
 from workers.weights.checkpoint import make_checkpoint
 

@@ -8,15 +8,10 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.config.errors import leaf_schemas
-from cluster.config.phalanx_config import (
-    ConfigError,
-    PhalanxConfig,
-    json_schema,
-    load_config,
-    resolve_rank_config,
-    resolve_threads,
-)
+from cluster.config.errors import ConfigError, leaf_schemas
+from cluster.config.load import load_config
+from cluster.config.phalanx_config import PhalanxConfig, json_schema
+from cluster.config.resolve import resolve_rank_config, resolve_threads
 from workers.weights.checkpoint import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -370,7 +365,7 @@ def test_device_auto_wants_a_gpu_for_every_rank(
 def test_threads_auto_share_all_cores_but_one(
     yaml_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, threads: int
 ) -> None:
-    monkeypatch.setattr("cluster.config.phalanx_config.available_cores", lambda: cores)
+    monkeypatch.setattr("cluster.config.resolve.available_cores", lambda: cores)
     assert resolve_threads(load_config(yaml_path, [f"cluster.ranks={ranks}"])) == threads
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.phalanx_config import (
-    ConfigError,
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
+from cluster.config.resolve import (
     check_num_ranks,
-    load_config,
     max_num_seqs,
     resolve_rank_config,
     resolve_scheduler,

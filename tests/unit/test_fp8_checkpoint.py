@@ -131,7 +131,7 @@ def test_other_weights_are_rounded_as_they_come(tmp_path: Path) -> None:
 
 def test_check_counts_what_the_experts_take(tmp_path: Path) -> None:
     from cluster.commands.check import check
-    from cluster.config.phalanx_config import load_config
+    from cluster.config.load import load_config
 
     def weights(folder: str, gemm: str, device: str = "cuda") -> int:
         yaml = tmp_path / f"{folder}.yaml"

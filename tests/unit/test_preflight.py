@@ -12,7 +12,8 @@ from cluster.commands import preflight, serve
 from cluster.commands.check import check
 from cluster.commands.preflight import Preflight
 from cluster.commands.serve import ServerError
-from cluster.config.phalanx_config import PhalanxConfig, load_config
+from cluster.config.load import load_config
+from cluster.config.phalanx_config import PhalanxConfig
 from kernels.backends.select import BackendChoiceError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -69,8 +70,8 @@ def _runs(process: int) -> bool:
 def test_warnings_are_told_once(answer, monkeypatch, capsys, tmp_path) -> None:
     monkeypatch.setattr(serve.console, "file", None)
     process = answer(pickle.dumps(["few cores", "no keys"]))
-    serve._tell(process)
-    serve._tell(process)
+    serve._print_warnings(process)
+    serve._print_warnings(process)
     assert process.done()
     assert capsys.readouterr().out == "  warning: few cores\n  warning: no keys\n"
     assert pickle.loads((tmp_path / "question").read_bytes()) == (_config(), 3)

@@ -18,14 +18,14 @@ def prompt(*chunks: int) -> list[int]:
 
 
 def test_equal_ranks_take_turns():
-    router = Router(3)
+    router = Router([3])
     assert [router.pick([0] * 4, 6) for _ in range(6)] == [0, 1, 2, 0, 1, 2]
     assert router.outstanding == (20, 20, 20)
-    assert Router(3, start=5).pick([0], 1) == 2
+    assert Router([3], start=5).pick([0], 1) == 2
 
 
 def test_idle_ranks_take_turns_when_each_request_ends_at_once():
-    router = Router(3)
+    router = Router([3])
     picks = []
     for _ in range(6):
         rank = router.pick([0], 4)
@@ -35,7 +35,7 @@ def test_idle_ranks_take_turns_when_each_request_ends_at_once():
 
 
 def test_long_request_sends_the_next_elsewhere():
-    router = Router(2)
+    router = Router([2])
     assert router.pick([0] * 500, 500) == 0
     assert [router.pick([0], 9) for _ in range(5)] == [1] * 5
     router.release(0, 1000)
@@ -43,7 +43,7 @@ def test_long_request_sends_the_next_elsewhere():
 
 
 def test_partial_release_counts():
-    router = Router(2)
+    router = Router([2])
     router.pick([0], 99)
     router.pick([0], 59)
     router.release(0, 50)
@@ -51,27 +51,34 @@ def test_partial_release_counts():
 
 
 def test_a_pinned_request_goes_where_it_is_told_and_counts():
-    router = Router(2)
+    router = Router([2])
     assert [router.pick([0], 9, pinned=1) for _ in range(3)] == [1, 1, 1]
     assert router.outstanding == (0, 30)
     assert [router.pick([0], 9) for _ in range(3)] == [0, 0, 0]
 
 
 def test_more_released_than_picked_is_our_bug():
-    router = Router(2)
+    router = Router([2])
     router.pick([0], 9)
     with pytest.raises(AssertionError, match="rank 0"):
         router.release(0, 11)
 
 
+def test_ranks_of_all_groups_are_numbered_one_after_another():
+    router = Router([2, 3])
+    assert [router.place(number) for number in range(5)] == [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2)]
+    assert [router.number(*router.place(number)) for number in range(5)] == list(range(5))
+    assert sorted(router.pick([0], 1) for _ in range(5)) == list(range(5))
+
+
 def test_needs_a_rank():
-    with pytest.raises(ValueError, match="num_ranks"):
-        Router(0)
+    with pytest.raises(ValueError, match="at least 1 rank"):
+        Router([0])
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 500), max_size=200), st.randoms())
 def test_always_a_least_loaded_rank_and_spread_is_bounded(num_ranks, sizes, rnd):
-    router = Router(num_ranks)
+    router = Router([num_ranks])
     open_requests = []
     for size in sizes:
         before = router.outstanding
@@ -86,7 +93,7 @@ def test_always_a_least_loaded_rank_and_spread_is_bounded(num_ranks, sizes, rnd)
 
 
 def test_a_conversation_returns_to_its_rank():
-    router = Router(4, cache_tokens=ROOM)
+    router = Router([4], cache_tokens=ROOM)
     for turn in range(1, 5):
         for chat in range(8):
             history = prompt(*(100 * chat + part for part in range(turn)))
@@ -97,7 +104,7 @@ def test_a_conversation_returns_to_its_rank():
 
 def test_the_lead_of_a_rank_is_bounded_and_in_proportion_to_what_it_holds():
     for known, rest in ((4, 0), (2, 2)):
-        router = Router(2, cache_tokens=ROOM)
+        router = Router([2], cache_tokens=ROOM)
         router.pick(prompt(*range(known)), 0, pinned=0)
         router.release(0, known * CHUNK)
         ahead = 0
@@ -108,19 +115,19 @@ def test_the_lead_of_a_rank_is_bounded_and_in_proportion_to_what_it_holds():
 
 
 def test_other_salts_and_other_beginnings_have_no_lead():
-    router = Router(2, cache_tokens=ROOM)
+    router = Router([2], cache_tokens=ROOM)
     router.pick(prompt(1, 2, 3), 10, cache_salt="a", pinned=0)
     assert router.pick(prompt(1, 2, 3), 10, cache_salt="b") == 1
     router.pick([], 200, pinned=1)
     router.release(0, 3 * CHUNK + 10)
     assert router.pick(prompt(1, 2, 3), 10, cache_salt="a", pinned=None) == 0
-    fresh = Router(2, cache_tokens=ROOM)
+    fresh = Router([2], cache_tokens=ROOM)
     fresh.pick(prompt(1, 2, 3), 10, pinned=0)
     assert fresh.pick(prompt(2, 3), 10) == 1
 
 
 def test_only_what_a_rank_has_room_for_is_remembered_and_longest_unused_goes_first():
-    router = Router(2, cache_tokens=4 * CHUNK)
+    router = Router([2], cache_tokens=4 * CHUNK)
     for name in (1, 2, 3):
         router.pick(prompt(name, 10 + name), 0, pinned=0)
         router.release(0, 2 * CHUNK)
@@ -133,7 +140,7 @@ def test_only_what_a_rank_has_room_for_is_remembered_and_longest_unused_goes_fir
 @pytest.mark.parametrize(("chunks", "held"), [((1, 11), 2), ((2, 12), 1), ((4, 14), 0)])
 def test_of_a_forgotten_prompt_the_end_goes_first_and_use_keeps_it(chunks, held):
     for load in (0.5, 1.5):  # in chunks' worth of lead: more than 0 or 1 would allow
-        router = Router(2, cache_tokens=4 * CHUNK)
+        router = Router([2], cache_tokens=4 * CHUNK)
         for used in (prompt(1, 11), prompt(2, 12), prompt(1, 11), prompt(3)):
             router.pick(used, 0, pinned=0)
             router.release(0, len(used))
@@ -142,12 +149,12 @@ def test_of_a_forgotten_prompt_the_end_goes_first_and_use_keeps_it(chunks, held)
 
 
 def test_without_a_cache_there_is_no_lead():
-    without = Router(2, cache_tokens=0)
+    without = Router([2], cache_tokens=0)
     assert [without.pick(prompt(1), 0) for _ in range(4)] == [0, 1, 0, 1]
 
 
 def test_news_of_others_counts_and_is_replaced():
-    router = Router(2, num_replicas=2)
+    router = Router([2], num_replicas=2)
     router.report(0, 1000)
     assert [router.pick([0], 9) for _ in range(3)] == [1, 1, 1]
     router.report(0, 0)
@@ -161,7 +168,7 @@ class Cluster:
         self.chance = random.Random(seed)
         self.routers = [
             Router(
-                num_ranks,
+                [num_ranks],
                 num_replicas=num_replicas,
                 start=self.chance.randrange(num_ranks),
                 cache_tokens=ROOM,

@@ -34,11 +34,18 @@ class RankFailedError(RuntimeError):
 
 
 class PeerFailedError(RankFailedError):
-    """It ended because another rank did."""
+    """The step loop ended because another rank ended."""
+
+
+class StaleEpochError(RuntimeError):
+    """A call of an epoch that this rank is not in; the caller must learn the present epoch first."""
 
 
 class RankActor:
-    """One rank. The supervisor calls join_group, each stage and start on all ranks, each on all before the next."""
+    """One rank. The group calls join_group, each stage and start, each on all ranks before the next.
+
+    Calls that belong to an epoch carry its number; another number than that of join_group raises StaleEpochError.
+    """
 
     def __init__(self, rank: int, config: RankConfig):
         if config.device == "cuda":
@@ -46,10 +53,12 @@ class RankActor:
             share_compiled_kernels(os.environ)
         set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
         self._index, self._config = rank, config
+        self._epoch = -1  # until join_group
         self._rank: Any = None
         self._store: Any = None
         self._progress = (0, 0)
-        self._inbox = Inbox(ray.util.get_node_ip_address())
+        self._address = node_address()
+        self._inbox = Inbox(self._address)
         self._peers: list[InboxSender] = []
         self._senders: dict[str, TokenSender] = {}
         self._done: asyncio.Future[None] | None = None
@@ -57,29 +66,30 @@ class RankActor:
         self._logging: asyncio.Task[None] | None = None
 
     async def describe(self) -> dict[str, Any]:
-        """Where this rank is: node id, address, process, GPUs; and its inbox."""
+        """This rank's node id, node address, process, GPUs, and inbox."""
         return {
             "node_id": ray.get_runtime_context().get_node_id(),
-            "host": ray.util.get_node_ip_address(),
+            "address": self._address,
             "pid": os.getpid(),
             "gpu_ids": ray.get_gpu_ids(),
             "inbox": self._inbox.address,
         }
 
     async def host_rendezvous(self) -> tuple[str, int]:
-        """Open the store where the group meets; only rank 0 is asked."""
+        """Open the store where the group meets; rank 0 alone gets this call."""
         from workers.rank import process_group
 
-        self._store = process_group.host_store(ray.util.get_node_ip_address())
+        self._store = process_group.host_store(self._address)
         return self._store.host, self._store.port
 
     async def join_group(
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
     ) -> None:
-        """Collective: meet the others, compare settings, build the kernels.
+        """Collective: meet the peers, compare settings, build the backends. Enters the rendezvous's epoch.
 
-        gpus    Ray's ids of those that this process is to see, its own first, which so is device 0
+        gpus    Ray's ids of the GPUs that this process sees, its own first: that is device 0
         """
+        self._epoch = rendezvous.epoch
         await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
 
     def _join_group(
@@ -98,21 +108,24 @@ class RankActor:
         await asyncio.to_thread(self._rank.run_stage, name, self._set_progress)
 
     async def progress(self) -> tuple[int, int]:
-        """How much of the stage is done, and in all: bytes of weights, or pieces of work; (0, 0) where unknown."""
+        """Done and total of the stage, in bytes of weights or pieces of work; (0, 0) if unknown."""
         return self._progress
 
     async def trace(self, phase: str, num_tokens: int) -> RankTrace:
-        """Collective, in place of `start`: a step of so many tokens, whole and in slices."""
+        """Collective, in place of `start`: run a step of `num_tokens` tokens, whole and in ubatches."""
         from workers.trace.trace_step import trace_step
 
         return await asyncio.to_thread(trace_step, self._rank, phase, num_tokens)
 
-    async def start(self, peers: list[StreamAddress]) -> RankInfo:
-        """Collective: start the step loop. `peers` are the other ranks' inboxes."""
+    async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
+        """Collective: start the step loop. `peers` are the inboxes of the other ranks."""
+        self._check_epoch(epoch)
         self._peers = [InboxSender(address) for address in peers]
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
-        info = await asyncio.to_thread(self._rank.start_engine, self._publish, self._wake_peers)
+        info: RankInfo = await asyncio.to_thread(
+            self._rank.start_engine, self._publish, self._wake_peers
+        )
         self._info = {
             "block_size": info.block_size,
             "num_blocks": info.num_blocks,
@@ -124,39 +137,49 @@ class RankActor:
         threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
         return info
 
-    async def done(self) -> None:
-        """Returns when the group has stopped; raises RankFailedError when this rank's loop failed."""
+    async def done(self, epoch: int) -> None:
+        """Return when the group has stopped. Raises RankFailedError when this rank's loop failed."""
+        self._check_epoch(epoch)
         assert self._done is not None, "start() comes first"
         await asyncio.shield(self._done)
 
-    async def open_stream(self, ingress_id: str, address: StreamAddress) -> StreamAddress:
-        """Send the outputs of this ingress's requests there, one message a step. Requests go to the inbox, returned."""
-        self._senders[ingress_id] = TokenSender(address)
+    async def open_stream(
+        self, epoch: int, stream_id: str, address: StreamAddress
+    ) -> StreamAddress:
+        """Send the outputs of requests of `stream_id` to `address`, one message a step. Returns this rank's inbox."""
+        self._check_epoch(epoch)
+        self._senders[stream_id] = TokenSender(address)
         return self._inbox.address
 
-    async def close_ingress(self, ingress_id: str) -> None:
-        """An ingress is gone: forget its requests and its stream."""
-        self._engine.abort_ingress(ingress_id)
-        sender = self._senders.pop(ingress_id, None)
+    async def close_stream(self, epoch: int, stream_id: str) -> None:
+        """Abort the requests of a stream and close it: its ingress is gone."""
+        self._check_epoch(epoch)
+        self._engine.abort_ingress(stream_id)
+        sender = self._senders.pop(stream_id, None)
         if sender is not None:
             sender.close()
 
     async def stats(self) -> dict[str, Any]:
-        """Counters and gauges, see workers.stats.stats; `info` is what does not change."""
+        """Counters and gauges, see workers.stats.stats; `info` holds constants."""
         return {"rank": self._index, "info": self._info, **self._engine.stats.snapshot()}
 
-    async def stop(self) -> None:
-        """Ask the whole group to leave its loops; `done` returns when this rank has."""
+    async def stop(self, epoch: int) -> None:
+        """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""
+        self._check_epoch(epoch)
         self._engine.stop()
 
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:
+            raise StaleEpochError(f"rank {self._index} is in epoch {self._epoch}, not {epoch}")
+
     @property
-    def _engine(self):
+    def _engine(self) -> Any:
         if self._rank is None or self._rank.engine is None:
             raise RankFailedError("it is not started")
         return self._rank.engine
 
     async def _log_stats(self) -> None:
-        """A line now and then, of what happened since the last one; none when nothing did."""
+        """Log the work of each interval of INTERVAL_S seconds, if there was any."""
         before = self._engine.stats.snapshot()
         while True:
             await asyncio.sleep(INTERVAL_S)
@@ -173,25 +196,32 @@ class RankActor:
         for peer in self._peers:
             peer.wake(step)
 
-    def _publish(self, ingress_id: str, outputs: list[RequestOutput]) -> None:
-        """Called by the step loop; an ingress that is gone has no sender."""
-        sender = self._senders.get(ingress_id)
+    def _publish(self, stream_id: str, outputs: list[RequestOutput]) -> None:
+        """Called by the step loop; the stream of an ingress that is gone has no sender."""
+        sender = self._senders.get(stream_id)
         if sender is not None:
-            others = self._engine.open_requests.tell(ingress_id)
+            others = self._engine.open_requests.tell(stream_id)
             sender.send(self._index, others, outputs)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The step loop's thread."""
+        done = self._done
+        assert done is not None
         try:
             self._engine.run()
         except BaseException as error:
-            innocent = isinstance(error, PeerLeftError) or (
+            lost_a_peer = isinstance(error, PeerLeftError) or (
                 isinstance(error, LockstepError) and error.__cause__ is None
             )
-            logger.error("the step loop failed: %s", error, exc_info=not innocent)
-            kind = PeerFailedError if innocent else RankFailedError
+            logger.error("the step loop failed: %s", error, exc_info=not lost_a_peer)
+            kind = PeerFailedError if lost_a_peer else RankFailedError
             failure = kind(f"{type(error).__name__}: {error}")
-            loop.call_soon_threadsafe(self._done.set_exception, failure)
+            loop.call_soon_threadsafe(done.set_exception, failure)
         else:
             self._rank.close()
-            loop.call_soon_threadsafe(self._done.set_result, None)
+            loop.call_soon_threadsafe(done.set_result, None)
+
+
+def node_address() -> str:
+    """The IPv4 or IPv6 address of this process's node in the Ray cluster."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

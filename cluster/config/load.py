@@ -1,0 +1,84 @@
+"""Loads a configuration: the YAML with its overrides, checked, or one error with every problem.
+
+Needs neither torch nor Ray.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.config.checks import check_together
+from cluster.config.errors import ConfigError, Problem, from_pydantic
+from cluster.config.files import ConfigSource, read_config
+from cluster.config.phalanx_config import PhalanxConfig
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
+    """Read a YAML and lay `key.path=value` overrides (values in YAML) over it.
+
+    Relative paths count from the YAML's folder, or from the current folder when an override sets
+    them; they come out absolute, and serve.model_name filled. Raises ConfigError with all problems at
+    once.
+    """
+    path = Path(path)
+    source = read_config(path, overrides)
+    problems = list(source.problems)
+    unreadable = any(not problem.key for problem in problems) and not source.data
+    if not unreadable:
+        _fill_derived(source, path)
+        config, field_problems = _validate(source.data)
+        problems += field_problems
+        wrong = {problem.key for problem in problems}
+        problems += [p for p in check_together(config) if not _touches(p, wrong)]
+        if not problems:
+            return config
+    raise ConfigError.of(str(path), problems, source.places)
+
+
+def _touches(problem: Problem, wrong: set[str]) -> bool:
+    """Whether it rests on a key, or a key of a section, that is wrong itself."""
+    keys = {problem.key, *problem.involves}
+    return bool(wrong & (keys | {key.partition(".")[0] for key in keys}))
+
+
+def _fill_derived(source: ConfigSource, path: Path) -> None:
+    model_path = _make_absolute(source, path, "model", "path")
+    serve = source.data.setdefault("serve", {})
+    if model_path and isinstance(serve, dict) and serve.get("model_name") is None:
+        serve["model_name"] = Path(model_path).name
+    _make_absolute(source, path, "serve", "api_keys_file")
+
+
+def _make_absolute(source: ConfigSource, path: Path, section: str, key: str) -> str | None:
+    """Count a path from the YAML's folder, or from the current one when an override sets it."""
+    values = source.data.get(section)
+    if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
+        return None
+    by_override = source.places.get(f"{section}.{key}") == "--set"
+    base = Path.cwd() if by_override else path.absolute().parent
+    absolute = os.path.normpath(base / Path(values[key]).expanduser())
+    values[key] = absolute
+    return absolute
+
+
+def _validate(data: dict[str, Any]) -> tuple[PhalanxConfig, list[Problem]]:
+    """The configuration and what is wrong with single fields, which get their defaults in it."""
+    try:
+        return PhalanxConfig.model_validate(data, strict=True), []
+    except ValidationError as error:
+        problems = from_pydantic(error, PhalanxConfig)
+    for problem in problems:
+        data = _without(data, problem.key.split("."))
+    model = {"path": "", **data.get("model", {})}
+    return PhalanxConfig.model_validate({**data, "model": model}, strict=True), problems
+
+
+def _without(data: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    head, *rest = parts
+    kept = {key: value for key, value in data.items() if key != head}
+    if rest and isinstance(data.get(head), dict):
+        kept[head] = _without(data[head], rest)
+    return kept

@@ -1,0 +1,136 @@
+"""Fills each `auto` of a configuration from the checkpoint and the machine. Needs torch only to count GPUs."""
+
+import os
+from typing import Literal
+
+from cluster.config.errors import ConfigError, Problem
+from cluster.config.phalanx_config import (
+    CPU_BATCHED_TOKENS,
+    CPU_NUM_SEQS,
+    GPU_BATCHED_TOKENS,
+    GPU_NUM_SEQS,
+    PhalanxConfig,
+    SchedulerSection,
+)
+from workers.config import CacheConfig, RankConfig, SchedulerConfig
+from workers.models.qwen3_moe.config import load_model_config
+
+GIB = 2**30
+MAX_THREADS_PER_RANK = 8
+# Memory of a rank's process without weights and cache, see docs/results/cpu-local.json.
+RANK_PROCESS_BYTES = 400 * 10**6
+
+
+def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -> RankConfig:
+    """Fill every `auto` from checkpoint and machine; those of kernels stay, and num_blocks on GPUs.
+
+    num_gpus is what all nodes have together; None = look at this machine.
+    Raises ConfigError when the cache cannot hold one request of the longest length.
+    """
+    from workers.weights.tensors import kv_block_bytes  # imports torch
+
+    model_config = load_model_config(config.model.path)
+    device = resolve_device(config, num_gpus)
+    dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
+    length = config.model.max_model_len
+    max_model_len = model_config.max_position_embeddings if length == "auto" else length
+    model = config.model.model_copy(update={"dtype": dtype, "max_model_len": max_model_len})
+    cache = config.cache
+    if cache.num_blocks == "auto" and device == "cpu":
+        block_bytes = kv_block_bytes(model_config, cache.block_size, dtype)
+        num_blocks = _cpu_blocks(cache, block_bytes, max_model_len)
+        cache = cache.model_copy(update={"num_blocks": num_blocks})
+    return RankConfig(
+        model=model,
+        scheduler=resolve_scheduler(config.scheduler, device, max_model_len),
+        cache=cache,
+        kernels=config.kernels,
+        overlap=config.overlap,
+        num_ranks=config.cluster.ranks,
+        num_nodes=config.cluster.nodes,
+        device=device,
+        threads=resolve_threads(config),
+        vote_timeout_s=config.cluster.vote_timeout_s,
+        log_level=config.serve.log_level,
+        log_format=config.serve.log_format,
+    )
+
+
+def _cpu_blocks(cache: CacheConfig, block_bytes: int, max_model_len: int) -> int:
+    """KV blocks of a rank on CPU."""
+    num_blocks = int(cache.cpu_memory_gib * GIB) // block_bytes
+    needed = -(-max_model_len // cache.block_size)
+    if num_blocks < needed:
+        problem = Problem(
+            "cache.cpu_memory_gib",
+            f"{cache.cpu_memory_gib:g} GiB cannot hold one request of model.max_model_len = "
+            f"{max_model_len}; expected at least {needed * block_bytes / GIB:.3g}, "
+            "or a smaller length",
+        )
+        raise ConfigError.of("configuration", [problem])
+    return num_blocks
+
+
+def resolve_scheduler(
+    scheduler: SchedulerSection, device: Literal["cpu", "cuda"], max_model_len: int
+) -> SchedulerConfig:
+    """The limits of a step without `auto`; one that is left out makes room for one that is given."""
+    on_gpu = device == "cuda"
+    seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    if tokens == "auto":
+        least = max(
+            1 if seqs == "auto" else seqs, 1 if scheduler.chunked_prefill else max_model_len
+        )
+        tokens = max(GPU_BATCHED_TOKENS if on_gpu else CPU_BATCHED_TOKENS, least)
+    if seqs == "auto":
+        seqs = min(GPU_NUM_SEQS if on_gpu else CPU_NUM_SEQS, tokens)
+    given = scheduler.model_dump() | {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
+    return SchedulerConfig(**given)
+
+
+def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:
+    """Sequences running at once on a rank, where all nodes have `num_gpus` together; needs no torch."""
+    device = resolve_device(config, num_gpus)
+    length = load_model_config(config.model.path).max_position_embeddings
+    return resolve_scheduler(config.scheduler, device, length).max_num_seqs
+
+
+def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Literal["cpu", "cuda"]:
+    """cluster.device; auto is cuda when there is a GPU for every rank."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    if num_gpus is None:
+        import torch
+
+        num_gpus = torch.cuda.device_count() * config.cluster.nodes
+    return "cuda" if num_gpus >= config.cluster.ranks else "cpu"
+
+
+def resolve_threads(config: PhalanxConfig) -> int:
+    """cluster.threads_per_rank; auto is a share of this machine's cores, less one for HTTP.
+
+    A rank whose threads wait for a core that another process holds is slower than one with fewer threads.
+    """
+    if config.cluster.threads_per_rank != "auto":
+        return config.cluster.threads_per_rank
+    per_node = config.cluster.dims.ranks_per_node
+    return min(MAX_THREADS_PER_RANK, max(1, (available_cores() - 1) // per_node))
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_num_ranks(config: PhalanxConfig) -> None:
+    """Raises ConfigError when the ranks' processes, whatever the model, take more memory than this machine has."""
+    if config.cluster.ray_address is not None:
+        return
+    per_node = config.cluster.dims.ranks_per_node
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if per_node * RANK_PROCESS_BYTES > memory:
+        message = (
+            f"{per_node} ranks on a node take {per_node * RANK_PROCESS_BYTES / 1e9:.0f} GB before they load a model, "
+            f"this machine has {memory / 1e9:.0f}; expected at most {memory // RANK_PROCESS_BYTES}"
+        )
+        raise ConfigError.of("configuration", [Problem("cluster.ranks", message)])

@@ -1,0 +1,51 @@
+"""Why a rank ended: the error message for people, and which of several ended ranks is the cause."""
+
+import asyncio
+from collections.abc import Sequence
+
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from workers.rank.actor import PeerFailedError, RankFailedError
+
+ROOT_CAUSE_WAIT_S = 2.0
+"""Time for a second rank to end after a rank that only lost a peer; Ray reports a dead process within a second."""
+
+
+def failure_message(error: BaseException) -> str:
+    """What failed, without the remote traceback that Ray puts around it; the rank's log has the traceback."""
+    error = _remote_cause(error)
+    if isinstance(error, ActorDiedError):
+        # Ray keeps only the text of an error of the actor's constructor; its last line is the message.
+        return str(error).splitlines()[-1] if error.actor_init_failed else "its process died"
+    is_explained = isinstance(error, ValueError | RankFailedError)
+    return str(error) if is_explained else f"{type(error).__name__}: {error}"
+
+
+async def first_failure(done: Sequence[asyncio.Future[None]]) -> asyncio.Future[None]:
+    """Return the future that ended first.
+
+    A rank that ended because it lost a peer is not the cause: the peer has ROOT_CAUSE_WAIT_S to end too.
+    """
+    lost_a_peer: list[asyncio.Future[None]] = []
+    waiting = set(done)
+    while waiting:
+        ended, waiting = await asyncio.wait(
+            waiting,
+            timeout=ROOT_CAUSE_WAIT_S if lost_a_peer else None,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if not ended:
+            break
+        for future in ended:
+            error = future.exception()
+            if error is None or not isinstance(_remote_cause(error), PeerFailedError):
+                return future
+            lost_a_peer.append(future)
+    return lost_a_peer[0]
+
+
+def _remote_cause(error: BaseException) -> BaseException:
+    """The error that was raised remotely, if Ray wrapped one."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        return error.cause
+    return error

@@ -1,0 +1,261 @@
+"""One group: the ranks that share a process group, with their epoch and state.
+
+A Group brings its ranks up stage by stage, notices when a rank ends, and takes the ranks down. Knows nothing of
+ingresses beyond the names of their streams, and nothing of HTTP.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+
+from cluster.errors import SHUTDOWN_REASON
+from cluster.group import placement
+from cluster.group.failures import failure_message, first_failure
+from cluster.group.launcher import RankHandle
+from workers.config import RankConfig
+from workers.rank.rank_info import RankInfo, Rendezvous, start_stages, total_progress
+from workers.trace.spans import RankTrace
+from workers.wire.secure_socket import StreamAddress
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+STOP_TIMEOUT_S = 3.0
+
+GroupState = Literal["starting", "serving", "rebuilding", "draining", "failed", "stopped"]
+
+
+class StageTimeoutError(ValueError):
+    """A stage of the start took longer than the configuration allows."""
+
+
+class GroupHealth(NamedTuple):
+    """The state of a group; `error` explains the states failed and stopped."""
+
+    state: GroupState
+    epoch: int
+    error: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether the ranks compute: requests in flight go on."""
+        return self.state in ("serving", "draining")
+
+
+@dataclass
+class GroupStatus:
+    """A group and the progress of its start, as shown to people.
+
+    stages     name and seconds of each stage that ended
+    progress   done and total of the present stage; (0, 0) if unknown
+    """
+
+    state: GroupState = "starting"
+    epoch: int = 0
+    error: str = ""
+    stage: str = "placement"
+    stages: list[tuple[str, float]] = field(default_factory=list)
+    progress: tuple[int, int] = (0, 0)
+    infos: list[RankInfo] = field(default_factory=list)
+    locations: list[placement.RankLocation] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GroupMembers:
+    """What an ingress needs to reach the ranks of one epoch, in rank order."""
+
+    epoch: int
+    ranks: list[RankHandle]
+    infos: list[RankInfo]
+
+
+class Launcher(Protocol):
+    """cluster.group.launcher.RankLauncher, or a fake of tests."""
+
+    async def launch(self, timeout_s: float) -> list[RankHandle]:
+        """Create the rank actors."""
+
+    def kill(self) -> None:
+        """End them."""
+
+
+class Group:
+    """The ranks of one process group. All methods run in the event loop of the supervisor.
+
+    name: unique among the groups of the Ray cluster.
+    """
+
+    def __init__(
+        self, name: str, config: RankConfig, launcher: Launcher, *, start_timeout_s: float
+    ):
+        self.status = GroupStatus()
+        self._name = name
+        self._config = config
+        self._launcher = launcher
+        self._start_timeout_s = start_timeout_s
+        self._ranks: list[RankHandle] = []
+        self._inboxes: list[StreamAddress] = []
+        self._changed = asyncio.Event()
+
+    @property
+    def health(self) -> GroupHealth:
+        """State, epoch and error."""
+        return GroupHealth(self.status.state, self.status.epoch, self.status.error)
+
+    @property
+    def members(self) -> GroupMembers:
+        """The ranks of this epoch."""
+        return GroupMembers(self.status.epoch, self._ranks, self.status.infos)
+
+    async def refreshed_status(self) -> GroupStatus:
+        """The status, with the progress that the ranks report now."""
+        status = self.status
+        if status.state == "starting" and status.stage in start_stages(self._config.device):
+            calls = [rank.progress.remote() for rank in self._ranks]
+            parts = await asyncio.gather(*map(_result, calls), return_exceptions=True)
+            status.progress = total_progress(
+                status.stage, [part for part in parts if not isinstance(part, BaseException)]
+            )
+        return status
+
+    async def start(self) -> None:
+        """Bring the ranks up until they serve. On an error the state is failed, unless the group was stopped."""
+        try:
+            await self.prepare()
+            await self._start_engines()
+        except Exception as error:
+            if self.status.state == "stopped":
+                return  # stop() killed the ranks
+            # The console shows the message of a user's mistake; a traceback would hide it.
+            level = logging.DEBUG if isinstance(error, ValueError) else logging.ERROR
+            logger.log(level, "start failed at stage %s", self.status.stage, exc_info=True)
+            message = f"start failed at stage {self.status.stage!r}: {failure_message(error)}"
+            self._end("failed", message)
+
+    async def prepare(self) -> None:
+        """Bring the ranks up to the point where an engine can start."""
+        status, timeout_s = self.status, self._start_timeout_s
+        self._ranks = await self._stage("placement", self._launcher.launch(timeout_s))
+        await self._stage("processes", self._locate())
+        host, port = await _result(self._ranks[0].host_rendezvous.remote())
+        name = f"{self._name}-{os.getpid()}-{status.epoch}"
+        rendezvous = Rendezvous(host, port, name, status.epoch)
+        joined = [
+            rank.join_group.remote(
+                rendezvous, timeout_s, placement.visible_gpus(status.locations, index)
+            )
+            for index, rank in enumerate(self._ranks)
+        ]
+        await self._stage("group", _gather(joined))
+        for stage in start_stages(self._config.device):
+            await self._stage(stage, self._call_all("run_stage", stage))
+
+    async def trace(self, phase: str, num_tokens: int) -> list[RankTrace]:
+        """Run a step of `num_tokens` tokens on every rank, whole and in ubatches; after `prepare`."""
+        return await self._stage("trace", self._call_all("trace", phase, num_tokens))
+
+    async def watch(self) -> None:
+        """Return when a rank has ended: a group with a missing rank cannot take another step."""
+        epoch = self.status.epoch
+        done: list[asyncio.Future[None]] = [
+            asyncio.ensure_future(_result(rank.done.remote(epoch))) for rank in self._ranks
+        ]
+        for future in done:  # a killed rank raises too; asyncio logs exceptions that nothing reads
+            future.add_done_callback(_read_exception)
+        ended = await first_failure(done)
+        if self.health.alive:
+            error = ended.exception()
+            reason = failure_message(error) if error is not None else "left its loop"
+            self._end("failed", f"rank {done.index(ended)}: {reason}")
+
+    def close_stream(self, stream_id: str) -> None:
+        """Let every rank forget the requests and the stream of an ingress that is gone."""
+        for rank in self._ranks:
+            rank.close_stream.remote(self.status.epoch, stream_id)
+
+    def drain(self) -> None:
+        """Note that no new requests come."""
+        if self.status.state == "serving":
+            self._set_state("draining")
+
+    async def stop(self) -> None:
+        """Stop the ranks and give back their resources."""
+        was_alive, epoch = self.health.alive, self.status.epoch
+        self._set_state("stopped", SHUTDOWN_REASON)  # before a rank ends, which is no failure now
+        if was_alive:
+            done = [rank.done.remote(epoch) for rank in self._ranks]
+            self._ranks[0].stop.remote(epoch)
+            try:
+                ended = asyncio.gather(*map(_result, done), return_exceptions=True)
+                await asyncio.wait_for(ended, STOP_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
+        self._launcher.kill()
+
+    async def changed(self, seen: GroupHealth) -> None:
+        """Return as soon as the health differs from `seen`."""
+        while self.health == seen:
+            await self._changed.wait()
+
+    async def _start_engines(self) -> None:
+        epoch, inboxes = self.status.epoch, self._inboxes
+        started = [
+            rank.start.remote(epoch, self._config.dims.of_peers(index, inboxes))
+            for index, rank in enumerate(self._ranks)
+        ]
+        self.status.infos = await self._stage("engines", _gather(started))
+        self._set_state("serving")
+
+    async def _locate(self) -> None:
+        described = await self._call_all("describe")
+        self._inboxes = [facts["inbox"] for facts in described]
+        self.status.locations = [
+            placement.RankLocation(
+                rank, facts["node_id"], facts["address"], facts["pid"], tuple(facts["gpu_ids"])
+            )
+            for rank, facts in enumerate(described)
+        ]
+        placement.verify(self.status.locations, self._config)
+
+    async def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Call `method` on every rank at once. The first failure is raised at once."""
+        return await _gather([getattr(rank, method).remote(*args) for rank in self._ranks])
+
+    async def _stage(self, name: str, work: Awaitable[T]) -> T:
+        self.status.stage, self.status.progress = name, (0, 0)
+        started = time.monotonic()
+        try:
+            result = await asyncio.wait_for(work, self._start_timeout_s)
+        except TimeoutError as error:
+            raise StageTimeoutError(
+                f"not done after {self._start_timeout_s:g} s; cluster.start_timeout_s allows more"
+            ) from error
+        self.status.stages.append((name, time.monotonic() - started))
+        return result
+
+    def _end(self, state: GroupState, error: str) -> None:
+        self._set_state(state, error)
+        self._launcher.kill()
+
+    def _set_state(self, state: GroupState, error: str = "") -> None:
+        self.status.state, self.status.error = state, error
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def _result(ref: Awaitable[T]) -> T:
+    """The result of a Ray call: asyncio takes coroutines, Ray's references are only awaitable."""
+    return await ref
+
+
+async def _gather(refs: Iterable[Awaitable[T]]) -> list[T]:
+    return await asyncio.gather(*map(_result, refs))
+
+
+def _read_exception(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()

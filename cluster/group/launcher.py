@@ -1,0 +1,85 @@
+"""Creates the rank actors of a group in a placement group, and ends them. Knows nothing of what ranks do."""
+
+import asyncio
+import os
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from cluster.group import placement
+from kernels.host.cuda_environment import MULTICAST_OFF
+from workers.config import RankConfig
+from workers.rank.actor import RankActor
+
+MAX_PLACEMENT_S = 60.0
+# Variables that vendors' libraries read; they reach the ranks on every node, as in a process without Ray.
+FORWARDED_ENVIRONMENT = (
+    *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
+    *("TRITON_", "FLASHINFER_", "DG_", "EP_", "XDG_CACHE_HOME"),
+)
+NOT_FORWARDED = frozenset({"CUDA_VISIBLE_DEVICES"})  # Ray sets it for each actor
+
+RankHandle = Any  # ray.actor.ActorHandle of RankActor
+
+
+class RankLauncher:
+    """The processes of one group.
+
+    joined: whether Ray is a running cluster that `phalanx serve` joined; otherwise it is local and has no other nodes.
+    """
+
+    def __init__(self, config: RankConfig, *, joined: bool):
+        self._config = config
+        self._joined = joined
+        self._placement_group: PlacementGroup | None = None
+        self._ranks: list[RankHandle] = []
+
+    async def launch(self, timeout_s: float) -> list[RankHandle]:
+        """Create one actor per rank, in rank order. Raises PlacementError when the cluster has no room for them."""
+        config = self._config
+        if not self._joined:
+            placement.check_gpus(config, placement.nodes())
+        self._placement_group = group = placement.create(config)
+        wait_s = min(timeout_s, MAX_PLACEMENT_S)
+        ready = await asyncio.to_thread(group.wait, wait_s)
+        placement.check_ready(ready, config, wait_s)
+        actor_class: Any = ray.remote(RankActor)
+        environment = self._environment()
+        extra = {"runtime_env": {"env_vars": environment}} if environment else {}
+        self._ranks = [
+            actor_class.options(**placement.actor_options(config, group, rank), **extra).remote(
+                rank, config
+            )
+            for rank in range(config.num_ranks)
+        ]
+        return self._ranks
+
+    def kill(self) -> None:
+        """End the processes and give back their resources. Does nothing the second time."""
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+        if self._placement_group is not None:
+            remove_placement_group(self._placement_group)
+            self._placement_group = None
+
+    def _environment(self) -> dict[str, str]:
+        """Variables of the ranks' processes that they do not inherit: all where Ray was joined.
+
+        Ray starts a new process for a rank with variables of its own; without any it uses a process that waits.
+        """
+        forwarded = _forwarded_environment() if self._joined else {}
+        if self._config.device != "cuda":
+            return forwarded
+        inherited = os.environ if len(placement.nodes()) == 1 else {}
+        needed = {k: v for k, v in MULTICAST_OFF.items() if inherited.get(k) != v}
+        return forwarded | needed
+
+
+def _forwarded_environment() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(FORWARDED_ENVIRONMENT) and name not in NOT_FORWARDED
+    }

@@ -1,0 +1,73 @@
+"""Leases of ingresses: an ingress that sends no heartbeat for LEASE_S loses its streams. No Ray, no I/O."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LEASE_S = 30.0
+
+
+@dataclass
+class _Lease:
+    ingress_id: str
+    renewed: float
+
+
+class Leases:
+    """The living ingresses.
+
+    An ingress opens a lease, and a new one when an old one has expired: then its streams in the ranks are closed and
+    its requests are aborted. The number in a lease's name makes the streams of both leases differ, so that a late
+    `close_stream` of the old lease cannot close a stream of the new one.
+
+    start_timeout_s: for how long the first ingress may be missing; the last one, after its end, for LEASE_S.
+    """
+
+    def __init__(self, start_timeout_s: float, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._leases: dict[str, _Lease] = {}
+        self._opened = 0
+        self._missing_since = clock()
+        self._missing_limit_s = start_timeout_s
+
+    @property
+    def ingress_ids(self) -> set[str]:
+        """The ingresses that have a lease."""
+        return {lease.ingress_id for lease in self._leases.values()}
+
+    def open(self, ingress_id: str) -> str:
+        """Give an ingress a new lease; returns the lease's id."""
+        self._opened += 1
+        lease_id = f"{ingress_id}.{self._opened}"
+        self._leases[lease_id] = _Lease(ingress_id, self._clock())
+        return lease_id
+
+    def renew(self, lease_id: str) -> bool:
+        """Whether the lease was still valid; it is renewed then."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return False
+        lease.renewed = self._clock()
+        return True
+
+    def close(self, lease_id: str) -> None:
+        """End a lease; one that has ended is ignored."""
+        if self._leases.pop(lease_id, None) is not None and not self._leases:
+            self._missing_since, self._missing_limit_s = self._clock(), LEASE_S
+
+    def expire(self) -> list[tuple[str, str]]:
+        """End the leases that were not renewed for LEASE_S; returns (lease id, ingress id) of each."""
+        limit = self._clock() - LEASE_S
+        expired = [
+            (lease_id, lease.ingress_id)
+            for lease_id, lease in self._leases.items()
+            if lease.renewed < limit
+        ]
+        for lease_id, _ in expired:
+            self.close(lease_id)
+        return expired
+
+    def abandoned(self) -> bool:
+        """Whether no ingress has come for too long."""
+        missing_s = self._clock() - self._missing_since
+        return not self._leases and missing_s > self._missing_limit_s

@@ -1,0 +1,70 @@
+"""A request in flight as its ingress sees it: all that is needed to submit it again, and its outputs.
+
+Knows nothing of Ray, sockets or groups.
+"""
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, merge
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """One request of a client.
+
+    pinned   the rank that the client chose, if it did
+    rank     the rank that has the request, numbered over all groups
+    attempt  how often the request was submitted; a rank must not see one request id twice
+    emitted  every token that came, whether the client has it or not
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    priority: int
+    cache_salt: str
+    pinned: int | None
+    num_tokens: int
+    rank: int = 0
+    attempt: int = 0
+    emitted: list[int] = field(default_factory=list)
+    finished: bool = False
+    _outputs: list[RequestOutput] = field(default_factory=list)
+    _waiter: asyncio.Future[None] | None = None
+
+    @property
+    def wire_id(self) -> str:
+        """The id of this attempt in its rank."""
+        return f"{self.request_id}~{self.attempt}" if self.attempt > 1 else self.request_id
+
+    def to_engine(self) -> EngineRequest:
+        """The message of this attempt; the stream is named by the sender."""
+        return EngineRequest(
+            request_id=self.wire_id,
+            ingress_id="",
+            prompt_token_ids=self.prompt_token_ids,
+            params=self.params,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            emitted_token_ids=self.emitted[:],
+        )
+
+    def put(self, output: RequestOutput) -> None:
+        """Take the output of a step and wake the waiting `get`."""
+        if self.attempt > 1 and self.emitted:
+            # The first output of this attempt repeats what came with the first output of the request.
+            output = replace(output, prompt_logprobs=None, num_cached_tokens=0)
+        self.emitted.extend(output.token_ids)
+        self.finished = output.finish_reason is not None
+        self._outputs.append(output)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> RequestOutput:
+        """All outputs since the last `get`, merged: a slow ingress writes larger pieces, not more pieces."""
+        if not self._outputs:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        return outputs[0] if len(outputs) == 1 else merge(outputs)
