@@ -31,14 +31,13 @@ class BlockWeights:
             torch.empty(scales, dtype=torch.float32, device=device),
         )
 
-    def __getitem__(self, index: int) -> "BlockWeights":
-        return BlockWeights(self.values[index], self.scales[index])
-
-    def split_rows(self) -> tuple["BlockWeights", "BlockWeights"]:
-        """Views of the upper and the lower half, which must be of whole blocks."""
-        assert self.values.shape[-2] % (2 * BLOCK) == 0, self.values.shape
-        values, scales = self.values.chunk(2, -2), self.scales.chunk(2, -2)
-        return BlockWeights(values[0], scales[0]), BlockWeights(values[1], scales[1])
+    def __getitem__(self, index: int | slice) -> "BlockWeights":
+        """Return a view of one matrix of several, or of the rows of a matrix between two multiples of 128."""
+        if isinstance(index, int):
+            return BlockWeights(self.values[index], self.scales[index])
+        assert index.start % BLOCK == index.stop % BLOCK == 0, index
+        blocks = slice(index.start // BLOCK, index.stop // BLOCK)
+        return BlockWeights(self.values[index], self.scales[blocks])
 
 
 def num_blocks(size: int) -> int:

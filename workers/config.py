@@ -30,7 +30,7 @@ class RoutingConfig(Section):
     s: float = Field(1.0, ge=0, le=10, description="Exponent of zipf; 0 is uniform.")
 
 
-class ModelConfig(Section):
+class ModelSection(Section):
     """Which checkpoint, in which precision."""
 
     path: str = Field(description="Hugging Face checkpoint folder; relative to the YAML's folder.")
@@ -47,7 +47,7 @@ class ModelConfig(Section):
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
 
 
-def not_for_answers(model: ModelConfig) -> Iterator[str]:
+def not_for_answers(model: ModelSection) -> Iterator[str]:
     """What of these settings makes the model's answers meaningless; for people."""
     if model.weights == "dummy":
         yield "model.weights is dummy: the weights are random, so the answers mean nothing"
@@ -125,7 +125,7 @@ class OverlapConfig(Section):
 class RankConfig(Section):
     """Everything one rank needs, resolved: no `auto` but in kernels, model.path absolute."""
 
-    model: ModelConfig
+    model: ModelSection
     scheduler: SchedulerConfig
     cache: CacheConfig
     kernels: KernelsConfig

@@ -7,7 +7,7 @@ its share of the requests and of the experts, and a copy of everything else.
 from dataclasses import dataclass
 
 from cluster.bench.step_work import StepPart, StepShape, step_work
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.models.specs import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Floor:
 
 
 def floor_of(
-    model: Qwen3MoeConfig,
+    model: ModelConfig,
     num_ranks: int,
     *,
     in_flight: int,
@@ -80,7 +80,7 @@ def floor_of(
 
 
 def step_floors(
-    model: Qwen3MoeConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
+    model: ModelConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
 ) -> dict[StepPart, Part]:
     """The floor of each part of one step as kernels of its own: what parts hand to each other goes through memory.
 
@@ -98,7 +98,7 @@ def step_floors(
 
 
 def step_floor(
-    model: Qwen3MoeConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
+    model: ModelConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
 ) -> Part:
     """The floor of one step."""
     hardware = hardware or Hardware()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from kernels.routing.placement import ExpertPlacement
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
-from workers.weights.tensors import DTYPE_BYTES, kv_block_bytes, rank_tensors
+from workers.models.specs import MlpSpec, ModelConfig
+from workers.weights.tensors import DTYPE_BYTES, kv_block_bytes, rank_weights
+from workers.weights.weight_map import WeightEntry, WeightKind
 
 
 class StepPart(StrEnum):
@@ -61,24 +62,22 @@ class Work:
     activation_bytes: float = 0.0
 
 
-def step_work(model: Qwen3MoeConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
+def step_work(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
     """Every part; those that need not be there (copies, votes, an activation of its own) have nothing to do."""
     found = {part: Work() for part in StepPart}
     return found | _outside_experts(model, num_ranks, shape) | _experts(model, num_ranks, shape)
 
 
-def _outside_experts(
-    model: Qwen3MoeConfig, num_ranks: int, shape: StepShape
-) -> dict[StepPart, Work]:
-    tokens, layers = shape.tokens, model.num_hidden_layers
-    dim, q, kv = model.hidden_size, model.q_size, model.kv_size
-    moe = _moe_layers(model)
+def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
+    tokens, layers = shape.tokens, model.num_layers
+    dim, q, kv = model.hidden_size, model.attention.q_size, model.attention.kv_size
+    moe = model.num_moe_layers
     width = DTYPE_BYTES[model.dtype]
     weights = _weights(model, num_ranks)
     head = model.vocab_size * dim
     # The embedding is looked up, the same table is read whole where it serves as the head.
     dense = weights[StepPart.DENSE] + head * model.tie_word_embeddings
-    mlp = 3 * dim * model.intermediate_size * (layers - moe)
+    mlp = 3 * dim * sum(layer.mlp.width for layer in model.layers if isinstance(layer.mlp, MlpSpec))
     projections = layers * 2 * dim * (q + kv) + moe * dim * model.num_experts + mlp
     dense_values = tokens * (layers * (2 * dim + 2 * q + 2 * kv) + moe * (dim + model.num_experts))
     dense_values += shape.sampled * (dim + model.vocab_size)
@@ -106,9 +105,9 @@ def _outside_experts(
     }
 
 
-def _experts(model: Qwen3MoeConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
-    tokens, moe = shape.tokens, _moe_layers(model)
-    dim, inner, top_k = model.hidden_size, model.moe_intermediate_size, model.num_experts_per_tok
+def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
+    tokens, moe = shape.tokens, model.num_moe_layers
+    dim, inner, top_k = model.hidden_size, model.moe.width, model.top_k
     width = DTYPE_BYTES[model.dtype]
     missed = (1 - top_k / model.num_experts) ** (tokens * num_ranks)  # experts that nobody chose
     read = _weights(model, num_ranks)[StepPart.GROUPED] * (1 - missed)
@@ -135,32 +134,25 @@ def _experts(model: Qwen3MoeConfig, num_ranks: int, shape: StepShape) -> dict[St
     }
 
 
-def _weights(model: Qwen3MoeConfig, num_ranks: int) -> dict[StepPart, float]:
+def _weights(model: ModelConfig, num_ranks: int) -> dict[StepPart, float]:
     """How many values of rank 0's weights each part reads: all but the embedding."""
     placement = ExpertPlacement(model.num_experts, num_ranks)
     found = dict.fromkeys((StepPart.QK_NORM, StepPart.DENSE, StepPart.NORMS, StepPart.GROUPED), 0.0)
-    for name, values in rank_tensors(model, placement, 0).items():
-        if name != "model.embed_tokens.weight":
-            found[_part_of_weight(name)] += math.prod(values)
+    for entry in rank_weights(model, placement, 0):
+        if entry.kind != WeightKind.EMBEDDING:
+            found[_part_of_weight(entry)] += entry.size
     return found
 
 
-def _part_of_weight(name: str) -> StepPart:
-    if ".experts." in name:
+def _part_of_weight(entry: WeightEntry) -> StepPart:
+    if entry.expert is not None:
         return StepPart.GROUPED
-    if name.endswith(("q_norm.weight", "k_norm.weight")):
-        return StepPart.QK_NORM
-    return StepPart.NORMS if "norm" in name else StepPart.DENSE
+    parts = {WeightKind.QK_NORM: StepPart.QK_NORM, WeightKind.NORM: StepPart.NORMS}
+    return parts.get(entry.kind, StepPart.DENSE)
 
 
-def _moe_layers(model: Qwen3MoeConfig) -> int:
-    return sum(model.is_moe_layer(layer) for layer in range(model.num_hidden_layers))
-
-
-def _remote_ranks(model: Qwen3MoeConfig, num_ranks: int) -> float:
+def _remote_ranks(model: ModelConfig, num_ranks: int) -> float:
     """How many other ranks have one of a token's experts, on average."""
-    others = math.comb(
-        model.num_experts - model.num_experts // num_ranks, model.num_experts_per_tok
-    )
-    missed = others / math.comb(model.num_experts, model.num_experts_per_tok)
+    others = math.comb(model.num_experts - model.num_experts // num_ranks, model.top_k)
+    missed = others / math.comb(model.num_experts, model.top_k)
     return (num_ranks - 1) * (1 - missed)

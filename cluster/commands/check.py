@@ -30,7 +30,8 @@ from cluster.metrics.tracing import check_tracing
 from kernels.all2all import deepep_choice
 from kernels.backends import select
 from workers.config import RankConfig, not_for_answers
-from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.models.registry import load_model_config
+from workers.models.specs import ModelConfig
 from workers.rank.backend_choice import backend_shape
 from workers.rank.device_memory import size
 
@@ -115,7 +116,7 @@ def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, 
 def _warnings(
     config: PhalanxConfig,
     rank_config: RankConfig,
-    model: Qwen3MoeConfig,
+    model: ModelConfig,
     selection: select.Selection,
     ranks: list[RankRow],
     num_api_keys: int,

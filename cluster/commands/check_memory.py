@@ -8,7 +8,7 @@ import torch
 
 from kernels.backends.select import Selection
 from workers.config import RankConfig
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.models.specs import ModelConfig
 from workers.rank.backend_choice import memory_of_kernels
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
@@ -45,7 +45,7 @@ class RankRow:
 
 def rank_rows(
     config: RankConfig,
-    model: Qwen3MoeConfig,
+    model: ModelConfig,
     selection: Selection,
     shape: dict[str, Any],
     *,
@@ -84,7 +84,7 @@ def _expert_range(experts: range) -> str:
     return f"{experts.start}-{experts.stop - 1}" if experts else "none"
 
 
-def _kv_bytes(config: RankConfig, model: Qwen3MoeConfig, row: RankRow) -> int | None:
+def _kv_bytes(config: RankConfig, model: ModelConfig, row: RankRow) -> int | None:
     """As configured, or an upper bound where a GPU can be asked; the rank measures after a profiling forward."""
     cache = config.cache
     if cache.num_blocks != "auto":
@@ -128,7 +128,7 @@ def _gpu_bytes() -> int | None:
 
 
 def _model_bytes(
-    config: RankConfig, model: Qwen3MoeConfig, dtype: torch.dtype, num_tokens: int
+    config: RankConfig, model: ModelConfig, dtype: torch.dtype, num_tokens: int
 ) -> int:
     """Inputs of a step of so many tokens, the logits of a full batch in float32, and the hidden states."""
     seqs = config.scheduler.max_num_seqs

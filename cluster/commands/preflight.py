@@ -112,9 +112,9 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
     import torch
 
     from kernels.attention.flashinfer_modules import compile_modules
-    from workers.models.qwen3_moe.config import load_model_config
+    from workers.models.registry import load_model_config
 
     if report.backends["attention"]["name"] == "flashinfer" and torch.cuda.is_available():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        head_dim = load_model_config(config.model.path).head_dim
+        head_dim = load_model_config(config.model.path).attention.head_dim
         compile_modules(getattr(torch, report.config["model"]["dtype"]), head_dim)

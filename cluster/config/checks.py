@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig
-from workers.models.qwen3_moe.config import ModelConfigError, Qwen3MoeConfig, load_model_config
+from workers.models.registry import ModelConfigError, load_model_config
+from workers.models.specs import ModelConfig
 
 
 def check_together(config: PhalanxConfig) -> list[Problem]:
@@ -65,7 +66,7 @@ def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
         )
 
 
-def _check_lengths(config: PhalanxConfig, model: Qwen3MoeConfig | None) -> Iterator[Problem]:
+def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
     """What hangs on the longest request: checkpoint, step budget, cache."""
     length = config.model.max_model_len
     if model is not None:

@@ -13,7 +13,7 @@ from kernels.backends.config import KernelsConfig
 from workers.config import (
     Auto,
     CacheConfig,
-    ModelConfig,
+    ModelSection,
     OverlapConfig,
     PositiveInt,
     SchedulerConfig,
@@ -76,7 +76,7 @@ class SchedulerSection(SchedulerConfig):
 class PhalanxConfig(Section):
     """A Phalanx server: model, ranks, kernels, HTTP."""
 
-    model: ModelConfig
+    model: ModelSection
     cluster: ClusterConfig = Field(default_factory=ClusterConfig)
     scheduler: SchedulerSection = Field(default_factory=SchedulerSection)
     cache: CacheConfig = Field(default_factory=CacheConfig)

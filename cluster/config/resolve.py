@@ -13,7 +13,7 @@ from cluster.config.phalanx_config import (
     SchedulerSection,
 )
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
-from workers.models.qwen3_moe.config import load_model_config
+from workers.models.registry import load_model_config
 
 GIB = 2**30
 MAX_THREADS_PER_RANK = 8

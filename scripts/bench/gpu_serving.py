@@ -27,7 +27,7 @@ from cluster.bench.settings import Load
 from scripts.bench import ROOT, results
 from scripts.bench.gpu_serving_report import page
 from scripts.bench.servers import ServerProcess, free_port
-from workers.models.qwen3_moe.config import load_model_config
+from workers.models.registry import load_model_config
 
 LOADS = ((512, 1024, 1024), (128, 128, 512), (256, 4096, 8))  # in flight, input, output tokens
 LOADS_RANKS = 4

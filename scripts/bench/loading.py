@@ -8,7 +8,6 @@ The baseline copies each tensor out of a mapped file. Random weights are drawn f
 
 import argparse
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -25,12 +24,13 @@ from safetensors.torch import save_file
 from kernels.routing.placement import ExpertPlacement
 from scripts.bench import ROOT
 from scripts.bench.results import add_options, origin, save
-from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.models.registry import load_model_config
+from workers.models.specs import ModelConfig
 from workers.weights.files import read_headers
 from workers.weights.initial_weights import draw_weights
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import WeightSlot
-from workers.weights.tensors import rank_tensors
+from workers.weights.tensors import rank_weights
 
 MODEL = ROOT / "configs" / "models" / "qwen3-30b-a3b"
 NUM_FILES, WRITERS = 16, 4
@@ -39,14 +39,13 @@ NUM_FILES, WRITERS = 16, 4
 class Rank:
     """Tensors of the shapes a rank holds: views of one allocation, as a model's fused parameters are."""
 
-    def __init__(self, config: Qwen3MoeConfig, num_ranks: int, device: torch.device):
+    def __init__(self, config: ModelConfig, num_ranks: int, device: torch.device):
         self.placement = ExpertPlacement(config.num_experts, num_ranks)
-        shapes = rank_tensors(config, self.placement, 0)
-        sizes = [math.prod(shape) for shape in shapes.values()]
+        entries = rank_weights(config, self.placement, 0)
+        sizes = [entry.size for entry in entries]
         parts = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).split(sizes)
         self.tensors = {
-            name: part.view(shape)
-            for (name, shape), part in zip(shapes.items(), parts, strict=True)
+            entry.name: part.view(entry.shape) for entry, part in zip(entries, parts, strict=True)
         }
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -101,7 +100,7 @@ def speed(call: Callable[[], None], num_bytes: int, repeats: int = 3) -> dict[st
     return {"bytes": num_bytes, "s": round(taken, 3), "gb_s": round(num_bytes / taken / 1e9, 2)}
 
 
-def measure_reading(config: Qwen3MoeConfig, folder: Path, device: torch.device) -> dict:
+def measure_reading(config: ModelConfig, folder: Path, device: torch.device) -> dict:
     """All of the checkpoint by some numbers of threads, and out of the mapped file."""
     rank = Rank(config, 1, device)
     for tensor in rank.tensors.values():
@@ -120,14 +119,14 @@ def measure_reading(config: Qwen3MoeConfig, folder: Path, device: torch.device) 
     return found
 
 
-def measure_part(config: Qwen3MoeConfig, folder: Path, device: torch.device) -> dict:
+def measure_part(config: ModelConfig, folder: Path, device: torch.device) -> dict:
     """What one of four ranks reads of it."""
     rank = Rank(config, 4, device)
     num_bytes = sum(tensor.nbytes for tensor in rank.tensors.values())
     return speed(partial(read_threaded, folder, rank, device, 8), num_bytes)
 
 
-def measure_drawing(config: Qwen3MoeConfig, device: torch.device) -> dict:
+def measure_drawing(config: ModelConfig, device: torch.device) -> dict:
     """Random weights of all layers."""
     rank = Rank(config, 1, device)
     num_bytes = sum(tensor.nbytes for tensor in rank.tensors.values())
@@ -154,7 +153,7 @@ def main() -> None:
     }
     torch.cuda.empty_cache()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        smaller = replace(config, num_hidden_layers=args.layers)
+        smaller = replace(config, layers=config.layers[: args.layers])
         result["reading"] = measure_reading(smaller, Path(folder), device)
         torch.cuda.empty_cache()
         result["one_rank_of_four"] = measure_part(smaller, Path(folder), device)

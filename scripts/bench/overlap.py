@@ -190,7 +190,7 @@ class Measurement:
 
     def _hand_over(self) -> dict[str, float]:
         """What turns of empty slices cost in a step: each waits twice a layer."""
-        layers, slices = self._rank.model_config.num_hidden_layers, self._wrapper.num_ubatches
+        layers, slices = self._rank.model_config.num_layers, self._wrapper.num_ubatches
 
         def waits() -> None:
             for _ in range(2 * layers):

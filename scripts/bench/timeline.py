@@ -28,7 +28,7 @@ from scripts.bench.results import add_options, measure_or_redraw, origin, save, 
 from scripts.bench.timeline_ranks import State, run_rank
 from scripts.bench.timeline_report import draw, page
 from workers.config import RankConfig
-from workers.models.qwen3_moe.config import load_model_config
+from workers.models.registry import load_model_config
 from workers.rank.process_group import local_rendezvous
 
 STATES = (
@@ -141,7 +141,7 @@ def make_report(
         "model": Path(config.model.path).name,
         "weights": config.model.weights,
         "routing": config.model.routing.kind,
-        "num_layers": model.num_hidden_layers,
+        "num_layers": model.num_layers,
         "ranks": config.num_ranks,
         **start,
         "states": rows,

@@ -14,7 +14,7 @@ import torch
 from kernels.routing.placement import ExpertPlacement
 from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
-from workers.models.qwen3_moe.config import load_model_config
+from workers.models.registry import load_model_config
 from workers.rank.device_memory import OutOfDeviceMemoryError
 from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous, start_stages

@@ -15,8 +15,7 @@ from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
-from workers.models.qwen3_moe.config import load_model_config
-from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from workers.models.registry import load_model_config, model_class
 from workers.weights.checkpoint import make_checkpoint
 from workers.weights.loader import load_weights
 
@@ -93,19 +92,16 @@ class OneRank:
     ):
         config = self.config = load_model_config(path)
         spec = AttentionSpec(
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            num_heads=config.attention.num_heads,
+            num_kv_heads=config.attention.num_kv_heads,
+            head_dim=config.attention.head_dim,
             block_size=BLOCK_SIZE,
-            scale=config.head_dim**-0.5,
+            scale=config.attention.scale,
         )
         self.attention = backend(spec)
         blocks = (max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
         self.attention.bind(
-            [
-                torch.zeros(2, *blocks, dtype=dtype, device=device)
-                for _ in range(config.num_hidden_layers)
-            ]
+            [torch.zeros(2, *blocks, dtype=dtype, device=device) for _ in range(config.num_layers)]
         )
         grouped_gemm = grouped_gemm or ReferenceGroupedGemm()
         kernels = self.kernels = Backends(
@@ -121,7 +117,7 @@ class OneRank:
             self.attention,
         )
         placement = ExpertPlacement(config.num_experts, 1)
-        self.model = Qwen3MoeForCausalLM(
+        self.model = model_class(config)(
             config, kernels, placement=placement, rank=0, device=device, dtype=dtype, **options
         )
         load_weights(

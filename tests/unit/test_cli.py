@@ -14,7 +14,7 @@ from cluster.cli import app
 from cluster.commands import check as checking
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import json_schema
-from workers.models.qwen3_moe.config import load_model_config
+from workers.models.registry import load_model_config
 from workers.weights.checkpoint import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -249,9 +249,10 @@ def test_make_checkpoint(tmp_path: Path) -> None:
     shape += ["--vocab-size", "300", "--max-len", "99", "--dtype", "bfloat16", "--shards", "2"]
     assert run("make-checkpoint", folder, *shape).exit_code == 0
     config = load_model_config(folder)
-    assert (config.num_hidden_layers, config.hidden_size, config.num_experts) == (2, 48, 6)
-    assert (config.num_experts_per_tok, config.moe_intermediate_size) == (3, 24)
-    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 1, 16)
+    assert (config.num_layers, config.hidden_size, config.num_experts) == (2, 48, 6)
+    assert (config.top_k, config.moe.width) == (3, 24)
+    attention = config.attention
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (2, 1, 16)
     assert (config.vocab_size, config.max_position_embeddings) == (300, 99)
     assert config.dtype == "bfloat16"
     assert len(list(folder.glob("*.safetensors"))) == 2

@@ -9,7 +9,7 @@ import torch
 
 from kernels.routing.forced_routing import ForcedRouting
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
-from workers.config import ModelConfig, RoutingConfig, not_for_answers
+from workers.config import ModelSection, RoutingConfig, not_for_answers
 
 torch.set_num_threads(1)
 NUM_EXPERTS, TOP_K = 32, 4
@@ -126,8 +126,8 @@ def test_a_model_is_routed_by_it(tmp_path: Path, name: str):
 
 def test_people_are_told():
     path = {"path": "x"}
-    assert not list(not_for_answers(ModelConfig(**path)))
+    assert not list(not_for_answers(ModelSection(**path)))
     zipf = RoutingConfig(kind="zipf", s=1.25)
-    told = list(not_for_answers(ModelConfig(**path, weights="dummy", routing=zipf)))
+    told = list(not_for_answers(ModelSection(**path, weights="dummy", routing=zipf)))
     assert "model.weights is dummy" in told[0]
     assert "model.routing.kind is zipf: zipf with s = 1.25" in told[1]

@@ -14,7 +14,7 @@ from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.models.qwen3_moe.config import load_model_config
+from workers.models.registry import load_model_config
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import CheckpointError
 from workers.weights.slots import BlockSlot

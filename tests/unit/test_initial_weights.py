@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
-from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.models.registry import load_model_config
+from workers.models.specs import ModelConfig
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import CheckpointError, load_weights
 from workers.weights.slots import Progress, SlottedModel, WeightSlot
-from workers.weights.tensors import rank_tensors, rank_weight_bytes
+from workers.weights.tensors import rank_weight_bytes, rank_weights
 
 torch.set_num_threads(1)
 PUBLISHED = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
@@ -25,9 +26,11 @@ PUBLISHED = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
 class Rank:
     """Plain tensors in the place of a model's parameters."""
 
-    def __init__(self, config: Qwen3MoeConfig, placement: ExpertPlacement, rank: int):
-        shapes = rank_tensors(config, placement, rank)
-        self.tensors = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    def __init__(self, config: ModelConfig, placement: ExpertPlacement, rank: int):
+        self.tensors = {
+            entry.name: torch.full(entry.shape, float("nan"))
+            for entry in rank_weights(config, placement, rank)
+        }
 
     def weight_slots(self) -> dict[str, WeightSlot]:
         return {name: WeightSlot.plain(tensor) for name, tensor in self.tensors.items()}
@@ -35,7 +38,7 @@ class Rank:
 
 def draw_all(
     model: SlottedModel,
-    config: Qwen3MoeConfig,
+    config: ModelConfig,
     rank: int = 0,
     num_ranks: int = 1,
     progress: Progress | None = None,
@@ -46,7 +49,7 @@ def draw_all(
     )
 
 
-def drawn(config: Qwen3MoeConfig, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+def drawn(config: ModelConfig, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
     model = Rank(config, ExpertPlacement(config.num_experts, num_ranks), rank)
     draw_all(model, config, rank, num_ranks)
     return model.tensors

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from workers.models.qwen3_moe.config import ModelConfigError, Qwen3MoeConfig, load_model_config
+from workers.models.registry import ModelConfigError, load_model_config, weight_map
+from workers.models.specs import ModelConfig, MoeSpec
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -32,7 +33,7 @@ def fp8(**changes: Any) -> dict[str, Any]:
     return {"quantization_config": {**fields, "activation_scheme": "dynamic", **changes}}
 
 
-def load(tmp_path: Path, **changes: Any) -> Qwen3MoeConfig:
+def load(tmp_path: Path, **changes: Any) -> ModelConfig:
     raw = {key: value for key, value in {**BASE, **changes}.items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     return load_model_config(tmp_path)
@@ -49,13 +50,27 @@ def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     config, reference = load_model_config(tmp_path), Reference()
-    for name in Qwen3MoeConfig.__dataclass_fields__.keys() & reference.to_dict().keys():
-        if name not in ("mlp_only_layers", "dtype"):
-            assert getattr(config, name) == getattr(reference, name), name
-    assert config.num_experts == reference.num_experts
-    assert config.head_dim == reference.hidden_size // reference.num_attention_heads
-    assert config.mlp_only_layers == ()
-    assert config.rope.rope_theta == reference.rope_parameters["rope_theta"]
+    attention, moe = config.attention, config.moe
+    found = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "attention_bias": attention.qkv_bias,
+        "num_experts": moe.num_experts,
+        "moe_intermediate_size": moe.width,
+        "num_experts_per_tok": moe.router.top_k,
+        "norm_topk_prob": moe.router.renormalise,
+    }
+    assert found == {name: getattr(reference, name) for name in found}
+    assert attention.output_bias == attention.qkv_bias
+    assert attention.head_dim == reference.hidden_size // reference.num_attention_heads
+    assert all(layer.mlp is moe for layer in config.layers)
+    assert attention.rope.rope_theta == reference.rope_parameters["rope_theta"]
 
 
 def test_reads_what_transformers_saves(tmp_path: Path) -> None:
@@ -68,23 +83,30 @@ def test_reads_what_transformers_saves(tmp_path: Path) -> None:
         tie_word_embeddings=True,
     ).save_pretrained(tmp_path)
     config = load_model_config(tmp_path)
-    assert (config.num_experts, config.head_dim, config.dtype) == (8, 48, "bfloat16")
+    attention = config.attention
+    assert (config.num_experts, attention.head_dim, config.dtype) == (8, 48, "bfloat16")
     assert config.tie_word_embeddings and config.eos_token_ids == (3, 4)
-    assert config.rope.rope_theta == 5e5
-    assert config.rope.scaling == {"factor": 4.0, "original_max_position_embeddings": 256}
-    assert (config.q_size, config.kv_size) == (192, 96)
+    assert config.attention.rope.rope_theta == 5e5
+    assert config.attention.rope.scaling == {"factor": 4.0, "original_max_position_embeddings": 256}
+    assert (attention.q_size, attention.kv_size) == (192, 96)
 
 
 def test_dense_layers(tmp_path: Path) -> None:
     config = load(tmp_path, decoder_sparse_step=2, mlp_only_layers=[3])
-    assert [config.is_moe_layer(layer) for layer in range(4)] == [False, True, False, False]
+    assert [isinstance(layer.mlp, MoeSpec) for layer in config.layers] == [
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert [layer.mlp.width for layer in config.layers] == [96, 32, 96, 96]
 
 
 def test_old_rope_form(tmp_path: Path) -> None:
     config = load(tmp_path, rope_theta=1e6, rope_scaling={"type": "linear", "factor": 2.0})
-    assert config.rope.rope_type == "linear"
-    assert config.rope.rope_theta == 1e6
-    assert config.rope.scaling == {"factor": 2.0}
+    assert config.attention.rope.rope_type == "linear"
+    assert config.attention.rope.rope_theta == 1e6
+    assert config.attention.rope.scaling == {"factor": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -97,13 +119,17 @@ def test_old_rope_form(tmp_path: Path) -> None:
     ],
 )
 def test_published_quantisation(tmp_path: Path, changes: dict[str, Any]) -> None:
-    found = load(tmp_path, **fp8(**changes)).quantization
-    assert found is not None
-    for name in ("self_attn.q_proj.weight", "mlp.experts.7.down_proj.weight", "mlp.up_proj.weight"):
-        assert found.covers(f"model.layers.3.{name}")
-    for name in ("mlp.gate.weight", "input_layernorm.weight", "self_attn.q_proj.bias"):
-        assert not found.covers(f"model.layers.3.{name}")
-    assert not found.covers("lm_head.weight") and not found.covers("model.embed_tokens.weight")
+    config = load(tmp_path, mlp_only_layers=[3], attention_bias=True, **fp8(**changes))
+    stored = {entry.name: entry.quantised for entry in weight_map(config)}
+    for name in (
+        "3.self_attn.q_proj.weight",
+        "1.mlp.experts.7.down_proj.weight",
+        "3.mlp.up_proj.weight",
+    ):
+        assert stored[f"model.layers.{name}"]
+    for name in ("1.mlp.gate.weight", "3.input_layernorm.weight", "3.self_attn.q_proj.bias"):
+        assert not stored[f"model.layers.{name}"]
+    assert not stored["lm_head.weight"] and not stored["model.embed_tokens.weight"]
     assert load(tmp_path).quantization is None
 
 
@@ -118,7 +144,7 @@ def test_modules_that_are_not_quantised(tmp_path: Path) -> None:
         "model.layers.0.mlp.experts.2.up_proj": False,
         "model.layers.0.mlp.experts.2.down_proj": True,
     }
-    assert {name: found.covers(f"{name}.weight") for name in names} == names
+    assert {name: not found.skips(f"{name}.weight") for name in names} == names
 
 
 def test_generation_config_decides_eos(tmp_path: Path) -> None:
@@ -186,7 +212,7 @@ def test_null_and_harmless_keys_pass(tmp_path: Path) -> None:
     config = load(
         tmp_path, mystery=None, rope_scaling=None, max_window_layers=4, partial_rotary_factor=1.0
     )
-    assert config.rope.rope_type == "default"
+    assert config.attention.rope.rope_type == "default"
 
 
 def test_broken_files(tmp_path: Path) -> None:
@@ -204,7 +230,7 @@ def test_broken_files(tmp_path: Path) -> None:
 
 def test_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, workers.models.qwen3_moe.config;"
+        "import sys, workers.models.registry as r; r.parse_model_config({'model_type': 'qwen3_moe'}, {}, '');"
         "assert not {'torch', 'transformers'} & sys.modules.keys(), 'heavy import'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

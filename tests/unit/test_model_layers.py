@@ -8,8 +8,7 @@ import torch
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, build_rope_table
 from workers.layers.router import route_tokens
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
-from workers.models.rope_config import RopeConfig
+from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
 from workers.weights.slots import WeightSlot
 
 torch.set_num_threads(1)
@@ -50,26 +49,18 @@ def test_norm_leaves_its_input_and_keeps_float32_on_request() -> None:
     assert torch.equal(x, before)
 
 
-def config_of(rope: RopeConfig, head_dim: int) -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
+def config_of(rope: RopeSpec, head_dim: int) -> ModelConfig:
+    moe = MoeSpec(num_experts=2, width=8, router=RouterSpec(top_k=1, renormalise=True))
+    attention = GqaSpec(num_heads=2, num_kv_heads=1, head_dim=head_dim, rope=rope)
+    return ModelConfig(
+        model_type="none",
         vocab_size=8,
         hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=head_dim,
+        layers=(LayerSpec(attention=attention, mlp=moe),),
+        moe=moe,
         max_position_embeddings=512,
-        rms_norm_eps=1e-6,
+        norm_eps=1e-6,
         tie_word_embeddings=False,
-        attention_bias=False,
-        decoder_sparse_step=1,
-        mlp_only_layers=(),
-        moe_intermediate_size=8,
-        num_experts=2,
-        num_experts_per_tok=1,
-        norm_topk_prob=True,
-        rope=rope,
         dtype="float32",
         eos_token_ids=(),
         quantization=None,
@@ -78,7 +69,7 @@ def config_of(rope: RopeConfig, head_dim: int) -> Qwen3MoeConfig:
 
 def test_rope_turns_pairs_of_a_permuted_head() -> None:
     head_dim, theta = 12, 300.0
-    table = build_rope_table(config_of(RopeConfig(rope_theta=theta), head_dim), 512, CPU)
+    table = build_rope_table(config_of(RopeSpec(rope_theta=theta), head_dim), 512, CPU)
     positions = torch.tensor([0, 1, 77, 511])
     x = torch.randn(4, 2, head_dim, generator=torch.Generator().manual_seed(1))
     angles = positions[:, None].double() / theta ** (torch.arange(0, head_dim, 2) / head_dim)

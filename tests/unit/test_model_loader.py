@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
-from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
+from workers.models.registry import load_model_config, weight_map
+from workers.models.specs import ModelConfig
 from workers.weights import reader as weight_reader
 from workers.weights.files import read_headers
 from workers.weights.loader import CheckpointError, load_weights
 from workers.weights.slots import WeightSlot
-from workers.weights.tensors import expected_tensors, rank_tensors, rank_weight_bytes
+from workers.weights.tensors import rank_weight_bytes, rank_weights
 
 torch.set_num_threads(1)
 
@@ -27,10 +28,10 @@ NUM_EXPERTS = SMALL["num_experts"]
 class Rank:
     """Plain tensors in the place of a model's parameters: the loader needs no more."""
 
-    def __init__(self, config: Qwen3MoeConfig, placement: ExpertPlacement, rank: int):
+    def __init__(self, config: ModelConfig, placement: ExpertPlacement, rank: int):
         self.tensors = {
-            name: torch.full(shape, float("nan"))
-            for name, shape in rank_tensors(config, placement, rank).items()
+            entry.name: torch.full(entry.shape, float("nan"))
+            for entry in rank_weights(config, placement, rank)
         }
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -99,7 +100,7 @@ def test_reads_no_other_ranks_experts(tmp_path: Path, monkeypatch: pytest.Monkey
     assert experts == set(ExpertPlacement(NUM_EXPERTS, 3).local_experts(1))
 
 
-def _config_placement(path: Path, num_ranks: int) -> tuple[Qwen3MoeConfig, ExpertPlacement]:
+def _config_placement(path: Path, num_ranks: int) -> tuple[ModelConfig, ExpertPlacement]:
     config = load_model_config(path)
     return config, ExpertPlacement(config.num_experts, num_ranks)
 
@@ -135,7 +136,7 @@ def test_expected_tensors_are_what_transformers_saves(tmp_path: Path) -> None:
     )
     Qwen3MoeForCausalLM.from_pretrained(source).save_pretrained(tmp_path / "b")
     saved = load_file(tmp_path / "b" / "model.safetensors")
-    expected = expected_tensors(load_model_config(source))
+    expected = {entry.name: entry.shape for entry in weight_map(load_model_config(source))}
     assert {name: tuple(tensor.shape) for name, tensor in saved.items()} == expected
     batch = make_batch([[1, 2, 3]], [0])
     assert torch.equal(OneRank(tmp_path / "b").logits(batch), OneRank(source).logits(batch))

@@ -4,12 +4,12 @@ import pytest
 
 from cluster.group.placement import PlacementError, RankLocation, check_gpus, visible_gpus
 from kernels.backends.config import KernelsConfig
-from workers.config import CacheConfig, ModelConfig, RankConfig, SchedulerConfig
+from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 
 
 def config(num_ranks: int, device: str) -> RankConfig:
     return RankConfig(
-        model=ModelConfig(path="nowhere"),
+        model=ModelSection(path="nowhere"),
         scheduler=SchedulerConfig(),
         cache=CacheConfig(),
         kernels=KernelsConfig(),

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.bench.roofline import Hardware, floor_of, step_floor, step_floors
 from cluster.bench.step_work import StepPart, StepShape
-from workers.models.qwen3_moe.config import load_model_config
+from workers.models.registry import load_model_config
 
 QWEN3 = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
 EXPERT = 3 * 2048 * 768

@@ -234,7 +234,7 @@ def check_slices(rank: OneRank, batch: Batch, num_ubatches: int) -> None:
         torch.testing.assert_close(cache, expected, atol=1e-5, rtol=0)
     numbers = [str(i) for i in range(num_ubatches)]
     one_layer = [f"{i} {does}" for does in ("dispatches", "combines") for i in numbers]
-    assert log == one_layer * rank.config.num_hidden_layers
+    assert log == one_layer * rank.config.num_layers
     assert caches[0].shape[1:3] == (8 * BLOCKS_PER_SEQ, BLOCK_SIZE)
 
 

@@ -14,19 +14,19 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.models.specs import ModelConfig
 
 
 def allocate_kv_caches(
-    config: Qwen3MoeConfig,
+    config: ModelConfig,
     num_blocks: int,
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
     """One zeroed tensor a layer: [2, num_blocks, block_size, kv heads, head_dim]."""
-    shape = (2, num_blocks, block_size, config.num_key_value_heads, config.head_dim)
-    return [_zeros(shape, dtype, device) for _ in range(config.num_hidden_layers)]
+    shape = (2, num_blocks, block_size, config.attention.num_kv_heads, config.attention.head_dim)
+    return [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -13,12 +13,10 @@ from types import SimpleNamespace
 import torch
 
 from workers.layers.norm import RMSNorm
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.models.specs import ModelConfig
 
 
-def build_rope_table(
-    config: Qwen3MoeConfig, num_positions: int, device: torch.device
-) -> torch.Tensor:
+def build_rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:
     """Rotations of every position: complex64 [P, d/2], scaled by the type's attention factor."""
     inv_freq, factor = _inverse_frequencies(config)
     angles_Pd = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
@@ -45,9 +43,9 @@ def norm_and_rotate(norm: RMSNorm, x_TNd: torch.Tensor, rotation_T1d: torch.Tens
     return apply_rope(norm(x_TNd, torch.float32), rotation_T1d).to(x_TNd.dtype)
 
 
-def _inverse_frequencies(config: Qwen3MoeConfig) -> tuple[torch.Tensor, float]:
+def _inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
     """float32 [d/2] on the CPU, and the factor on cos and sin."""
-    rope, dim = config.rope, config.head_dim
+    rope, dim = config.attention.rope, config.attention.head_dim
     if rope.rope_type == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         return 1.0 / (rope.rope_theta**exponents), 1.0
@@ -63,7 +61,7 @@ def _inverse_frequencies(config: Qwen3MoeConfig) -> tuple[torch.Tensor, float]:
         },
         head_dim=dim,
         hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
+        num_attention_heads=config.attention.num_heads,
         max_position_embeddings=config.max_position_embeddings,
         standardize_rope_params=lambda: None,
     )

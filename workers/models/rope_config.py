@@ -5,11 +5,10 @@ Knows nothing of tensors: `workers/layers/rope.py` turns the settings into angle
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-DEFAULT_THETA = 10_000.0
+from workers.models.specs import RopeSpec
 
 # rope_type -> (required keys, optional keys), as transformers reads them
 SUPPORTED_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -40,29 +39,22 @@ NEEDS_ORIGINAL_LENGTH = frozenset({"yarn", "llama3"})
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """`scaling` holds the type's own parameters under transformers' names, without null values."""
-
-    rope_type: str = "default"
-    rope_theta: float = DEFAULT_THETA
-    scaling: Mapping[str, float | bool] = field(default_factory=dict)
-
-
-def parse_rope(raw: Mapping[str, Any], max_positions: int, problems: list[str]) -> RopeConfig:
-    """The rope settings of a config.json; what is wrong with them is added to `problems`."""
+def parse_rope(
+    raw: Mapping[str, Any], default_theta: float, max_positions: int, problems: list[str]
+) -> RopeSpec:
+    """Return the rope settings of a config.json; complaints about them are added to `problems`."""
     source = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(source) or {}
     if not isinstance(given, dict):
         problems.append(f"{source} is {given!r}; expected an object or null")
-        return RopeConfig()
+        return RopeSpec()
     parameters = {key: value for key, value in given.items() if value is not None}
     rope_type = _pop_type(parameters, source, problems)
     theta_key = f"{source}.rope_theta" if "rope_theta" in parameters else "rope_theta"
-    theta = parameters.pop("rope_theta", raw.get("rope_theta", DEFAULT_THETA))
+    theta = parameters.pop("rope_theta", raw.get("rope_theta", default_theta))
     if not is_number(theta) or theta <= 0:
         problems.append(f"{theta_key} is {theta!r}; expected a number > 0")
-        theta = DEFAULT_THETA
+        theta = default_theta
     if parameters.get("partial_rotary_factor") == 1:
         del parameters["partial_rotary_factor"]
     if rope_type not in SUPPORTED_KEYS:
@@ -72,11 +64,11 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int, problems: list[str]) 
         problems.append(
             f"{source}.rope_type is {rope_type!r}{why}; supported: {', '.join(SUPPORTED_KEYS)}"
         )
-        return RopeConfig()
+        return RopeSpec()
     _check_parameters(parameters, rope_type, source, problems)
     if rope_type in NEEDS_ORIGINAL_LENGTH:
         parameters.setdefault("original_max_position_embeddings", max_positions)
-    return RopeConfig(rope_type=rope_type, rope_theta=float(theta), scaling=parameters)
+    return RopeSpec(rope_type=rope_type, rope_theta=float(theta), scaling=parameters)
 
 
 def _pop_type(parameters: dict[str, Any], source: str, problems: list[str]) -> Any:

@@ -10,7 +10,7 @@ from kernels.backends.memory import BackendMemory, backend_memory
 from kernels.backends.select import Selection, shared_memory_slots
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import Auto, RankConfig
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.models.specs import ModelConfig
 from workers.weights.tensors import stores_fp8_experts
 
 _FOR_MEMORY = (  # of `backend_shape`, what `backend_memory` wants to know
@@ -28,18 +28,18 @@ class GraphsUnavailableError(ValueError):
     """scheduler.cuda_graphs is true and cannot be."""
 
 
-def backend_shape(config: RankConfig, model: Qwen3MoeConfig) -> dict[str, Any]:
+def backend_shape(config: RankConfig, model: ModelConfig) -> dict[str, Any]:
     """What `kernels.backends.select.select` wants to know of ranks and model."""
     return {
         "num_ranks": config.num_ranks,
         "num_nodes": config.num_nodes,
         "dtype": getattr(torch, str(config.model.dtype)),
         "hidden_size": model.hidden_size,
-        "expert_width": model.moe_intermediate_size,
-        "head_dim": model.head_dim,
+        "expert_width": model.moe.width,
+        "head_dim": model.attention.head_dim,
         "fp8_checkpoint": stores_fp8_experts(model),
         "num_experts": model.num_experts,
-        "top_k": model.num_experts_per_tok,
+        "top_k": model.top_k,
         "max_num_tokens": config.scheduler.max_num_batched_tokens,
     }
 
@@ -49,9 +49,7 @@ def memory_of_kernels(selection: Selection, shape: dict[str, Any], **options: An
     return backend_memory(selection, **{key: shape[key] for key in _FOR_MEMORY} | options)
 
 
-def shared_slots(
-    config: RankConfig, model: Qwen3MoeConfig, selection: Selection
-) -> tuple[int, ...]:
+def shared_slots(config: RankConfig, model: ModelConfig, selection: Selection) -> tuple[int, ...]:
     """The `slot_bytes` of the ranks' shared memory, none where the exchange does not go through it."""
     if selection.all2all.name != "shm":
         return ()
@@ -59,13 +57,13 @@ def shared_slots(
         num_ranks=config.num_ranks,
         dtype=getattr(torch, str(config.model.dtype)),
         hidden_size=model.hidden_size,
-        top_k=model.num_experts_per_tok,
+        top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
     )
 
 
 def forced_routing(
-    config: RankConfig, model: Qwen3MoeConfig, rank: int, device: torch.device
+    config: RankConfig, model: ModelConfig, rank: int, device: torch.device
 ) -> Callable[..., ForcedRouting] | None:
     """What makes a layer's law where model.routing names one."""
     routing = config.model.routing
@@ -76,7 +74,7 @@ def forced_routing(
         routing.kind,
         routing.s,
         num_experts=model.num_experts,
-        top_k=model.num_experts_per_tok,
+        top_k=model.top_k,
         rank=rank,
         num_ranks=config.num_ranks,
         device=device,

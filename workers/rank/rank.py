@@ -20,8 +20,8 @@ from workers.engine.engine import Engine, Publish
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_sync import PlanConfig, compare_settings
 from workers.engine.vote_transport import make_vote_transport
-from workers.models.qwen3_moe.config import Qwen3MoeConfig, load_model_config
-from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from workers.models.registry import load_model_config, model_class
+from workers.models.specs import ModelConfig
 from workers.rank import process_group
 from workers.rank.backend_choice import (
     backend_shape,
@@ -55,7 +55,7 @@ class Rank:
     def __init__(self, rank: int, config: RankConfig):
         self.rank = rank
         self.config = config
-        self.model_config: Qwen3MoeConfig = load_model_config(config.model.path)
+        self.model_config: ModelConfig = load_model_config(config.model.path)
         self.device = torch.device(config.device)
         if config.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -114,7 +114,7 @@ class Rank:
             self._load(progress)
 
     def _load(self, progress: Progress | None) -> None:
-        self.model = Qwen3MoeForCausalLM(
+        self.model = model_class(self.model_config)(
             self.model_config,
             self.kernels,
             placement=self.placement,
@@ -262,14 +262,14 @@ class Rank:
             shared_memory=self.shared_memory,
             placement=self.placement,
             hidden_size=model.hidden_size,
-            top_k=model.num_experts_per_tok,
+            top_k=model.top_k,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             attention=AttentionSpec(
-                num_heads=model.num_attention_heads,
-                num_kv_heads=model.num_key_value_heads,
-                head_dim=model.head_dim,
+                num_heads=model.attention.num_heads,
+                num_kv_heads=model.attention.num_kv_heads,
+                head_dim=model.attention.head_dim,
                 block_size=config.cache.block_size,
-                scale=model.head_dim**-0.5,
+                scale=model.attention.scale,
             ),
         )
 

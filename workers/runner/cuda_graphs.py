@@ -16,7 +16,7 @@ from kernels.attention.base import GraphForm
 from kernels.backends.select import Backends
 from workers.engine.scheduler import ScheduledBatch
 from workers.engine.step_sync import GraphMode
-from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from workers.models.causal_lm import CausalLM
 from workers.runner.forward_batch import ForwardBatch, ForwardBatchBuilder, resolve_pending
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.ubatch.wrapper import UBatchWrapper
@@ -82,7 +82,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: Qwen3MoeForCausalLM,
+        model: CausalLM,
         kernels: Backends,
         builder: ForwardBatchBuilder,
         *,

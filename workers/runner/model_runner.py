@@ -12,7 +12,7 @@ from kernels.routing.expert_load import LoadSample
 from workers.engine.scheduler import ScheduledBatch
 from workers.engine.sequence import SequenceTable
 from workers.engine.step_sync import StepPlan
-from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from workers.models.causal_lm import CausalLM
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.forward_batch import ForwardBatch, ForwardBatchBuilder
 from workers.runner.graph_sizes import GraphKey, GraphSizes
@@ -38,7 +38,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Qwen3MoeForCausalLM,
+        model: CausalLM,
         kernels: Backends,
         table: SequenceTable,
         *,
@@ -168,9 +168,7 @@ class ModelRunner:
         self.ubatches.plan(batch, len(batch.input_ids))
         return partial(self._forward, self.ubatches, batch)
 
-    def _forward(
-        self, model: Qwen3MoeForCausalLM | UBatchWrapper, batch: ForwardBatch
-    ) -> Forwarded:
+    def _forward(self, model: CausalLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:
         hidden_TD = model.forward(batch)
         offs_Le = self._expert_load.take() if self._expert_load.watching else None
         return hidden_TD, self._logits(hidden_TD, batch), offs_Le

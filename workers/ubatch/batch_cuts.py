@@ -17,7 +17,7 @@ import torch
 
 from kernels.attention.base import AttentionBatch
 from workers.engine.step_sync import ubatch_borders
-from workers.models.qwen3_moe.model import ModelBatch
+from workers.layers.moe import ModelBatch
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from greenlet import greenlet
 from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.backends.select import Backends
 from kernels.pending import can_yield_ubatch, set_yield_ubatch
-from workers.models.qwen3_moe.model import ModelBatch
+from workers.layers.moe import ModelBatch
 from workers.trace.recorder import ScheduleRecorder
 from workers.ubatch.batch_cuts import RowSlice, cut, cut_rows
 

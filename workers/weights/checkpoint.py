@@ -7,7 +7,6 @@ shards changes no value.
 """
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,11 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kernels.block_fp8 import quantise_blocks
-from workers.models.qwen3_moe.config import Qwen3MoeConfig, parse_model_config
+from workers.models.registry import parse_model_config, weight_map
+from workers.models.specs import ModelConfig
 from workers.weights.initial_weights import NUM_BYTES, draw
 from workers.weights.quantization import SCALE_SUFFIX
-from workers.weights.tensors import TensorSpec, tensor_specs
+from workers.weights.weight_map import WeightEntry
 
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
@@ -146,7 +146,7 @@ def _write(
 ) -> None:
     """Everything; no weights in 0 shards. Nothing is written where something is wrong."""
     model = parse_model_config(config, {}, "config.json")
-    num_tensors = len(tensor_specs(model))
+    num_tensors = len(weight_map(model))
     if num_shards > num_tensors:
         raise ValueError(f"num_shards: {num_shards} is not between 1 and {num_tensors} tensors")
     _prepare_folder(folder, overwrite)
@@ -239,10 +239,10 @@ def _validate(config: dict[str, Any]) -> None:
         raise ValueError(f"mlp_only_layers: {layers} names a layer that is not there")
 
 
-def _write_weights(folder: Path, config: Qwen3MoeConfig, num_shards: int, seed: int) -> None:
+def _write_weights(folder: Path, config: ModelConfig, num_shards: int, seed: int) -> None:
     """One file, or several of about equal bytes with an index. Only one shard is in memory."""
-    specs = tensor_specs(config)
-    counts = {name: math.prod(spec.shape) for name, spec in specs.items()}
+    entries = {entry.name: entry for entry in weight_map(config)}
+    counts = {name: entry.size for name, entry in entries.items()}
     total = sum(counts.values())
     shards: list[list[str]] = [[] for _ in range(num_shards)]
     done, index = 0, 0
@@ -252,7 +252,7 @@ def _write_weights(folder: Path, config: Qwen3MoeConfig, num_shards: int, seed: 
             index += 1
         shards[index].append(name)
         done += counts[name]
-    weight_map: dict[str, str] = {}
+    files: dict[str, str] = {}
     num_bytes = 0
     for number, names in enumerate(shards, start=1):
         file = "model.safetensors"
@@ -260,25 +260,23 @@ def _write_weights(folder: Path, config: Qwen3MoeConfig, num_shards: int, seed: 
             file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            tensors |= _draw(name, specs[name], config, seed)
+            tensors |= _draw(entries[name], config, seed)
         save_file(tensors, folder / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
+        files |= dict.fromkeys(tensors, file)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
     if num_shards > 1:
-        index_json = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        index_json = {"metadata": {"total_size": num_bytes}, "weight_map": files}
         _write_json(folder / "model.safetensors.index.json", index_json)
 
 
-def _draw(
-    name: str, spec: TensorSpec, config: Qwen3MoeConfig, seed: int
-) -> dict[str, torch.Tensor]:
+def _draw(entry: WeightEntry, config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
     """A tensor in the checkpoint's dtype; or in FP8, and its scales."""
     tied = config.tie_word_embeddings
-    tensor = draw(name, spec.shape, tied=tied, seed=seed, generator=torch.Generator())
-    if not spec.quantised:
-        return {name: tensor.to(DTYPES[config.dtype])}
+    tensor = draw(entry, tied=tied, seed=seed, generator=torch.Generator())
+    if not entry.quantised:
+        return {entry.name: tensor.to(DTYPES[config.dtype])}
     rounded = quantise_blocks(tensor)
-    return {name: rounded.values, name + SCALE_SUFFIX: rounded.scales}
+    return {entry.name: rounded.values, entry.name + SCALE_SUFFIX: rounded.scales}
 
 
 def _prepare_folder(folder: Path, overwrite: bool) -> None:

@@ -4,7 +4,7 @@ All that is wrong is named at once, before any tensor is read. Knows nothing of 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from workers.weights.quantization import SCALE_SUFFIX
-from workers.weights.tensors import TensorSpec
+from workers.weights.weight_map import WeightEntry
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -98,14 +98,15 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
     return entries
 
 
-def check_against_specs(
-    folder: Path, stored: Mapping[str, StoredTensor], specs: Mapping[str, TensorSpec]
+def check_against_map(
+    folder: Path, stored: Mapping[str, StoredTensor], entries: Iterable[WeightEntry]
 ) -> None:
     """Raise CheckpointError that names every missing, surplus or misshaped tensor, and wrong kinds of numbers."""
-    expected = {name: (spec.shape, spec.quantised) for name, spec in specs.items()}
-    for name, spec in specs.items():
-        if spec.quantised:
-            expected[name + SCALE_SUFFIX] = (spec.scale_shape, False)
+    expected: dict[str, tuple[tuple[int, ...], bool]] = {}
+    for entry in entries:
+        expected[entry.name] = (entry.shape, entry.quantised)
+        if entry.quantised:
+            expected[entry.name + SCALE_SUFFIX] = (entry.scale_shape, False)
     both = [name for name in expected if name in stored]
     complaints = {
         "missing": [name for name in expected if name not in stored],

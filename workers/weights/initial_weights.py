@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from kernels.routing.placement import ExpertPlacement
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.models.specs import ModelConfig
 from workers.weights.slots import Progress, SlottedModel
-from workers.weights.tensors import rank_tensors
+from workers.weights.tensors import rank_weights
+from workers.weights.weight_map import WeightEntry, WeightKind
 
 NUM_BYTES = 256
 LOGIT_STD = 3.0  # wide enough that the two best rarely lie within 1e-3
+# Spread router logits, so that the order of experts does not hang on rounding.
+GAINS = {WeightKind.ROUTER: 1.5, WeightKind.DOWN_PROJECTION: 2.0}
 
 
 @dataclass(frozen=True)
@@ -28,30 +31,27 @@ class Init:
     weak_from: int | None = None
 
 
-def init_of(name: str, shape: tuple[int, ...], *, tied: bool) -> Init:
-    """How the tensor of this Hugging Face name is drawn; `tied`: the embedding is the head too."""
-    if name == "lm_head.weight" or (tied and name == "model.embed_tokens.weight"):
+def init_of(entry: WeightEntry, *, tied: bool) -> Init:
+    """Return how the tensor is drawn; `tied`: the embedding is the head too."""
+    kind = entry.kind
+    if kind == WeightKind.HEAD or (tied and kind == WeightKind.EMBEDDING):
         # Ids that stand for no byte get small logits: a random model then neither ends by chance, which
         # keeps a benchmark's output lengths, nor names ids that decode to nothing.
-        return Init(LOGIT_STD / math.sqrt(shape[1]), weak_from=NUM_BYTES)
-    if name == "model.embed_tokens.weight":
+        return Init(LOGIT_STD / math.sqrt(entry.shape[1]), weak_from=NUM_BYTES)
+    if kind == WeightKind.EMBEDDING:
         return Init(1.0)
-    if name.endswith("norm.weight"):
+    if kind in (WeightKind.NORM, WeightKind.QK_NORM):
         return Init(0.1, mean=1.0)  # not all ones: a loader that skips a norm must be caught
-    if name.endswith(".bias"):
+    if kind == WeightKind.BIAS:
         return Init(0.1)
-    # Spread router logits, so that the order of experts does not hang on rounding.
-    gain = {"gate": 1.5, "down_proj": 2.0}.get(name.split(".")[-2], 1.0)
-    return Init(gain / math.sqrt(shape[1]))
+    return Init(GAINS.get(kind, 1.0) / math.sqrt(entry.shape[1]))
 
 
-def draw(
-    name: str, shape: tuple[int, ...], *, tied: bool, seed: int, generator: torch.Generator
-) -> torch.Tensor:
-    """float32 of this shape on the generator's device, which is seeded anew."""
-    init = init_of(name, shape, tied=tied)
-    generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    tensor = torch.randn(shape, generator=generator, device=generator.device)
+def draw(entry: WeightEntry, *, tied: bool, seed: int, generator: torch.Generator) -> torch.Tensor:
+    """Return float32 values of the entry's shape on the generator's device, which is seeded anew."""
+    init = init_of(entry, tied=tied)
+    generator.manual_seed(zlib.crc32(f"{seed}/{entry.name}".encode()))
+    tensor = torch.randn(entry.shape, generator=generator, device=generator.device)
     tensor.mul_(init.std).add_(init.mean)
     if init.weak_from is not None:
         tensor[init.weak_from :] *= 0.05
@@ -61,7 +61,7 @@ def draw(
 def draw_weights(
     model: SlottedModel,
     *,
-    config: Qwen3MoeConfig,
+    config: ModelConfig,
     placement: ExpertPlacement,
     rank: int,
     device: torch.device,
@@ -72,11 +72,11 @@ def draw_weights(
     On CPU they are those of `phalanx make-checkpoint` for the same config.json.
     """
     generator = torch.Generator(device)
-    shapes, slots = rank_tensors(config, placement, rank), model.weight_slots()
+    entries, slots = rank_weights(config, placement, rank), model.weight_slots()
     done, total = 0, sum(slot.num_bytes for slot in slots.values())
-    for name, slot in slots.items():
-        tied = config.tie_word_embeddings
-        slot.fill(draw(name, shapes[name], tied=tied, seed=0, generator=generator))
+    for entry in entries:
+        slot, tied = slots[entry.name], config.tie_word_embeddings
+        slot.fill(draw(entry, tied=tied, seed=0, generator=generator))
         done += slot.num_bytes
         if progress is not None:
             progress(done, total)

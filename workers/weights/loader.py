@@ -9,19 +9,20 @@ from pathlib import Path
 import torch
 
 from kernels.routing.placement import ExpertPlacement
-from workers.models.qwen3_moe.config import Qwen3MoeConfig
+from workers.models.registry import weight_map
+from workers.models.specs import ModelConfig
 from workers.weights.files import (
     EMBEDDING,
     TIED_HEAD,
     CheckpointError,
-    check_against_specs,
+    check_against_map,
     check_tied_head,
     read_headers,
 )
 from workers.weights.quantization import SCALE_SUFFIX
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import Progress, SlottedModel
-from workers.weights.tensors import rank_tensors, tensor_specs
+from workers.weights.tensors import rank_weights
 
 __all__ = ["CheckpointError", "load_weights"]
 
@@ -30,7 +31,7 @@ def load_weights(
     model: SlottedModel,
     path: str | Path,
     *,
-    config: Qwen3MoeConfig,
+    config: ModelConfig,
     placement: ExpertPlacement,
     rank: int,
     device: torch.device,
@@ -43,16 +44,14 @@ def load_weights(
     """
     stored = read_headers(Path(path))
     tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
-    specs = tensor_specs(config)
-    check_against_specs(Path(path), stored, specs)
+    check_against_map(Path(path), stored, weight_map(config))
     slots = model.weight_slots()
-    assert slots.keys() == rank_tensors(config, placement, rank).keys()
     sources = []
-    for name, slot in slots.items():
-        parts = [stored[name]]
-        if specs[name].quantised:
-            parts.append(stored[name + SCALE_SUFFIX])
-        sources.append(SlotSource(slot, parts))
+    for entry in rank_weights(config, placement, rank):
+        parts = [stored[entry.name]]
+        if entry.quantised:
+            parts.append(stored[entry.name + SCALE_SUFFIX])
+        sources.append(SlotSource(slots[entry.name], parts))
     fill_slots(sources, device, num_threads=torch.get_num_threads(), progress=progress)
     if tied_head is not None:
         check_tied_head(tied_head, stored[EMBEDDING])

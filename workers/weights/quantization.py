@@ -30,15 +30,12 @@ class BlockQuantization:
 
     skipped: frozenset[str] = frozenset()
 
-    def covers(self, tensor: str) -> bool:
-        """Whether the tensor of this name is stored in FP8: the weight of a projection that is not skipped."""
-        module, _, kind = tensor.rpartition(".")
-        if kind != "weight" or not module.endswith("_proj"):
-            return False
-        parts = module.split(".")
+    def skips(self, tensor: str) -> bool:
+        """Return whether the tensor of this name is excluded from quantisation, alone or with its module."""
+        parts = tensor.split(".")[:-1]
         cuts = range(1, len(parts) + 1)
         heads, tails = (".".join(parts[:i]) for i in cuts), (".".join(parts[-i:]) for i in cuts)
-        return self.skipped.isdisjoint(heads) and self.skipped.isdisjoint(tails)
+        return not (self.skipped.isdisjoint(heads) and self.skipped.isdisjoint(tails))
 
 
 def parse_quantization(raw: Mapping[str, Any], problems: list[str]) -> BlockQuantization | None:

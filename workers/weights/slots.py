@@ -1,15 +1,17 @@
-"""Where a checkpoint's tensor goes in a model's fused parameters. Knows no model and no file.
+"""Where a checkpoint's tensor goes in a model's fused parameters, by its entry in the weight map. Knows no file.
 
 A checkpoint's tensor may be in FP8 with scales or not, and so may the parameter: every slot takes both.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
+from workers.layers.norm import RMSNorm
+from workers.weights.weight_map import WeightEntry
 
 Progress = Callable[[int, int], None]
 
@@ -33,18 +35,19 @@ class WeightSlot:
         return cls(target, tuple(target.shape), scale)
 
     @classmethod
-    def interleaved(cls, target: torch.Tensor, head_dim: int) -> "WeightSlot":
-        """Rows of whole heads, [heads * d, ...]: dims i and i + d/2 of a head come side by side."""
-        rest = tuple(target.shape[1:])
-        pairs = target.view(-1, head_dim // 2, 2, *rest).transpose(1, 2)
-        return cls(pairs, tuple(pairs.shape))
-
-    @classmethod
-    def interleaved_per_head(cls, target_Nd: torch.Tensor, scale: float = 1.0) -> "WeightSlot":
-        """One head's [d] values, interleaved likewise, for each of N heads."""
-        num_heads, head_dim = target_Nd.shape
-        pairs = target_Nd.view(num_heads, head_dim // 2, 2).transpose(1, 2)
-        return cls(pairs, (1, 2, head_dim // 2), scale)
+    def rows(cls, target: torch.Tensor, entry: WeightEntry, scale: float) -> "WeightSlot":
+        """A disk tensor of the target's shape, or of one row of it for every row; interleaved by `entry.head_dim`."""
+        row_only = len(entry.shape) < target.dim()
+        shape = tuple(target.shape[1:]) if row_only else tuple(target.shape)
+        assert shape == entry.shape, (entry, shape)
+        if not entry.head_dim:
+            return cls(target, (1, *shape) if row_only else shape, scale)
+        pair = (entry.head_dim // 2, 2)
+        if row_only:
+            pairs = target.view(len(target), *pair).transpose(1, 2)
+            return cls(pairs, (1, *pairs.shape[1:]), scale)
+        pairs = target.view(-1, *pair, *shape[1:]).transpose(1, 2)
+        return cls(pairs, tuple(pairs.shape), scale)
 
     @property
     def num_bytes(self) -> int:
@@ -91,3 +94,20 @@ class SlottedModel(Protocol):
     """A model that says where each disk tensor goes."""
 
     def weight_slots(self) -> Mapping[str, Slot]: ...
+
+
+def slot_of(model: Any, entry: WeightEntry, first_expert: int) -> Slot:
+    """Return the destination of `entry` in `model`, whose parameters hold experts from `first_expert` on."""
+    found: Any = model
+    scale = 1.0
+    for step in entry.parameter.split("."):
+        found = found[int(step)] if step.isdigit() else getattr(found, step)
+    if isinstance(found, RMSNorm):
+        scale, found = found.load_scale, found.weight
+    if entry.expert is not None:
+        found = found[entry.expert - first_expert]
+    if entry.rows is not None:
+        found = found[slice(*entry.rows)]
+    if isinstance(found, BlockWeights):
+        return BlockSlot(found)
+    return WeightSlot.rows(found, entry, scale)

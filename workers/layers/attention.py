@@ -1,0 +1,73 @@
+"""The attention half of a decoder layer. Knows no model and no checkpoint.
+
+T tokens, D hidden, H query heads, h KV heads, N = H + h, M = H + 2h, Q = M * d, d head dim.
+"""
+
+from copy import copy
+from typing import Self
+
+import torch
+
+from kernels.backends.select import Backends
+from workers.layers.builder import LayerBuilder
+from workers.layers.linear import linear
+from workers.layers.rope import norm_and_rotate
+from workers.models.specs import GqaSpec
+
+
+class AttentionBlock:
+    """residual + o_proj(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v of norm(residual).
+
+    A block takes and returns a sum in two parts, (residual, hidden or None): the next block's norm adds them.
+    hidden may be in parts itself, as all-to-alls give it (`AllToAll.combine`).
+    """
+
+    def __init__(self, builder: LayerBuilder, spec: GqaSpec, layer: int):
+        self.spec = spec
+        self.layer = layer
+        self.attention = builder.backends.attention
+        self.input_norm = builder.norm(builder.hidden_size)
+        qkv_size = spec.q_size + 2 * spec.kv_size
+        self.qkv_QD = builder.empty(qkv_size, builder.hidden_size)
+        self.qkv_bias_Q = builder.empty(qkv_size) if spec.qkv_bias else None
+        self.num_qk_heads = spec.num_heads + spec.num_kv_heads
+        self._qkv_view = (-1, self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
+        # q and k heads are normalised and rotated together: half as many operators
+        self.qk_norm = (
+            builder.norm(self.num_qk_heads, spec.head_dim) if spec.qk_norm == "head" else None
+        )
+        self.o_DQ = builder.empty(builder.hidden_size, spec.q_size)
+        self.o_bias_D = builder.empty(builder.hidden_size) if spec.output_bias else None
+
+    def with_kernels(self, kernels: Backends) -> Self:
+        """Return a view of the same weights that calls other attention."""
+        view = copy(self)
+        view.attention = kernels.attention
+        return view
+
+    def forward(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        rotation_T1d: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """residual_TD is overwritten."""
+        residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
+        qkv_TQ = linear(h_TD, self.qkv_QD, self.qkv_bias_Q)
+        o_TQ = self._attend(qkv_TQ.view(self._qkv_view), rotation_T1d).flatten(1)
+        if self.input_norm.triton is not None:
+            return residual_TD, linear(o_TQ, self.o_DQ, self.o_bias_D)
+        out_TD = linear(o_TQ, self.o_DQ, residual_TD)
+        return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
+
+    def _attend(self, qkv_TMd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
+        assert self.qk_norm is not None
+        if self.attention.fuses_qk_norm:
+            norm, layer = self.qk_norm, self.layer
+            self.attention.norm_rotate_store(qkv_TMd, norm.weight, norm.eps, rotation_T1d, layer)
+            return self.attention.attend(qkv_TMd, layer)
+        qk_TNd = norm_and_rotate(self.qk_norm, qkv_TMd[:, : self.num_qk_heads], rotation_T1d)
+        heads = self.spec.num_heads
+        return self.attention(
+            qk_TNd[:, :heads], qk_TNd[:, heads:], qkv_TMd[:, self.num_qk_heads :], self.layer
+        )

@@ -1,0 +1,36 @@
+"""What the blocks of a model are built from: device, dtype, backends and this rank's experts. Knows no model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kernels.backends.select import Backends
+from kernels.routing.forced_routing import ForcedRouting
+from kernels.routing.placement import ExpertPlacement
+from workers.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBuilder:
+    """Allocates parameters and gives each block its backends.
+
+    forced_routing   makes the replacement of a layer's router; None: routers choose
+    """
+
+    hidden_size: int
+    norm_eps: float
+    backends: Backends
+    placement: ExpertPlacement
+    rank: int
+    device: torch.device
+    dtype: torch.dtype
+    forced_routing: Callable[..., ForcedRouting] | None = None
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Return an uninitialised parameter."""
+        return torch.empty(shape, device=self.device, dtype=self.dtype)
+
+    def norm(self, *shape: int) -> RMSNorm:
+        """Return a norm over the last dim of `shape`."""
+        return RMSNorm(shape, self.norm_eps, device=self.device, dtype=self.dtype)

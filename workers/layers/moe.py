@@ -1,0 +1,79 @@
+"""The experts of a decoder layer: router, all-to-all, grouped products. Knows no model and no checkpoint.
+
+T tokens, D hidden, E experts, e experts of this rank, K experts per token, I expert width, R routed rows.
+"""
+
+from copy import copy
+from functools import partial
+from typing import Protocol, Self
+
+import torch
+
+from kernels.backends.select import Backends
+from workers.layers.builder import LayerBuilder
+from workers.layers.linear import linear
+from workers.layers.router import route_tokens
+from workers.models.specs import MoeSpec
+
+
+class ModelBatch(Protocol):
+    """What the model itself reads of a ForwardBatch; attention was given the rest by `plan`.
+
+    input_ids, positions   int64 [T] on the device
+    num_tokens             real tokens; rows beyond are padding and reach no expert. For graphs an integer tensor [1]
+    """
+
+    num_tokens: int | torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+
+
+class MoeBlock:
+    """residual + the weighted sum of the chosen experts' MLPs of norm(residual)."""
+
+    def __init__(self, builder: LayerBuilder, spec: MoeSpec, layer: int):
+        self.spec = spec
+        forced = builder.forced_routing
+        self.forced_routing = None if forced is None else forced(layer=layer)
+        self.all2all = builder.backends.all2all
+        self.grouped_gemm = builder.backends.grouped_gemm
+        self.expert_load = builder.backends.expert_load
+        self.experts = builder.placement.local_experts(builder.rank)
+        dim, width, num_local = builder.hidden_size, spec.width, len(self.experts)
+        self.norm = builder.norm(dim)
+        self.router_ED = builder.empty(spec.num_experts, dim)
+        empty = partial(
+            self.grouped_gemm.empty_weights, num_local, device=builder.device, dtype=builder.dtype
+        )
+        self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
+
+    def with_kernels(self, kernels: Backends) -> Self:
+        """Return a view of the same weights that calls another all-to-all and grouped product of the same kinds."""
+        view = copy(self)
+        view.all2all, view.grouped_gemm = kernels.all2all, kernels.grouped_gemm
+        return view
+
+    def forward(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ModelBatch
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Every rank calls this in every step, with tokens or without. residual_TD is overwritten."""
+        buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
+        residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
+        topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
+        expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
+        if self.expert_load.watching:
+            self.expert_load.add(expert_input.offs_e)
+        y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
+        return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
+
+    def _route(self, h_TD: torch.Tensor, batch: ModelBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.forced_routing is not None:
+            linear(h_TD, self.router_ED)  # a step costs what it would
+            return self.forced_routing(batch.input_ids, batch.positions, batch.num_tokens)
+        return route_tokens(
+            h_TD,
+            self.router_ED,
+            top_k=self.spec.router.top_k,
+            renormalise=self.spec.router.renormalise,
+            num_tokens=batch.num_tokens,
+        )

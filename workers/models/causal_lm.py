@@ -1,0 +1,119 @@
+"""What the models of all families have in common: embedding, final norm, head, rotary table, slots of weights.
+
+T tokens (padding included), L logits rows, D hidden, V vocabulary, d head dim. Knows nothing of requests, steps or
+files.
+
+Weights are plain tensors, not nn.Parameters in nn.Modules: nothing is trained here, and a step of a small model is
+bound by Python and operator overhead. Run inside `torch.inference_mode()`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import copy
+from typing import NamedTuple, Self
+
+import torch
+
+from kernels.all2all.base import sum_partials
+from kernels.backends.select import Backends
+from kernels.routing.forced_routing import ForcedRouting
+from kernels.routing.placement import ExpertPlacement
+from workers.layers.attention import AttentionBlock
+from workers.layers.builder import LayerBuilder
+from workers.layers.linear import linear
+from workers.layers.mlp import MlpBlock
+from workers.layers.moe import ModelBatch, MoeBlock
+from workers.layers.rope import build_rope_table
+from workers.models.specs import LayerSpec, ModelConfig
+from workers.weights.slots import Slot, slot_of
+from workers.weights.tensors import rank_weights
+
+
+class Layer(NamedTuple):
+    """The blocks of one decoder layer."""
+
+    attention: AttentionBlock
+    mlp: MlpBlock | MoeBlock
+
+
+class CausalLM(ABC):
+    """One rank's model: everything but other ranks' experts. Fill it with `load_weights`.
+
+    `max_positions` bounds the positions of a batch (default: the checkpoint's own limit);
+    `forced_routing(layer=...)` makes what chooses a layer's experts in place of its router.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        kernels: Backends,
+        *,
+        placement: ExpertPlacement,
+        rank: int,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        max_positions: int | None = None,
+        forced_routing: Callable[..., ForcedRouting] | None = None,
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._placement, self._rank = placement, rank
+        builder = LayerBuilder(
+            hidden_size=config.hidden_size,
+            norm_eps=config.norm_eps,
+            backends=kernels,
+            placement=placement,
+            rank=rank,
+            device=self.device,
+            dtype=dtype,
+            forced_routing=forced_routing,
+        )
+        table = (config.vocab_size, config.hidden_size)
+        self.embed_VD = builder.empty(*table)
+        self.layers = [
+            self.build_layer(builder, spec, number) for number, spec in enumerate(config.layers)
+        ]
+        self.norm = builder.norm(config.hidden_size)
+        self.lm_head_VD = self.embed_VD if config.tie_word_embeddings else builder.empty(*table)
+        num_positions = max_positions or config.max_position_embeddings
+        self._rope_table = build_rope_table(config, num_positions, self.device)
+
+    @abstractmethod
+    def build_layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
+        """Return the blocks of layer `number`."""
+
+    @abstractmethod
+    def forward(self, batch: ModelBatch) -> torch.Tensor:
+        """Return hidden_TD after the last layer, before the final norm; call `attention.plan(batch)` before."""
+
+    def with_kernels(self, kernels: Backends) -> Self:
+        """Return a view of the same weights that calls other attention and all-to-all."""
+        view = copy(self)
+        view.layers = [
+            Layer(layer.attention.with_kernels(kernels), layer.mlp.with_kernels(kernels))
+            for layer in self.layers
+        ]
+        return view
+
+    def rotation(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the rotations of these positions: complex64 [T, 1, d/2]."""
+        return self._rope_table.index_select(0, positions).unsqueeze(1)
+
+    def compute_logits(
+        self, hidden_LD: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return float32 [L, V], in `out` if given, of rows of forward's result; norms these rows only."""
+        logits_LV = linear(self.norm(hidden_LD), self.lm_head_VD)
+        return logits_LV.float() if out is None else out.copy_(logits_LV)
+
+    def weight_slots(self) -> dict[str, Slot]:
+        """Return the destination of every tensor that this rank holds, by its name in the checkpoint."""
+        first = self._placement.local_experts(self._rank).start
+        entries = rank_weights(self.config, self._placement, self._rank)
+        return {entry.name: slot_of(self, entry, first) for entry in entries}
+
+
+def add_hidden(residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+    """Return the sum of the two parts that blocks pass on, in residual_TD."""
+    return residual_TD if hidden_TD is None else residual_TD.add_(sum_partials(hidden_TD))

@@ -1,0 +1,224 @@
+"""Typed reads of a checkpoint's config.json for the families; collects complaints instead of raising.
+
+A family reads its fields through one `ConfigReader`, which afterwards refuses every key that nothing has read. Plain
+json and arithmetic: needs neither torch nor transformers. Knows nothing of weights, ranks or devices.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from workers.models.rope_config import is_number, parse_rope
+from workers.models.specs import DTYPES, DtypeName, LayerSpec, ModelConfig, MoeSpec, RopeSpec
+from workers.weights.quantization import parse_quantization
+
+# Keys that do not change what a forward computes: training, bookkeeping, output switches, tokens.
+# fmt: off
+HARMLESS_KEYS = frozenset(
+    {
+        "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
+        "bos_token_id", "id2label", "initializer_range", "label2id", "model_type", "name_or_path", "num_labels",
+        "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type",
+        "return_dict", "router_aux_loss_coef", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+    }
+)
+# fmt: on
+# Keys of which only these values leave the mathematics as it is in every family here.
+FIXED_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "chunk_size_feed_forward": (0, None),
+    "is_encoder_decoder": (False, None),
+    "partial_rotary_factor": (1, None),
+}
+FULL_ATTENTION = ("full_attention", "attention")
+
+
+class ModelConfigError(ValueError):
+    """A config.json that no model here can honour: each field, its value, and what would do."""
+
+
+class ConfigReader:
+    """Reads of config.json with transformers' own `defaults` for missing keys.
+
+    generation   generation_config.json, empty where the checkpoint has none
+    problems     complaints so far; each names a key, its value and what is expected
+    """
+
+    def __init__(
+        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], generation: Mapping[str, Any]
+    ):
+        self.problems: list[str] = []
+        self._raw = raw
+        self._defaults = defaults
+        self._generation = generation
+        self._read = set(HARMLESS_KEYS)
+
+    def raw(self, key: str) -> Any:
+        """The value as it stands, None where it is missing; marks the key as read."""
+        self._read.add(key)
+        return self._raw.get(key)
+
+    def integer(self, key: str) -> int:
+        """A whole number >= 1."""
+        return self._integer(key, self._defaults[key])
+
+    def integer_or(self, key: str, default: int) -> int:
+        """A whole number >= 1, or `default` where the key is missing or null."""
+        return default if self.raw(key) is None else self._integer(key, default)
+
+    def number(self, key: str) -> float:
+        """A number > 0."""
+        default = self._defaults[key]
+        return float(self._typed(key, default, lambda v: is_number(v) and v > 0, "a number > 0"))
+
+    def boolean(self, key: str) -> bool:
+        """true or false."""
+        default = self._defaults[key]
+        value: bool = self._typed(key, default, lambda v: isinstance(v, bool), "true or false")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """Whole numbers >= 0, in a list or one alone; the empty tuple where the key is missing or null."""
+        self._read.add(key)
+        return self._integers(self._raw, key)
+
+    def fixed(self, key: str, *supported: Any) -> None:
+        """Complain where the key is there with another value than `supported`."""
+        value = self.raw(key)
+        if key in self._raw and value not in supported:
+            wanted = " or ".join(json.dumps(allowed) for allowed in supported)
+            self.problems.append(f"{key} is {_short(value)}; supported: {wanted}")
+
+    def ignore(self, *keys: str) -> None:
+        """Mark keys as known: they change nothing that a forward computes."""
+        self._read.update(keys)
+
+    def rope(self) -> RopeSpec:
+        """The rotary embedding, in the old or the new form."""
+        self.ignore("rope_parameters", "rope_scaling", "rope_theta")
+        length = self.integer("max_position_embeddings")
+        return parse_rope(self._raw, self._defaults["rope_theta"], length, self.problems)
+
+    def finish(self, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> ModelConfig:
+        """The config with all fields that families have in common; `problems` says whether it is of use."""
+        for key, supported in FIXED_VALUES.items():
+            self.fixed(key, *supported)
+        self._check_layer_types()
+        # transformers stops at generation_config's ids where there are some, else at config.json's
+        stops = self._integers(self._generation, "eos_token_id")
+        config = ModelConfig(
+            model_type=self.raw("model_type"),
+            vocab_size=self.integer("vocab_size"),
+            hidden_size=self.integer("hidden_size"),
+            layers=layers,
+            moe=moe,
+            norm_eps=self.number("rms_norm_eps"),
+            max_position_embeddings=self.integer("max_position_embeddings"),
+            tie_word_embeddings=self.boolean("tie_word_embeddings"),
+            quantization=parse_quantization(self._raw, self.problems),
+            dtype=self._dtype(),
+            eos_token_ids=stops or self.integers("eos_token_id"),
+        )
+        self.ignore("quantization_config", "eos_token_id")
+        for key, value in self._raw.items():
+            if key not in self._read and value is not None:
+                self.problems.append(
+                    f"{key} is {_short(value)}; unknown key that may change the mathematics"
+                )
+        if not self.problems:
+            self._check_shapes(config)
+        return config
+
+    def _integer(self, key: str, default: int) -> int:
+        value: int = self._typed(
+            key, default, lambda v: _is_int(v) and v >= 1, "a whole number >= 1"
+        )
+        return value
+
+    def _typed(self, key: str, default: Any, good: Callable[[Any], bool], wanted: str) -> Any:
+        self._read.add(key)
+        value = self._raw.get(key, default)
+        if not good(value):
+            self._complain(f"{key} is {value!r}; expected {wanted}")
+            return default
+        return value
+
+    def _integers(self, raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
+        value = raw.get(key)
+        items = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(_is_int(item) and item >= 0 for item in items):
+            self._complain(f"{key} is {value!r}; expected whole numbers >= 0")
+            return ()
+        return tuple(items)
+
+    def _dtype(self) -> DtypeName:
+        key = "dtype" if self.raw("dtype") is not None else "torch_dtype"
+        value = self.raw(key)
+        if value is None:
+            return "float32"
+        if value not in DTYPES:
+            self.problems.append(f"{key} is {value!r}; supported: {', '.join(DTYPES)}")
+            return "float32"
+        dtype: DtypeName = value
+        return dtype
+
+    def _check_layer_types(self) -> None:
+        kinds = self.raw("layer_types") or []
+        if not isinstance(kinds, list) or any(kind not in FULL_ATTENTION for kind in kinds):
+            self.problems.append(
+                f"layer_types is {_short(kinds)}; supported: full_attention everywhere"
+            )
+
+    def _check_shapes(self, config: ModelConfig) -> None:
+        """Relations between fields, each of them valid alone."""
+        attention, experts, top_k = config.attention, config.num_experts, config.top_k
+        if attention.num_heads % attention.num_kv_heads:
+            self.problems.append(
+                f"num_attention_heads is {attention.num_heads}; "
+                f"expected a multiple of num_key_value_heads ({attention.num_kv_heads})"
+            )
+        if attention.head_dim % 2:
+            self.problems.append(
+                f"head_dim is {attention.head_dim}; expected an even number (RoPE turns pairs)"
+            )
+        if top_k > experts:
+            self.problems.append(
+                f"num_experts_per_tok is {top_k}; expected at most the number of experts ({experts})"
+            )
+
+    def _complain(self, problem: str) -> None:
+        if problem not in self.problems:  # a key that is read twice
+            self.problems.append(problem)
+
+
+def read_json(folder: Path, name: str, *, required: bool) -> dict[str, Any]:
+    """A JSON object of a checkpoint folder; empty where a file that is not required is missing."""
+    file = folder / name
+    if not folder.is_dir():
+        raise ModelConfigError(
+            f"model path {str(folder)!r} is not a folder; expected a checkpoint on this machine "
+            "(nothing is downloaded: `hf download NAME --local-dir FOLDER` does that)"
+        )
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if not required:
+            return {}
+        raise ModelConfigError(
+            f"{folder} holds no {name}; expected a Hugging Face checkpoint"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ModelConfigError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelConfigError(f"{file} holds a {type(raw).__name__}; expected a JSON object")
+    return raw
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,125 @@
+"""The weight map of a decoder whose blocks are those of `workers/layers`. Needs no torch.
+
+A family gives the names that its checkpoints use; shapes and rows follow from the config.
+V vocabulary, D hidden, d head dim.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from workers.models.specs import GqaSpec, MlpSpec, ModelConfig, MoeSpec
+from workers.weights.weight_map import WeightEntry, WeightKind
+
+Weights = Iterator[WeightEntry]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightNames:
+    """Names below `model.layers.N` in which checkpoints of families differ."""
+
+    moe: str = "mlp"
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+
+
+def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
+    """Yield every tensor of the checkpoint but scales, in the order of the forward."""
+    table = (config.vocab_size, config.hidden_size)
+    yield WeightEntry("model.embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
+    for number, layer in enumerate(config.layers):
+        block = _Layer(config.hidden_size, f"model.layers.{number}.", f"layers.{number}.")
+        yield from block.attention(layer.attention)
+        if isinstance(layer.mlp, MoeSpec):
+            yield from block.moe(layer.mlp, names)
+        else:
+            yield from block.dense(layer.mlp)
+    yield WeightEntry("model.norm.weight", (config.hidden_size,), "norm", WeightKind.NORM)
+    if not config.tie_word_embeddings:
+        yield WeightEntry("lm_head.weight", table, "lm_head_VD", WeightKind.HEAD)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The tensors of one layer: `disk` begins names in the checkpoint, `path` begins those of parameters."""
+
+    dim: int
+    disk: str
+    path: str
+
+    def norm(self, name: str, parameter: str) -> WeightEntry:
+        return WeightEntry(
+            f"{self.disk}{name}.weight", (self.dim,), self.path + parameter, WeightKind.NORM
+        )
+
+    def attention(self, spec: GqaSpec) -> Weights:
+        """Fused rows: query heads, then key heads, then value heads."""
+        at, path = f"{self.disk}self_attn.", f"{self.path}attention."
+        head_dim = 0 if spec.rope.interleaved else spec.head_dim
+        yield self.norm("input_layernorm", "attention.input_norm")
+        q, k = spec.q_size, spec.q_size + spec.kv_size
+        end = k + spec.kv_size
+        parts = {"q": (0, q, head_dim), "k": (q, k, head_dim), "v": (k, end, 0)}
+        for part, (start, stop, heads) in parts.items():
+            rows, shape = (start, stop), (stop - start, self.dim)
+            name = f"{at}{part}_proj"
+            yield WeightEntry(
+                f"{name}.weight", shape, f"{path}qkv_QD", WeightKind.PROJECTION, rows, heads
+            )
+            if spec.qkv_bias:
+                yield WeightEntry(
+                    f"{name}.bias", shape[:1], f"{path}qkv_bias_Q", WeightKind.BIAS, rows, heads
+                )
+        shape = (self.dim, spec.q_size)
+        yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o_DQ", WeightKind.PROJECTION)
+        if spec.output_bias:
+            yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o_bias_D", WeightKind.BIAS)
+        if spec.qk_norm == "head":
+            all_heads = spec.num_heads + spec.num_kv_heads
+            for part, heads_of in (
+                ("q", (0, spec.num_heads)),
+                ("k", (spec.num_heads, all_heads)),
+            ):
+                yield WeightEntry(
+                    f"{at}{part}_norm.weight",
+                    (spec.head_dim,),
+                    f"{path}qk_norm",
+                    WeightKind.QK_NORM,
+                    heads_of,
+                    head_dim,
+                )
+
+    def dense(self, spec: MlpSpec) -> Weights:
+        """An MLP in the place of experts."""
+        yield self.norm("post_attention_layernorm", "mlp.norm")
+        yield from self.gated("mlp.", "mlp.", spec.width)
+
+    def moe(self, spec: MoeSpec, names: WeightNames) -> Weights:
+        """Router and experts."""
+        at = f"{self.disk}{names.moe}."
+        yield self.norm("post_attention_layernorm", "mlp.norm")
+        shape = (spec.num_experts, self.dim)
+        yield WeightEntry(f"{at}gate.weight", shape, f"{self.path}mlp.router_ED", WeightKind.ROUTER)
+        w13, w2 = f"{self.path}mlp.w13_e2ID", f"{self.path}mlp.w2_eDI"
+        width = spec.width
+        up, down = (width, self.dim), (self.dim, width)
+        kind, down_kind = WeightKind.PROJECTION, WeightKind.DOWN_PROJECTION
+        gate_rows, up_rows = (0, width), (width, 2 * width)
+        for expert in range(spec.num_experts):
+            name = f"{at}experts.{expert}."
+            yield WeightEntry(
+                f"{name}{names.expert_gate}.weight", up, w13, kind, gate_rows, 0, expert
+            )
+            yield WeightEntry(f"{name}{names.expert_up}.weight", up, w13, kind, up_rows, 0, expert)
+            yield WeightEntry(
+                f"{name}{names.expert_down}.weight", down, w2, down_kind, None, 0, expert
+            )
+
+    def gated(self, name: str, parameter: str, width: int) -> Weights:
+        """gate, up and down of an MLP that is not a routed expert's."""
+        at, path = self.disk + name, self.path + parameter
+        up, w13 = (width, self.dim), f"{path}w13_2ID"
+        yield WeightEntry(f"{at}gate_proj.weight", up, w13, WeightKind.PROJECTION, (0, width))
+        yield WeightEntry(f"{at}up_proj.weight", up, w13, WeightKind.PROJECTION, (width, 2 * width))
+        down = (self.dim, width)
+        yield WeightEntry(f"{at}down_proj.weight", down, f"{path}w2_DI", WeightKind.DOWN_PROJECTION)

@@ -1,0 +1,86 @@
+"""The model families by config.json's `model_type`. A new family is its folder and one line here.
+
+Configs are read without torch; a family's model is imported when a rank builds it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from workers.models.config_reader import ConfigReader, ModelConfigError, read_json
+from workers.models.specs import ModelConfig
+from workers.weights.weight_map import QUANTISABLE, WeightEntry
+
+if TYPE_CHECKING:
+    from workers.models.causal_lm import CausalLM
+
+
+@dataclass(frozen=True)
+class Family:
+    """A folder of `workers/models`: `config.py` reads config.json, `model.py` holds the class `architecture`."""
+
+    folder: str
+    architecture: str
+
+    @property
+    def config(self) -> ModuleType:
+        """The module with `DEFAULTS`, `read_config` and `weight_map`; needs no torch."""
+        return import_module(f"workers.models.{self.folder}.config")
+
+
+FAMILIES: dict[str, Family] = {
+    "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+
+
+def load_model_config(path: str | Path) -> ModelConfig:
+    """Return the config of a checkpoint folder; ModelConfigError names everything that is wrong."""
+    folder = Path(path)
+    raw = read_json(folder, "config.json", required=True)
+    generation = read_json(folder, "generation_config.json", required=False)
+    return parse_model_config(raw, generation, str(folder / "config.json"))
+
+
+def parse_model_config(
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: str
+) -> ModelConfig:
+    """Return the config of a config.json and a generation_config.json; `where` begins its errors."""
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        supported = ", ".join(map(repr, FAMILIES))
+        raise ModelConfigError(f"{where}: model_type is {model_type!r}; supported: {supported}")
+    if architectures is not None and architectures != [family.architecture]:
+        raise ModelConfigError(
+            f"{where}: architectures is {architectures!r}; supported: {[family.architecture]!r}"
+        )
+    read = ConfigReader(raw, family.config.DEFAULTS, generation)
+    config: ModelConfig = family.config.read_config(read)
+    if read.problems:
+        raise ModelConfigError(f"{where}: " + "; ".join(read.problems))
+    return config
+
+
+@lru_cache(maxsize=1)
+def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
+    """Return every tensor of the checkpoint but scales, in the order of the forward."""
+    entries: Iterator[WeightEntry] = FAMILIES[config.model_type].config.weight_map(config)
+    quantization = config.quantization
+    if quantization is None:
+        return tuple(entries)
+    return tuple(
+        replace(entry, quantised=entry.kind in QUANTISABLE and not quantization.skips(entry.name))
+        for entry in entries
+    )
+
+
+def model_class(config: ModelConfig) -> "type[CausalLM]":
+    """Return the class of the config's family; imports torch."""
+    family = FAMILIES[config.model_type]
+    module = import_module(f"workers.models.{family.folder}.model")
+    found: type[CausalLM] = getattr(module, family.architecture)
+    return found
