@@ -20,7 +20,7 @@ class FusedKernels:
     """Functions of `kernels/triton`, which say what they take and return."""
 
     add_rms_norm: Callable[..., torch.Tensor]
-    norm_rotate: Callable[[torch.Tensor, torch.Tensor, float, torch.Tensor], None]
+    norm_rotate: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], None]
     route_top_k: Callable[[torch.Tensor, int, bool, int | torch.Tensor], Tensors]
 
 

@@ -7,9 +7,10 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kernels.attention.kv_layout import PagedHeads, group_layers, kv_block_bytes
 from kernels.routing.placement import ExpertPlacement
 from workers.models.specs import MlpSpec, ModelConfig
-from workers.weights.tensors import DTYPE_BYTES, kv_block_bytes, rank_weights
+from workers.weights.tensors import DTYPE_BYTES, rank_weights
 from workers.weights.weight_map import WeightEntry, WeightKind
 
 
@@ -81,9 +82,10 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     projections = layers * 2 * dim * (q + kv) + moe * dim * model.num_experts + mlp
     dense_values = tokens * (layers * (2 * dim + 2 * q + 2 * kv) + moe * (dim + model.num_experts))
     dense_values += shape.sampled * (dim + model.vocab_size)
+    layouts = group_layers(PagedHeads.of(spec) for spec in model.attention_specs)
     return {
         StepPart.ATTENTION: Work(
-            memory_bytes=shape.kv_reads * kv_block_bytes(model, 1, model.dtype),
+            memory_bytes=shape.kv_reads * kv_block_bytes(layouts, 1, width),
             flops=4.0 * layers * tokens * q * shape.context,
             activation_bytes=width * layers * tokens * 2 * (q + kv),
         ),

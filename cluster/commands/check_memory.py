@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
+from kernels.attention.kv_layout import kv_block_bytes
 from kernels.backends.select import Selection
 from workers.config import RankConfig
 from workers.models.specs import ModelConfig
 from workers.rank.backend_choice import memory_of_kernels
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
-from workers.weights.tensors import kv_block_bytes, rank_weight_bytes
+from workers.weights.tensors import DTYPE_BYTES, rank_weight_bytes
 
 INT64 = 8
 
@@ -61,6 +62,9 @@ def rank_rows(
     if graphs:
         of_graph = memory_of_kernels(selection, shape, max_num_tokens=graphs.largest)
         graph_bytes = of_graph.step + _model_bytes(config, model, shape["dtype"], graphs.largest)
+    groups = selection.attention_backend.kv_groups(model.attention_specs)
+    value_bytes = DTYPE_BYTES[config.model.dtype]
+    block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
     table = []
     for rank in dims.ranks():
         row = RankRow(
@@ -76,7 +80,7 @@ def rank_rows(
             slice_bytes=held.slices,
             graph_bytes=graph_bytes,
         )
-        table.append(replace(row, kv_bytes=_kv_bytes(config, model, row)))
+        table.append(replace(row, kv_bytes=_kv_bytes(config, block_bytes, row)))
     return table
 
 
@@ -84,11 +88,11 @@ def _expert_range(experts: range) -> str:
     return f"{experts.start}-{experts.stop - 1}" if experts else "none"
 
 
-def _kv_bytes(config: RankConfig, model: ModelConfig, row: RankRow) -> int | None:
+def _kv_bytes(config: RankConfig, block_bytes: int, row: RankRow) -> int | None:
     """As configured, or an upper bound where a GPU can be asked; the rank measures after a profiling forward."""
     cache = config.cache
     if cache.num_blocks != "auto":
-        return cache.num_blocks * kv_block_bytes(model, cache.block_size, config.model.dtype)
+        return cache.num_blocks * block_bytes
     total = _gpu_bytes()
     return None if total is None else max(0, int(total * cache.memory_fraction) - row.fixed_bytes)
 

@@ -116,5 +116,5 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
 
     if report.backends["attention"]["name"] == "flashinfer" and torch.cuda.is_available():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        head_dim = load_model_config(config.model.path).attention.head_dim
-        compile_modules(getattr(torch, report.config["model"]["dtype"]), head_dim)
+        specs = load_model_config(config.model.path).attention_specs
+        compile_modules(getattr(torch, report.config["model"]["dtype"]), specs)

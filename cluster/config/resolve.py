@@ -12,6 +12,7 @@ from cluster.config.phalanx_config import (
     PhalanxConfig,
     SchedulerSection,
 )
+from kernels.attention.kv_layout import PagedHeads, group_layers, kv_block_bytes
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
 from workers.models.registry import load_model_config
 
@@ -27,7 +28,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     num_gpus is what all nodes have together; None = look at this machine.
     Raises ConfigError when the cache cannot hold one request of the longest length.
     """
-    from workers.weights.tensors import kv_block_bytes  # imports torch
+    from workers.weights.tensors import DTYPE_BYTES  # imports torch
 
     model_config = load_model_config(config.model.path)
     device = resolve_device(config, num_gpus)
@@ -37,7 +38,9 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     model = config.model.model_copy(update={"dtype": dtype, "max_model_len": max_model_len})
     cache = config.cache
     if cache.num_blocks == "auto" and device == "cpu":
-        block_bytes = kv_block_bytes(model_config, cache.block_size, dtype)
+        # Attention is chosen later. Every backend that runs on CPU has this layout.
+        groups = group_layers(PagedHeads.of(spec) for spec in model_config.attention_specs)
+        block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         num_blocks = _cpu_blocks(cache, block_bytes, max_model_len)
         cache = cache.model_copy(update={"num_blocks": num_blocks})
     return RankConfig(

@@ -1,13 +1,18 @@
-"""Attention over the paged KV cache. T tokens, H query heads, h KV heads, d head dim, B sequences."""
+"""Attention over the paged KV cache: the interface of its backends.
+
+T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotated values of a head, B sequences.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
 import torch
+
+from kernels.attention.kv_layout import KVGroup, KVLayout, PagedHeads, group_layers
+from kernels.attention.spec import AttentionSpec
 
 
 class AttentionBatch(Protocol):
@@ -32,9 +37,9 @@ class AttentionBatch(Protocol):
 class GraphForm(IntEnum):
     """What the attention of a captured forward can compute.
 
-    EVEN_DECODES  decodes of which none is much longer than the others; a little faster
+    EVEN_DECODES  decodes of which none is much longer than the rest; a little faster than DECODES
     DECODES       any decodes
-    NEW_PROMPTS   decodes, and prompts of which nothing was computed before; faster
+    NEW_PROMPTS   decodes, and prompts without computed tokens; faster than MIXED
     MIXED         decodes and any prompts
     """
 
@@ -44,37 +49,59 @@ class GraphForm(IntEnum):
     MIXED = 3
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
-    """The shape of one layer's attention. `scale` multiplies the scores."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    scale: float
-
-
 class Attention(ABC):
-    """plan() once a forward, then one call a layer, which also writes the new K and V to the cache.
+    """Attention of all layers of a model: `plan` once a forward, then for each layer one of two forms.
 
-    On GPUs it calls `wait_previous_ubatch` between what writes and what reads the cache.
+    `__call__` writes the new K and V to the cache and attends. Where `fused_store` is true, `store` and `attend` do so
+    together, and `store` also norms and rotates. On GPUs both forms call `wait_previous_ubatch` between writing and
+    reading the cache.
     """
 
     name: str
-    # Whether decodes can be planned for CUDA graphs: reserve_graphs, forms, form, plan_graph.
+    # Why `auto` takes this backend.
+    reason: str
+    # Whether it is a GraphAttention, whose decodes can be captured.
     graph: bool = False
-    # Whether prompts can too; known when the caches are bound.
+    # Whether forwards with prompts can be captured too; set by `bind`.
     mixed_graph: bool = False
-    # Whether it has `norm_rotate_store` and `attend`, which together do all that comes after the QKV projection.
-    fuses_qk_norm: bool = False
+    # Whether it has `store` and `attend`.
+    fused_store: bool = False
+    # GPU memory that an instance holds beside the caches, at least.
+    kept_bytes: int = 0
 
-    def __init__(self, spec: AttentionSpec):
-        self.spec = spec
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
+        """Take one spec a layer."""
+        self.specs = tuple(specs)
+        self.block_size = block_size
         self.kv_caches: Sequence[torch.Tensor] = ()
 
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return what this machine lacks to run the backend on `device`, or None."""
+        return None
+
+    @classmethod
+    def unsupported_reason(
+        cls, device_type: str, dtype: torch.dtype, specs: Iterable[AttentionSpec]
+    ) -> str | None:
+        """Return why the backend cannot serve layers of `specs` in `dtype`, or None."""
+        for spec in specs:
+            if spec.window is not None:
+                return f"it has no sliding window, the model has one of {spec.window} tokens"
+        return None
+
+    @classmethod
+    def kv_layout(cls, spec: AttentionSpec) -> KVLayout:
+        """Return what the backend keeps in the cache of a layer of this spec."""
+        return PagedHeads.of(spec)
+
+    @classmethod
+    def kv_groups(cls, specs: Iterable[AttentionSpec]) -> tuple[KVGroup, ...]:
+        """Group a model's layers by the layout of their caches; `specs` has one entry a layer."""
+        return group_layers(cls.kv_layout(spec) for spec in specs)
+
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """One cache a layer: [2, num_blocks, block_size, h, d], K first, then V."""
+        """Use these caches from now on, one a layer, in the shape of `kv_layout`; none: release the old ones."""
         self.kv_caches = kv_caches
 
     @abstractmethod
@@ -85,22 +112,57 @@ class Attention(ABC):
     def __call__(
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
-        """Causal attention of the new tokens over their sequences: o_THd in q's dtype."""
+        """Write K and V to the cache, attend from each new token to its sequence; return o_THd in q's dtype."""
 
-    def norm_rotate_store(
+    def store(
         self,
         qkv_TMd: torch.Tensor,
-        weight_Nd: torch.Tensor,
-        eps: float,
-        rotation_T1d: torch.Tensor,
         layer: int,
+        rotation_T1r: torch.Tensor | None = None,
+        norm_Nd: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> None:
-        """Norm q and k per head and rotate them in place, write K and V to the cache, for `attend`.
+        """Norm and rotate q and k in place, then write K and V to the cache.
 
-        qkv [T, H + 2h, d]; weight [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs.
+        qkv       [T, H + 2h, d], heads contiguous
+        rotation  complex64 [T, 1, r/2], r <= d: turns the first r values of each head in interleaved pairs;
+                  None: no rotation
+        norm      [H + h, d], weights of a root-mean-square norm of each head, with `eps`; None: no norm
         """
-        raise NotImplementedError(f"{self.name} leaves this to the model")
+        raise NotImplementedError(f"{self.name} has no fused store")
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
-        """Attention over a cache that has the new K and V already, q, k and v as in it: o_THd in qkv's dtype."""
-        raise NotImplementedError(f"{self.name} writes K and V itself")
+        """Attend from each new token to its sequence, after `store` of the same qkv; return o_THd in its dtype."""
+        raise NotImplementedError(f"{self.name} has no fused store")
+
+
+class GraphAttention(Attention):
+    """Attention that can be captured in CUDA graphs: `reserve_graphs` once, `plan_graph` before capture and replay."""
+
+    graph = True
+
+    @abstractmethod
+    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
+        """Allocate for graphs of up to `max_rows` rows and `max_seqs` sequences of up to `max_blocks` blocks each.
+
+        Call it before any capture. Graphs captured before the call must not be replayed after it.
+        """
+
+    @abstractmethod
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        """Return the forms to capture for `num_rows` rows, of decodes alone or with prompts.
+
+        The last form serves any batch.
+        """
+
+    @abstractmethod
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        """Return the fastest of `forms` that serves this batch."""
+
+    @abstractmethod
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        """Plan for a graph of `num_rows` rows and this form; the batch may leave the last rows empty.
+
+        Every address and launch shape equals that of the capture with the same `num_rows` and `form`. K and V of empty
+        rows are not written; their output is finite, zero in the forms of decodes.
+        """

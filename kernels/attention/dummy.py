@@ -1,6 +1,6 @@
-"""Takes the place of attention whose kernels are still being compiled, so that all others can be compiled meanwhile.
+"""Attention of zeros: replaces attention whose kernels are still compiling, so that all other kernels can compile.
 
-T tokens, H query heads, h KV heads, N = H + h, d head dim.
+T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotated values of a head.
 """
 
 import torch
@@ -9,19 +9,19 @@ from kernels.attention.base import Attention, AttentionBatch
 
 
 class DummyAttention(Attention):
-    """Answers with zeros and writes no K and V, but launches the other kernels that the replaced attention does.
+    """Returns zeros and writes no K and V, but launches the kernels beside attention that `replaced` launches.
 
-    One block of caches is enough to bind it to.
+    Caches of one block are enough for `bind`.
     """
 
-    name = "stand-in"
+    name = "dummy"
 
     def __init__(self, replaced: Attention):
-        super().__init__(replaced.spec)
-        self.fuses_qk_norm = replaced.fuses_qk_norm
+        super().__init__(replaced.specs, replaced.block_size)
+        self.fused_store = replaced.fused_store
 
     def plan(self, batch: AttentionBatch) -> None:
-        """Nothing depends on the batch but where K and V would go."""
+        """Prepare one slot of -1, so that `store` writes nothing."""
         self._slots = batch.slot_mapping.new_full((1,), -1)
 
     def __call__(
@@ -29,18 +29,19 @@ class DummyAttention(Attention):
     ) -> torch.Tensor:
         return q_THd.new_zeros(q_THd.shape)
 
-    def norm_rotate_store(
+    def store(
         self,
         qkv_TMd: torch.Tensor,
-        weight_Nd: torch.Tensor,
-        eps: float,
-        rotation_T1d: torch.Tensor,
         layer: int,
+        rotation_T1r: torch.Tensor | None = None,
+        norm_Nd: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> None:
         from kernels.triton.qk_rope import norm_rotate_store
 
         caches = self.kv_caches[layer]
-        norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
+        norm_rotate_store(qkv_TMd, norm_Nd, eps, rotation_T1r, self._slots, *caches)
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
-        return qkv_TMd.new_zeros(len(qkv_TMd), self.spec.num_heads, self.spec.head_dim)
+        spec = self.specs[layer]
+        return qkv_TMd.new_zeros(len(qkv_TMd), spec.num_heads, spec.head_dim)

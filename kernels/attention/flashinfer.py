@@ -13,7 +13,7 @@ T tokens, H query heads, h KV heads, d head dim, B sequences.
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.attention.base import Attention, AttentionBatch, AttentionSpec, GraphForm
+from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
 from kernels.attention.flashinfer_decodes import (
     ALIGNMENT_BYTES,
     Decodes,
@@ -34,6 +34,7 @@ from kernels.attention.flashinfer_decodes import (
 )
 from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
 from kernels.attention.flashinfer_modules import import_failure
+from kernels.attention.spec import AttentionSpec
 from kernels.host.hopper import on_hopper
 from kernels.pending import wait_previous_ubatch
 
@@ -55,8 +56,8 @@ NEW_PROMPT_ROWS = 1024
 WORKSPACE_BYTES = 128 * 2**20
 
 
-def flashinfer_missing(device: torch.device) -> str | None:
-    """Why flashinfer cannot run with this GPU at all, or None. Imports it where all else is there."""
+def _unavailable(device: torch.device) -> str | None:
+    """Return what keeps flashinfer from running on this GPU, or None. Imports flashinfer where nothing else does."""
     needed = ".".join(map(str, MIN_VERSION))
     try:
         found = version("flashinfer-python")
@@ -77,15 +78,6 @@ def flashinfer_missing(device: torch.device) -> str | None:
     return None
 
 
-def shape_unsupported_reason(dtype: torch.dtype, head_dim: int | None) -> str | None:
-    """Why it cannot run a model of this dtype and head dim, or None."""
-    if dtype not in DTYPES:
-        return f"it computes in float16 or bfloat16, model.dtype is {str(dtype)[6:]}"
-    if head_dim is not None and head_dim not in HEAD_DIMS:
-        return f"it takes a head_dim of {', '.join(map(str, HEAD_DIMS))}, the model's is {head_dim}"
-    return None
-
-
 def _nvcc() -> str | None:
     """Where flashinfer looks for the compiler."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -94,20 +86,22 @@ def _nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-class FlashInferAttention(Attention):
+class FlashInferAttention(GraphAttention):
     """Prefill and decode wrappers over one workspace; one instance plans for one forward at a time."""
 
     name = "flashinfer"
-    graph = True
-    fuses_qk_norm = True
+    reason = "reads the pages where they lie, planned once a step"
+    fused_store = True
+    kept_bytes = WORKSPACE_BYTES
 
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
+        super().__init__(specs, block_size)
         import flashinfer
 
         from kernels.triton.paged import list_pages, store_kv
         from kernels.triton.qk_rope import norm_rotate_store
 
+        self.spec = specs[0]
         self._flashinfer: Any = flashinfer
         self._list_pages, self._store_kv = list_pages, store_kv
         self._norm_rotate_store = norm_rotate_store
@@ -115,6 +109,27 @@ class FlashInferAttention(Attention):
         self._all_new = False
         self._plans: GraphPlans | None = None
         self._graph: Planned | None = None
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return _unavailable(device) if device.type == "cuda" else None
+
+    @classmethod
+    def unsupported_reason(
+        cls, device_type: str, dtype: torch.dtype, specs: Iterable[AttentionSpec]
+    ) -> str | None:
+        if device_type != "cuda":
+            return "it runs on GPUs only"
+        if dtype not in DTYPES:
+            return f"it computes in float16 or bfloat16, model.dtype is {str(dtype)[6:]}"
+        specs = set(specs)
+        head_dims = {spec.head_dim for spec in specs}
+        if others := sorted(head_dims.difference(HEAD_DIMS)):
+            known = ", ".join(map(str, HEAD_DIMS))
+            return f"it takes a head_dim of {known}, the model's is {', '.join(map(str, others))}"
+        if len(specs) > 1:
+            return f"it plans for one attention of all layers, the model has {len(specs)}"
+        return super().unsupported_reason(device_type, dtype, specs)
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Also compiles flashinfer's kernels, where this machine has not done so before (minutes)."""
@@ -129,7 +144,7 @@ class FlashInferAttention(Attention):
         self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
         num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
         num_blocks = BLOCKS_PER_SM * num_sms // self.spec.num_kv_heads
-        shape = self._shape = Shape(self.spec, cache.dtype, num_blocks)
+        shape = self._shape = Shape(self.spec, self.block_size, cache.dtype, num_blocks)
         hopper = self.mixed_graph = on_hopper(self._device)
         prefill_bytes = 0 if hopper else num_blocks * shape.chunk_bytes(PREFILL_TILE)
         decode_bytes = num_blocks * shape.chunk_bytes(shape.tile)
@@ -154,7 +169,7 @@ class FlashInferAttention(Attention):
 
     def _compile(self) -> None:
         """Plan one token both ways, each in a thread: what is missing is compiled side by side."""
-        pages = Pages(np.ones(1, dtype=np.int32), self.spec.block_size)
+        pages = Pages(np.ones(1, dtype=np.int32), self.block_size)
         pages.ship(torch.zeros(1, dtype=torch.int32, device=self._device))
 
         inference = torch.is_inference_mode_enabled()
@@ -178,7 +193,7 @@ class FlashInferAttention(Attention):
             return
         # Schedules travel from pinned memory that this plan overwrites.
         self._planned.synchronize()
-        pages = Pages(batch.seq_lens_cpu, self.spec.block_size)
+        pages = Pages(batch.seq_lens_cpu, self.block_size)
         pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
         self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages)
         if batch.num_decodes:
@@ -220,16 +235,16 @@ class FlashInferAttention(Attention):
         wait_previous_ubatch()
         return self._attend((q_THd, k_Thd, v_Thd), layer)
 
-    def norm_rotate_store(
+    def store(
         self,
         qkv_TMd: torch.Tensor,
-        weight_Nd: torch.Tensor,
-        eps: float,
-        rotation_T1d: torch.Tensor,
         layer: int,
+        rotation_T1r: torch.Tensor | None = None,
+        norm_Nd: torch.Tensor | None = None,
+        eps: float = 0.0,
     ) -> None:
         caches = self._layers[layer]
-        self._norm_rotate_store(qkv_TMd, weight_Nd, eps, rotation_T1d, self._slots, *caches)
+        self._norm_rotate_store(qkv_TMd, norm_Nd, eps, rotation_T1r, self._slots, *caches)
         wait_previous_ubatch()
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:

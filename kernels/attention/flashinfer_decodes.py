@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from kernels.attention.base import AttentionBatch, AttentionSpec
+from kernels.attention.base import AttentionBatch
+from kernels.attention.spec import AttentionSpec
 
 # Rows of a tile of query heads times query tokens, by how many heads share a KV head.
 TILES = (16, 64, 128)
@@ -33,6 +34,7 @@ class Shape:
     """
 
     spec: AttentionSpec
+    block_size: int
     dtype: torch.dtype
     num_blocks: int
 
@@ -40,7 +42,7 @@ class Shape:
     def arguments(self) -> tuple[int, int, int, int]:
         """In the order of flashinfer's plans."""
         spec = self.spec
-        return spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.block_size
+        return spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size
 
     @property
     def types(self) -> dict[str, Any]:
@@ -52,14 +54,9 @@ class Shape:
         }
 
     @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.spec.num_heads // self.spec.num_kv_heads
-
-    @property
     def tile(self) -> int:
         """Rows of a decode's tile."""
-        return next(tile for tile in TILES if tile >= self.group or tile == TILES[-1])
+        return next(tile for tile in TILES if tile >= self.spec.group_size or tile == TILES[-1])
 
     def chunk_bytes(self, tile: int) -> int:
         """Partial results of a chunk as flashinfer counts them: float32 [tile, H, d + 1]."""
@@ -67,7 +64,7 @@ class Shape:
 
     def graph_chunks(self, num_rows: int) -> int:
         """flashinfer's bound on the chunks of a graph's decodes."""
-        return -(-num_rows * self.group // self.tile) + num_rows - 1
+        return -(-num_rows * self.spec.group_size // self.tile) + num_rows - 1
 
 
 class Pages:

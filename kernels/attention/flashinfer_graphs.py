@@ -135,7 +135,7 @@ class GraphPlans:
         shape = self._shape
         if num_rows < shape.num_blocks:
             return few_are_even(batch.seq_lens_cpu, shape.num_blocks)
-        return self._chunk(-(-batch.seq_lens_cpu // shape.spec.block_size), num_rows) is None
+        return self._chunk(-(-batch.seq_lens_cpu // shape.block_size), num_rows) is None
 
     def _plan_decodes(
         self, batch: AttentionBatch, num_rows: int, cuts: bool, slots: tuple[torch.Tensor, ...]
@@ -203,7 +203,7 @@ class GraphPlans:
         slots: tuple[torch.Tensor, ...] = (),
     ) -> Pages:
         """The pages of these sequences on the device, in `num_rows` rows."""
-        pages = Pages(batch.seq_lens_cpu[seqs], self._shape.spec.block_size, num_rows)
+        pages = Pages(batch.seq_lens_cpu[seqs], self._shape.block_size, num_rows)
         assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
         pages.ship(buffers.pages, buffers.lengths)
         self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)

@@ -1,46 +1,52 @@
-"""Whether flashinfer loads, and which of its modules attention does, to compile them before anybody needs them."""
+"""Whether flashinfer loads, and the modules that attention loads of it, to compile them before the first use."""
 
 import functools
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
+from kernels.attention.spec import AttentionSpec
 from kernels.host.cuda_environment import share_compiled_kernels
 from kernels.host.hopper import on_hopper
 
 
 @functools.cache
 def import_failure() -> str | None:
-    """What `import flashinfer` fails of, or None; None too where there is no such package, which others look for.
+    """Return the error of `import flashinfer`, or None; None too where the package is not installed.
 
-    0.13 s for 0.6.6 beside torch on a CPU (without CuTe DSL), and a process that uses it pays that anyway.
+    The import takes 0.13 s for 0.6.6 beside torch on a CPU (without CuTe DSL). A process that uses flashinfer needs it.
     """
     if find_spec("flashinfer") is None:
         return None
-    share_compiled_kernels(os.environ)  # it looks once, now
+    share_compiled_kernels(
+        os.environ
+    )  # flashinfer reads the environment once, while it is imported
     try:
         import flashinfer  # noqa: F401
     except Exception as error:  # libraries for another CUDA, kernels compiled for another version
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        return said[0]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return lines[0]
     return None
 
 
-def compile_modules(dtype: torch.dtype, head_dim: int) -> None:
-    """Compile them side by side, and none that is there already. Takes no memory of the GPU.
+def compile_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
+    """Compile the missing modules for layers of these specs, all at once. Takes no memory of the GPU.
 
-    A process that loads a module meanwhile waits for it. Raises RuntimeError with the compiler's words.
+    A process that loads a module meanwhile waits for it. Raises RuntimeError with the compiler's message.
     """
-    missing = [module for module in modules(dtype, head_dim) if not module.is_compiled]
+    head_dims = sorted({spec.head_dim for spec in specs})
+    found = [module for head_dim in head_dims for module in modules(dtype, head_dim)]
+    missing = [module for module in found if not module.is_compiled]
     with ThreadPoolExecutor(max(1, len(missing))) as pool:
         list(pool.map(lambda module: module.build(verbose=False), missing))
 
 
 def modules(dtype: torch.dtype, head_dim: int) -> list[Any]:
-    """What `FlashInferAttention` of this dtype and head dim loads on this machine's GPU, as flashinfer's JitSpec."""
+    """Return the JitSpecs that `FlashInferAttention` of this dtype and head dim loads on this machine's GPU."""
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     types = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)

@@ -3,28 +3,52 @@
 B sequences, H query heads, h KV heads, d head dim.
 """
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
-from kernels.attention.base import AttentionBatch, AttentionSpec
+from kernels.attention.base import AttentionBatch
 from kernels.attention.sdpa import Cache, SdpaAttention
-from kernels.native.library import load
+from kernels.attention.spec import AttentionSpec
+from kernels.native.library import NativeUnavailableError, load
 
 
 class NativeAttention(SdpaAttention):
     """New prompts as in `sdpa`; decodes without a copy of their pages, 64 us against 150 for 8 of 100 tokens."""
 
     name = "native"
+    reason = "compiled C reads the pages of decodes where they lie"
 
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
+        super().__init__(specs, block_size)
         self._paged_decode, self._store_kv = load().paged_decode, load().store_kv
+        self._max_group_size = max((spec.group_size for spec in specs), default=1)
         self._scratch = torch.empty(0)
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            try:
+                load()
+            except NativeUnavailableError as error:
+                return str(error)
+        return None
+
+    @classmethod
+    def unsupported_reason(
+        cls, device_type: str, dtype: torch.dtype, specs: Iterable[AttentionSpec]
+    ) -> str | None:
+        if device_type != "cpu":
+            return "it runs on CPU only"
+        if dtype != torch.float32:
+            return f"it computes in float32, model.dtype is {str(dtype)[6:]}"
+        return super().unsupported_reason(device_type, dtype, specs)
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)
         self._table = batch.block_table
         self._lens = torch.from_numpy(batch.seq_lens_cpu)
-        group_size = self.spec.num_heads // self.spec.num_kv_heads
+        group_size = self._max_group_size
         longest = int(batch.seq_lens_cpu[: batch.num_decodes].max(initial=0))
         if self._scratch.numel() < group_size * longest:
             self._scratch = torch.empty(2 * group_size * longest)
@@ -33,7 +57,7 @@ class NativeAttention(SdpaAttention):
         """Nothing to gather."""
 
     def _store(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache) -> None:
-        spec = self.spec
+        spec = cache.spec
         for x_Thd in (k_Thd, v_Thd):
             assert x_Thd.dtype == torch.float32 and x_Thd.stride()[1:] == (spec.head_dim, 1)
         self._store_kv(
@@ -49,7 +73,7 @@ class NativeAttention(SdpaAttention):
         )
 
     def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
-        spec = self.spec
+        spec = cache.spec
         assert q_BHd.dtype == torch.float32 and self._lens.dtype == torch.int32
         if q_BHd.stride()[1:] != (spec.head_dim, 1):
             q_BHd = q_BHd.contiguous()
@@ -63,9 +87,9 @@ class NativeAttention(SdpaAttention):
             self._lens.data_ptr(),
             q_BHd.shape[0],
             spec.num_kv_heads,
-            spec.num_heads // spec.num_kv_heads,
+            spec.group_size,
             spec.head_dim,
-            spec.block_size,
+            self.block_size,
             spec.scale,
             out_BHd.data_ptr(),
             self._scratch.data_ptr(),

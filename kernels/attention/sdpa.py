@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from kernels.attention.base import Attention, AttentionBatch, AttentionSpec
+from kernels.attention.base import Attention, AttentionBatch
+from kernels.attention.spec import AttentionSpec
 from kernels.pending import wait_previous_ubatch
 
 QUERY_CHUNK = (
@@ -47,9 +48,10 @@ class _Extend:
 
 
 class Cache:
-    """Flat views of one layer's cache: whole blocks for reading, slots for writing."""
+    """One layer's spec, and flat views of its cache: whole blocks for reading, slots for writing."""
 
-    def __init__(self, kv_cache: torch.Tensor):
+    def __init__(self, spec: AttentionSpec, kv_cache: torch.Tensor):
+        self.spec = spec
         _, num_blocks, block_size, num_kv_heads, head_dim = kv_cache.shape
         self.k_blocks, self.v_blocks = kv_cache.view(2, num_blocks, -1).unbind(0)
         slots = kv_cache.view(2, num_blocks * block_size, num_kv_heads * head_dim)
@@ -60,9 +62,10 @@ class SdpaAttention(Attention):
     """Decodes in batches of similar length, other sequences one by one."""
 
     name = "sdpa"
+    reason = "gathers pages for torch's own attention, runs everywhere"
 
-    def __init__(self, spec: AttentionSpec):
-        super().__init__(spec)
+    def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
+        super().__init__(specs, block_size)
         self._caches: list[Cache] = []
         self._num_tokens = 0
         self._num_decodes = 0
@@ -72,7 +75,9 @@ class SdpaAttention(Attention):
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         super().bind(kv_caches)
-        self._caches = [Cache(kv_cache) for kv_cache in kv_caches]
+        self._caches = [
+            Cache(spec, kv_cache) for spec, kv_cache in zip(self.specs, kv_caches, strict=False)
+        ]
 
     def plan(self, batch: AttentionBatch) -> None:
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
@@ -83,7 +88,7 @@ class SdpaAttention(Attention):
         for seq in range(batch.num_decodes, batch.num_seqs):
             start, end = starts[seq], starts[seq + 1]
             context = lens[seq] - (end - start)
-            num_blocks = -(-lens[seq] // self.spec.block_size)
+            num_blocks = -(-lens[seq] // self.block_size)
             blocks = batch.block_table[seq, :num_blocks] if context else None
             self._extends.append(_Extend(start, end, context, blocks))
             if context or end - start > QUERY_CHUNK:
@@ -115,10 +120,10 @@ class SdpaAttention(Attention):
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
         seq_lens = batch.seq_lens_cpu[: batch.num_decodes]
-        num_blocks = -(-seq_lens // self.spec.block_size)
+        num_blocks = -(-seq_lens // self.block_size)
         self._decodes = [
             self._plan_group(batch, seq_lens, num_blocks, members)
-            for members in length_groups(num_blocks, self.spec.block_size)
+            for members in length_groups(num_blocks, self.block_size)
         ]
 
     def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
@@ -145,7 +150,7 @@ class SdpaAttention(Attention):
             seq_lens, num_blocks = seq_lens[members], num_blocks[members]
             table = batch.block_table.index_select(0, rows)
         width = int(num_blocks.max())
-        num_keys = width * self.spec.block_size
+        num_keys = width * self.block_size
         mask_B11L = None
         if (seq_lens < num_keys).any():
             hidden_BL = np.arange(num_keys) >= seq_lens[:, None]
@@ -154,7 +159,7 @@ class SdpaAttention(Attention):
         return _DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
 
     def _decode(self, q_BHd: torch.Tensor, cache: Cache, group: _DecodeGroup) -> torch.Tensor:
-        spec, batch_size = self.spec, q_BHd.shape[0]
+        spec, batch_size = cache.spec, q_BHd.shape[0]
         paged = (batch_size, -1, spec.num_kv_heads, spec.head_dim)
         k_BLhd = cache.k_blocks.index_select(0, group.blocks).view(paged)
         v_BLhd = cache.v_blocks.index_select(0, group.blocks).view(paged)
@@ -176,14 +181,14 @@ class SdpaAttention(Attention):
         extend: _Extend,
         out_THd: torch.Tensor,
     ) -> None:
-        spec = self.spec
+        spec = cache.spec
         if extend.blocks is None:
             k_Lhd, v_Lhd = k_Thd[extend.start : extend.end], v_Thd[extend.start : extend.end]
         else:
             paged = (-1, spec.num_kv_heads, spec.head_dim)
             k_Lhd = cache.k_blocks.index_select(0, extend.blocks).view(paged)
             v_Lhd = cache.v_blocks.index_select(0, extend.blocks).view(paged)
-        group = spec.num_heads // spec.num_kv_heads
+        group = spec.group_size
         for start in range(extend.start, extend.end, QUERY_CHUNK):
             end = min(start + QUERY_CHUNK, extend.end)
             offset = extend.context + start - extend.start

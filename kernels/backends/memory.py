@@ -7,7 +7,6 @@ import torch
 from kernels.all2all import choice as exchanges
 from kernels.all2all import deepep_choice
 from kernels.all2all.payload import RowFormat
-from kernels.attention.flashinfer import WORKSPACE_BYTES
 from kernels.backends.select import Selection
 from kernels.grouped_gemm import choice as gemms
 
@@ -58,7 +57,7 @@ def backend_memory(
             num_experts=num_experts,
         )
 
-    workspace = WORKSPACE_BYTES if selection.attention.name == "flashinfer" else 0
+    workspace = selection.attention_backend.kept_bytes
     slices = num_ubatches * workspace
     if num_ubatches and name != "shm":  # whose slices take the slots of whole steps
         slices += num_ubatches * exchange(-(-max_num_tokens // num_ubatches))

@@ -4,7 +4,7 @@
 Knows nothing of YAML files, Ray or requests.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -16,22 +16,22 @@ from kernels.all2all.base import AllToAll
 from kernels.all2all.deepep_limits import ExchangeShape
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm import slot_bytes
-from kernels.attention.base import Attention, AttentionSpec
-from kernels.attention.flashinfer import FlashInferAttention, flashinfer_missing
-from kernels.attention.flashinfer import shape_unsupported_reason as flashinfer_unsupported_reason
+from kernels.attention.base import Attention
+from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
+from kernels.attention.spec import AttentionSpec
 from kernels.backends.config import KernelsConfig
 from kernels.backends.missing import Missing
 from kernels.grouped_gemm import choice as gemms
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.host.shm import SharedMemoryGroup
-from kernels.native.library import NativeUnavailableError, load
 from kernels.routing.expert_load import ExpertLoad
 from kernels.routing.placement import ExpertPlacement
 
+# In the order in which `auto` prefers them.
 ATTENTIONS: dict[str, type[Attention]] = {
-    attention.name: attention for attention in (SdpaAttention, NativeAttention, FlashInferAttention)
+    attention.name: attention for attention in (FlashInferAttention, NativeAttention, SdpaAttention)
 }
 
 
@@ -79,10 +79,15 @@ class Selection:
         return gemms.GEMMS[self.grouped_gemm.name].fp8_weights
 
     @property
+    def attention_backend(self) -> type[Attention]:
+        """The class of the chosen attention."""
+        return ATTENTIONS[self.attention.name]
+
+    @property
     def graph_unsupported_reason(self) -> str | None:
         """Why CUDA graphs cannot hold a step of these backends, or None."""
         for key, backend in (
-            ("attention", ATTENTIONS[self.attention.name]),
+            ("attention", self.attention_backend),
             ("all2all", exchanges.EXCHANGES[self.all2all.name]),
             ("grouped_gemm", gemms.GEMMS[self.grouped_gemm.name]),
         ):
@@ -130,7 +135,8 @@ class BackendContext:
     hidden_size: int
     top_k: int
     max_num_tokens: int
-    attention: AttentionSpec
+    attention: tuple[AttentionSpec, ...]  # one a layer
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -148,15 +154,8 @@ def probe(device: torch.device | str) -> Capabilities:
     """Look at this machine for a device type ("cpu" or "cuda")."""
     device = torch.device(device)
     missing = gemms.missing(device) | exchanges.missing(device)
-    if device.type == "cpu":
-        try:
-            load()
-        except NativeUnavailableError as error:
-            missing |= Missing({"native": str(error)})
-    else:
-        unsupported_reason = flashinfer_missing(device)
-        if unsupported_reason is not None:
-            missing |= Missing({"flashinfer": unsupported_reason})
+    lacks = {name: attention.unavailable(device) for name, attention in ATTENTIONS.items()}
+    missing |= Missing({name: reason for name, reason in lacks.items() if reason is not None})
     return Capabilities(device.type, missing)
 
 
@@ -169,7 +168,7 @@ def select(
     dtype: torch.dtype,
     hidden_size: int,
     expert_width: int,
-    head_dim: int | None = None,
+    attention_specs: Sequence[AttentionSpec] = (),
     fp8_checkpoint: bool = False,
     num_experts: int | None = None,
     top_k: int | None = None,
@@ -177,9 +176,9 @@ def select(
 ) -> Selection:
     """Decide each family's backend, with the reason.
 
-    hidden_size and expert_width are the experts' D and I; num_nodes the hosts the ranks are spread over; head_dim is
-    attention's, None for one that every backend takes; max_num_tokens bounds a rank's rows of a step;
-    fp8_checkpoint says that the experts are stored in FP8. What is None
+    hidden_size and expert_width are the experts' D and I; num_nodes the hosts the ranks are spread over;
+    attention_specs has one entry a layer, none where every backend serves it;
+    max_num_tokens bounds a rank's rows of a step; fp8_checkpoint says that the experts are stored in FP8. What is None
     counts as something that every backend takes.
     Raises BackendChoiceError when a backend named in `config` cannot run.
     """
@@ -212,12 +211,11 @@ def select(
     attention = _choose(
         "attention",
         config.attention,
-        {
-            "flashinfer": "reads the pages where they lie, planned once a step",
-            "native": "compiled C reads the pages of decodes where they lie",
-            "sdpa": "gathers pages for torch's own attention, runs everywhere",
-        },
-        lambda name: _attention_unsupported_reason(name, capabilities, dtype, head_dim),
+        {name: backend.reason for name, backend in ATTENTIONS.items()},
+        lambda name: (
+            capabilities.missing.get(name)
+            or ATTENTIONS[name].unsupported_reason(capabilities.device, dtype, attention_specs)
+        ),
     )
     return Selection(all2all, grouped_gemm, attention)
 
@@ -227,7 +225,8 @@ def build(selection: Selection, context: BackendContext) -> Backends:
     grouped_gemm = gemms.build(selection.grouped_gemm.name)
     all2all = exchanges.build(selection.all2all.name, context, grouped_gemm)
     assert all2all.layout in grouped_gemm.layouts, selection.names()
-    return Backends(all2all, grouped_gemm, ATTENTIONS[selection.attention.name](context.attention))
+    attention = selection.attention_backend(context.attention, context.block_size)
+    return Backends(all2all, grouped_gemm, attention)
 
 
 def shared_memory_slots(
@@ -275,18 +274,6 @@ def _native_unsupported_reason(
     if name == "native" and dtype != torch.float32:
         return f"it computes in float32, model.dtype is {str(dtype)[6:]}"
     return None
-
-
-def _attention_unsupported_reason(
-    name: str, capabilities: Capabilities, dtype: torch.dtype, head_dim: int | None
-) -> str | None:
-    """Why this attention cannot run, or None."""
-    unsupported_reason = _native_unsupported_reason(name, capabilities, dtype)
-    if unsupported_reason is not None or name != "flashinfer":
-        return unsupported_reason
-    if capabilities.device != "cuda":
-        return "it runs on GPUs only"
-    return flashinfer_unsupported_reason(dtype, head_dim)
 
 
 def _layout_unsupported_reason(name: str, all2all: str) -> str | None:

@@ -1,6 +1,6 @@
-"""One Triton kernel for what stands between the QKV projection and attention: norm, rotary embedding, KV write.
+"""One Triton kernel between the QKV projection and attention: norm of each head, rotary embedding, KV write.
 
-T tokens, H query heads, h KV heads, N = H + h heads that are normalised and rotated, d head dim.
+T tokens, H query heads, h KV heads, M = H + 2h, N = H + h heads of q and k, d head dim, r rotated values of a head.
 """
 
 import torch
@@ -24,30 +24,46 @@ def _norm_rotate(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
     STORE: tl.constexpr,
 ):
-    """A program takes HEADS heads of one token. STORE: K and V go to their slots as well."""
+    """Take HEADS heads of one token per program.
+
+    NORM: norm q and k. ROTARY_DIM: rotate as many values of each head. STORE: copy K and V to their slots.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    dim = tl.arange(0, HEAD_DIM)[None, :]
+    dim = tl.arange(0, BLOCK)[None, :]
     rotated_heads: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
     all_heads: tl.constexpr = rotated_heads + NUM_KV_HEADS if STORE else rotated_heads
+    if BLOCK != HEAD_DIM:  # values beyond a head belong to no head
+        head = tl.where(dim < HEAD_DIM, head, all_heads)
     at = x_ptr + token * x_row + head * HEAD_DIM + dim
     x = tl.load(at, mask=head < all_heads, other=0.0)
-    x_f32 = x.to(tl.float32)
-    weight_at = weight_ptr + head * HEAD_DIM + dim
-    weight = tl.load(weight_at, mask=head < rotated_heads, other=0.0).to(tl.float32)
-    mean = tl.sum(x_f32 * x_f32, axis=1, keep_dims=True) / HEAD_DIM
-    normed = x_f32 * tl.rsqrt(mean + eps) * weight
-
-    even, odd = tl.split(tl.reshape(normed, (HEADS, HEAD_DIM // 2, 2)))
-    pair = tl.arange(0, HEAD_DIM)
-    rotation = tl.load(rotation_ptr + token * HEAD_DIM + pair)
-    cos, sin = tl.split(tl.reshape(rotation, (1, HEAD_DIM // 2, 2)))
-    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-    y = tl.reshape(turned, (HEADS, HEAD_DIM)).to(x_ptr.dtype.element_ty)
-    tl.store(at, y, mask=head < rotated_heads)
+    y_f32 = x.to(tl.float32)
+    if NORM:
+        weight_at = weight_ptr + head * HEAD_DIM + dim
+        weight = tl.load(weight_at, mask=head < rotated_heads, other=0.0).to(tl.float32)
+        mean = tl.sum(y_f32 * y_f32, axis=1, keep_dims=True) / HEAD_DIM
+        y_f32 = y_f32 * tl.rsqrt(mean + eps) * weight
+    if ROTARY_DIM > 0:
+        even, odd = tl.split(tl.reshape(y_f32, (HEADS, BLOCK // 2, 2)))
+        value = tl.arange(0, BLOCK)
+        rotation_at = rotation_ptr + token * ROTARY_DIM + value
+        if ROTARY_DIM == BLOCK:
+            rotation = tl.load(rotation_at)
+        else:  # values from ROTARY_DIM on are multiplied by 1 + 0i
+            rotation = tl.load(rotation_at, mask=value < ROTARY_DIM, other=0.0)
+            rotation += tl.where((value >= ROTARY_DIM) & (value % 2 == 0), 1.0, 0.0)
+        cos, sin = tl.split(tl.reshape(rotation, (1, BLOCK // 2, 2)))
+        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        y_f32 = tl.reshape(turned, (HEADS, BLOCK))
+    y = y_f32.to(x_ptr.dtype.element_ty)
+    if NORM or ROTARY_DIM > 0:
+        tl.store(at, y, mask=head < rotated_heads)
     if STORE:
         slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
         row = slot * (NUM_KV_HEADS * HEAD_DIM) + dim
@@ -59,9 +75,9 @@ def _norm_rotate(
 
 def norm_rotate_store(
     qkv_TMd: torch.Tensor,
-    weight_Nd: torch.Tensor,
+    weight_Nd: torch.Tensor | None,
     eps: float,
-    rotation_T1d: torch.Tensor,
+    rotation_T1r: torch.Tensor | None,
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -69,43 +85,53 @@ def norm_rotate_store(
     """Norm and rotate q and k in place, copy k and v into the cache.
 
     qkv       [T, H + 2h, d], heads contiguous
-    weight    [H + h, d]; rotation complex64 [T, 1, d/2] of interleaved pairs
+    weight    [H + h, d]; None: no norm
+    rotation  complex64 [T, 1, r/2], r <= d: turns the first r values of each head in interleaved pairs;
+              None: no rotation
     slots     int64 [up to T], -1 for none; rows beyond have none
     caches    [num_blocks, block_size, h, d]
     """
     num_kv_heads = k_cache.shape[2]
     num_heads = qkv_TMd.shape[1] - 2 * num_kv_heads
     store = (slots, k_cache, v_cache)
-    _launch(qkv_TMd, weight_Nd, eps, rotation_T1d, num_heads, num_kv_heads, store)
+    _launch(qkv_TMd, weight_Nd, eps, rotation_T1r, num_heads, num_kv_heads, store)
 
 
 def norm_rotate(
-    x_TNd: torch.Tensor, weight_Nd: torch.Tensor, eps: float, rotation_T1d: torch.Tensor
+    x_TNd: torch.Tensor,
+    weight_Nd: torch.Tensor | None,
+    eps: float,
+    rotation_T1r: torch.Tensor | None,
 ) -> None:
-    """Norm each head with its weight, then rotate its interleaved pairs; in place. Heads are contiguous."""
-    _launch(x_TNd, weight_Nd, eps, rotation_T1d, x_TNd.shape[1], 0, None)
+    """Norm and rotate each head in place, as `norm_rotate_store` does q and k. Heads are contiguous."""
+    _launch(x_TNd, weight_Nd, eps, rotation_T1r, x_TNd.shape[1], 0, None)
 
 
 def _launch(
     x: torch.Tensor,
-    weight_Nd: torch.Tensor,
+    weight_Nd: torch.Tensor | None,
     eps: float,
-    rotation_T1d: torch.Tensor,
+    rotation_T1r: torch.Tensor | None,
     num_heads: int,
     num_kv_heads: int,
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
 ) -> None:
     num_rows, all_heads, head_dim = x.shape
-    assert x.stride()[1:] == (head_dim, 1) and weight_Nd.is_contiguous()
-    assert rotation_T1d.dtype == torch.complex64 and rotation_T1d.is_contiguous()
+    assert x.stride()[1:] == (head_dim, 1), "heads must be contiguous"
+    assert weight_Nd is None or weight_Nd.is_contiguous()
+    block, rotary_dim, rotation = triton.next_power_of_2(head_dim), 0, x
+    if rotation_T1r is not None:
+        assert rotation_T1r.dtype == torch.complex64 and rotation_T1r.is_contiguous()
+        rotary_dim, rotation = 2 * rotation_T1r.shape[-1], torch.view_as_real(rotation_T1r)
+        assert rotary_dim <= head_dim, f"rotation of {rotary_dim} values, heads have {head_dim}"
     if not num_rows:
         return
     slots, k_cache, v_cache = store or (x, x, x)
     _norm_rotate[(num_rows, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
         x,
         x.stride(0),
-        weight_Nd,
-        torch.view_as_real(rotation_T1d),
+        x if weight_Nd is None else weight_Nd,
+        rotation,
         eps,
         slots,
         len(slots),
@@ -114,7 +140,10 @@ def _launch(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
         HEADS=HEADS_PER_PROGRAM,
+        BLOCK=block,
+        NORM=weight_Nd is not None,
         STORE=store is not None,
-        num_warps=1 if head_dim <= 128 else 2,
+        num_warps=1 if block <= 128 else 2,
     )

@@ -24,7 +24,7 @@ from kernels.all2all.base import AllToAll, MaskedInput
 from kernels.all2all.comm_stream import CommStream
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat, permute_local
-from kernels.attention.base import AttentionSpec
+from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
 from kernels.block_fp8 import BLOCK
 from kernels.grouped_gemm import choice as gemms
@@ -122,7 +122,8 @@ class Rank:
             hidden_size=self.args.hidden,
             top_k=self.args.top_k,
             max_num_tokens=max_num_tokens,
-            attention=AttentionSpec(1, 1, 64, 16, 1.0),
+            attention=(AttentionSpec(1, 1, 64, 1.0),),
+            block_size=16,
         )
         return select.build(selection, context).all2all
 

@@ -19,15 +19,16 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.base import Attention
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
+from kernels.attention.spec import AttentionSpec
 from kernels.fused import fused_kernels
 from scripts.bench.results import add_options, origin, save
 from scripts.bench.timing import alternate, repeated
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EXPERTS, TOP_K = 2048, 32, 4, 128, 16, 128, 8
-SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEAD_DIM**-0.5)
+SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
 LAYERS, CALLS, ROUNDS, EPS = 4, 24, 30, 1e-6  # a graph has CALLS calls, in turn on the layers
 MEMORY_BYTES_PER_US, FLOP_PER_US = 4.0e6, 750e6  # what this GPU reaches at best
 DTYPE = torch.bfloat16
@@ -123,7 +124,7 @@ def time_attention(label: str, seqs: Seqs) -> Row:
     """One case with both backends."""
     case = Case(seqs)
     row: Row = {"case": label, "floor_us": round(case.floor_us(), 1)}
-    flashinfer = FlashInferAttention(SPEC)
+    flashinfer = FlashInferAttention([SPEC] * LAYERS, BLOCK_SIZE)
     flashinfer.bind(case.caches)
     flashinfer.plan(case.batch)
     row["flashinfer_us"] = device_us(case.layer(flashinfer))
@@ -136,7 +137,7 @@ def time_attention(label: str, seqs: Seqs) -> Row:
         row["plan_graph_host_us"] = host_us(
             lambda: flashinfer.plan_graph(case.batch, len(seqs), form)
         )
-    sdpa = SdpaAttention(SPEC)
+    sdpa = SdpaAttention([SPEC] * LAYERS, BLOCK_SIZE)
     sdpa.bind(case.caches)
     sdpa.plan(case.batch)
     row["sdpa_us"] = device_us(case.layer(sdpa), graph=False)
@@ -148,7 +149,7 @@ def time_fused(num_tokens: int) -> list[Row]:
     fused = fused_kernels("cuda")
     assert fused is not None
     case = Case([(num_tokens, num_tokens)])
-    attention = FlashInferAttention(SPEC)
+    attention = FlashInferAttention([SPEC] * LAYERS, BLOCK_SIZE)
     attention.bind(case.caches)
     attention.plan(case.batch)
     num_qk = HEADS + KV_HEADS
@@ -177,7 +178,7 @@ def time_fused(num_tokens: int) -> list[Row]:
         ),
         "head norms, rotary embedding, KV write": (
             torch_qk,
-            lambda layer: attention.norm_rotate_store(case.qkv, qk_weight, EPS, rotation, layer),
+            lambda layer: attention.store(case.qkv, layer, rotation, qk_weight, EPS),
         ),
         "choice of experts": (
             lambda _: torch_route(),

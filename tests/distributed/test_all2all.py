@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kernels.all2all.base import AllToAll, sum_partials
 from kernels.all2all.comm_stream import CommStream
-from kernels.attention.base import AttentionSpec
+from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
 from kernels.backends.config import KernelsConfig
 from kernels.host.shm import SharedMemoryGroup
@@ -136,7 +136,8 @@ def _build(
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
         shared_memory=shared_memory,
         placement=ExpertPlacement(case.num_experts, num_ranks),
-        attention=AttentionSpec(1, 1, 8, 4, 1.0),
+        attention=(AttentionSpec(1, 1, 8, 1.0),),
+        block_size=4,
         **shape,
     )
     kernels = select.build(selection, context)

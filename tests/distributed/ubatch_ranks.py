@@ -11,9 +11,8 @@ from kernels.backends.select import Backends
 from kernels.backends.ubatch import build_ubatch_backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.pending import Pending
-from tests.unit.model_case import BLOCK_SIZE, BLOCKS_PER_SEQ, Batch, make_batch
+from tests.unit.model_case import BLOCKS_PER_SEQ, Batch, make_batch
 from workers.config import RankConfig
-from workers.engine.block_pool import allocate_kv_caches
 from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
 from workers.ubatch.wrapper import UBatchWrapper
@@ -54,13 +53,7 @@ class SlicedRank:
         self._rank.load()
         self.model = self._rank.model
         self.whole = self._rank.kernels
-        self.caches = allocate_kv_caches(
-            self._rank.model_config,
-            MAX_SEQS * BLOCKS_PER_SEQ,
-            BLOCK_SIZE,
-            torch.float32,
-            self._rank.device,
-        )
+        self.caches = self._rank._caches(MAX_SEQS * BLOCKS_PER_SEQ)
         context = self._rank._kernel_context()
         self.slices = build_ubatch_backends(self._rank.selection, context, self.whole, num_ubatches)
         for kernels in (self.whole, *self.slices):

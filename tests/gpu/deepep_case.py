@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kernels.attention.base import AttentionSpec
+from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
 from kernels.backends.config import KernelsConfig
 from kernels.routing.placement import ExpertPlacement
@@ -101,7 +101,8 @@ def build(name: str, gemm: str, case: Case, rank: int) -> select.Backends:
         group=torch.distributed.group.WORLD,
         shared_memory=None,
         placement=ExpertPlacement(case.num_experts, 2),
-        attention=AttentionSpec(1, 1, 8, 4, 1.0),
+        attention=(AttentionSpec(1, 1, 8, 1.0),),
+        block_size=4,
         **shape,
         **limits,
     )

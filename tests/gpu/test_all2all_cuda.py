@@ -14,7 +14,7 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, sum_partials
 from kernels.all2all.comm_stream import CommStream, comm_streams
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
-from kernels.attention.base import AttentionSpec
+from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
 from kernels.backends.config import KernelsConfig
 from kernels.routing.placement import ExpertPlacement
@@ -53,7 +53,8 @@ def build(name: str, rank: int, num_ranks: int) -> AllToAll:
         group=dist.group.WORLD,
         shared_memory=None,
         placement=ExpertPlacement(NUM_EXPERTS, num_ranks),
-        attention=AttentionSpec(1, 1, 8, 4, 1.0),
+        attention=(AttentionSpec(1, 1, 8, 1.0),),
+        block_size=4,
         top_k=TOP_K,
         max_num_tokens=MAX_TOKENS,
         **shape,

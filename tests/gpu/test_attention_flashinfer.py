@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from kernels.attention.base import AttentionSpec, GraphForm
+from kernels.attention.base import GraphForm
 from kernels.attention.flashinfer import HEAD_DIMS, FlashInferAttention
 from kernels.attention.flashinfer_modules import modules
+from kernels.attention.spec import AttentionSpec
 from kernels.backends.select import probe
 from kernels.fused import fused_kernels
 from tests.unit.test_kernels_attention import BATCHES, NUM_LAYERS, Pages, Seqs, check
@@ -94,10 +95,10 @@ class Replayed:
     """Attention of all layers, captured with fixed inputs in several sizes and forms."""
 
     def __init__(self, steps: dict[int, list[Seqs]]):
-        spec = AttentionSpec(32, 4, 128, 16, 0.1)
-        self.attention = FlashInferAttention(spec)
+        spec = AttentionSpec(32, 4, 128, 0.1)
+        self.attention = FlashInferAttention([spec] * NUM_LAYERS, 16)
         self.pages = {
-            (size, i): Pages(seqs, spec, torch.bfloat16, padding=0)
+            (size, i): Pages(seqs, spec, 16, torch.bfloat16, padding=0)
             for size, batches in steps.items()
             for i, seqs in enumerate(batches)
         }
@@ -192,8 +193,8 @@ def test_graphs_of_prompts_equal_eager():
 def test_fused_norm_rotate_and_store(label: str, padding: int):
     """One kernel writes what norm, rotation and write to the cache do one after the other."""
     heads, kv_heads, head_dim = 32, 4, 128
-    spec = AttentionSpec(heads, kv_heads, head_dim, 16, 0.1)
-    pages = Pages(BATCHES[label], spec, torch.bfloat16, padding)
+    spec = AttentionSpec(heads, kv_heads, head_dim, 0.1)
+    pages = Pages(BATCHES[label], spec, 16, torch.bfloat16, padding)
     pages.move("cuda")
     generator = torch.Generator().manual_seed(5)
     rows = len(pages.q)
@@ -202,7 +203,7 @@ def test_fused_norm_rotate_and_store(label: str, padding: int):
     angles = torch.randn(rows, 1, head_dim // 2, generator=generator).cuda()
     rotation = torch.polar(torch.ones_like(angles), angles)
     fused_caches = [cache.clone() for cache in pages.caches]
-    attention = FlashInferAttention(spec)
+    attention = FlashInferAttention([spec] * NUM_LAYERS, 16)
 
     attention.bind(pages.caches)
     attention.plan(pages.batch())
@@ -212,7 +213,7 @@ def test_fused_norm_rotate_and_store(label: str, padding: int):
 
     attention.bind(fused_caches)
     attention.plan(pages.batch())
-    attention.norm_rotate_store(qkv, weight, 1e-6, rotation, 0)
+    attention.store(qkv, 0, rotation, weight, 1e-6)
     assert torch.equal(qkv[:, : heads + kv_heads], qk) and torch.equal(qkv[:, -kv_heads:], pages.v)
     assert torch.equal(fused_caches[0], pages.caches[0])
     assert torch.equal(attention.attend(qkv, 0), expected)

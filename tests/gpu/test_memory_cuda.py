@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.attention.flashinfer import FlashInferAttention
+from kernels.attention.kv_layout import kv_block_bytes
 from kernels.routing.placement import ExpertPlacement
 from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
@@ -20,7 +22,7 @@ from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous, start_stages
 from workers.weights.checkpoint import make_checkpoint
 from workers.weights.loader import load_weights
-from workers.weights.tensors import kv_block_bytes, rank_weight_bytes
+from workers.weights.tensors import rank_weight_bytes
 
 pytestmark = [
     pytest.mark.gpu,
@@ -136,7 +138,8 @@ def test_no_room_to_read_a_checkpoint(checkpoint: Path, monkeypatch: pytest.Monk
 
 
 def test_more_blocks_than_there_is_room_for(checkpoint: Path):
-    block_bytes = kv_block_bytes(load_model_config(checkpoint), BLOCK_SIZE, "bfloat16")
+    groups = FlashInferAttention.kv_groups(load_model_config(checkpoint).attention_specs)
+    block_bytes = kv_block_bytes(groups, BLOCK_SIZE, 2)
     num_blocks = 2 * ROOM // block_bytes
     with crowded(ROOM):
         found = failed_start(configure(checkpoint, num_blocks=num_blocks))

@@ -31,6 +31,17 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
+def rotations(rows: int, rotary_dim: int) -> torch.Tensor:
+    """complex64 [T, 1, r/2] of length 1."""
+    angles = randn(rows, 1, rotary_dim // 2)
+    return torch.polar(torch.ones_like(angles), angles)
+
+
+def head_norm(x_TNd: torch.Tensor, weight_Nd: torch.Tensor) -> torch.Tensor:
+    """The norm of each head in float32."""
+    return F.rms_norm(x_TNd.float(), x_TNd.shape[-1:], None, 1e-6) * weight_Nd.float()
+
+
 def test_gpus_have_them():
     assert fused_kernels("cuda") == FusedKernels(add_rms_norm, norm_rotate, route_top_k)
 
@@ -70,31 +81,53 @@ def test_add_rms_norm_of_parts(width: int, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (6, 64), (36, 128), (9, 256)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [(1, 16), (6, 64), (36, 128), (9, 256), (3, 40), (5, 96)]
+)
 def test_norm_rotate(heads: int, head_dim: int, dtype: torch.dtype):
     rows = 33
     wide = randn(rows, heads + 3, head_dim, dtype=dtype)
-    weight = randn(heads, head_dim, dtype=dtype)
-    angles = randn(rows, 1, head_dim // 2)
-    rotation = torch.polar(torch.ones_like(angles), angles)
+    weight, rotation = randn(heads, head_dim, dtype=dtype), rotations(rows, head_dim)
     before = wide.clone()
     x = wide[:, :heads]
-    normed = F.rms_norm(x.float(), (head_dim,), None, 1e-6) * weight.float()
-    expected = apply_rope(normed, rotation)
+    expected = apply_rope(head_norm(x, weight), rotation)
     norm_rotate(x, weight, 1e-6, rotation)
     close(x, expected)
     assert torch.equal(wide[:, heads:], before[:, heads:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (8, 4, 128), (3, 3, 16)])
-def test_norm_rotate_store(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype):
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("rotary_dim", [0, 16, 32, 48, 64])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_norm_and_rotation_are_optional(
+    head_dim: int, rotary_dim: int, norm: bool, dtype: torch.dtype
+):
+    """No norm, no rotation, or a rotation of the first values of each head alone."""
+    rows, heads = 5, 3
+    x = randn(rows, heads, head_dim, dtype=dtype)
+    weight = randn(heads, head_dim, dtype=dtype) if norm else None
+    rotation = rotations(rows, rotary_dim) if rotary_dim else None
+    expected = x.float() if weight is None else head_norm(x, weight)
+    if rotation is not None:
+        expected[..., :rotary_dim] = apply_rope(expected[..., :rotary_dim].clone(), rotation)
+    norm_rotate(x, weight, 1e-6, rotation)
+    close(x, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("norm", "rotate"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(4, 1, 64), (8, 4, 128), (3, 3, 16), (4, 2, 96)]
+)
+def test_norm_rotate_store(
+    heads: int, kv_heads: int, head_dim: int, norm: bool, rotate: bool, dtype: torch.dtype
+):
     """As norm_rotate, and K and V of rows that have a slot lie there; nothing else is touched."""
     rows, blocks, block_size = 7, 4, 4
     qkv = randn(rows, heads + 2 * kv_heads, head_dim, dtype=dtype)
-    weight = randn(heads + kv_heads, head_dim, dtype=dtype)
-    angles = randn(rows, 1, head_dim // 2)
-    rotation = torch.polar(torch.ones_like(angles), angles)
+    weight = randn(heads + kv_heads, head_dim, dtype=dtype) if norm else None
+    rotation = rotations(rows, head_dim) if rotate else None
     slots = torch.tensor([5, -1, 15, 0, 6], device=DEVICE)  # the last two rows are padding
     caches = [randn(blocks, block_size, kv_heads, head_dim, dtype=dtype) for _ in "kv"]
     before, caches_before = qkv.clone(), [cache.clone() for cache in caches]

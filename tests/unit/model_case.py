@@ -8,13 +8,14 @@ import numpy as np
 import torch
 
 from kernels.all2all.local import LocalAllToAll
-from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.base import Attention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
+from workers.engine.kv_caches import allocate_kv_caches
 from workers.models.registry import load_model_config, model_class
 from workers.weights.checkpoint import make_checkpoint
 from workers.weights.loader import load_weights
@@ -91,18 +92,10 @@ class OneRank:
         **options: Any,
     ):
         config = self.config = load_model_config(path)
-        spec = AttentionSpec(
-            num_heads=config.attention.num_heads,
-            num_kv_heads=config.attention.num_kv_heads,
-            head_dim=config.attention.head_dim,
-            block_size=BLOCK_SIZE,
-            scale=config.attention.scale,
-        )
-        self.attention = backend(spec)
-        blocks = (max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE, spec.num_kv_heads, spec.head_dim)
-        self.attention.bind(
-            [torch.zeros(2, *blocks, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        )
+        self.attention = backend(config.attention_specs, BLOCK_SIZE)
+        groups = backend.kv_groups(config.attention_specs)
+        blocks = max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE
+        self.attention.bind(allocate_kv_caches(groups, *blocks, dtype, torch.device(device)))
         grouped_gemm = grouped_gemm or ReferenceGroupedGemm()
         kernels = self.kernels = Backends(
             LocalAllToAll(

@@ -43,7 +43,7 @@ def package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 )
 def test_what_does_not_load_is_missing(package, source: str, says: str) -> None:
     package(source)
-    reason = str(flashinfer.flashinfer_missing(torch.device("cuda")))
+    reason = str(flashinfer.FlashInferAttention.unavailable(torch.device("cuda")))
     assert reason.startswith(
         f"import flashinfer failed (flashinfer-python 0.6.6 is installed, 0.6.6 or newer is needed): {says}"
     )
@@ -52,7 +52,7 @@ def test_what_does_not_load_is_missing(package, source: str, says: str) -> None:
 
 def test_what_loads_is_there(package) -> None:
     package("")
-    assert flashinfer.flashinfer_missing(torch.device("cuda")) is None
+    assert flashinfer.FlashInferAttention.unavailable(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(
@@ -62,5 +62,5 @@ def test_packages_beside_it_are_named_with_versions(
     package, monkeypatch: pytest.MonkeyPatch, absent: str, version: str
 ) -> None:
     monkeypatch.setattr(flashinfer, "find_spec", lambda name: None if name == absent else name)
-    reason = str(flashinfer.flashinfer_missing(torch.device("cuda")))
+    reason = str(flashinfer.FlashInferAttention.unavailable(torch.device("cuda")))
     assert reason.startswith(f"{absent} is not installed; needed is {version}")

@@ -7,32 +7,33 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.base import Attention
 from kernels.attention.dummy import DummyAttention
 from kernels.attention.sdpa import SdpaAttention
+from kernels.attention.spec import AttentionSpec
 from workers.config import RankConfig
 from workers.rank.rank import Rank
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous
 from workers.runner.model_runner import ModelRunner
 from workers.weights.checkpoint import make_checkpoint
 
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, block_size=16, scale=0.5)
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
 
 
-class FusingAttention(SdpaAttention):
+class FusedAttention(SdpaAttention):
     """Does all that comes after the QKV projection, as flashinfer does."""
 
-    fuses_qk_norm = True
+    fused_store = True
 
 
 def test_a_stand_in_is_called_as_what_it_replaces() -> None:
-    assert DummyAttention(FusingAttention(SPEC)).fuses_qk_norm
-    stand_in = DummyAttention(SdpaAttention(SPEC))
-    assert not stand_in.fuses_qk_norm and stand_in.spec is SPEC
+    assert DummyAttention(FusedAttention([SPEC], 16)).fused_store
+    stand_in = DummyAttention(SdpaAttention([SPEC], 16))
+    assert not stand_in.fused_store and stand_in.specs == (SPEC,)
 
 
 def test_a_stand_in_answers_with_zeros_in_the_shape_of_the_query() -> None:
-    stand_in = DummyAttention(SdpaAttention(SPEC))
+    stand_in = DummyAttention(SdpaAttention([SPEC], 16))
     caches = [torch.full((2, 1, 16, 2, 8), 7.0)]
     stand_in.bind(caches)
     stand_in.plan(SimpleNamespace(slot_mapping=torch.arange(5)))

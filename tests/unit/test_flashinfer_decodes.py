@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import flashinfer
+from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages, chunk_pages, few_are_even
+from kernels.attention.spec import AttentionSpec
 
 
 @given(
@@ -106,20 +108,22 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> dict:
 )
 def test_what_is_missing_is_named(gpu_machine: dict, key: str, value: object, says: str):
     device = torch.device("cuda")
-    assert flashinfer.flashinfer_missing(device) is None
+    assert FlashInferAttention.unavailable(device) is None
     gpu_machine[key] = value
-    assert says in str(flashinfer.flashinfer_missing(device))
+    assert says in str(FlashInferAttention.unavailable(device))
 
 
 def test_kernels_compiled_ahead_need_no_compiler(gpu_machine: dict):
     gpu_machine |= {"nvcc": None, "packages": {"triton", "tvm_ffi", "flashinfer_jit_cache"}}
-    assert flashinfer.flashinfer_missing(torch.device("cuda")) is None
+    assert FlashInferAttention.unavailable(torch.device("cuda")) is None
 
 
 def test_shapes():
-    assert flashinfer.shape_unsupported_reason(torch.bfloat16, 128) is None
-    assert flashinfer.shape_unsupported_reason(torch.float16, None) is None
-    assert "model.dtype is float32" in str(flashinfer.shape_unsupported_reason(torch.float32, 128))
-    assert "64, 128, 256, the model's is 96" in str(
-        flashinfer.shape_unsupported_reason(torch.bfloat16, 96)
-    )
+    def reason(dtype: torch.dtype, *head_dims: int) -> str | None:
+        specs = [AttentionSpec(4, 2, head_dim, 1.0) for head_dim in head_dims]
+        return FlashInferAttention.unsupported_reason("cuda", dtype, specs)
+
+    assert reason(torch.bfloat16, 128) is None
+    assert reason(torch.float16) is None
+    assert "model.dtype is float32" in str(reason(torch.float32, 128))
+    assert "64, 128, 256, the model's is 96" in str(reason(torch.bfloat16, 128, 96))

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention.base import AttentionSpec, GraphForm
+from kernels.attention.base import GraphForm
 from kernels.attention.flashinfer import NEW_PROMPT_ROWS, FlashInferAttention
 from kernels.attention.flashinfer_decodes import Shape
 from kernels.attention.flashinfer_graphs import GraphPlans
+from kernels.attention.spec import AttentionSpec
 
-SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, block_size=16, scale=0.5)
+SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
 MAX_ROWS, MAX_SEQS = 16, 6
 
 
@@ -88,7 +89,7 @@ def plans() -> GraphPlans:
     return GraphPlans(
         FLASHINFER,
         lambda *args: None,
-        Shape(SPEC, torch.bfloat16, 66),
+        Shape(SPEC, 16, torch.bfloat16, 66),
         torch.device("cpu"),
         max_rows=MAX_ROWS,
         max_seqs=MAX_SEQS,
@@ -122,7 +123,7 @@ def test_rows_of_a_plain_forward() -> None:
     attention.spec, attention._graph, attention._layers = SPEC, None, [("K", "V")]
     attention._decode = SimpleNamespace(wrapper=Paged())
     attention._prefill, attention._new_prompts = Paged(backend="fa3"), Ragged()
-    attention._shape = Shape(SPEC, torch.bfloat16, 66)
+    attention._shape = Shape(SPEC, 16, torch.bfloat16, 66)
     attention._num_decodes, attention._num_tokens = 2, 9
     attention._decode.wrapper.plan(torch.tensor([0, 2]))
     attention._prefill.plan(torch.tensor([0, 7]))
@@ -144,7 +145,7 @@ def test_rows_of_a_plain_forward() -> None:
 )
 def test_the_form_that_serves_a_batch(seqs, form: GraphForm) -> None:
     attention = object.__new__(FlashInferAttention)
-    attention._shape = Shape(SPEC, torch.bfloat16, 66)
+    attention._shape = Shape(SPEC, 16, torch.bfloat16, 66)
     attention._plans = SimpleNamespace(even=lambda batch, num_rows: len(seqs) == 1)
     batch = make_batch(seqs)
     attention._new_prompts = None  # float16

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.base import Attention
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
+from kernels.attention.spec import AttentionSpec
 from kernels.backends.select import probe
 from tests.closeness import calc_diff
 
@@ -24,12 +25,14 @@ Seqs = list[tuple[int, int]]  # (context, new tokens) of each sequence; decodes 
 class Pages:
     """Sequences with random keys and values, their context already written to a random set of blocks."""
 
-    def __init__(self, seqs: Seqs, spec: AttentionSpec, dtype: torch.dtype, padding: int):
+    def __init__(
+        self, seqs: Seqs, spec: AttentionSpec, block_size: int, dtype: torch.dtype, padding: int
+    ):
         self.seqs, self.spec = seqs, spec
         self.generator = torch.Generator().manual_seed(3)
-        needed = [-(-(context + new) // spec.block_size) for context, new in seqs]
+        needed = [-(-(context + new) // block_size) for context, new in seqs]
         num_blocks = sum(needed) + 3
-        shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
         self.caches = [torch.zeros(shape, dtype=dtype) for _ in range(NUM_LAYERS)]
         free = torch.randperm(num_blocks, generator=self.generator).tolist()
         self.block_table = torch.zeros(len(seqs), max(needed, default=0) + 1, dtype=torch.int64)
@@ -38,8 +41,8 @@ class Pages:
             blocks = torch.tensor([free.pop() for _ in range(needed[seq])])
             self.block_table[seq, : needed[seq]] = blocks
             position = torch.arange(context + new)
-            slot = blocks[position // spec.block_size] * spec.block_size
-            slot = slot + position % spec.block_size
+            slot = blocks[position // block_size] * block_size
+            slot = slot + position % block_size
             key, value = self._random(context + new), self._random(context + new)
             for cache in self.caches:
                 cache[0].flatten(0, 1)[slot[:context]] = key[:context].to(dtype)
@@ -100,10 +103,10 @@ def check(
     device: str = "cpu",
 ) -> Attention:
     """Run one batch through both layers; also run by the GPU tests."""
-    spec = AttentionSpec(*heads, head_dim, block_size, scale=0.85 * head_dim**-0.5)
-    pages = Pages(seqs, spec, dtype, padding)
+    spec = AttentionSpec(*heads, head_dim, scale=0.85 * head_dim**-0.5)
+    pages = Pages(seqs, spec, block_size, dtype, padding)
     pages.move(device)
-    attention = attention or backend(spec)
+    attention = attention or backend([spec] * NUM_LAYERS, block_size)
     attention.bind(pages.caches)
     attention.plan(pages.batch())
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention.base import AttentionSpec
+from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
 from kernels.backends.config import KernelsConfig
 from kernels.backends.select import BackendChoiceError, Capabilities
@@ -15,6 +15,7 @@ from kernels.routing.placement import ExpertPlacement
 
 CPU = Capabilities("cpu", {})
 CUDA = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
+HEADS_OF_96 = AttentionSpec(4, 2, 96, 1.0)
 SHAPE: dict[str, Any] = {"dtype": torch.bfloat16, "hidden_size": 128, "expert_width": 64}
 
 
@@ -22,7 +23,7 @@ def choose(
     capabilities: Capabilities = CPU, num_ranks: int = 2, num_nodes: int = 1, **names: Any
 ) -> select.Selection:
     shape = {key: names.pop(key, default) for key, default in SHAPE.items()}
-    shape["head_dim"] = names.pop("head_dim", None)
+    shape["attention_specs"] = names.pop("attention_specs", ())
     config = KernelsConfig(**names)
     return select.select(config, capabilities, num_ranks=num_ranks, num_nodes=num_nodes, **shape)
 
@@ -73,8 +74,8 @@ def test_auto_grouped_gemm(capabilities: Capabilities, changes: dict, expected: 
         (CPU, {}, "sdpa"),
         (CPU, {"dtype": torch.float32}, "native"),
         (CUDA, {}, "flashinfer"),
-        (CUDA, {"head_dim": 64}, "flashinfer"),
-        (CUDA, {"head_dim": 96}, "sdpa"),
+        (CUDA, {"attention_specs": (AttentionSpec(4, 2, 64, 1.0),)}, "flashinfer"),
+        (CUDA, {"attention_specs": (HEADS_OF_96,)}, "sdpa"),
         (CUDA, {"dtype": torch.float32}, "sdpa"),
         (Capabilities("cuda", {"flashinfer": "too old"}), {}, "sdpa"),
     ],
@@ -103,7 +104,7 @@ def test_auto_attention(capabilities: Capabilities, changes: dict, expected: str
         ),
         ({"attention": "flashinfer"}, "kernels.attention", "on GPUs only.*sdpa"),
         (
-            {"attention": "flashinfer", "capabilities": CUDA, "head_dim": 96},
+            {"attention": "flashinfer", "capabilities": CUDA, "attention_specs": (HEADS_OF_96,)},
             "kernels.attention",
             "head_dim of 64, 128, 256, the model's is 96.*sdpa",
         ),
@@ -176,7 +177,8 @@ def test_build_one_rank():
         hidden_size=128,
         top_k=2,
         max_num_tokens=16,
-        attention=AttentionSpec(4, 2, 8, 4, 1.0),
+        attention=(AttentionSpec(4, 2, 8, 1.0),),
+        block_size=4,
     )
     kernels = select.build(selection, context)
     built = [kernels.all2all.name, kernels.grouped_gemm.name, kernels.attention.name]

@@ -186,7 +186,7 @@ def slice_kernels(rank: OneRank, count: int, log: list[str]) -> list[Backends]:
     """Exchange and attention of each slice, over the rank's own caches."""
     found = []
     for index in range(count):
-        attention = type(rank.attention)(rank.attention.spec)
+        attention = type(rank.attention)(rank.attention.specs, rank.attention.block_size)
         attention.bind(rank.attention.kv_caches)
         all2all = PassedOn(rank.kernels.all2all, log, str(index))
         found.append(Backends(all2all, rank.kernels.grouped_gemm, attention))

@@ -6,36 +6,9 @@ a chain is a digest of the salt in a domain of its own.
 """
 
 import hashlib
-import math
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-import numpy as np
-import torch
-
-from workers.models.specs import ModelConfig
-
-
-def allocate_kv_caches(
-    config: ModelConfig,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """One zeroed tensor a layer: [2, num_blocks, block_size, kv heads, head_dim]."""
-    shape = (2, num_blocks, block_size, config.attention.num_kv_heads, config.attention.head_dim)
-    return [_zeros(shape, dtype, device) for _ in range(config.num_layers)]
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros take memory when they are first written; torch's take all of it at once.
-    num_bytes = math.prod(shape) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-
 
 _KEY_BYTES = 32
 

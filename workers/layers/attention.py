@@ -61,13 +61,15 @@ class AttentionBlock:
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
 
     def _attend(self, qkv_TMd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
-        assert self.qk_norm is not None
-        if self.attention.fuses_qk_norm:
-            norm, layer = self.qk_norm, self.layer
-            self.attention.norm_rotate_store(qkv_TMd, norm.weight, norm.eps, rotation_T1d, layer)
+        norm, layer = self.qk_norm, self.layer
+        if self.attention.fused_store:
+            if norm is None:
+                self.attention.store(qkv_TMd, layer, rotation_T1d)
+            else:
+                self.attention.store(qkv_TMd, layer, rotation_T1d, norm.weight, norm.eps)
             return self.attention.attend(qkv_TMd, layer)
-        qk_TNd = norm_and_rotate(self.qk_norm, qkv_TMd[:, : self.num_qk_heads], rotation_T1d)
+        qk_TNd = norm_and_rotate(norm, qkv_TMd[:, : self.num_qk_heads], rotation_T1d)
         heads = self.spec.num_heads
         return self.attention(
-            qk_TNd[:, :heads], qk_TNd[:, heads:], qkv_TMd[:, self.num_qk_heads :], self.layer
+            qk_TNd[:, :heads], qk_TNd[:, heads:], qkv_TMd[:, self.num_qk_heads :], layer
         )

@@ -1,6 +1,6 @@
 """Rotary position embedding over interleaved pairs. Knows nothing of layers or attention.
 
-T tokens, N heads, d head dim, P positions.
+T tokens, N heads, d head dim, r rotated values of a head, P positions.
 
 Checkpoints pair dim i of a head with dim i + d/2. The model stores q and k heads with each pair
 side by side instead (the rows of their projections are permuted while loading; scores do not change
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
+from kernels.fused import fused_kernels
 from workers.layers.norm import RMSNorm
 from workers.models.specs import ModelConfig
 
@@ -23,24 +24,43 @@ def build_rope_table(config: ModelConfig, num_positions: int, device: torch.devi
     return torch.complex(angles_Pd.cos() * factor, angles_Pd.sin() * factor).to(device)
 
 
-def apply_rope(x_TNd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
-    """Rotate float32 x [T, N, d] in place by complex64 rotation [T, 1, d/2]; returns x.
+def apply_rope(x_TNd: torch.Tensor, rotation_T1r: torch.Tensor) -> torch.Tensor:
+    """Rotate the first r values of each head of float32 x in place by complex64 [T, 1, r/2]; return x.
 
     x's last dim is contiguous and holds interleaved pairs.
     """
-    x_TNd.view(torch.complex64).mul_(rotation_T1d)
+    rotated = (
+        x_TNd if _rotates_whole(x_TNd, rotation_T1r) else x_TNd[..., : 2 * rotation_T1r.shape[-1]]
+    )
+    rotated.view(torch.complex64).mul_(rotation_T1r)
     return x_TNd
 
 
-def norm_and_rotate(norm: RMSNorm, x_TNd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
-    """`apply_rope(norm(x))` in x's dtype; x may be overwritten. norm's weight is [N, d]."""
-    if norm.native is not None:
-        norm.native.norm_and_rotate(x_TNd, norm.weight, norm.floor, rotation_T1d)
+def norm_and_rotate(
+    norm: RMSNorm | None, x_TNd: torch.Tensor, rotation_T1r: torch.Tensor | None
+) -> torch.Tensor:
+    """Norm and rotate each head; return the result in x's dtype. x may be overwritten.
+
+    norm      with a weight [N, d]; None: no norm
+    rotation  complex64 [T, 1, r/2], r <= d: turns the first r values of each head; None: no rotation
+    """
+    native = None if norm is None else norm.native
+    if native is None and (fused := fused_kernels(x_TNd.device.type)) is not None:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        fused.norm_rotate(x_TNd, weight, eps, rotation_T1r)
         return x_TNd
-    if norm.triton is not None:
-        norm.triton.norm_rotate(x_TNd, norm.weight, norm.eps, rotation_T1d)
+    if rotation_T1r is None:
+        return x_TNd if norm is None else norm(x_TNd)
+    if norm is not None and native is not None and _rotates_whole(x_TNd, rotation_T1r):
+        native.norm_and_rotate(x_TNd, norm.weight, norm.floor, rotation_T1r)
         return x_TNd
-    return apply_rope(norm(x_TNd, torch.float32), rotation_T1d).to(x_TNd.dtype)
+    x_f32 = x_TNd.float() if norm is None else norm(x_TNd, torch.float32)
+    return apply_rope(x_f32, rotation_T1r).to(x_TNd.dtype)
+
+
+def _rotates_whole(x_TNd: torch.Tensor, rotation_T1r: torch.Tensor) -> bool:
+    """Whether the rotation is of whole heads."""
+    return 2 * rotation_T1r.shape[-1] == x_TNd.shape[-1]
 
 
 def _inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kernels.attention.spec import AttentionSpec
 from workers.weights.quantization import BlockQuantization
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -62,6 +63,11 @@ class GqaSpec:
         """Factor on the scores."""
         scale: float = self.head_dim**-0.5
         return scale
+
+    @property
+    def kernel_spec(self) -> AttentionSpec:
+        """What the attention kernels need of it."""
+        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +147,11 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Number of decoder layers that have experts."""
         return sum(isinstance(layer.mlp, MoeSpec) for layer in self.layers)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """What the attention kernels need, layer by layer."""
+        return tuple(layer.attention.kernel_spec for layer in self.layers)
 
     @property
     def attention(self) -> GqaSpec:

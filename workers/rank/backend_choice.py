@@ -36,7 +36,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> dict[str, Any]:
         "dtype": getattr(torch, str(config.model.dtype)),
         "hidden_size": model.hidden_size,
         "expert_width": model.moe.width,
-        "head_dim": model.attention.head_dim,
+        "attention_specs": model.attention_specs,
         "fp8_checkpoint": stores_fp8_experts(model),
         "num_experts": model.num_experts,
         "top_k": model.top_k,

@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from kernels.attention.base import Attention, AttentionSpec
+from kernels.attention.base import Attention
 from kernels.attention.dummy import DummyAttention
+from kernels.attention.kv_layout import KVGroup, kv_block_bytes
 from kernels.backends import select
 from kernels.host.shm import SharedMemoryGroup
 from workers.config import RankConfig, not_for_answers
-from workers.engine.block_pool import allocate_kv_caches
 from workers.engine.engine import Engine, Publish
+from workers.engine.kv_caches import allocate_kv_caches
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_sync import PlanConfig, compare_settings
 from workers.engine.vote_transport import make_vote_transport
@@ -43,7 +44,7 @@ from workers.ubatch.epoch_ubatches import EpochUbatches
 from workers.ubatch.rank_overlap import RankOverlap
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
-from workers.weights.tensors import kv_block_bytes, rank_weight_bytes
+from workers.weights.tensors import rank_weight_bytes
 
 logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
@@ -264,13 +265,8 @@ class Rank:
             hidden_size=model.hidden_size,
             top_k=model.top_k,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
-            attention=AttentionSpec(
-                num_heads=model.attention.num_heads,
-                num_kv_heads=model.attention.num_kv_heads,
-                head_dim=model.attention.head_dim,
-                block_size=config.cache.block_size,
-                scale=model.attention.scale,
-            ),
+            attention=model.attention_specs,
+            block_size=config.cache.block_size,
         )
 
     def _share_memory(self) -> SharedMemoryGroup | None:
@@ -333,7 +329,10 @@ class Rank:
 
     def _caches(self, num_blocks: int) -> list[torch.Tensor]:
         size = self.config.cache.block_size
-        return allocate_kv_caches(self.model_config, num_blocks, size, self.dtype, self.device)
+        return allocate_kv_caches(self._kv_groups(), num_blocks, size, self.dtype, self.device)
+
+    def _kv_groups(self) -> tuple[KVGroup, ...]:
+        return self.kernels.attention.kv_groups(self.model_config.attention_specs)
 
     def _wait_for_attention(self) -> None:
         if self._attention_compiled is not None:
@@ -377,8 +376,8 @@ class Rank:
         return own
 
     def _block_bytes(self) -> int:
-        cache, dtype = self.config.cache, self.config.model.dtype
-        return kv_block_bytes(self.model_config, cache.block_size, dtype)
+        size = self.config.cache.block_size
+        return kv_block_bytes(self._kv_groups(), size, self.dtype.itemsize)
 
     def _weight_bytes(self) -> int:
         return rank_weight_bytes(

@@ -39,9 +39,3 @@ def rank_weight_bytes(
         entry.fp8_bytes if fp8_experts and entry.expert is not None else width * entry.size
         for entry in rank_weights(config, placement, rank)
     )
-
-
-def kv_block_bytes(config: ModelConfig, block_size: int, dtype: DtypeName) -> int:
-    """Return the bytes of one KV block over all layers, K and V."""
-    per_token = sum(2 * layer.attention.kv_size for layer in config.layers)
-    return block_size * per_token * DTYPE_BYTES[dtype]

@@ -1,0 +1,33 @@
+"""Allocates the KV caches of a model's layers. Knows nothing of requests or of which blocks are free."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kernels.attention.kv_layout import KVGroup
+
+
+def allocate_kv_caches(
+    groups: Sequence[KVGroup],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """Return one zeroed tensor a layer, in the shape of the layer's layout; `groups` hold every layer once."""
+    caches = {
+        layer: _zeros(group.layout.shape(num_blocks, block_size), dtype, device)
+        for group in groups
+        for layer in group.layers
+    }
+    return [caches[layer] for layer in range(len(caches))]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # numpy's zeros take memory when they are first written; torch's take all of it at once.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
