@@ -6,7 +6,7 @@ machine.
 
 import importlib.metadata
 import ipaddress
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cluster.commands.check_backends import alternatives, capabilities
+from cluster.commands.check_backends import alternatives, probe_or_assume
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_steps import (
     check_comm_sms,
@@ -27,8 +27,8 @@ from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
 from cluster.metrics.tracing import check_tracing
-from kernels.all2all import deepep_choice
 from kernels.backends import select
+from kernels.backends.registry import SEAMS, backend_class
 from workers.config import RankConfig, not_for_answers
 from workers.models.registry import load_model_config
 from workers.models.specs import ModelConfig
@@ -73,9 +73,9 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         num_api_keys = len(load_digests(config.serve.api_keys_file))
     rank_config = resolve_rank_config(config)
     model = load_model_config(config.model.path)
-    found, assumed = capabilities(rank_config.device)
+    unavailable, assumed = probe_or_assume(rank_config.device)
     shape = backend_shape(rank_config, model)
-    selection = select.select(config.kernels, found, **shape)
+    selection = select.select(config.kernels, unavailable, shape)
     graphs, graph_reason = graph_line(rank_config.scheduler, selection, rank_config.device)
     num_ubatches, overlap = overlap_lines(config.overlap, selection)
     check_comm_sms(config.overlap, selection, num_ubatches)
@@ -91,17 +91,22 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
             for family, name in selection.names().items()
         },
         steps={"cuda_graphs": graph_reason, **overlap},
-        alternatives=alternatives(selection, found, shape),
-        packages={} if assumed else _packages(found),
+        alternatives=alternatives(selection, unavailable, shape),
+        packages={} if assumed else _packages(unavailable, rank_config.device),
         assumed=assumed,
         warnings=list(_warnings(config, rank_config, model, selection, ranks, num_api_keys)),
     )
 
 
-def _packages(found: select.Capabilities) -> dict[str, str]:
-    """Of DeepEP alone, where it runs at all."""
-    loads = any(name not in found.missing for name in deepep_choice.NAMES)
-    return {"deep_ep": deepep_choice.recognised()} if found.device == "cuda" and loads else {}
+def _packages(unavailable: Mapping[str, str], device: str) -> dict[str, str]:
+    """The generations of packages that several backends or releases share, where a backend can run on them."""
+    packages = (
+        backend_class(seam, name).recognised_package()
+        for seam, names in SEAMS.items()
+        for name in names
+        if device in backend_class(seam, name).devices and f"{seam}.{name}" not in unavailable
+    )
+    return dict(package for package in packages if package is not None)
 
 
 def _resolved_tree(config: PhalanxConfig, rank_config: RankConfig) -> dict[str, Any]:

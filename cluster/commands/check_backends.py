@@ -1,11 +1,13 @@
-"""Which kernel backends besides the chosen ones could run here, and why the others cannot. Starts nothing."""
+"""Which kernel backends besides the chosen ones could run here, and why the rest cannot. Starts nothing."""
 
-from typing import Any, get_args
+from collections.abc import Mapping
 
 import torch
 
 from kernels.backends import select
+from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
+from kernels.backends.registry import SEAMS
 
 ASSUMED = (
     "no GPU is here: assumed are NVIDIA GPUs of compute capability 9.0 (Hopper) that reach each other, and every "
@@ -13,39 +15,35 @@ ASSUMED = (
 )
 
 
-def capabilities(device: str) -> tuple[select.Capabilities, str]:
-    """What this machine offers, and what of it is assumed ("" where all of it was looked at)."""
+def probe_or_assume(device: str) -> tuple[Mapping[str, str], str]:
+    """Return the backends that cannot run on this machine, and what was assumed ("" where all of it was probed)."""
     if device == "cuda" and not torch.cuda.is_available():
-        return select.Capabilities("cuda", {"shm": "it exchanges CPU tensors only"}), ASSUMED
+        return {}, ASSUMED
     return select.probe(device), ""
 
 
 def alternatives(
-    selection: select.Selection, found: select.Capabilities, model: dict[str, Any]
+    selection: select.Selection, unavailable: Mapping[str, str], shape: BackendShape
 ) -> dict[str, dict[str, str]]:
-    """Family to the names that were not chosen, each with why it cannot run beside the other choices, or "".
-
-    `model` is what `select` wants to know of the model and the ranks.
-    """
+    """Seam to the names that were not chosen, each with why it cannot run beside the other choices, or ""."""
     chosen = selection.names()
-    result: dict[str, dict[str, str]] = {}
-    for family, name_here in chosen.items():
-        names = get_args(KernelsConfig.model_fields[family].annotation)
-        result[family] = {
-            name: _obstacle(chosen | {family: name}, family, found, model)
-            for name in names
-            if name not in ("auto", name_here)
+    return {
+        seam: {
+            name: _refusal(chosen | {seam: name}, seam, unavailable, shape)
+            for name in SEAMS[seam]
+            if name != chosen_name
         }
-    return result
+        for seam, chosen_name in chosen.items()
+    }
 
 
-def _obstacle(
-    names: dict[str, str], family: str, found: select.Capabilities, model: dict[str, Any]
+def _refusal(
+    names: dict[str, str], seam: str, unavailable: Mapping[str, str], shape: BackendShape
 ) -> str:
     try:
-        select.select(KernelsConfig(**names), found, **model)
+        select.select(KernelsConfig(**names), unavailable, shape)
     except select.BackendChoiceError as error:
-        if error.key == f"kernels.{family}":
+        if error.key == f"kernels.{seam}":
             return error.reason
         return f"{error.key[8:]} {error.value} cannot run with it: {error.reason}"
     return ""

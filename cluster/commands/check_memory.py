@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from kernels.attention.kv_layout import kv_block_bytes
+from kernels.backends.backend import BackendShape
+from kernels.backends.memory import backend_memory
 from kernels.backends.select import Selection
 from workers.config import RankConfig
 from workers.models.specs import ModelConfig
-from workers.rank.backend_choice import memory_of_kernels
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
 from workers.weights.tensors import DTYPE_BYTES, rank_weight_bytes
@@ -48,7 +48,7 @@ def rank_rows(
     config: RankConfig,
     model: ModelConfig,
     selection: Selection,
-    shape: dict[str, Any],
+    shape: BackendShape,
     *,
     num_ubatches: int,
     graphs: GraphSizes,
@@ -56,13 +56,13 @@ def rank_rows(
     """A row for each rank; `shape` is that of `backend_shape`, num_ubatches 0 where no step is ever cut."""
     dims = config.dims
     placement = dims.expert_placement(model.num_experts)
-    held = memory_of_kernels(selection, shape, num_ubatches=num_ubatches)
-    step = held.step + _model_bytes(config, model, shape["dtype"], shape["max_num_tokens"])
+    held = backend_memory(selection, shape, num_ubatches=num_ubatches)
+    step = held.step + _model_bytes(config, model, shape.dtype, shape.max_num_tokens)
     graph_bytes = 0
     if graphs:
-        of_graph = memory_of_kernels(selection, shape, max_num_tokens=graphs.largest)
-        graph_bytes = of_graph.step + _model_bytes(config, model, shape["dtype"], graphs.largest)
-    groups = selection.attention_backend.kv_groups(model.attention_specs)
+        of_graph = backend_memory(selection, replace(shape, max_num_tokens=graphs.largest))
+        graph_bytes = of_graph.step + _model_bytes(config, model, shape.dtype, graphs.largest)
+    groups = selection.attention_class.kv_groups(model.attention_specs)
     value_bytes = DTYPE_BYTES[config.model.dtype]
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
     table = []
@@ -77,7 +77,7 @@ def rank_rows(
             ),
             kv_bytes=None,
             buffer_bytes=held.kept + step,
-            slice_bytes=held.slices,
+            slice_bytes=held.ubatches,
             graph_bytes=graph_bytes,
         )
         table.append(replace(row, kv_bytes=_kv_bytes(config, block_bytes, row)))

@@ -39,8 +39,8 @@ def slow_for_want_of_graphs(scheduler: SchedulerConfig, selection: Selection) ->
 
 def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dict[str, str]]:
     """How many slices there are, 0 where no step is ever cut; setting to what it comes to."""
-    name = selection.all2all.name
-    policy, unknown = configured(config, name)
+    all2all = selection.all2all_class
+    policy, unknown = configured(config, all2all)
     if not policy.enabled and not unknown:
         return 0, {"ubatches": f"off: {policy.reasons['decode']}"}
     lines = {"ubatches": f"{config.num_ubatches} slices of each step that is cut"}
@@ -51,7 +51,7 @@ def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dic
         lines[phase] = f"from {least} {what} of a rank on ({policy.reasons[phase]})"
         if phase in unknown:
             lines[phase] = f"{MEASURED}: from how many {what} of a rank on it pays"
-    lines["comm_sms"] = _comm_sms(config, name, selection.sm_choices)
+    lines["comm_sms"] = _comm_sms(config, all2all.name, all2all.sm_choices)
     return config.num_ubatches, lines
 
 
@@ -70,12 +70,12 @@ def check_comm_sms(config: OverlapConfig, selection: Selection, num_ubatches: in
     if (
         wanted == "auto"
         or not num_ubatches
-        or not selection.sm_choices
+        or not selection.all2all_class.sm_choices
         or not torch.cuda.is_available()
     ):
         return
     found = torch.cuda.get_device_properties(0).multi_processor_count
-    if message := too_many_sms(wanted, found, selection.sm_choices):
+    if message := too_many_sms(wanted, found, selection.all2all_class.sm_choices):
         raise ConfigError.of("configuration", [Problem("overlap.comm_sms", message)])
 
 

@@ -23,7 +23,6 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += _check_cluster(config)
     problems += _check_scheduler(config)
     problems += _check_lengths(config, model)
-    problems += _check_kernels(config)
     problems += _check_serve(config)
     return problems
 
@@ -100,34 +99,6 @@ def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator
             f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one request of "
             f"model.max_model_len = {length}; expected at least {needed}, or auto",
             ("cache.block_size", *involves),
-        )
-
-
-def _check_kernels(config: PhalanxConfig) -> Iterator[Problem]:
-    name, ranks, nodes = config.kernels.all2all, config.cluster.ranks, config.cluster.nodes
-    if name == "local" and ranks > 1:
-        yield Problem(
-            "kernels.all2all",
-            f"local serves one rank, cluster.ranks is {ranks}; expected auto, or one for several",
-            ("cluster.ranks",),
-        )
-    if name not in ("auto", "local") and ranks == 1:
-        yield Problem(
-            "kernels.all2all",
-            f"{name} exchanges between ranks, cluster.ranks is 1; expected auto or local",
-            ("cluster.ranks",),
-        )
-    elif name in ("shm", "copy_engine", "symm") and nodes > 1:
-        yield Problem(
-            "kernels.all2all",
-            f"{name} needs all ranks on one host, cluster.nodes is {nodes}; expected auto or another",
-            ("cluster.nodes",),
-        )
-    if name == "shm" and config.cluster.device == "cuda":
-        yield Problem(
-            "kernels.all2all",
-            "shm exchanges CPU tensors only, cluster.device is cuda; expected auto or another",
-            ("cluster.device",),
         )
 
 

@@ -5,11 +5,16 @@ Simple, with nothing to read on the host before it starts; all ranks must bring 
 T tokens of a rank, N = ranks * T, D hidden, K experts per token, W bytes of a row, R routed rows.
 """
 
+from typing import Self
+
 import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import Gathered, RowFormat, permute_local
+from kernels.all2all.torch_dist import distributed_unavailable
+from kernels.backends.backend import BackendShape
+from kernels.backends.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
 
@@ -22,8 +27,31 @@ class AllGatherAllToAll(AllToAll):
     """all_gather_into_tensor of one packed payload; reduce_scatter_tensor of [N, D]."""
 
     name = "allgather"
+    auto = "no counts to read on the host before the experts"
     needs_equal_tokens = True
     graph = True  # over NCCL, which has a stream of its own beside `stream`
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return distributed_unavailable(device) or super().unavailable(device)
+
+    @classmethod
+    def auto_reason(cls, shape: BackendShape) -> str | None:
+        """See Backend. On a CPU torch_dist runs wherever this does, and sends less."""
+        return super().auto_reason(shape) if shape.device == "cuda" else None
+
+    @classmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        rows = (shape.num_ranks + 1) * shape.max_num_tokens
+        return rows * RowFormat.of(shape).row_and_sum_bytes
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        return cls(
+            context.process_group(cls.name),
+            context.permutation(torch.int32),
+            RowFormat.of(context.shape),
+        )
 
     def __init__(
         self,

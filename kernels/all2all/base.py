@@ -4,13 +4,16 @@ T tokens of this rank, D hidden, K experts per token, R routed rows on this rank
 that came here, M rows an expert has room for, S scales of a row.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
 from kernels.all2all.comm_stream import CommStream
+from kernels.backends.backend import Backend, BackendShape
+from kernels.backends.context import BackendContext
+from kernels.host.triton_version import triton_unavailable
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting, routing_in_order
 
@@ -76,25 +79,83 @@ class MaskedInput:
         return self.counts_e.cumsum(0, dtype=torch.int32)
 
 
-class AllToAll(ABC):
-    """Moves tokens to the ranks that hold their experts, and the experts' answers back.
+class AllToAll(Backend):
+    """Moves rows to the ranks of their experts, and the experts' outputs back to the rows' ranks.
 
-    `layout` is the form of `ExpertInput` it produces; `needs_equal_tokens` says that every rank must
-    call with the same number of rows (padding rows carry `topk_idx == -1` and reach no expert); `graph`
-    that dispatch and combine never wait on the host, so that CUDA graphs can hold them.
-    `sm_choices` are the limits on its SMs worth trying beside compute, none where it takes no limit.
-    `stream`, where set, is what an exchange runs on (comm_stream.py says behind what).
-    All ranks of the group call dispatch and combine in the same order; `max_in_flight` dispatches may wait for
-    their combine at once, None for any number.
+    All ranks of the group call dispatch and combine in the same order.
+
+    layout               the form of input that `dispatch` returns
+    needs_equal_tokens   every rank must dispatch the same number of rows: padding rows, with `topk_idx == -1`, reach
+                         no expert
+    one_host             all ranks must share a host
+    max_in_flight        dispatches that may wait for their combine at once; None for any number
+    sm_choices           limits on its SMs worth trying beside compute; empty for a backend without a limit
+    ubatch_shareable     one instance, built for whole steps, serves all ubatches of a step
+    no_overlap_reason    why overlapping it with compute gains nothing; None where it may gain
+    needs_process_group  dispatch or combine uses the process group, which must live as long as the instance
+    runs_on_stream       dispatch and combine run on `stream` from end to end
+    stream               CUDA stream of its dispatches and combines; None for the current one (see comm_stream.py)
     """
 
-    name: str
     layout: Layout = "contiguous"
     needs_equal_tokens: bool = False
-    graph: bool = False
+    one_host: bool = False
     max_in_flight: int | None = None
     sm_choices: tuple[int, ...] = ()
+    ubatch_shareable: bool = False
+    no_overlap_reason: str | None = None
+    needs_process_group: bool = True
+    runs_on_stream: bool = False
     stream: CommStream | None = None
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """See Backend. Contiguous rows are grouped by expert with Triton on GPUs."""
+        reason = triton_unavailable() if device.type == "cuda" else None
+        if reason is None or cls.layout != "contiguous":
+            return None
+        return f"rows are sorted by expert in Triton: {reason}"
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        if shape.num_ranks == 1:
+            return "there is only one rank, so there is nothing to exchange"
+        if cls.one_host and shape.num_nodes > 1:
+            return f"its ranks must share a host, cluster.nodes is {shape.num_nodes}"
+        return None
+
+    @classmethod
+    def auto_reason(cls, shape: BackendShape) -> str | None:
+        return None if shape.num_ranks == 1 else super().auto_reason(shape)
+
+    @classmethod
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        """Return the bytes that one rank's instance holds from its start to its end."""
+        return 0
+
+    @classmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        """Return the bytes of rows and sums that one rank allocates for a dispatch and a combine of a full step."""
+        return 0
+
+    @classmethod
+    def expert_rows(cls, shape: BackendShape) -> int:
+        """Return the rows that the grouped GEMM's buffers have in a full step.
+
+        On a CPU the rows of balanced routing. GPUs' shapes have the most rows there can be.
+        """
+        rows = shape.max_num_tokens * shape.top_k
+        return rows * shape.num_ranks if shape.device == "cuda" else rows
+
+    @classmethod
+    def shared_memory_slots(cls, shape: BackendShape) -> tuple[int, ...]:
+        """Return the `slot_bytes` of the channels it needs of the ranks' SharedMemoryGroup."""
+        return ()
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        """Return the instance of one rank. Collective."""
+        raise NotImplementedError(f"{cls.__name__} is no backend of the registry")
 
     @abstractmethod
     def dispatch(
@@ -122,8 +183,8 @@ class AllToAll(ABC):
         """
         return None
 
-    def set_num_sms(self, num_sms: int | None) -> None:  # noqa: B027 - most have no SMs to limit
+    def set_num_sms(self, num_sms: int | None) -> None:
         """Limit the SMs the exchange may use, where the backend can; None: as it likes."""
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Release buffers shared with other ranks."""

@@ -19,6 +19,7 @@ from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.payload import Gathered
 from kernels.all2all.stream_signals import StreamSignals
 from kernels.all2all.symm import SymmAllToAll
+from kernels.backends.backend import BackendShape
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting
 
@@ -29,7 +30,14 @@ class CopyEngineAllToAll(SymmAllToAll):
     """Copies and stream memory operations; all ranks on one host. Building it is collective."""
 
     name = "copy_engine"
+    auto = "GPUs of a host share memory: one kernel each way, beside another ubatch's compute no SM"
     sm_choices = ()  # large exchanges beside compute take none
+
+    @classmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        """Return the bytes of the sums of all ranks' rows, which peers do not write into."""
+        row_bytes = shape.hidden_size * shape.dtype.itemsize
+        return shape.num_ranks * shape.max_num_tokens * row_bytes
 
     def __init__(self, *args: Any):
         super().__init__(*args)

@@ -17,20 +17,28 @@ import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
-from kernels.all2all.deepep_limits import MAX_SMS, NAMES
-from kernels.all2all.payload import Gathered, permute_local
+from kernels.all2all.deepep_limits import (
+    MAX_SMS,
+    normal_buffer_bytes,
+    normal_unsupported_reason,
+    unsupported_reason,
+)
+from kernels.all2all.payload import Gathered, RowFormat, permute_local
+from kernels.backends.backend import BackendShape
+from kernels.backends.context import BackendContext
+from kernels.host.capability import too_old_gpu
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
 
 NEEDED_VERSION = "1.2.1"
+MIN_CAPABILITY = (9, 0)
 DISTRIBUTIONS = ("deep_ep", "sgl-deep-ep")
 NEEDED = {  # of Buffer: method to a parameter that came late
     "__init__": "explicitly_destroy",
@@ -84,24 +92,14 @@ def recognised() -> str:
     return f"deep_ep {_installed_version()}, recognised as {how[found]}"
 
 
-def missing(device: torch.device) -> dict[str, str]:
-    """Name of a DeepEP exchange to why it cannot run on this GPU at all."""
-    return _missing(torch.cuda.get_device_capability(device))
-
-
 @functools.cache
-def _missing(capability: tuple[int, int]) -> dict[str, str]:
-    if capability < (9, 0):
-        reason = "it needs compute capability 9.0, found {}.{}".format(*capability)
-        return dict.fromkeys(NAMES, reason)
+def deep_ep_unavailable() -> str | None:
+    """Return why the package cannot be used, or None."""
     try:
-        deep_ep = load_deep_ep()
+        load_deep_ep()
     except DeepEpUnavailableError as error:
-        return dict.fromkeys(NAMES, str(error))
-    if generation(deep_ep) == 1 and not _has_nvshmem():
-        reason = f"{recognised()}, was built without NVSHMEM, which it needs"
-        return {"deepep_low_latency": reason}
-    return {}
+        return str(error)
+    return None
 
 
 def peers_are_here(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -135,9 +133,46 @@ class DeepEpAllToAll(AllToAll):
     """
 
     name = "deepep"
+    devices = ("cuda",)
+    distributions = DISTRIBUTIONS
     needs_equal_tokens = True
+    one_host = True
     graph = True
     sm_choices = (8, 16, 20, 24, 32)
+    runs_on_stream = True
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        reason = too_old_gpu(device, MIN_CAPABILITY) or deep_ep_unavailable()
+        return reason or super().unavailable(device)
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        reason = super().unsupported_reason(shape) or unsupported_reason(shape)
+        return reason or normal_unsupported_reason(shape)
+
+    @classmethod
+    def recognised_package(cls) -> tuple[str, str] | None:
+        return "deep_ep", recognised()
+
+    @classmethod
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        return normal_buffer_bytes(shape.hidden_size, shape.num_ranks)
+
+    @classmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        rows = (shape.num_ranks + 1) * shape.max_num_tokens
+        return rows * RowFormat.of(shape).row_and_sum_bytes
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        return cls(
+            context.process_group(cls.name),
+            context.permutation(torch.int64, range(len(context.local_experts))),
+            num_experts=context.placement.num_experts,
+            hidden_size=context.shape.hidden_size,
+            device=context.device,
+        )
 
     def __init__(
         self,
@@ -248,9 +283,3 @@ def _installed_version() -> str:
         except PackageNotFoundError:
             continue
     return str(getattr(sys.modules.get("deep_ep"), "__version__", "an unknown version"))
-
-
-def _has_nvshmem() -> bool:
-    """Whether 1.2.1's extension was built with it: the one without says so in its assertions, and nowhere else."""
-    extension = getattr(sys.modules.get("deep_ep_cpp"), "__file__", None)
-    return extension is None or b"NVSHMEM is disabled" not in Path(extension).read_bytes()

@@ -3,11 +3,10 @@
 T tokens of a rank, H hidden, E experts of all ranks, K experts per token.
 """
 
-from dataclasses import dataclass
-
 import torch
 
-NAMES = ("deepep", "deepep_low_latency")
+from kernels.backends.backend import BackendShape
+
 RANKS = (2, 4, 8)  # the kernels are compiled for these
 MAX_SMS = 32  # a normal exchange gets no more; its queues are sized for as many
 MAX_TOP_K, MAX_TOP_K_LOW_LATENCY = 32, 11
@@ -20,62 +19,44 @@ MAX_TOKENS_LOW_LATENCY = 1024
 QUEUED_TOKENS = 256  # per channel (two SMs) and rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExchangeShape:
-    """What an exchange must carry; None where the caller does not know."""
-
-    num_ranks: int
-    num_nodes: int
-    dtype: torch.dtype
-    hidden_size: int
-    num_experts: int | None = None
-    top_k: int | None = None
-    max_num_tokens: int | None = None
-
-
-def unsupported_reason(name: str, device: str, shape: ExchangeShape) -> str | None:
-    """Why this one of NAMES cannot carry `shape`, or None."""
-    if device != "cuda":
-        return "it runs on GPUs only"
+def unsupported_reason(shape: BackendShape) -> str | None:
+    """Return why neither mode of DeepEP can carry `shape`, or None."""
     if shape.num_ranks not in RANKS:
         return f"DeepEP serves 2, 4 or 8 ranks of a host, cluster.ranks is {shape.num_ranks}"
     if shape.dtype != torch.bfloat16:
-        return f"DeepEP sums bfloat16 only, model.dtype is {str(shape.dtype)[6:]}"
-    experts = shape.num_experts
-    if experts is not None and experts % shape.num_ranks:
+        return f"DeepEP sums bfloat16 only, model.dtype is {shape.dtype_name}"
+    if shape.num_experts % shape.num_ranks:
         return (
-            f"DeepEP needs as many experts on each rank, {experts} do not divide by "
+            f"DeepEP needs as many experts on each rank, {shape.num_experts} do not divide by "
             f"cluster.ranks, which is {shape.num_ranks}"
         )
-    if shape.num_nodes > 1:
-        return f"its ranks must share a host here, cluster.nodes is {shape.num_nodes}"
-    return _low_latency(shape) if name == "deepep_low_latency" else _normal(shape)
+    return None
 
 
-def _normal(shape: ExchangeShape) -> str | None:
-    hidden = shape.hidden_size
+def normal_unsupported_reason(shape: BackendShape) -> str | None:
+    """Return why the normal mode cannot carry `shape`, which DeepEP can, or None."""
+    hidden, local = shape.hidden_size, shape.num_experts // shape.num_ranks
     if hidden % HIDDEN_MULTIPLE or hidden > MAX_HIDDEN:
         return (
             f"it needs a hidden size of a multiple of {HIDDEN_MULTIPLE} up to {MAX_HIDDEN}, "
             f"the model's is {hidden}"
         )
-    if shape.num_experts is not None:
-        local = shape.num_experts // shape.num_ranks
-        if shape.num_experts > MAX_EXPERTS or local > MAX_LOCAL_EXPERTS:
-            return (
-                f"it takes up to {MAX_EXPERTS} experts, {MAX_LOCAL_EXPERTS} of them on a rank; "
-                f"there are {shape.num_experts} and {local}"
-            )
+    if shape.num_experts > MAX_EXPERTS or local > MAX_LOCAL_EXPERTS:
+        return (
+            f"it takes up to {MAX_EXPERTS} experts, {MAX_LOCAL_EXPERTS} of them on a rank; "
+            f"there are {shape.num_experts} and {local}"
+        )
     return _too_many_experts_per_token(shape, MAX_TOP_K)
 
 
-def _low_latency(shape: ExchangeShape) -> str | None:
+def low_latency_unsupported_reason(shape: BackendShape) -> str | None:
+    """Return why the low-latency mode cannot carry `shape`, which DeepEP can, or None."""
     if shape.hidden_size not in LOW_LATENCY_HIDDEN:
         return (
             f"it is compiled for a hidden size of {', '.join(map(str, LOW_LATENCY_HIDDEN))}, "
             f"the model's is {shape.hidden_size}"
         )
-    if shape.max_num_tokens is not None and shape.max_num_tokens > MAX_TOKENS_LOW_LATENCY:
+    if shape.max_num_tokens > MAX_TOKENS_LOW_LATENCY:
         return (
             f"it keeps room for every token of a step at each expert, {MAX_TOKENS_LOW_LATENCY} at most, and "
             f"scheduler.max_num_batched_tokens is {shape.max_num_tokens}; set that to "
@@ -84,8 +65,8 @@ def _low_latency(shape: ExchangeShape) -> str | None:
     return _too_many_experts_per_token(shape, MAX_TOP_K_LOW_LATENCY)
 
 
-def _too_many_experts_per_token(shape: ExchangeShape, most: int) -> str | None:
-    if shape.top_k is not None and shape.top_k > most:
+def _too_many_experts_per_token(shape: BackendShape, most: int) -> str | None:
+    if shape.top_k > most:
         return f"a token may have {most} experts, the model's have {shape.top_k}"
     return None
 

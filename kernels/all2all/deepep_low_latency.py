@@ -12,17 +12,35 @@ T tokens of this rank, D hidden, K experts per token, e local experts, M rows an
 """
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, MaskedInput
 from kernels.all2all.comm_stream import CommStream, StreamEvent, on_comm_stream
-from kernels.all2all.deepep import load_deep_ep, peers_are_here
-from kernels.all2all.deepep_limits import low_latency_rows
+from kernels.all2all.deepep import (
+    DISTRIBUTIONS,
+    MIN_CAPABILITY,
+    deep_ep_unavailable,
+    generation,
+    load_deep_ep,
+    peers_are_here,
+    recognised,
+)
+from kernels.all2all.deepep_limits import (
+    low_latency_buffer_bytes,
+    low_latency_rows,
+    low_latency_unsupported_reason,
+    unsupported_reason,
+)
+from kernels.backends.backend import BackendShape
+from kernels.backends.context import BackendContext
+from kernels.host.capability import too_old_gpu
 from kernels.pending import Pending
 
 MIN_QUEUE_DEPTH = 1024  # DeepEP's default for RDMA work requests
@@ -130,8 +148,46 @@ class DeepEpLowLatencyAllToAll(AllToAll):
     """
 
     name = "deepep_low_latency"
+    devices = ("cuda",)
+    distributions = DISTRIBUTIONS
     layout = "masked"
+    one_host = True
     graph = True
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        reason = too_old_gpu(device, MIN_CAPABILITY) or deep_ep_unavailable()
+        if reason is None and generation(load_deep_ep()) == 1 and not _has_nvshmem():
+            reason = f"{recognised()}, was built without NVSHMEM, which it needs"
+        return reason
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        reason = super().unsupported_reason(shape) or unsupported_reason(shape)
+        return reason or low_latency_unsupported_reason(shape)
+
+    @classmethod
+    def recognised_package(cls) -> tuple[str, str] | None:
+        return "deep_ep", recognised()
+
+    @classmethod
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        return low_latency_buffer_bytes(shape.hidden_size, shape.num_experts, shape.max_num_tokens)
+
+    @classmethod
+    def expert_rows(cls, shape: BackendShape) -> int:
+        return shape.num_experts * low_latency_rows(shape.max_num_tokens)
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        return cls(
+            context.process_group(cls.name),
+            num_experts=context.placement.num_experts,
+            hidden_size=context.shape.hidden_size,
+            max_num_tokens=context.shape.max_num_tokens,
+            use_fp8=context.masked_fp8,
+            device=context.device,
+        )
 
     def __init__(
         self,
@@ -191,3 +247,9 @@ class DeepEpLowLatencyAllToAll(AllToAll):
 
     def close(self) -> None:
         self._shared.leave(self._device)
+
+
+def _has_nvshmem() -> bool:
+    """Whether 1.2.1's extension was built with it: the one without says so in its assertions, and nowhere else."""
+    extension = getattr(sys.modules.get("deep_ep_cpp"), "__file__", None)
+    return extension is None or b"NVSHMEM is disabled" not in Path(extension).read_bytes()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kernels.all2all.base import ExpertInput
+from kernels.backends.backend import BackendShape
 from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation, Routing, weighted_sum
 
@@ -24,6 +25,16 @@ class RowFormat:
     hidden_size: int
     top_k: int
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shape: BackendShape) -> "RowFormat":
+        """Return the format of the rows of `shape`."""
+        return cls(shape.hidden_size, shape.top_k, shape.dtype)
+
+    @property
+    def row_and_sum_bytes(self) -> int:
+        """Bytes of one row on its way to the experts and of its sum on the way back."""
+        return self.row_bytes + self.hidden_size * self.dtype.itemsize
 
     @property
     def x_bytes(self) -> int:

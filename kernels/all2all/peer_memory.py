@@ -19,8 +19,8 @@ class PeerMemoryError(RuntimeError):
     """The ranks' GPUs cannot map each other's memory, or have too little."""
 
 
-def peer_memory_missing() -> str | None:
-    """Why the GPUs that are seen here cannot share memory, or None. Ranks may see one GPU each."""
+def peer_memory_unavailable() -> str | None:
+    """Return why the GPUs that this process sees cannot share memory, or None. Ranks may see one GPU each."""
     try:
         from torch.distributed._symmetric_memory import rendezvous  # noqa: F401
     except ImportError as error:

@@ -6,12 +6,16 @@ sums come back the same way and are added by the rank that owns the row. Ragged;
 T tokens of this rank, D hidden, K experts per token, R routed rows.
 """
 
+from typing import Self
+
 import torch
 
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm_rows import Routed, Slots, slot_rows
-from kernels.host.shm import SharedMemoryGroup
+from kernels.backends.backend import BackendShape
+from kernels.backends.context import BackendContext
+from kernels.host.shm import SharedMemoryGroup, segment_bytes, shared_memory_unavailable
 from kernels.pending import Pending
 
 
@@ -19,6 +23,41 @@ class ShmAllToAll(AllToAll):
     """Publish, then read the others' slots. Both channels of the SharedMemoryGroup are its own."""
 
     name = "shm"
+    devices = ("cpu",)
+    auto = "all ranks share a host: rows go through shared memory without a copy into sockets"
+    one_host = True
+    ubatch_shareable = (
+        True  # its slots, laid out for whole steps, serve any number of dispatches in flight
+    )
+    no_overlap_reason = "the cores that compute copy the rows themselves"
+    needs_process_group = False
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return shared_memory_unavailable()
+
+    @classmethod
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        return segment_bytes(shape.num_ranks, cls.shared_memory_slots(shape)) // shape.num_ranks
+
+    @classmethod
+    def shared_memory_slots(cls, shape: BackendShape) -> tuple[int, ...]:
+        """Return the bytes of a rank's slots for dispatch and combine."""
+        sum_bytes = shape.hidden_size * shape.dtype.itemsize
+        return (
+            shape.max_num_tokens * RowFormat.of(shape).row_bytes,
+            shape.num_ranks * shape.max_num_tokens * sum_bytes,
+        )
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        assert context.shared_memory is not None, "shm needs a SharedMemoryGroup"
+        return cls(
+            context.shared_memory,
+            context.local_experts,
+            RowFormat.of(context.shape),
+            context.shape.max_num_tokens,
+        )
 
     def __init__(
         self,
@@ -46,9 +85,3 @@ class ShmAllToAll(AllToAll):
         return self._combine.publish(
             handle.num_rows, lambda parity, counts: self._rows.take_sums(parity, handle)
         )
-
-
-def slot_bytes(num_ranks: int, row_format: RowFormat, max_num_tokens: int) -> tuple[int, int]:
-    """The channels that ShmAllToAll needs of its SharedMemoryGroup: dispatch, combine."""
-    sum_bytes = row_format.hidden_size * row_format.dtype.itemsize
-    return max_num_tokens * row_format.row_bytes, num_ranks * max_num_tokens * sum_bytes

@@ -11,7 +11,7 @@ rows, so after the peer has added the sums before. Each direction is one signal,
 T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R places.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.payload import Gathered, RowFormat, permute_local
-from kernels.all2all.peer_memory import HEADER_BYTES, PeerMemory
+from kernels.all2all.peer_memory import HEADER_BYTES, PeerMemory, peer_memory_unavailable
+from kernels.backends.backend import BackendShape
+from kernels.backends.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation
@@ -40,10 +42,33 @@ class SymmAllToAll(AllToAll):
     """Two kernels over symmetric memory; all ranks on one host. Building it is collective."""
 
     name = "symm"
+    devices = ("cuda",)
     needs_equal_tokens = True
+    one_host = True
     graph = True
     max_in_flight = 1
     sm_choices: tuple[int, ...] = (8, 16, 32)
+    runs_on_stream = True
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return super().unavailable(device) or peer_memory_unavailable()
+
+    @classmethod
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        peer = peer_bytes(shape.num_ranks, RowFormat.of(shape), shape.max_num_tokens)
+        return HEADER_BYTES + sum(peer)
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        return cls(
+            context.process_group(cls.name),
+            context.placement,
+            context.permutation(torch.int32),
+            RowFormat.of(context.shape),
+            context.device,
+            context.shape.max_num_tokens,
+        )
 
     def __init__(
         self,

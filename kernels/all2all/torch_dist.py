@@ -8,12 +8,15 @@ R routed rows.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import Gathered, RowFormat, permute_local
+from kernels.backends.backend import BackendShape
+from kernels.backends.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation, sum_rows
 from kernels.routing.placement import ExpertPlacement
@@ -29,10 +32,40 @@ class _Route:
     recv_splits: list[int]
 
 
+def distributed_unavailable(device: torch.device) -> str | None:
+    """Return why this torch has no collectives for tensors on `device`, or None."""
+    if not dist.is_available():
+        return "torch was built without distributed"
+    if device.type == "cuda" and not dist.is_nccl_available():
+        return "torch was built without NCCL"
+    return None
+
+
 class TorchDistAllToAll(AllToAll):
     """Two collectives before the experts, one after."""
 
     name = "torch_dist"
+    auto = "moves each row only to the ranks of its experts"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return distributed_unavailable(device) or super().unavailable(device)
+
+    @classmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        rows = min(shape.num_ranks, shape.top_k) * shape.max_num_tokens
+        return 2 * rows * RowFormat.of(shape).row_and_sum_bytes
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        return cls(
+            context.process_group(cls.name),
+            context.placement,
+            context.permutation(torch.int32),
+            RowFormat.of(context.shape),
+            context.device,
+            context.shape.max_num_tokens,
+        )
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotated values of a head, B sequences.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import Protocol
@@ -13,6 +13,7 @@ import torch
 
 from kernels.attention.kv_layout import KVGroup, KVLayout, PagedHeads, group_layers
 from kernels.attention.spec import AttentionSpec
+from kernels.backends.backend import Backend, BackendShape
 
 
 class AttentionBatch(Protocol):
@@ -49,25 +50,18 @@ class GraphForm(IntEnum):
     MIXED = 3
 
 
-class Attention(ABC):
+class Attention(Backend):
     """Attention of all layers of a model: `plan` once a forward, then for each layer one of two forms.
 
     `__call__` writes the new K and V to the cache and attends. Where `fused_store` is true, `store` and `attend` do so
     together, and `store` also norms and rotates. On GPUs both forms call `wait_previous_ubatch` between writing and
-    reading the cache.
+    reading the cache. A class with `graph` is a GraphAttention, whose decodes can be captured.
     """
 
-    name: str
-    # Why `auto` takes this backend.
-    reason: str
-    # Whether it is a GraphAttention, whose decodes can be captured.
-    graph: bool = False
     # Whether forwards with prompts can be captured too; set by `bind`.
     mixed_graph: bool = False
     # Whether it has `store` and `attend`.
     fused_store: bool = False
-    # GPU memory that an instance holds beside the caches, at least.
-    kept_bytes: int = 0
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         """Take one spec a layer."""
@@ -76,16 +70,13 @@ class Attention(ABC):
         self.kv_caches: Sequence[torch.Tensor] = ()
 
     @classmethod
-    def unavailable(cls, device: torch.device) -> str | None:
-        """Return what this machine lacks to run the backend on `device`, or None."""
-        return None
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        """Return the bytes that one instance holds beside the caches, at least."""
+        return 0
 
     @classmethod
-    def unsupported_reason(
-        cls, device_type: str, dtype: torch.dtype, specs: Iterable[AttentionSpec]
-    ) -> str | None:
-        """Return why the backend cannot serve layers of `specs` in `dtype`, or None."""
-        for spec in specs:
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        for spec in shape.attention_specs:
             if spec.window is not None:
                 return f"it has no sliding window, the model has one of {spec.window} tokens"
         return None

@@ -13,7 +13,7 @@ T tokens, H query heads, h KV heads, d head dim, B sequences.
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -35,6 +35,7 @@ from kernels.attention.flashinfer_decodes import (
 from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
 from kernels.attention.flashinfer_modules import import_failure
 from kernels.attention.spec import AttentionSpec
+from kernels.backends.backend import BackendShape
 from kernels.host.hopper import on_hopper
 from kernels.pending import wait_previous_ubatch
 
@@ -90,9 +91,10 @@ class FlashInferAttention(GraphAttention):
     """Prefill and decode wrappers over one workspace; one instance plans for one forward at a time."""
 
     name = "flashinfer"
-    reason = "reads the pages where they lie, planned once a step"
+    devices = ("cuda",)
+    auto = "reads the pages where they lie, planned once a step"
     fused_store = True
-    kept_bytes = WORKSPACE_BYTES
+    distributions = ("flashinfer-python",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
@@ -112,24 +114,25 @@ class FlashInferAttention(GraphAttention):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        return _unavailable(device) if device.type == "cuda" else None
+        return _unavailable(device)
 
     @classmethod
-    def unsupported_reason(
-        cls, device_type: str, dtype: torch.dtype, specs: Iterable[AttentionSpec]
-    ) -> str | None:
-        if device_type != "cuda":
-            return "it runs on GPUs only"
-        if dtype not in DTYPES:
-            return f"it computes in float16 or bfloat16, model.dtype is {str(dtype)[6:]}"
-        specs = set(specs)
+    def kept_bytes(cls, shape: BackendShape) -> int:
+        """Return the bytes of the workspace, which may be larger than this before Hopper."""
+        return WORKSPACE_BYTES
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        if shape.dtype not in DTYPES:
+            return f"it computes in float16 or bfloat16, model.dtype is {shape.dtype_name}"
+        specs = set(shape.attention_specs)
         head_dims = {spec.head_dim for spec in specs}
         if others := sorted(head_dims.difference(HEAD_DIMS)):
             known = ", ".join(map(str, HEAD_DIMS))
             return f"it takes a head_dim of {known}, the model's is {', '.join(map(str, others))}"
         if len(specs) > 1:
             return f"it plans for one attention of all layers, the model has {len(specs)}"
-        return super().unsupported_reason(device_type, dtype, specs)
+        return super().unsupported_reason(shape)
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Also compiles flashinfer's kernels, where this machine has not done so before (minutes)."""

@@ -3,21 +3,23 @@
 B sequences, H query heads, h KV heads, d head dim.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from kernels.attention.base import AttentionBatch
 from kernels.attention.sdpa import Cache, SdpaAttention
 from kernels.attention.spec import AttentionSpec
-from kernels.native.library import NativeUnavailableError, load
+from kernels.backends.backend import BackendShape
+from kernels.native.library import load, native_unavailable, native_unsupported_reason
 
 
 class NativeAttention(SdpaAttention):
     """New prompts as in `sdpa`; decodes without a copy of their pages, 64 us against 150 for 8 of 100 tokens."""
 
     name = "native"
-    reason = "compiled C reads the pages of decodes where they lie"
+    devices = ("cpu",)
+    auto = "compiled C reads the pages of decodes where they lie"
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
@@ -27,22 +29,12 @@ class NativeAttention(SdpaAttention):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        if device.type == "cpu":
-            try:
-                load()
-            except NativeUnavailableError as error:
-                return str(error)
-        return None
+        return native_unavailable()
 
     @classmethod
-    def unsupported_reason(
-        cls, device_type: str, dtype: torch.dtype, specs: Iterable[AttentionSpec]
-    ) -> str | None:
-        if device_type != "cpu":
-            return "it runs on CPU only"
-        if dtype != torch.float32:
-            return f"it computes in float32, model.dtype is {str(dtype)[6:]}"
-        return super().unsupported_reason(device_type, dtype, specs)
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        reason = native_unsupported_reason(shape.dtype_name)
+        return reason or super().unsupported_reason(shape)
 
     def plan(self, batch: AttentionBatch) -> None:
         super().plan(batch)

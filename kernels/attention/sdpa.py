@@ -62,7 +62,7 @@ class SdpaAttention(Attention):
     """Decodes in batches of similar length, other sequences one by one."""
 
     name = "sdpa"
-    reason = "gathers pages for torch's own attention, runs everywhere"
+    auto = "gathers pages for torch's own attention, runs everywhere"
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)

@@ -1,24 +1,19 @@
-"""Which kernels to run: the `kernels` section of the YAML. Knows nothing of requests or ranks."""
+"""Which backends to run: the `kernels` section of the YAML. Knows nothing of requests or ranks."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-All2AllName = Literal[
-    "auto",
-    "local",
-    "torch_dist",
-    "allgather",
-    "shm",
-    "copy_engine",
-    "symm",
-    "deepep",
-    "deepep_low_latency",
-]
-GroupedGemmName = Literal[
-    "auto", "reference", "torch_grouped", "native", "triton", "deepgemm", "deepgemm_fp8"
-]
-AttentionName = Literal["auto", "sdpa", "native", "flashinfer"]
+from kernels.backends.registry import ALL2ALL, ATTENTION, GROUPED_GEMM
+
+if TYPE_CHECKING:
+    All2AllName = str
+    GroupedGemmName = str
+    AttentionName = str
+else:
+    All2AllName = Literal[("auto", *ALL2ALL)]
+    GroupedGemmName = Literal[("auto", *GROUPED_GEMM)]
+    AttentionName = Literal[("auto", *ATTENTION)]
 
 
 class KernelsConfig(BaseModel):

@@ -1,75 +1,41 @@
-"""How much memory the chosen backends of one rank take, by arithmetic: for `phalanx check`, which starts nothing."""
+"""How much memory the chosen backends of one rank take, by the arithmetic of their classes. Builds nothing."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import torch
-
-from kernels.all2all import choice as exchanges
-from kernels.all2all import deepep_choice
-from kernels.all2all.payload import RowFormat
+from kernels.backends.backend import BackendShape
 from kernels.backends.select import Selection
-from kernels.grouped_gemm import choice as gemms
 
 
 @dataclass(frozen=True)
 class BackendMemory:
     """Bytes of one rank.
 
-    kept     what the backends of whole steps hold from the start to the end
-    slices   the same of all slices of a step
-    step     rows, sums and the experts' activations of one full step; slices share it
+    kept      what the backends of whole steps hold from their start to their end
+    ubatches  the same of the backends of all ubatches
+    step      rows, sums and the experts' activations of one full step, cut into ubatches or not
     """
 
     kept: int
-    slices: int
+    ubatches: int
     step: int
 
     @property
     def total(self) -> int:
-        return self.kept + self.slices + self.step
+        return self.kept + self.ubatches + self.step
 
 
 def backend_memory(
-    selection: Selection,
-    *,
-    num_ranks: int,
-    dtype: torch.dtype,
-    hidden_size: int,
-    expert_width: int,
-    top_k: int,
-    max_num_tokens: int,
-    num_experts: int = 0,
-    num_ubatches: int = 0,
+    selection: Selection, shape: BackendShape, *, num_ubatches: int = 0
 ) -> BackendMemory:
-    """What steps of up to `max_num_tokens` tokens of each rank take; num_experts for DeepEP alone.
+    """Return the bytes that steps of up to `shape.max_num_tokens` tokens of each rank take.
 
-    Balanced routing, except for GPUs' own products: their shapes are those of the most rows there can be. What is held
-    outside the exchange and attention's workspace (which may be larger than counted before Hopper) is left out.
+    num_ubatches   ubatches that have backends of their own; 0 where no step is ever cut
     """
-    name, row_format = selection.all2all.name, RowFormat(hidden_size, top_k, dtype)
-
-    def exchange(tokens: int) -> int:
-        return exchanges.kept_bytes(
-            name,
-            row_format,
-            num_ranks=num_ranks,
-            max_num_tokens=tokens,
-            num_experts=num_experts,
-        )
-
-    workspace = selection.attention_backend.kept_bytes
-    slices = num_ubatches * workspace
-    if num_ubatches and name != "shm":  # whose slices take the slots of whole steps
-        slices += num_ubatches * exchange(-(-max_num_tokens // num_ubatches))
-    routed_rows, widths = max_num_tokens * top_k, 2 * hidden_size + 3 * expert_width
-    if selection.grouped_gemm.name in gemms.ON_DEVICE:
-        routed_rows *= num_ranks
-        if selection.grouped_gemm.name == "triton":  # neither copies rows nor stores gate and up
-            widths = hidden_size + expert_width
-    if name == deepep_choice.LOW_LATENCY:
-        routed_rows = num_experts * deepep_choice.low_latency_rows(max_num_tokens)
-    activations = routed_rows * widths * dtype.itemsize
-    rows = exchanges.step_bytes(
-        name, row_format, num_ranks=num_ranks, max_num_tokens=max_num_tokens
-    )
-    return BackendMemory(workspace + exchange(max_num_tokens), slices, rows + activations)
+    all2all, gemm = selection.all2all_class, selection.grouped_gemm_class
+    workspace = selection.attention_class.kept_bytes(shape)
+    ubatches = num_ubatches * workspace
+    if num_ubatches and not all2all.ubatch_shareable:
+        share = replace(shape, max_num_tokens=-(-shape.max_num_tokens // num_ubatches))
+        ubatches += num_ubatches * all2all.kept_bytes(share)
+    step = all2all.step_bytes(shape) + gemm.step_bytes(shape, all2all.expert_rows(shape))
+    return BackendMemory(workspace + all2all.kept_bytes(shape), ubatches, step)

@@ -7,16 +7,20 @@ share.
 R places, D hidden, I expert width, e local experts, M rows an expert has room for.
 """
 
+import functools
 import os
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from kernels.all2all.base import ExpertInput, MaskedInput
-from kernels.block_fp8 import BlockWeights, quantise_blocks
-from kernels.grouped_gemm.base import GroupedGemm
+from kernels.backends.backend import BackendShape
+from kernels.block_fp8 import BLOCK, BlockWeights, quantise_blocks
+from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
 from kernels.host.cache_folder import cache_folder
+from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
 
 DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm")
@@ -52,6 +56,17 @@ def load_deep_gemm() -> Any:
     return deep_gemm
 
 
+@functools.cache
+def _package_unavailable() -> str | None:
+    if find_spec("deep_gemm") is None:
+        return f"deep_gemm is not installed: {FITS}"
+    try:
+        load_deep_gemm()
+    except DeepGemmUnavailableError as error:
+        return str(error)
+    return None
+
+
 def _installed() -> str:
     for name in DISTRIBUTIONS:
         try:
@@ -65,8 +80,31 @@ class DeepGemm(GroupedGemm):
     """bfloat16."""
 
     name = "deepgemm"
+    devices = ("cuda",)
+    auto = (
+        "faster than torch_grouped on an H200: 127 us a layer for 998 rows against 137, "
+        "377 us for 16,347 against 424"
+    )
+    distributions = DISTRIBUTIONS
     layouts = ("contiguous", "masked")
     compiles_by_rows = True
+    width_multiple = BLOCK // 2
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return too_old_gpu(device, (9, 0)) or _package_unavailable()
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        if shape.dtype != torch.bfloat16:
+            return f"{cls.name} takes bfloat16 only, model.dtype is {shape.dtype_name}"
+        for what, width in (
+            ("hidden size", shape.hidden_size),
+            ("expert width", shape.expert_width),
+        ):
+            if width % cls.width_multiple:
+                return f"{cls.name} needs widths of a multiple of {cls.width_multiple}, {what} is {width}"
+        return unaligned_reason(shape, cls.name)
 
     def __init__(self) -> None:
         from kernels.triton.silu_mul import silu_mul
@@ -128,8 +166,15 @@ class DeepGemmFp8(DeepGemm):
     """FP8 products of bfloat16 rows; masked rows come quantised."""
 
     name = "deepgemm_fp8"
+    auto = "the checkpoint's experts are in FP8, and are computed with as they are"
+    width_multiple = BLOCK
     fp8_weights = True
     masked_fp8 = True
+
+    @classmethod
+    def auto_reason(cls, shape: BackendShape) -> str | None:
+        """See Backend. FP8 would change the answers of a checkpoint that is not stored in it."""
+        return super().auto_reason(shape) if shape.fp8_checkpoint else None
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,9 +6,10 @@ R routed rows, D hidden, I expert width, e local experts.
 import torch
 
 from kernels.all2all.base import ExpertInput
+from kernels.backends.backend import BackendShape
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
-from kernels.native.library import load
+from kernels.native.library import load, native_unavailable, native_unsupported_reason
 
 # Beyond, matrix products of a library win: measured with 16 experts of 128 x 64, 57 us against 180 at 2 rows each.
 MAX_ROWS_PER_EXPERT = 8
@@ -18,6 +19,17 @@ class NativeGroupedGemm(GroupedGemm):
     """float32 on CPU only. Large steps go to torch's grouped product."""
 
     name = "native"
+    devices = ("cpu",)
+    auto = "one call of compiled C for the few rows of a decode"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        return native_unavailable() or TorchGroupedGemm.unavailable(device)
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        reason = native_unsupported_reason(shape.dtype_name)
+        return reason or TorchGroupedGemm.unsupported_reason(shape)
 
     def __init__(self) -> None:
         self._mlp = load().grouped_gated_mlp

@@ -14,6 +14,7 @@ class ReferenceGroupedGemm(GroupedGemm):
     """One pair of products per expert that has rows."""
 
     name = "reference"
+    auto = "a loop over experts runs everywhere"
     graph = False
 
     def __call__(

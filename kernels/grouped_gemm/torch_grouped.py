@@ -7,16 +7,29 @@ import torch
 from torch.nn import functional as F
 
 from kernels.all2all.base import ExpertInput
-from kernels.grouped_gemm.base import GroupedGemm
+from kernels.backends.backend import BackendShape
+from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
+from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
-
-ROW_ALIGNMENT = 16  # bytes; grouped_mm refuses other strides
 
 
 class TorchGroupedGemm(GroupedGemm):
     """Two grouped products around the gated activation."""
 
     name = "torch_grouped"
+    auto = "one call for all experts"
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        if not hasattr(F, "grouped_mm"):
+            return f"torch {torch.__version__} has no grouped_mm (2.10 or newer has)"
+        return too_old_gpu(device, (8, 0))
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        if shape.device == "cuda" and shape.dtype != torch.bfloat16:
+            return f"grouped_mm on GPUs takes bfloat16 only, model.dtype is {shape.dtype_name}"
+        return unaligned_reason(shape, "grouped_mm")
 
     def empty_weights(
         self,

@@ -47,6 +47,22 @@ class NativeUnavailableError(RuntimeError):
     """The kernels cannot be compiled or loaded here; the message says why."""
 
 
+def native_unavailable() -> str | None:
+    """Return why the kernels cannot be compiled or loaded here, or None."""
+    try:
+        load()
+    except NativeUnavailableError as error:
+        return str(error)
+    return None
+
+
+def native_unsupported_reason(dtype_name: str) -> str | None:
+    """Return why the kernels cannot compute in a dtype, named as in the configuration, or None."""
+    return (
+        None if dtype_name == "float32" else f"it computes in float32, model.dtype is {dtype_name}"
+    )
+
+
 @functools.cache
 def load() -> ctypes.CDLL:
     """The compiled kernels; the first call on a machine takes a second or two.

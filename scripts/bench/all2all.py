@@ -24,13 +24,13 @@ from kernels.all2all.base import AllToAll, MaskedInput
 from kernels.all2all.comm_stream import CommStream
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat, permute_local
-from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
+from kernels.backends.context import BackendContext
+from kernels.backends.registry import backend_class
 from kernels.block_fp8 import BLOCK
-from kernels.grouped_gemm import choice as gemms
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
-from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan
+from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan, shape_of
 from scripts.bench.all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
 from scripts.bench.processes import Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
@@ -49,7 +49,7 @@ class Rank:
         self.format = RowFormat(args.hidden, args.top_k, args.dtype)
         self.placement = ExpertPlacement(args.experts, args.ranks)
         local = self.placement.local_experts(rank)
-        self.gemm = gemms.build(args.gemm)
+        self.gemm = backend_class("grouped_gemm", args.gemm)()
         self.order = Permutation(
             local,
             num_experts=args.experts,
@@ -104,25 +104,20 @@ class Rank:
 
     def row_bytes(self, variant: Variant) -> int:
         """Of one row on its way to the experts."""
-        if variant.gemm is None or not gemms.GEMMS[variant.gemm].masked_fp8:
+        if variant.gemm is None or not backend_class("grouped_gemm", variant.gemm).masked_fp8:
             return self.format.row_bytes
         saved = self.args.hidden - 4 * (self.args.hidden // BLOCK)
         return self.format.row_bytes - saved
 
     def build(self, selection: select.Selection, max_num_tokens: int) -> AllToAll:
         """Collective."""
-        context = select.BackendContext(
+        context = BackendContext(
+            shape=shape_of(self.args, max_num_tokens),
             device=self.device,
-            dtype=self.args.dtype,
             rank=self.rank,
-            num_ranks=self.args.ranks,
             group=dist.group.WORLD,
             shared_memory=None,
             placement=self.placement,
-            hidden_size=self.args.hidden,
-            top_k=self.args.top_k,
-            max_num_tokens=max_num_tokens,
-            attention=(AttentionSpec(1, 1, 64, 1.0),),
             block_size=16,
         )
         return select.build(selection, context).all2all
@@ -260,11 +255,11 @@ def sweep(args: argparse.Namespace) -> None:
     """All backends, one after the other; the figures are saved after each."""
     begin = time.monotonic()
     limits = limits_from_now(args)
-    capabilities = select.probe(args.device)
+    unavailable = select.probe(args.device)
     found = about(args)
     for backend in args.backends:
         started = time.monotonic()
-        parts, refused = plan(args, capabilities, backend)
+        parts, refused = plan(args, unavailable, backend)
         found["missing"] |= refused
         if parts:
             work = (args, parts, len(found["tokens"]) < len(args.tokens))

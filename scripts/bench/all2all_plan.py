@@ -1,9 +1,12 @@
 """What all2all.py measures of each backend, and what a backend refuses, with the reason. Needs no GPU."""
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
+from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
 
 BACKENDS = ("symm", "copy_engine", "allgather", "deepep", "deepep_low_latency", "torch_dist")
@@ -52,7 +55,7 @@ def variants(backend: str) -> list[Variant]:
 
 
 def plan(
-    args: argparse.Namespace, capabilities: select.Capabilities, backend: str
+    args: argparse.Namespace, unavailable: Mapping[str, str], backend: str
 ) -> tuple[list[Part], dict[str, str]]:
     """The parts that can run; and what cannot, to why."""
     parts: list[Part] = []
@@ -61,7 +64,7 @@ def plan(
         sizes, no, reason, selection = [], [], "", None
         for tokens in [args.sms_tokens] if variant.sms_only else args.tokens:
             try:
-                selection = _select(args, capabilities, variant, tokens)
+                selection = _select(args, unavailable, variant, tokens)
                 sizes.append(tokens)
             except select.BackendChoiceError as error:
                 no.append(tokens)
@@ -77,8 +80,23 @@ def plan(
     return parts, refused
 
 
+def shape_of(args: argparse.Namespace, tokens: int) -> BackendShape:
+    """What the backends are chosen for: steps of up to `tokens` rows of a rank."""
+    return BackendShape(
+        device=args.device,
+        dtype=args.dtype,
+        num_ranks=args.ranks,
+        hidden_size=args.hidden,
+        expert_width=args.width,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        max_num_tokens=tokens,
+        attention_specs=(AttentionSpec(1, 1, 64, 1.0),),
+    )
+
+
 def _select(
-    args: argparse.Namespace, capabilities: select.Capabilities, variant: Variant, tokens: int
+    args: argparse.Namespace, unavailable: Mapping[str, str], variant: Variant, tokens: int
 ) -> select.Selection:
     """Raises BackendChoiceError where the backend cannot carry `tokens` rows of a rank."""
     config = KernelsConfig(
@@ -86,12 +104,6 @@ def _select(
     )
     return select.select(
         config,
-        capabilities,
-        num_ranks=args.ranks,
-        dtype=args.dtype,
-        hidden_size=args.hidden,
-        expert_width=args.width,
-        num_experts=args.experts,
-        top_k=args.top_k,
-        max_num_tokens=tokens,
+        unavailable,
+        shape_of(args, tokens),
     )

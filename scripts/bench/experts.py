@@ -12,7 +12,7 @@ page and the plot of an OUT.json again. On a CPU it is a dry run of itself:
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ import torch
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY, low_latency_rows
 from kernels.all2all.payload import permute_local
-from kernels.grouped_gemm import choice as gemms
+from kernels.backends.backend import BackendShape
+from kernels.backends.registry import backend_class
+from kernels.backends.select import probe
+from kernels.grouped_gemm.base import GroupedGemm
 from kernels.routing.permute import Permutation
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
@@ -39,7 +42,7 @@ class Layers:
     """The weights of some layers in one backend's form, on one device."""
 
     def __init__(self, args: argparse.Namespace, backend: str, *, filled: bool = True):
-        self.args, self.gemm = args, gemms.build(backend)
+        self.args, self.gemm = args, backend_class("grouped_gemm", backend)()
         self.device = torch.device(args.device)
         experts, hidden, width = args.local_experts, args.hidden, args.width
         new: dict[str, Any] = {"dtype": args.dtype, "device": self.device}
@@ -165,21 +168,31 @@ def sizes(args: argparse.Namespace, layout: str) -> list[int]:
     return [n for n in args.tokens if layout == "contiguous" or n <= MAX_TOKENS_LOW_LATENCY]
 
 
-def plan(args: argparse.Namespace, missing: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """The backends that can run; and what cannot, to why. `missing` is what the machine lacks."""
+def plan(
+    args: argparse.Namespace, unavailable: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """The backends that can run; and those that cannot, to why. `unavailable` is from `probe`."""
     able: list[str] = []
     refused: dict[str, str] = {}
+    shape = BackendShape(
+        device=args.device,
+        dtype=args.dtype,
+        num_ranks=1,
+        hidden_size=args.hidden,
+        expert_width=args.width,
+        num_experts=args.experts,
+        top_k=args.top_k,
+        max_num_tokens=max(args.tokens),
+    )
     for backend in args.backends:
-        shape = (args.dtype, args.hidden, args.width)
-        reason = missing.get(backend) or gemms.shape_unsupported_reason(
-            backend, args.device, *shape
-        )
+        gemm: type[GroupedGemm] = backend_class("grouped_gemm", backend)
+        reason = unavailable.get(f"grouped_gemm.{backend}") or gemm.unsupported_reason(shape)
         if reason is not None:
             refused[backend] = reason
             continue
         able.append(backend)
         too_many = [n for n in args.tokens if n not in sizes(args, "masked")]
-        if "masked" in gemms.GEMMS[backend].layouts and too_many:
+        if "masked" in gemm.layouts and too_many:
             which = ", ".join(f"{n:,}" for n in too_many)
             refused[f"{variant(backend, 'masked')} with {which} tokens"] = (
                 f"the exchange that brings masked rows takes {MAX_TOKENS_LOW_LATENCY:,} of a rank"
@@ -192,7 +205,7 @@ def sweep(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     limits = limits_from_now(args)
     found = about(args)
-    able, found["missing"] = plan(args, gemms.missing(torch.device(args.device)))
+    able, found["missing"] = plan(args, probe(args.device))
     if args.device == "cuda":
         compile_all(args, able)
         print(f"compiled, {time.monotonic() - begin:.1f} s", flush=True)
@@ -215,9 +228,9 @@ def compile_all(args: argparse.Namespace, backends: list[str]) -> None:
     tasks = [
         (backend, layout, tokens)
         for backend in backends
-        for layout in gemms.GEMMS[backend].layouts
+        for layout in backend_class("grouped_gemm", backend).layouts
         for tokens in sizes(args, layout)
-        if backend in gemms.ON_DEVICE
+        if backend_class("grouped_gemm", backend).devices == ("cuda",)
     ]
     if tasks:
         limits = Limits(COMPILE_S, time.monotonic() + COMPILE_S)

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from kernels.all2all import choice
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import ExpertInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY
 from kernels.all2all.payload import Gathered, RowFormat, permute_local
+from kernels.backends import registry
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
 from scripts.bench import ROOT, gpu_clock
@@ -243,7 +243,7 @@ def start_rank(index: int, task: Task, rendezvous: Rendezvous, say: Say) -> Rank
     if task.backend == RESIDENT:
         ResidentRows.max_num_tokens = task.config.scheduler.max_num_batched_tokens
         ResidentRows.num_experts = rank.model_config.num_experts
-        choice.AllGatherAllToAll = ResidentRows  # type: ignore[misc]
+        registry.ALL2ALL["allgather"] = f"{__name__}.{ResidentRows.__name__}"
     say("joining the group")
     rank.join_group(rendezvous, 60)
     say("weights")

@@ -10,7 +10,9 @@ from kernels.all2all.base import AllToAll, sum_partials
 from kernels.all2all.comm_stream import CommStream
 from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
+from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
+from kernels.backends.context import BackendContext
 from kernels.host.shm import SharedMemoryGroup
 from kernels.routing.placement import ExpertPlacement
 from tests.devices import take_gpu
@@ -112,33 +114,32 @@ def _build(
     """The backends of a rank. `copies` is `copy_engine` that always copies."""
     copies = name == "copies"
     name = "copy_engine" if copies else name
-    shape = {
-        "num_ranks": num_ranks,
-        "dtype": case.dtype,
-        "hidden_size": HIDDEN,
-    }
-    selection = select.select(
-        KernelsConfig(all2all=name, grouped_gemm=gemm),
-        select.probe(device),
+    shape = BackendShape(
+        device=device.type,
+        dtype=case.dtype,
+        num_ranks=num_ranks,
+        hidden_size=HIDDEN,
         expert_width=WIDTH,
-        **shape,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        max_num_tokens=MAX_TOKENS,
+        attention_specs=(AttentionSpec(1, 1, 8, 1.0),),
     )
-    shape.update(top_k=case.top_k, max_num_tokens=MAX_TOKENS)
+    config = KernelsConfig(all2all=name, grouped_gemm=gemm)
+    selection = select.select(config, select.probe(device), shape)
     shared_memory = None
-    if name == "shm":
-        slots = select.shared_memory_slots(**shape)
+    if slots := selection.all2all_class.shared_memory_slots(shape):
         shared_memory = SharedMemoryGroup(
             info.name, rank, num_ranks, slot_bytes=slots, timeout_s=20
         )
-    context = select.BackendContext(
+    context = BackendContext(
+        shape=shape,
         device=device,
         rank=rank,
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
         shared_memory=shared_memory,
         placement=ExpertPlacement(case.num_experts, num_ranks),
-        attention=(AttentionSpec(1, 1, 8, 1.0),),
         block_size=4,
-        **shape,
     )
     kernels = select.build(selection, context)
     if copies:
@@ -213,7 +214,7 @@ def run_cases(
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", ["torch_dist", "allgather", "shm"])
 def test_contract(rank_pool: RankPool, name: str, num_ranks: int):
-    if reason := select.probe("cpu").missing.get(name):
+    if reason := select.probe("cpu").get(f"all2all.{name}"):
         pytest.skip(reason)
     cases = {label: case for label, case in CASES.items() if len(case.tokens) == num_ranks}
     assert len(cases) >= 2

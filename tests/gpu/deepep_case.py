@@ -9,7 +9,9 @@ from torch.nn import functional as F
 
 from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
+from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
+from kernels.backends.context import BackendContext
 from kernels.routing.placement import ExpertPlacement
 from tests.closeness import calc_diff
 
@@ -85,26 +87,30 @@ def dense(inputs: Inputs, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
 def build(name: str, gemm: str, case: Case, rank: int) -> select.Backends:
     """As a rank of the engine does."""
     torch.cuda.set_device(rank)
-    shape: dict[str, Any] = {"dtype": torch.bfloat16, "hidden_size": HIDDEN, "num_ranks": 2}
-    limits = {"top_k": case.top_k, "max_num_tokens": ROOM}
+    shape = BackendShape(
+        device="cuda",
+        dtype=torch.bfloat16,
+        num_ranks=2,
+        hidden_size=HIDDEN,
+        expert_width=WIDTH,
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        max_num_tokens=ROOM,
+        attention_specs=(AttentionSpec(1, 1, 8, 1.0),),
+    )
     selection = select.select(
         KernelsConfig(all2all=name, grouped_gemm=gemm, attention="sdpa"),  # type: ignore[arg-type]
         select.probe("cuda"),
-        expert_width=WIDTH,
-        num_experts=case.num_experts,
-        **shape,
-        **limits,
+        shape,
     )
-    context = select.BackendContext(
+    context = BackendContext(
+        shape=shape,
         device=torch.device("cuda", rank),
         rank=rank,
         group=torch.distributed.group.WORLD,
         shared_memory=None,
         placement=ExpertPlacement(case.num_experts, 2),
-        attention=(AttentionSpec(1, 1, 8, 1.0),),
         block_size=4,
-        **shape,
-        **limits,
     )
     return select.build(selection, context)
 

@@ -16,7 +16,9 @@ from kernels.all2all.comm_stream import CommStream, comm_streams
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
+from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
+from kernels.backends.context import BackendContext
 from kernels.routing.placement import ExpertPlacement
 from tests.devices import SHARED, most_ranks, take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
@@ -35,29 +37,36 @@ ROUNDS = 1000
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def skip_missing(name: str) -> None:
-    missing = select.probe("cuda").missing
-    if reason := missing.get("copy_engine" if name == "copies" else name):
+def skip_unavailable(name: str) -> None:
+    name = "copy_engine" if name == "copies" else name
+    if reason := select.probe("cuda").get(f"all2all.{name}"):
         pytest.skip(reason)
 
 
 def build(name: str, rank: int, num_ranks: int) -> AllToAll:
     """`copies` is `copy_engine` that always copies."""
     wanted = "copy_engine" if name == "copies" else name
-    shape = {"num_ranks": num_ranks, "dtype": torch.bfloat16, "hidden_size": HIDDEN}
+    shape = BackendShape(
+        device="cuda",
+        dtype=torch.bfloat16,
+        num_ranks=num_ranks,
+        hidden_size=HIDDEN,
+        expert_width=64,
+        num_experts=NUM_EXPERTS,
+        top_k=TOP_K,
+        max_num_tokens=MAX_TOKENS,
+        attention_specs=(AttentionSpec(1, 1, 8, 1.0),),
+    )
     config = KernelsConfig(all2all=wanted, grouped_gemm="triton")
-    selection = select.select(config, select.probe("cuda"), expert_width=64, **shape)
-    context = select.BackendContext(
+    selection = select.select(config, select.probe("cuda"), shape)
+    context = BackendContext(
+        shape=shape,
         device=torch.device("cuda", torch.cuda.current_device()),
         rank=rank,
         group=dist.group.WORLD,
         shared_memory=None,
         placement=ExpertPlacement(NUM_EXPERTS, num_ranks),
-        attention=(AttentionSpec(1, 1, 8, 1.0),),
         block_size=4,
-        top_k=TOP_K,
-        max_num_tokens=MAX_TOKENS,
-        **shape,
     )
     all2all = select.build(selection, context).all2all
     if isinstance(all2all, CopyEngineAllToAll) and name == "copies":
@@ -247,7 +256,7 @@ def check_one_visible_gpu(rank: int, num_ranks: int, info: GroupInfo, name: str)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_contract(pools: Pools, name: str):
-    skip_missing(name)
+    skip_unavailable(name)
     for num_ranks in range(2, MAX_RANKS + 1):
         cases = {label: case for label, case in CASES.items() if len(case.tokens) == num_ranks}
         half = {label: replace(case, dtype=torch.bfloat16) for label, case in cases.items()}
@@ -258,14 +267,14 @@ def test_contract(pools: Pools, name: str):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_exchange(pools: Pools, name: str):
-    skip_missing(name)
+    skip_unavailable(name)
     for num_ranks in {2, MAX_RANKS}:
         pools.run(check_exchange, num_ranks, name, backend="nccl", timeout_s=150)
 
 
 @pytest.mark.parametrize("name", ["symm", "copies"])
 def test_ranks_that_see_one_gpu_each(name: str):
-    skip_missing(name)
+    skip_unavailable(name)
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     fresh = RankPool(2)  # CUDA reads which GPUs are visible once

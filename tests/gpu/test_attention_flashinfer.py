@@ -11,7 +11,7 @@ from kernels.backends.select import probe
 from kernels.fused import fused_kernels
 from tests.unit.test_kernels_attention import BATCHES, NUM_LAYERS, Pages, Seqs, check
 
-MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
+MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 LONG: dict[str, Seqs] = {

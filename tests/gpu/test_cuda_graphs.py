@@ -27,7 +27,7 @@ from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
 from workers.weights.checkpoint import make_checkpoint
 
-MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
+MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 MAX_LEN = 256
@@ -299,8 +299,8 @@ DEEPEP = [
 def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
     """Ranks with prompts, decodes and nothing at the same time, in whole steps and in slices."""
     need_gpus(group.num_ranks)
-    for name in (group.all2all, group.grouped_gemm):
-        if reason := probe("cuda").missing.get(name):
+    for name in (f"all2all.{group.all2all}", f"grouped_gemm.{group.grouped_gemm}"):
+        if reason := probe("cuda").get(name):
             pytest.skip(reason)
     events = traffic(random.Random(2), 450, group.num_ranks)
     config = configure(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.all2all import deepep
 from kernels.all2all.comm_stream import CommStream
+from kernels.backends import select
 from tests.closeness import calc_diff
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_deepep import MaskedReference
@@ -22,11 +22,11 @@ SUMS, FP8_SUMS = 5e-5, 3e-3  # of products that are themselves rounded
 def _why_not() -> str | None:
     if torch.cuda.device_count() < 2:
         return f"needs 2 GPUs, found {torch.cuda.device_count()}"
-    return deepep.missing(torch.device("cuda")).get("deepep")
+    return select.probe("cuda").get("all2all.deepep")
 
 
 def _why_not_low_latency() -> str | None:
-    return _why_not() or deepep.missing(torch.device("cuda")).get("deepep_low_latency")
+    return _why_not() or select.probe("cuda").get("all2all.deepep_low_latency")
 
 
 normal_mode = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))

@@ -31,7 +31,7 @@ from workers.runner.model_runner import ModelRunner
 from workers.weights.checkpoint import make_checkpoint
 from workers.wire.request import EngineRequest
 
-MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
+MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 MAX_LEN = 1024

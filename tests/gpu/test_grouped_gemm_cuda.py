@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.local import LocalAllToAll
-from kernels.grouped_gemm import choice
+from kernels.backends.registry import backend_class
+from kernels.backends.select import probe
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.routing.permute import Permutation
 from tests.closeness import calc_diff
@@ -56,10 +57,11 @@ CASES = {
 
 
 def build(name: str) -> GroupedGemm:
-    reason = choice.missing(torch.device("cuda")).get(name)
+    reason = probe("cuda").get(f"grouped_gemm.{name}")
     if reason:
         pytest.skip(reason)
-    return choice.build(name)
+    gemm: GroupedGemm = backend_class("grouped_gemm", name)()
+    return gemm
 
 
 class Layer:

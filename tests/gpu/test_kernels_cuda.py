@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.backends import select
+from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
 from tests.distributed.rank_pool import GroupInfo
 from tests.distributed.test_all2all import CASES, Case, run_cases
@@ -38,9 +39,15 @@ def test_float32_falls_back_to_triton():
     selection = select.select(
         KernelsConfig(),
         select.probe("cuda"),
-        num_ranks=1,
-        dtype=torch.float32,
-        hidden_size=128,
-        expert_width=64,
+        BackendShape(
+            device="cuda",
+            dtype=torch.float32,
+            num_ranks=1,
+            hidden_size=128,
+            expert_width=64,
+            num_experts=4,
+            top_k=2,
+            max_num_tokens=16,
+        ),
     )
     assert selection.grouped_gemm.name == "triton"

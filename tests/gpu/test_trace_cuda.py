@@ -16,7 +16,7 @@ from workers.trace.spans import RankTrace, Schedule
 from workers.trace.trace_step import trace_step
 from workers.weights.checkpoint import make_checkpoint
 
-MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
+MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 LAYERS, NUM_RANKS = 4, 2

@@ -19,7 +19,7 @@ from workers.rank.process_group import local_rendezvous
 from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
 
-MISSING = probe("cuda").missing.get("flashinfer") if torch.cuda.is_available() else "needs a GPU"
+MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 __all__ = ["checkpoint"]  # a fixture

@@ -14,7 +14,6 @@ from cluster.commands import check_memory, check_steps
 from cluster.commands.check import CheckReport, check, render
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
-from kernels.backends.select import Capabilities
 from tests.distributed import deep_ep_fake
 from workers.rank.backend_choice import GraphsUnavailableError
 from workers.weights.checkpoint import make_checkpoint
@@ -207,14 +206,12 @@ def test_nothing_is_known_of_gpus_that_are_not_here(yaml_path: Path) -> None:
 def test_the_generation_of_deepep_is_told(
     yaml_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
-    monkeypatch.setattr(check_module, "capabilities", lambda device: (here, ""))
+    monkeypatch.setattr(check_module, "probe_or_assume", lambda device: ({}, ""))
     monkeypatch.setitem(sys.modules, "deep_ep", deep_ep_fake.fake_module())
     report = checked(yaml_path)
     assert report.packages["deep_ep"].endswith("recognised as 1.x (Buffer alone)")
     render(report, Console(soft_wrap=True))
     assert "recognised as 1.x" in capsys.readouterr().out
-    missing = {"deepep": "too old", "deepep_low_latency": "too old"}
-    without = Capabilities("cuda", {**here.missing, **missing})
-    monkeypatch.setattr(check_module, "capabilities", lambda device: (without, ""))
+    too_old = dict.fromkeys(("all2all.deepep", "all2all.deepep_low_latency"), "too old")
+    monkeypatch.setattr(check_module, "probe_or_assume", lambda device: (too_old, ""))
     assert checked(yaml_path).packages == {}

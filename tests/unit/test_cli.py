@@ -87,10 +87,8 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_check_refuses_a_backend_that_cannot_run(
     yaml_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = {"torch_grouped": "this torch has no grouped_mm"}
-    monkeypatch.setattr(
-        checking.select, "probe", lambda device: checking.select.Capabilities(device, missing)
-    )
+    unavailable = {"grouped_gemm.torch_grouped": "this torch has no grouped_mm"}
+    monkeypatch.setattr(checking.select, "probe", lambda device: unavailable)
     result = run("check", yaml_path, "--set", "kernels.grouped_gemm=torch_grouped")
     assert result.exit_code == 2
     assert "kernels.grouped_gemm" in result.stderr
@@ -162,12 +160,8 @@ def test_check_warns_of_missing_gpus(yaml_path: Path, monkeypatch: pytest.Monkey
 def test_check_says_why_other_backends_cannot_run(
     yaml_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = {"native": "no C compiler was found"}
-    monkeypatch.setattr(
-        checking.select,
-        "probe",
-        lambda device: checking.select.Capabilities(device, missing),
-    )
+    unavailable = {"grouped_gemm.native": "no C compiler was found"}
+    monkeypatch.setattr(checking.select, "probe", lambda device: unavailable)
     report = checking.check(load_config(yaml_path, ["cluster.device=cpu", "cluster.ranks=2"]))
     assert not report.assumed
     assert report.alternatives["grouped_gemm"]["native"] == "no C compiler was found"

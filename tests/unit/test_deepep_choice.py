@@ -2,7 +2,7 @@
 
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,30 +10,30 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.all2all import deepep, deepep_limits
-from kernels.all2all.deepep_limits import ExchangeShape
+from kernels.all2all import deepep
 from kernels.backends import select
+from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
-from kernels.backends.select import BackendChoiceError, Capabilities, Selection
+from kernels.backends.registry import backend_class
+from kernels.backends.select import BackendChoiceError, Selection
 from tests.distributed import deep_ep_fake
 
-CUDA = Capabilities("cuda", {"shm": "it exchanges CPU tensors only"})
-QWEN = ExchangeShape(
-    num_ranks=4,
-    num_nodes=1,
+QWEN = BackendShape(
+    device="cuda",
     dtype=torch.bfloat16,
+    num_ranks=4,
     hidden_size=2048,
+    expert_width=768,
     num_experts=128,
     top_k=8,
     max_num_tokens=512,
 )
-EITHER = deepep_limits.NAMES
+EITHER = ("deepep", "deepep_low_latency")
 NORMAL, LOW_LATENCY = ("deepep",), ("deepep_low_latency",)
 SHAPES = [
     (EITHER, {}, None),
-    (EITHER, {"num_experts": None, "top_k": None, "max_num_tokens": None}, None),
     (EITHER, {"num_ranks": 3}, "2, 4 or 8 ranks of a host, cluster.ranks is 3"),
-    (EITHER, {"num_nodes": 2}, "share a host here, cluster.nodes is 2"),
+    (EITHER, {"num_nodes": 2}, "share a host, cluster.nodes is 2"),
     (EITHER, {"dtype": torch.float16}, "bfloat16 only, model.dtype is float16"),
     (EITHER, {"num_experts": 130}, "130 do not divide by cluster.ranks, which is 4"),
     (NORMAL, {"hidden_size": 2112}, "multiple of 256 up to 7936, the model's is 2112"),
@@ -55,16 +55,15 @@ SHAPES = [
 
 
 def choose(all2all: str, grouped_gemm: str = "auto", **changes: Any) -> Selection:
-    capabilities = changes.pop("capabilities", CUDA)
-    shape = asdict(QWEN) | {"expert_width": 768} | changes
-    config = KernelsConfig(all2all=all2all, grouped_gemm=grouped_gemm)  # type: ignore[arg-type]
-    return select.select(config, capabilities, **shape)
+    unavailable = changes.pop("unavailable", {})
+    config = KernelsConfig(all2all=all2all, grouped_gemm=grouped_gemm)
+    return select.select(config, unavailable, replace(QWEN, **changes))
 
 
 @pytest.mark.parametrize(("names", "changes", "says"), SHAPES, ids=str)
 def test_shapes(names: tuple[str, ...], changes: dict[str, Any], says: str | None):
     for name in names:
-        found = deepep_limits.unsupported_reason(name, "cuda", replace(QWEN, **changes))
+        found = backend_class("all2all", name).unsupported_reason(replace(QWEN, **changes))
         assert found is None if says is None else re.search(says, found or ""), found
         if says is None:
             assert choose(name, **changes).all2all.name == name
@@ -76,7 +75,7 @@ def test_shapes(names: tuple[str, ...], changes: dict[str, Any], says: str | Non
 @pytest.mark.parametrize("name", EITHER)
 def test_it_runs_on_gpus_between_several_ranks(name: str):
     with pytest.raises(BackendChoiceError, match="on GPUs only"):
-        choose(name, capabilities=Capabilities("cpu", {}))
+        choose(name, device="cpu")
     with pytest.raises(BackendChoiceError, match="only one rank"):
         choose(name, num_ranks=1)
 
@@ -91,9 +90,10 @@ def test_the_grouped_gemm_takes_the_layout():
     with pytest.raises(BackendChoiceError, match=says) as error:
         choose("deepep_low_latency", "triton")
     assert error.value.key == "kernels.grouped_gemm"
-    without = Capabilities("cuda", dict.fromkeys(("deepgemm", "deepgemm_fp8"), "not installed"))
+    gemms = ("grouped_gemm.deepgemm", "grouped_gemm.deepgemm_fp8")
+    without = dict.fromkeys(gemms, "not installed")
     with pytest.raises(BackendChoiceError, match="deepgemm: not installed"):
-        choose("deepep_low_latency", capabilities=without)
+        choose("deepep_low_latency", unavailable=without)
 
 
 @pytest.fixture
@@ -101,29 +101,38 @@ def module(monkeypatch: pytest.MonkeyPatch):
     module = deep_ep_fake.fake_module()
     monkeypatch.setitem(sys.modules, "deep_ep", module)
     monkeypatch.delitem(sys.modules, "deep_ep_cpp", raising=False)
-    deepep._missing.cache_clear()
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("kernels.all2all.base.triton_unavailable", lambda: None)
+    deepep.deep_ep_unavailable.cache_clear()
     yield module
-    deepep._missing.cache_clear()
+    deepep.deep_ep_unavailable.cache_clear()
 
 
-def test_a_gpu_too_old(module):
-    assert set(deepep._missing((8, 0))) == set(EITHER)
-    assert deepep._missing((8, 0))["deepep"] == "it needs compute capability 9.0, found 8.0"
-    assert deepep._missing((9, 0)) == {}
+def unavailable() -> dict[str, str]:
+    """Mode of DeepEP to why it cannot run on a GPU of this machine."""
+    deepep.deep_ep_unavailable.cache_clear()
+    found = select.probe("cuda")
+    return {name: found[f"all2all.{name}"] for name in EITHER if f"all2all.{name}" in found}
+
+
+def test_a_gpu_too_old(module, monkeypatch: pytest.MonkeyPatch):
+    assert unavailable() == {}
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    assert unavailable() == dict.fromkeys(EITHER, "it needs compute capability 9.0, found 8.0")
 
 
 def test_a_package_that_is_not_there(module, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delitem(sys.modules, "deep_ep")
     monkeypatch.setattr(deepep, "find_spec", lambda name: None)
     reason = "deep_ep is not installed, 1.2.1 or newer is needed"
-    assert deepep._missing((9, 0)) == dict.fromkeys(EITHER, reason)
+    assert unavailable() == dict.fromkeys(EITHER, reason)
 
 
 def test_a_package_that_does_not_load(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delitem(sys.modules, "deep_ep")
     (tmp_path / "deep_ep.py").write_text("assert False, 'two NCCLs are loaded'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    reason = deepep._missing((9, 0))["deepep"]
+    reason = unavailable()["deepep"]
     assert re.fullmatch(
         r"import deep_ep failed \(.* is installed, 1.2.1 or newer is needed\): .*two NCCLs.*",
         reason,
@@ -136,13 +145,13 @@ def test_a_package_too_old(module):
             raise NotImplementedError
 
     module.Buffer, module.__version__ = Old, "1.1.0"
-    reason = deepep._missing((9, 0))["deepep_low_latency"]
+    reason = unavailable()["deepep_low_latency"]
     assert reason == (
         "deep_ep 1.1.0 is installed, 1.2.1 or newer is needed: "
         "it has no Buffer.dispatch(num_worst_tokens)"
     )
     del module.Buffer
-    assert "Buffer.low_latency_combine(return_recv_hook)" in _fresh()["deepep"]
+    assert "Buffer.low_latency_combine(return_recv_hook)" in unavailable()["deepep"]
 
 
 def test_both_generations(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -153,16 +162,11 @@ def test_both_generations(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert deepep.generation(module) == 1
     module.__version__ = "1.2.1"
     assert deepep.recognised() == "deep_ep 1.2.1, recognised as 1.x (Buffer alone)"
-    assert list(_fresh()) == ["deepep_low_latency"]
-    assert "built without NVSHMEM" in _fresh()["deepep_low_latency"]
+    assert list(unavailable()) == ["deepep_low_latency"]
+    assert "built without NVSHMEM" in unavailable()["deepep_low_latency"]
     extension.write_bytes(b"...libnvshmem_host.so.3...")
-    assert _fresh() == {}
+    assert unavailable() == {}
     module.ElasticBuffer = object
     extension.write_bytes(b"NVSHMEM is disabled")
-    assert deepep.generation(module) == 2 and _fresh() == {}
+    assert deepep.generation(module) == 2 and unavailable() == {}
     assert "recognised as 2.x, whose Buffer is used" in deepep.recognised()
-
-
-def _fresh() -> dict[str, str]:
-    deepep._missing.cache_clear()
-    return deepep._missing((9, 0))

@@ -11,7 +11,7 @@ from kernels.all2all.peer_memory import (
     HEADER_BYTES,
     PeerMemory,
     PeerMemoryError,
-    peer_memory_missing,
+    peer_memory_unavailable,
 )
 from workers.rank import device_memory
 from workers.rank.device_memory import REMEDIES, OutOfDeviceMemoryError, memory_for
@@ -120,7 +120,7 @@ def test_memory_that_ranks_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_torch_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", None)
-    says = str(peer_memory_missing())
+    says = str(peer_memory_unavailable())
     assert says.startswith(
         f"torch {torch.__version__} has no symmetric memory, 2.11 or newer is needed"
     )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.all2all.allgather import AllGatherAllToAll
 from workers.config import OverlapConfig
 from workers.engine.step_sync import ForwardMode, GraphMode
 from workers.parallel import ParallelDims
@@ -128,7 +129,7 @@ class Tuned:
 def test_a_second_epoch_reuses_the_measured_policy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, gain: float
 ) -> None:
-    overlap = RankOverlap.configured(OverlapConfig(), "allgather")
+    overlap = RankOverlap.configured(OverlapConfig(), AllGatherAllToAll)
     first = Tuned(make_epoch(overlap), monkeypatch, gain)
     policy = overlap.policy
     assert first.runs and policy.enabled == (gain < 1)
@@ -146,7 +147,7 @@ def test_a_second_epoch_reuses_the_measured_policy(
 
 def test_a_new_process_takes_over_the_policy_of_the_older_ranks() -> None:
     tuned = RankOverlap(POLICY, tuned=True, warm=True)
-    fresh = RankOverlap.configured(OverlapConfig(), "allgather")
+    fresh = RankOverlap.configured(OverlapConfig(), AllGatherAllToAll)
     rows: list[Any] = []
     for overlap in (fresh, tuned):
         overlap.agree(lambda row: rows.append(row) or [row])

@@ -1,5 +1,7 @@
 """What of flashinfer's backend needs no GPU: lists of pages, where long sequences are cut, why it cannot run."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from kernels.attention import flashinfer
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages, chunk_pages, few_are_even
 from kernels.attention.spec import AttentionSpec
+from tests.unit.test_kernels_select import CUDA
 
 
 @given(
@@ -120,8 +123,9 @@ def test_kernels_compiled_ahead_need_no_compiler(gpu_machine: dict):
 
 def test_shapes():
     def reason(dtype: torch.dtype, *head_dims: int) -> str | None:
-        specs = [AttentionSpec(4, 2, head_dim, 1.0) for head_dim in head_dims]
-        return FlashInferAttention.unsupported_reason("cuda", dtype, specs)
+        specs = tuple(AttentionSpec(4, 2, head_dim, 1.0) for head_dim in head_dims)
+        shape = replace(CUDA, dtype=dtype, attention_specs=specs)
+        return FlashInferAttention.unsupported_reason(shape)
 
     assert reason(torch.bfloat16, 128) is None
     assert reason(torch.float16) is None

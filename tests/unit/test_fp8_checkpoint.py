@@ -1,6 +1,7 @@
 """FP8 checkpoints: exactly what their values and scales stand for, held in FP8 where that is computed with."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from tests.unit.test_kernels_select import CUDA
 from workers.models.registry import load_model_config
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import CheckpointError
@@ -223,12 +225,15 @@ def test_what_does_not_fit_its_config_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stored", "missing", "name"),
-    [(True, {}, "deepgemm_fp8"), (False, {}, "triton"), (True, {"deepgemm_fp8": "x"}, "triton")],
+    ("stored", "unavailable", "name"),
+    [
+        (True, {}, "deepgemm_fp8"),
+        (False, {}, "triton"),
+        (True, {"grouped_gemm.deepgemm_fp8": "x"}, "triton"),
+    ],
 )
-def test_auto_takes_fp8_for_checkpoints_that_have_it(stored, missing, name) -> None:
-    capabilities = select.Capabilities("cuda", {"shm": "CPU only", **missing})
-    shape = {"num_ranks": 1, "hidden_size": 2048, "expert_width": 768, "dtype": torch.bfloat16}
-    chosen = select.select(KernelsConfig(), capabilities, fp8_checkpoint=stored, **shape)
+def test_auto_takes_fp8_for_checkpoints_that_have_it(stored, unavailable, name) -> None:
+    shape = replace(CUDA, hidden_size=2048, expert_width=768, fp8_checkpoint=stored)
+    chosen = select.select(KernelsConfig(), unavailable, shape)
     assert chosen.grouped_gemm.name == name
     assert chosen.fp8_experts == (name == "deepgemm_fp8")

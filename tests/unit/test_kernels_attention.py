@@ -17,7 +17,7 @@ from kernels.backends.select import probe
 from tests.closeness import calc_diff
 
 NUM_LAYERS = 2
-NATIVE_MISSING = probe("cpu").missing.get("native")
+NATIVE_MISSING = probe("cpu").get("attention.native")
 needs_native = pytest.mark.skipif(NATIVE_MISSING is not None, reason=str(NATIVE_MISSING))
 Seqs = list[tuple[int, int]]  # (context, new tokens) of each sequence; decodes first
 

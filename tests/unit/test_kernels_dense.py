@@ -4,17 +4,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from kernels.backends.select import probe
 from kernels.native import dense
 from kernels.native.dense import MAX_LINEAR_ROWS, MAX_LINEAR_WEIGHTS, dense_kernels
+from kernels.native.library import native_unavailable
 from workers.layers.linear import linear
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, norm_and_rotate
 from workers.layers.router import route_tokens
 
-pytestmark = pytest.mark.skipif(
-    "native" in probe("cpu").missing, reason=str(probe("cpu").missing.get("native"))
-)
+pytestmark = pytest.mark.skipif(native_unavailable() is not None, reason=str(native_unavailable()))
 
 
 def kernels() -> dense.DenseKernels:

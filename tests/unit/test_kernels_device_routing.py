@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from kernels.grouped_gemm import choice, deepgemm
+from kernels.grouped_gemm import deepgemm
+from kernels.host import triton_version
 from kernels.routing.device_routing import max_places, routing_in_order
 from kernels.routing.permute import Permutation, Routing
 
@@ -59,11 +60,11 @@ def test_the_order_routes_on_the_cpu():
 def test_triton_is_looked_for_by_version(monkeypatch, installed, says):
     def version(name: str) -> str:
         if installed is None:
-            raise choice.PackageNotFoundError(name)
+            raise triton_version.PackageNotFoundError(name)
         return installed
 
-    monkeypatch.setattr(choice, "version", version)
-    found = choice.triton_missing()
+    monkeypatch.setattr(triton_version, "version", version)
+    found = triton_version.triton_unavailable()
     assert found is None if says is None else says in found
 
 

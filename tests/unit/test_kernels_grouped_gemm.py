@@ -12,7 +12,7 @@ from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
 
 GEMMS: list[GroupedGemm] = [ReferenceGroupedGemm(), TorchGroupedGemm()]
-if "native" not in probe("cpu").missing:
+if "grouped_gemm.native" not in probe("cpu"):
     GEMMS.append(NativeGroupedGemm())
 
 SIZES = {

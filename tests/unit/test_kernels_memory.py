@@ -7,25 +7,42 @@ import torch
 
 from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.attention.flashinfer import WORKSPACE_BYTES
+from kernels.backends.backend import BackendShape
 from kernels.backends.memory import BackendMemory, backend_memory
 from kernels.backends.select import Choice, Selection
 
-SHAPE = {"dtype": torch.bfloat16, "hidden_size": 128, "expert_width": 64, "top_k": 4}
-QWEN = {"dtype": torch.bfloat16, "hidden_size": 2048, "expert_width": 768, "top_k": 8}
+GPU = BackendShape(
+    device="cuda",
+    dtype=torch.bfloat16,
+    num_ranks=1,
+    hidden_size=128,
+    expert_width=64,
+    num_experts=8,
+    top_k=4,
+    max_num_tokens=256,
+)
+CPU = replace(GPU, device="cpu")
+QWEN = replace(GPU, hidden_size=2048, expert_width=768, top_k=8)
 
 
 def selection(all2all: str, grouped_gemm: str = "triton", attention: str = "sdpa") -> Selection:
     return Selection(*(Choice(name, "") for name in (all2all, grouped_gemm, attention)))
 
 
-def of(chosen: Selection, num_ranks: int, num_tokens: int = 256, **changes: int) -> BackendMemory:
-    arguments = SHAPE | {"num_ranks": num_ranks, "max_num_tokens": num_tokens} | changes
-    return backend_memory(chosen, **arguments)
+def of(
+    chosen: Selection,
+    num_ranks: int,
+    num_tokens: int = 256,
+    num_ubatches: int = 0,
+    shape: BackendShape = GPU,
+) -> BackendMemory:
+    shape = replace(shape, num_ranks=num_ranks, max_num_tokens=num_tokens)
+    return backend_memory(chosen, shape, num_ubatches=num_ubatches)
 
 
 def test_grows_with_what_is_exchanged():
     def total(all2all: str, num_ranks: int, num_tokens: int = 256) -> int:
-        return of(selection(all2all, "torch_grouped"), num_ranks, num_tokens).total
+        return of(selection(all2all, "torch_grouped"), num_ranks, num_tokens, shape=CPU).total
 
     alone = total("local", 1)
     assert alone == 256 * 4 * (2 * 128 + 3 * 64) * 2  # activations only
@@ -45,8 +62,8 @@ def test_memory_that_gpus_share(num_ranks: int):
 
 def test_deepep():
     def total(name: str, num_ranks: int = 2, num_tokens: int = 512, num_experts: int = 128) -> int:
-        chosen = selection(name, "deepgemm")
-        return of(chosen, num_ranks, num_tokens, num_experts=num_experts, **QWEN).total
+        shape = replace(QWEN, num_experts=num_experts)
+        return of(selection(name, "deepgemm"), num_ranks, num_tokens, shape=shape).total
 
     for name in ("deepep", "deepep_low_latency"):
         assert total(name, num_tokens=1024) > 1.5 * total(name)
@@ -60,15 +77,15 @@ def test_deepep():
 def test_slices_hold_an_exchange_and_a_workspace_each():
     chosen = selection("symm", attention="flashinfer")
     whole, cut = of(chosen, 4), of(chosen, 4, num_ubatches=2)
-    assert replace(cut, slices=0) == whole and not whole.slices
+    assert replace(cut, ubatches=0) == whole and not whole.ubatches
     half = of(chosen, 4, 128)
-    assert half.kept > WORKSPACE_BYTES and cut.slices == 2 * half.kept
-    assert of(chosen, 4, 255, num_ubatches=2).slices == cut.slices, "the larger half decides"
+    assert half.kept > WORKSPACE_BYTES and cut.ubatches == 2 * half.kept
+    assert of(chosen, 4, 255, num_ubatches=2).ubatches == cut.ubatches, "the larger half decides"
 
 
 @pytest.mark.parametrize("name", ["shm", "torch_dist", "allgather"])
 def test_slices_that_hold_nothing(name: str):
     """Those of `shm` use the slots of whole steps, the others allocate rows as they go."""
-    assert not of(selection(name), 2, num_ubatches=4).slices
+    assert not of(selection(name), 2, num_ubatches=4).ubatches
     paged = selection(name, attention="flashinfer")
-    assert of(paged, 2, num_ubatches=4).slices == 4 * WORKSPACE_BYTES
+    assert of(paged, 2, num_ubatches=4).ubatches == 4 * WORKSPACE_BYTES

@@ -1,14 +1,18 @@
 """KV layouts: what layers cache, in which shape, and how many bytes a block takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.attention.base import Attention
 from kernels.attention.kv_layout import KVGroup, PagedHeads, group_layers, kv_block_bytes
 from kernels.attention.spec import AttentionSpec
-from kernels.backends.select import ATTENTIONS
+from kernels.backends.registry import ATTENTION, backend_class
+from tests.unit.test_kernels_select import CPU
 from workers.engine.kv_caches import allocate_kv_caches
 
+ATTENTIONS = [backend_class("attention", name) for name in ATTENTION]
 WIDE, NARROW = AttentionSpec(8, 4, 16, 0.25), AttentionSpec(4, 1, 8, 0.35)
 
 
@@ -42,22 +46,26 @@ def test_caches_take_the_bytes_of_their_blocks() -> None:
     assert sum(cache.nbytes for cache in caches) == 5 * kv_block_bytes(groups, 4, 2)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=ATTENTION)
 def test_backends_that_run_on_cpu_page_heads(attention: type[Attention]) -> None:
     """cache.num_blocks is resolved for CPU before a backend is chosen."""
-    if attention.unsupported_reason("cpu", torch.float32, (WIDE,)) is None:
+    if (
+        attention.unsupported_reason(replace(CPU, dtype=torch.float32, attention_specs=(WIDE,)))
+        is None
+    ):
         assert attention.kv_layout(WIDE) == PagedHeads.of(WIDE)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+@pytest.mark.parametrize("attention", ATTENTIONS, ids=ATTENTION)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_window_is_refused(attention: type[Attention], device: str) -> None:
     window = AttentionSpec(8, 4, 64, 0.125, window=128)
     for dtype in (torch.float32, torch.bfloat16):
-        reason = attention.unsupported_reason(device, dtype, (WIDE, window))
+        reason = attention.unsupported_reason(
+            replace(CPU, device=device, dtype=dtype, attention_specs=(WIDE, window))
+        )
         assert reason is not None
-    runs_on = "cuda" if attention.graph else "cpu"
     dtype = torch.bfloat16 if attention.graph else torch.float32
     assert "window, the model has one of 128 tokens" in str(
-        attention.unsupported_reason(runs_on, dtype, (window,))
+        attention.unsupported_reason(replace(CPU, dtype=dtype, attention_specs=(window,)))
     )

@@ -11,7 +11,6 @@ import sys
 import pytest
 import torch
 
-from kernels.backends import select
 from kernels.routing.placement import ExpertPlacement
 from scripts.bench import (
     ROOT,
@@ -24,6 +23,7 @@ from scripts.bench import (
 )
 
 ARGS = argparse.Namespace(
+    device="cuda",
     tokens=[1, 1024, 4096, 8192],
     sms_tokens=4096,
     ranks=4,
@@ -34,7 +34,6 @@ ARGS = argparse.Namespace(
     top_k=8,
     gemm="triton",
 )
-GPU = select.Capabilities("cuda", {})
 TIMES = {"us": 10.0, "apart_us": 12.0, "gemm_us": 100.0, "both_us": 103.0}
 
 
@@ -73,7 +72,7 @@ def test_figures_follow_from_times():
 
 
 def test_a_size_that_a_backend_refuses_is_listed_with_the_reason():
-    parts, refused = all2all_plan.plan(ARGS, GPU, "deepep_low_latency")
+    parts, refused = all2all_plan.plan(ARGS, {}, "deepep_low_latency")
     assert {part.variant.name: part.tokens for part in parts} == {
         "deepep_low_latency": [1, 1024],
         "deepep_low_latency fp8": [1, 1024],
@@ -83,13 +82,13 @@ def test_a_size_that_a_backend_refuses_is_listed_with_the_reason():
 
 
 def test_a_backend_that_is_missing_is_listed_once():
-    capabilities = select.Capabilities("cuda", {"deepep": "deep_ep is not installed"})
-    parts, refused = all2all_plan.plan(ARGS, capabilities, "deepep")
+    unavailable = {"all2all.deepep": "deep_ep is not installed"}
+    parts, refused = all2all_plan.plan(ARGS, unavailable, "deepep")
     assert (parts, refused) == ([], {"deepep": "deep_ep is not installed"})
 
 
 def test_limits_on_sms_are_swept_at_one_size_and_some_at_all():
-    parts, refused = all2all_plan.plan(ARGS, GPU, "symm")
+    parts, refused = all2all_plan.plan(ARGS, {}, "symm")
     assert refused == {}
     tokens = {part.variant.num_sms: part.tokens for part in parts}
     assert set(tokens) == {None, *all2all_plan.COMM_SMS}
@@ -97,7 +96,7 @@ def test_limits_on_sms_are_swept_at_one_size_and_some_at_all():
 
 
 def test_the_two_low_latency_variants_bring_what_their_products_take():
-    parts, _ = all2all_plan.plan(ARGS, GPU, "deepep_low_latency")
+    parts, _ = all2all_plan.plan(ARGS, {}, "deepep_low_latency")
     assert [part.selection.grouped_gemm.name for part in parts] == ["deepgemm", "deepgemm_fp8"]
 
 
@@ -258,8 +257,8 @@ def test_the_page_and_the_plot_of_experts(tmp_path):
 
 
 def test_more_tokens_than_the_masked_layout_gets_are_listed():
-    args = argparse.Namespace(**vars(ARGS) | {"device": "cuda"}, backends=["deepgemm", "triton"])
-    able, refused = experts.plan(args, {"triton": "triton is not installed"})
+    args = argparse.Namespace(**vars(ARGS), backends=["deepgemm", "triton"])
+    able, refused = experts.plan(args, {"grouped_gemm.triton": "triton is not installed"})
     assert able == ["deepgemm"]
     assert refused == {
         "triton": "triton is not installed",

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from kernels.all2all.allgather import AllGatherAllToAll
+from kernels.all2all.local import LocalAllToAll
+from kernels.all2all.shm import ShmAllToAll
 from workers.config import OverlapConfig
 from workers.engine.step_sync import ForwardMode
 from workers.ubatch import cache as overlap_cache
@@ -32,31 +35,33 @@ def alone(value):
 
 
 def test_off_is_off():
-    policy, unknown = configured(OverlapConfig(mode="off", min_decode_tokens=1), "allgather")
+    policy, unknown = configured(OverlapConfig(mode="off", min_decode_tokens=1), AllGatherAllToAll)
     assert not unknown and not policy.enabled
     assert not policy.wants(DECODE, 10_000) and not policy.wants(EXTEND, 10_000)
 
 
-@pytest.mark.parametrize("all2all", ["local", "shm"])
+@pytest.mark.parametrize("all2all", [LocalAllToAll, ShmAllToAll])
 def test_auto_is_off_where_there_is_nothing_to_hide(all2all):
     policy, unknown = configured(OverlapConfig(), all2all)
     assert not unknown and not policy.enabled
-    assert all(all2all in line for line in policy.lines())
+    assert all(f"{all2all.name}: {all2all.no_overlap_reason}" in x for x in policy.lines())
 
 
 def test_on_cuts_all_that_can_be_cut():
-    policy, unknown = configured(OverlapConfig(mode="on", num_ubatches=3), "shm")
+    policy, unknown = configured(OverlapConfig(mode="on", num_ubatches=3), ShmAllToAll)
     assert not unknown
     assert policy.wants(DECODE, 3) and policy.wants(MIXED, 3) and not policy.wants(EXTEND, 2)
 
 
 def test_ranks_without_tokens_run_along():
-    policy, _ = configured(OverlapConfig(mode="on"), "allgather")
+    policy, _ = configured(OverlapConfig(mode="on"), AllGatherAllToAll)
     assert policy.wants(IDLE, 0)
 
 
 def test_numbers_of_the_configuration_need_no_measurement():
-    policy, unknown = configured(OverlapConfig(min_decode_tokens=64, comm_sms=16), "allgather")
+    policy, unknown = configured(
+        OverlapConfig(min_decode_tokens=64, comm_sms=16), AllGatherAllToAll
+    )
     assert unknown == {"prefill"}
     assert policy.wants(DECODE, 64) and not policy.wants(DECODE, 63)
     assert not policy.wants(EXTEND, 10_000), "not before it is measured"

@@ -2,63 +2,35 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
-from kernels.backends.memory import BackendMemory, backend_memory
-from kernels.backends.select import Selection, shared_memory_slots
+from kernels.backends.backend import BackendShape
+from kernels.backends.select import Selection
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import Auto, RankConfig
 from workers.models.specs import ModelConfig
 from workers.weights.tensors import stores_fp8_experts
-
-_FOR_MEMORY = (  # of `backend_shape`, what `backend_memory` wants to know
-    "num_ranks",
-    "dtype",
-    "hidden_size",
-    "expert_width",
-    "top_k",
-    "num_experts",
-    "max_num_tokens",
-)
 
 
 class GraphsUnavailableError(ValueError):
     """scheduler.cuda_graphs is true and cannot be."""
 
 
-def backend_shape(config: RankConfig, model: ModelConfig) -> dict[str, Any]:
-    """What `kernels.backends.select.select` wants to know of ranks and model."""
-    return {
-        "num_ranks": config.num_ranks,
-        "num_nodes": config.num_nodes,
-        "dtype": getattr(torch, str(config.model.dtype)),
-        "hidden_size": model.hidden_size,
-        "expert_width": model.moe.width,
-        "attention_specs": model.attention_specs,
-        "fp8_checkpoint": stores_fp8_experts(model),
-        "num_experts": model.num_experts,
-        "top_k": model.top_k,
-        "max_num_tokens": config.scheduler.max_num_batched_tokens,
-    }
-
-
-def memory_of_kernels(selection: Selection, shape: dict[str, Any], **options: Any) -> BackendMemory:
-    """Memory of a rank's chosen backends. `shape` is from `backend_shape`, options are those of `backend_memory`."""
-    return backend_memory(selection, **{key: shape[key] for key in _FOR_MEMORY} | options)
-
-
-def shared_slots(config: RankConfig, model: ModelConfig, selection: Selection) -> tuple[int, ...]:
-    """The `slot_bytes` of the ranks' shared memory, none where the exchange does not go through it."""
-    if selection.all2all.name != "shm":
-        return ()
-    return shared_memory_slots(
-        num_ranks=config.num_ranks,
+def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
+    """Return what the backends of these ranks and this model are chosen for and sized by."""
+    return BackendShape(
+        device=config.device,
         dtype=getattr(torch, str(config.model.dtype)),
+        num_ranks=config.num_ranks,
+        num_nodes=config.num_nodes,
         hidden_size=model.hidden_size,
+        expert_width=model.moe.width,
+        num_experts=model.num_experts,
         top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
+        attention_specs=model.attention_specs,
+        fp8_checkpoint=stores_fp8_experts(model),
     )
 
 

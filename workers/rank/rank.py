@@ -14,7 +14,9 @@ from kernels.attention.base import Attention
 from kernels.attention.dummy import DummyAttention
 from kernels.attention.kv_layout import KVGroup, kv_block_bytes
 from kernels.backends import select
-from kernels.host.shm import SharedMemoryGroup
+from kernels.backends.context import BackendContext
+from kernels.backends.memory import backend_memory
+from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
 from workers.config import RankConfig, not_for_answers
 from workers.engine.engine import Engine, Publish
 from workers.engine.kv_caches import allocate_kv_caches
@@ -28,8 +30,6 @@ from workers.rank.backend_choice import (
     backend_shape,
     forced_routing,
     graphs_off,
-    memory_of_kernels,
-    shared_slots,
 )
 from workers.rank.device_memory import memory_for
 from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_room, own_bytes
@@ -77,9 +77,9 @@ class Rank:
         """Meet the other ranks and make sure that all were told the same."""
         config = self.config
         self.rendezvous = rendezvous
-        capabilities = select.probe(self.device)
-        shape = backend_shape(config, self.model_config)
-        self.selection = select.select(config.kernels, capabilities, **shape)
+        self.backend_shape = backend_shape(config, self.model_config)
+        unavailable = select.probe(self.device)
+        self.selection = select.select(config.kernels, unavailable, self.backend_shape)
         self.placement = config.dims.expert_placement(self.model_config.num_experts)
         if not config.dims.alone:
             with memory_for("the ranks' group"):
@@ -88,11 +88,11 @@ class Rank:
             self.shared_memory = self._share_memory()
         context = self._kernel_context()
         num_ubatches = config.overlap.num_ubatches
-        takes = memory_of_kernels(self.selection, shape, num_ubatches=num_ubatches)
+        takes = backend_memory(self.selection, self.backend_shape, num_ubatches=num_ubatches)
         with memory_for("the exchange's buffers", takes.kept):
             self.kernels = select.build(self.selection, context)
-        with memory_for("ubatches", takes.slices):
-            overlap = RankOverlap.configured(config.overlap, self.selection.all2all.name)
+        with memory_for("ubatches", takes.ubatches):
+            overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
             self.overlap = EpochUbatches(overlap, config, self.selection, context, self.kernels)
 
     def run_stage(self, name: str, progress: Progress) -> None:
@@ -202,7 +202,7 @@ class Rank:
         assert self._sized is not None
         runner, scheduler = self._sized
         num_blocks = scheduler.pool.num_blocks
-        if self.selection.all2all.name == "shm":
+        if not self.selection.all2all_class.needs_process_group:
             # Sockets were needed to meet; gloo's thread would go on polling them 100 times a second.
             process_group.leave(None)
         exchange = make_vote_transport(
@@ -252,33 +252,28 @@ class Rank:
         flat.update(num_ranks=config.num_ranks, device=config.device)
         return flat
 
-    def _kernel_context(self) -> select.BackendContext:
-        config, model = self.config, self.model_config
-        return select.BackendContext(
+    def _kernel_context(self) -> BackendContext:
+        config = self.config
+        return BackendContext(
+            shape=self.backend_shape,
             device=self.device,
-            dtype=self.dtype,
             rank=self.rank,
-            num_ranks=config.num_ranks,
             group=None if config.dims.alone else torch.distributed.group.WORLD,
             shared_memory=self.shared_memory,
             placement=self.placement,
-            hidden_size=model.hidden_size,
-            top_k=model.top_k,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
-            attention=model.attention_specs,
             block_size=config.cache.block_size,
         )
 
     def _share_memory(self) -> SharedMemoryGroup | None:
         """Memory that all ranks of one host share: for the votes, and for the `shm` exchange; else None."""
         config = self.config
-        if not config.dims.on_one_host or "shm" in select.probe("cpu").missing:
+        if not config.dims.on_one_host or shared_memory_unavailable():
             return None
         return SharedMemoryGroup(
             self.rendezvous.name,
             self.rank,
             config.num_ranks,
-            slot_bytes=shared_slots(config, self.model_config, self.selection),
+            slot_bytes=self.selection.all2all_class.shared_memory_slots(self.backend_shape),
             timeout_s=config.vote_timeout_s,
         )
 

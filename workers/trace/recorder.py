@@ -19,8 +19,6 @@ from kernels.pending import Pending
 from workers.trace.spans import AllToAllSpan, ComputeSpan, Operation, Schedule
 
 StreamEvent = float | torch.cuda.Event
-# Exchanges that run on AllToAll.stream from end to end, so that a mark there says when one is over.
-ON_STREAM = ("symm", "copy_engine", "deepep")
 NEXT_MARK_S = 2e-5  # between two marks with nothing but the model's Python in between, at most
 
 
@@ -73,7 +71,7 @@ class ScheduleRecorder:
         """Make an exchange of slice `index`, with marks around what it does."""
         called = self.mark()
         pending = call()
-        stream = inner.stream if inner.name in ON_STREAM else None
+        stream = inner.stream if inner.runs_on_stream else None
         done = None if stream is None else self.mark(stream)
         marks = _Marks(operation, index, [called, self.mark()], done)
         self._marks.append(marks)

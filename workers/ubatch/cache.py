@@ -7,14 +7,12 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kernels.all2all import deepep
-from kernels.grouped_gemm import deepgemm
+from kernels.backends.registry import SEAMS, backend_class
 from kernels.host.cache_folder import cache_folder
 from workers.ubatch.policy import OverlapPolicy
 
 OURS = tuple(Path(__file__).parents[2] / folder for folder in ("kernels", "workers"))
 SOURCES = (".py", ".c")
-LIBRARIES = ("triton", "flashinfer-python", *deepgemm.DISTRIBUTIONS, *deepep.DISTRIBUTIONS)
 
 
 def cache_path(facts: Mapping[str, object]) -> Path:
@@ -30,7 +28,7 @@ def software(folders: Iterable[Path] = OURS) -> str:
     for path in files:
         if path.suffix in SOURCES:
             digest.update(path.read_bytes())
-    return " ".join([digest.hexdigest()[:20], *map(_version, LIBRARIES)])
+    return " ".join([digest.hexdigest()[:20], *map(_version, _distributions())])
 
 
 def load_policy(path: Path) -> OverlapPolicy | None:
@@ -50,6 +48,12 @@ def save_policy(path: Path, policy: OverlapPolicy) -> None:
         draft.replace(path)
     except OSError:
         return
+
+
+def _distributions() -> list[str]:
+    """The distributions that any backend runs on."""
+    backends = (backend_class(seam, name) for seam, names in SEAMS.items() for name in names)
+    return sorted({name for backend in backends for name in backend.distributions})
 
 
 def _version(library: str) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from kernels.backends.select import BackendContext, Backends, Selection
+from kernels.backends.context import BackendContext
+from kernels.backends.select import Backends, Selection
 from kernels.backends.ubatch import build_ubatch_backends
 from workers.config import RankConfig
 from workers.engine.scheduler import Scheduler

@@ -7,17 +7,13 @@ see to.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from kernels.all2all.base import AllToAll
 from workers.config import OverlapConfig
 from workers.engine.step_sync import ForwardMode
 
 PHASES = ("decode", "prefill")
 # Slices must be faster by so much, at a size and at all measured ones above it: less is noise.
 MARGIN = 0.02
-# Exchanges with nothing to hide, and why.
-GAINS_NOTHING = {
-    "local": "one rank has nothing to exchange",
-    "shm": "the cores that compute copy the rows themselves",
-}
 
 
 @dataclass(frozen=True)
@@ -77,15 +73,18 @@ def never(reason: str) -> OverlapPolicy:
     return OverlapPolicy(None, None, None, dict.fromkeys((*PHASES, "comm_sms"), reason))
 
 
-def configured(config: OverlapConfig, all2all: str) -> tuple[OverlapPolicy, frozenset[str]]:
+def configured(
+    config: OverlapConfig, all2all: type[AllToAll]
+) -> tuple[OverlapPolicy, frozenset[str]]:
     """What the configuration alone decides with this exchange, and the phases that have to be measured.
 
     Phases are `decode` and `prefill`; while they are open the policy wants no ubatches in them.
     """
     if config.mode == "off":
         return never("overlap.mode is off"), frozenset()
-    if config.mode == "auto" and all2all in GAINS_NOTHING:
-        return never(f"nothing to gain with {all2all}: {GAINS_NOTHING[all2all]}"), frozenset()
+    if config.mode == "auto" and all2all.no_overlap_reason is not None:
+        reason = f"nothing to gain with {all2all.name}: {all2all.no_overlap_reason}"
+        return never(reason), frozenset()
     least: dict[str, int | None] = {}
     reasons, unknown = {}, set()
     for phase in PHASES:

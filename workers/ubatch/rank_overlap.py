@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kernels.all2all.base import AllToAll
 from workers.config import OverlapConfig
 from workers.ubatch.policy import OverlapPolicy, configured
 
@@ -27,7 +28,7 @@ class RankOverlap:
     warm: bool = False
 
     @classmethod
-    def configured(cls, config: OverlapConfig, all2all: str) -> "RankOverlap":
+    def configured(cls, config: OverlapConfig, all2all: type[AllToAll]) -> "RankOverlap":
         """The policy that the configuration gives with this all-to-all."""
         return cls(*configured(config, all2all))
 

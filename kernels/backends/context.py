@@ -1,0 +1,58 @@
+"""What the backends of one rank are built from. Knows nothing of particular backends."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from kernels.backends.backend import BackendShape
+from kernels.host.shm import SharedMemoryGroup
+from kernels.routing.permute import Permutation
+from kernels.routing.placement import ExpertPlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendContext:
+    """One rank's part of a group.
+
+    shape            what the backends were chosen for; max_num_tokens bounds a rank's rows of one dispatch
+    group            process group; None where the all-to-all needs none
+    shared_memory    with the channels of `Selection.shared_memory_slots`; None where the all-to-all has no channels
+    block_size       tokens of a block of the KV cache
+    row_alignment    what the first row of each expert must be a multiple of, on GPUs; from the grouped GEMM
+    masked_fp8       whether masked rows come in e4m3 with scales; from the grouped GEMM
+    """
+
+    shape: BackendShape
+    device: torch.device
+    rank: int
+    group: dist.ProcessGroup | None
+    shared_memory: SharedMemoryGroup | None
+    placement: ExpertPlacement
+    block_size: int
+    row_alignment: int = 1
+    masked_fp8: bool = False
+
+    @property
+    def local_experts(self) -> range:
+        """The experts of this rank."""
+        return self.placement.local_experts(self.rank)
+
+    def process_group(self, name: str) -> dist.ProcessGroup:
+        """Return `group` for the all-to-all `name`, which needs one."""
+        assert self.group is not None, f"{name} needs a process group"
+        return self.group
+
+    def permutation(self, dtype: torch.dtype, experts: range | None = None) -> Permutation:
+        """Return what groups rows by `experts`, else by this rank's experts. `dtype` is that of the expert ids."""
+        return Permutation(
+            self.local_experts if experts is None else experts,
+            num_experts=self.placement.num_experts,
+            device=self.device,
+            dtype=dtype,
+            alignment=self.row_alignment,
+        )
+
+    def with_max_num_tokens(self, max_num_tokens: int) -> "BackendContext":
+        """Return the same context for steps of at most `max_num_tokens` rows of a rank."""
+        return replace(self, shape=replace(self.shape, max_num_tokens=max_num_tokens))
