@@ -1,6 +1,7 @@
 """Incremental text equals the text of all tokens at once, and stop strings never show."""
 
 import codecs
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -186,6 +187,34 @@ def test_stop_matcher_equals_the_reference_however_text_is_split(text, stops, si
             assert not held or any(stop.startswith(held) for stop in stops)  # no idle holding back
     shown += matcher.flush()
     assert (shown, matcher.matched is not None) == (expected, hit)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "shown"),
+    [
+        ("a\n\n\nUser", "\n\nUser", "a\n"),
+        ("a\n\n\n\n\nUser", "\n\nUser", "a\n\n\n"),
+        ("aabaabaaab", "aabaaa", "aab"),
+        ("ababac", "abac", "ab"),
+    ],
+)
+def test_a_stop_string_that_begins_inside_a_failed_one(text, stop, shown):
+    for size in range(1, len(text) + 1):
+        matcher = StopMatcher([stop])
+        pieces = [matcher.push(text[i : i + size]) for i in range(0, len(text), size)]
+        assert ("".join(pieces), matcher.matched) == (shown, stop), size
+
+
+def test_every_short_stop_string_in_every_short_text():
+    stops = ["".join(letters) for n in range(1, 5) for letters in product("ab", repeat=n)]
+    for text in map("".join, product("ab", repeat=8)):
+        for stop in stops:
+            at = text.find(stop)
+            for size in (1, 3, 8):
+                matcher = StopMatcher([stop])
+                shown = "".join(matcher.push(text[i : i + size]) for i in range(0, 8, size))
+                expected = (text, None) if at < 0 else (text[:at], stop)
+                assert (shown + matcher.flush(), matcher.matched) == expected
 
 
 def test_nothing_after_a_match():
