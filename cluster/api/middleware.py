@@ -1,4 +1,4 @@
-"""Pure ASGI middleware: request ids and counts of answers. One plain call per sent message."""
+"""Pure ASGI middleware: request ids and counts of answers. A streamed token does not pass it, see BODY_SEND."""
 
 import re
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.gate import STARTED
+from cluster.api.gate import BODY_SEND, STARTED
 from cluster.api.record import REQUEST_ID
 from cluster.metrics.metrics import IngressMetrics
 
@@ -32,10 +32,10 @@ class RequestContext:
         arrived = time.perf_counter()
 
         def tagged_send(message: Message) -> Awaitable[None]:
-            # No coroutine of its own: this runs for every streamed token.
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
                 scope[STARTED] = True
+                scope[BODY_SEND] = send
                 self._metrics.observe_http(_handler(scope), message["status"])
             return send(message)
 

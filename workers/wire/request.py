@@ -86,7 +86,9 @@ class RequestTimes(NamedTuple):
     decode: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True
+)  # Not frozen: one is made for each token on either side, and `frozen` takes 0.7 us of 0.9.
 class RequestOutput:
     """What one step gave one request. The last one of a request has a finish_reason.
 

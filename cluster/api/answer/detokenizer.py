@@ -46,12 +46,13 @@ class DecoderFactory:
         table = TokenBytes if self._byte_level else PieceBytes
         self.token_bytes: dict[int, bytes] = table(tokenizer)
         """The bytes of each token by itself, special tokens included; half a character is no rarity."""
-        self._plain_bytes = TokenBytes(tokenizer, hidden=self._special_ids)
+        plain_bytes = TokenBytes(tokenizer, hidden=self._special_ids)
+        self._all_texts, self._plain_texts = TokenTexts(self.token_bytes), TokenTexts(plain_bytes)
 
     def new(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Decoder:
         """A decoder of what follows this prompt."""
         if self._byte_level:
-            return ByteDecoder(self._plain_bytes if skip_special_tokens else self.token_bytes)
+            return ByteDecoder(self._plain_texts if skip_special_tokens else self._all_texts)
         hidden = self._special_ids if skip_special_tokens else frozenset()
         return GenericDecoder(self._tokenizer, hidden, prompt_token_ids)
 
@@ -89,6 +90,22 @@ class TokenBytes(dict[int, bytes]):
         return value
 
 
+class TokenTexts(dict[int, str | None]):
+    """The text of each token id whose bytes are whole characters, filled as ids come up; None for other ids."""
+
+    def __init__(self, token_bytes: dict[int, bytes]) -> None:
+        super().__init__()
+        self.token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text = self.token_bytes[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        self[token_id] = text
+        return text
+
+
 class PieceBytes(dict[int, bytes]):
     """The same for all other tokenizers, whose decoders look at a token's neighbours.
 
@@ -123,20 +140,27 @@ class PieceBytes(dict[int, bytes]):
 class ByteDecoder:
     """Bytes by table, then incremental UTF-8: exact and of constant cost per token."""
 
-    def __init__(self, token_bytes: dict[int, bytes]) -> None:
-        self._token_bytes = token_bytes
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+    def __init__(self, token_texts: TokenTexts) -> None:
+        self._token_texts = token_texts
+        self._token_bytes = token_texts.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._inside_character = False
 
     def push(self, token_ids: list[int]) -> str:
         """See Decoder."""
+        if len(token_ids) == 1 and not self._inside_character:
+            text = self._token_texts[token_ids[0]]
+            if text is not None:
+                return text
         token_bytes = self._token_bytes
-        if len(token_ids) == 1:
-            return self._decode(token_bytes[token_ids[0]])
-        return self._decode(b"".join([token_bytes[i] for i in token_ids]))
+        text = self._decoder.decode(b"".join([token_bytes[i] for i in token_ids]))
+        self._inside_character = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         """See Decoder."""
-        return self._decode(b"", True)
+        self._inside_character = False
+        return self._decoder.decode(b"", True)
 
 
 class GenericDecoder:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.api.answer.chunks import DONE, EventWriter, error_event, full_body
 from cluster.api.answer.detailed_events import DetailedEventWriter
 from cluster.api.backend import EngineBackend
+from cluster.api.gate import BODY_SEND
 from cluster.api.record import JobRecord, Recorder
 from cluster.api.request.job import Choice, Job
 from cluster.errors import BadRequestError, EngineDeadError, ServingError
@@ -24,7 +25,8 @@ from workers.wire.request import RequestOutput
 
 logger = logging.getLogger(__name__)
 
-Emit = Callable[[Choice, str], Awaitable[None]]
+# Takes a choice's next text; returns what has to be awaited before the next one, if anything.
+Emit = Callable[[Choice, str], Awaitable[None] | None]
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -45,7 +47,7 @@ class JobResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the answer until it is complete or the client is gone."""
         record = self._record = self._recorder.begin(self._job, scope)
-        answer = self._stream(send) if self._job.stream else self._collect(send)
+        answer = self._stream(scope, send) if self._job.stream else self._collect(send)
         work = asyncio.create_task(answer)
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         try:
@@ -60,7 +62,7 @@ class JobResponse(Response):
     async def _collect(self, send: Send) -> None:
         texts = [choice.echo for choice in self._job.choices]
 
-        async def emit(choice: Choice, text: str) -> None:
+        def emit(choice: Choice, text: str) -> None:
             texts[choice.index] += text
 
         await self._run_all(emit)
@@ -75,25 +77,33 @@ class JobResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         job = self._job
+        send_body = send
         writer = DetailedEventWriter(job) if job.has_details else EventWriter(job)
         opened: set[int] = set()
 
-        async def emit(choice: Choice, text: str) -> None:
-            if choice.index in opened:
-                body = writer.text(choice, text)
-            else:
-                if not opened:
-                    await send(
-                        {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
-                    )
-                opened.add(choice.index)
-                body = writer.text(choice, choice.echo + text)
-                if job.is_chat:
-                    body = writer.role(choice) + body
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+        async def begin(choice: Choice, text: str) -> None:
+            nonlocal send_body
+            if not opened:
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+                )
+                send_body = scope.get(BODY_SEND, send)
+            opened.add(choice.index)
+            body = writer.text(choice, choice.echo + text)
+            if job.is_chat:
+                body = writer.role(choice) + body
+            await send_body({"type": "http.response.body", "body": body, "more_body": True})
+
+        def emit(choice: Choice, text: str) -> Awaitable[None] | None:
+            # No coroutine of its own, because it runs for every token of a stream.
+            if choice.index not in opened:
+                return begin(choice, text)
+            body = writer.text(choice, text)
+            if not body:
+                return None
+            return send_body({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             await self._run_all(emit)
@@ -139,7 +149,9 @@ class JobResponse(Response):
                     num_before = text.num_tokens
                     piece = text.push(output)
                     report.add(output, text.num_tokens - num_before)
-                await emit(choice, piece)
+                sending = emit(choice, piece)
+                if sending is not None:
+                    await sending
                 record.piece(output)
                 if text.finish_reason is not None:
                     break
