@@ -6,33 +6,13 @@ T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotate
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Protocol
 
-import numpy as np
 import torch
 
+from kernels.attention.batch import AttentionBatch as AttentionBatch
 from kernels.attention.kv_layout import KVGroup, KVLayout, PagedHeads, group_layers
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.backend import Backend, BackendShape
-
-
-class AttentionBatch(Protocol):
-    """What attention reads of a ForwardBatch. Sequences with one new token come first.
-
-    num_tokens            real tokens; rows beyond are padding, whose output is undefined but finite
-    num_seqs, num_decodes sequences; the first num_decodes of them have exactly one new token
-    query_start_loc_cpu   int32 [B+1] numpy, seq_lens_cpu int32 [B] numpy (context + new tokens)
-    block_table           int64 [B, max_blocks] on the device, entries beyond a sequence's blocks are 0
-    slot_mapping          int64 [num_tokens] on the device: block * block_size + offset of each new token
-    """
-
-    num_tokens: int
-    num_seqs: int
-    num_decodes: int
-    query_start_loc_cpu: np.ndarray
-    seq_lens_cpu: np.ndarray
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
 
 
 class GraphForm(IntEnum):

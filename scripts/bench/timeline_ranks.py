@@ -33,7 +33,7 @@ from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
 from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous, start_stages
-from workers.runner.forward_batch import ForwardBatchBuilder
+from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.host_copy import HostCopies
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.sampler import Sampler

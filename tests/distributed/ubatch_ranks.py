@@ -11,10 +11,12 @@ from kernels.backends.select import Backends
 from kernels.backends.ubatch import build_ubatch_backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.pending import Pending
-from tests.unit.model_case import BLOCKS_PER_SEQ, Batch, make_batch
+from tests.unit.model_case import BLOCKS_PER_SEQ, make_batch
 from workers.config import RankConfig
 from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
+from workers.runner.forward_batch import ForwardBatch
+from workers.ubatch.batch_cuts import cut
 from workers.ubatch.wrapper import UBatchWrapper
 
 MAX_SEQS = 8
@@ -30,7 +32,7 @@ STEPS: dict[str, list[tuple[list[int], list[int]]]] = {
 }
 
 
-def batch_of(name: str, rank: int, num_rows: int | None = None) -> Batch:
+def batch_of(name: str, rank: int, num_rows: int | None = None) -> ForwardBatch:
     """This rank's part of a step, with the same ids in every call; padded to `num_rows`."""
     new, contexts = (STEPS[name] + [([], [])] * 8)[rank]
     generator = torch.Generator().manual_seed(100 + rank)
@@ -66,7 +68,7 @@ class SlicedRank:
             cache.copy_(torch.randn(cache.shape, generator=generator))
 
     @torch.inference_mode()
-    def plain(self, batch: Batch, kernels: Backends | None = None) -> torch.Tensor:
+    def plain(self, batch: ForwardBatch, kernels: Backends | None = None) -> torch.Tensor:
         """hidden_TD of one whole forward, with the rank's own kernels or others."""
         self.fill_caches()
         kernels = kernels or self.whole
@@ -74,24 +76,21 @@ class SlicedRank:
         return self.model.with_kernels(kernels).forward(batch)
 
     @torch.inference_mode()
-    def ubatched(self, batch: Batch, slices: list[Backends] | None = None) -> torch.Tensor:
+    def ubatched(self, batch: ForwardBatch, slices: list[Backends] | None = None) -> torch.Tensor:
         """hidden_TD of the alternating slices."""
         self.fill_caches()
         wrapper = UBatchWrapper(self.model, slices or self.slices)
-        wrapper.plan(batch, len(batch.input_ids))
+        wrapper.plan(batch)
         return wrapper.forward(batch)
 
     @torch.inference_mode()
-    def one_after_another(self, batch: Batch) -> torch.Tensor:
+    def one_after_another(self, batch: ForwardBatch) -> torch.Tensor:
         """hidden_TD of the same slices, each run to its end before the next one begins."""
-        from workers.ubatch.batch_cuts import cut, cut_rows
-
         self.fill_caches()
         found, count = [], len(self.slices)
-        parts = cut(batch, len(batch.input_ids), count)
-        for kernels, part, rows in zip(self.slices, parts, cut_rows(batch, count), strict=True):
+        for kernels, part in zip(self.slices, cut(batch, batch.num_rows, count), strict=True):
             kernels.attention.plan(part)
-            found.append(self.model.with_kernels(kernels).forward(rows))
+            found.append(self.model.with_kernels(kernels).forward(part))
         return torch.cat(found)
 
     def close(self) -> None:

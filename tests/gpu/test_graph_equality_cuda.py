@@ -25,7 +25,7 @@ from workers.engine.scheduler import ScheduledBatch
 from workers.engine.step_sync import GRAPH_ROWS, GraphMode, StepPlan
 from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
-from workers.runner.forward_batch import ForwardBatch, resolve_pending
+from workers.runner.forward_batch import ForwardBatch
 from workers.runner.graph_sizes import GraphKey
 from workers.runner.model_runner import ModelRunner
 from workers.weights.checkpoint import make_checkpoint
@@ -114,7 +114,7 @@ class Compared:
     def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Any:
         """In place of the runner's, which comes last: what it writes to the caches stays."""
         for key in self._keys(scheduled):
-            batch = self._runner._builder.build(scheduled, key.rows, (scheduled.num_tokens,))
+            batch = self._runner._builder.build(scheduled, key.rows, graph=True)
             self._compare(batch, key)
             torch.cuda.synchronize()  # the host's memory of the batch is used again
         return self._launch(scheduled, plan)
@@ -138,15 +138,13 @@ class Compared:
         self.kinds[kind] += 1
         replayed = self._replay(batch, key)
         attention.plan_graph(batch, key.rows, form)
-        same = self._eager(batch, key, batch.num_tokens_gpu)
+        same = self._eager(batch, key)
         if not all(torch.equal(*pair) for pair in zip(replayed, same, strict=True)):
             worst = max(calc_diff(*pair) for pair in zip(replayed, same, strict=True))
             self.wrong.append((*kind, key.rows, batch.num_tokens, worst))
-        if key.ubatch:
-            runner.ubatches.plan(batch, key.rows)
-        else:
-            runner._attention.plan(batch)
-        plain = self._eager(batch, key, batch.num_tokens)
+        batch = replace(batch, num_token_non_padded=batch.num_tokens)
+        (runner.ubatches if key.ubatch else runner._attention).plan(batch)
+        plain = self._eager(batch, key)
         diff = max(calc_diff(*pair) for pair in zip(replayed, plain, strict=True))
         self.diffs[kind] = max(diff, self.diffs.get(kind, 0.0))
 
@@ -158,13 +156,11 @@ class Compared:
             logits_TV = self._runner.model.compute_logits(graph.hidden_TD)
         return [rows[: batch.num_tokens].clone() for rows in (graph.hidden_TD, logits_TV)]
 
-    def _eager(self, batch: ForwardBatch, key: GraphKey, num_tokens: Any) -> list[torch.Tensor]:
+    def _eager(self, batch: ForwardBatch, key: GraphKey) -> list[torch.Tensor]:
         """hidden_TD and logits_TV of the real tokens; attention is planned."""
-        runner, input_ids = self._runner, batch.input_ids
-        if runner._last_tokens is not None:
-            input_ids = resolve_pending(input_ids, runner._last_tokens)
+        runner = self._runner
         model = runner.ubatches if key.ubatch else runner.model
-        hidden_TD = model.forward(replace(batch, input_ids=input_ids, num_tokens=num_tokens))
+        hidden_TD = model.forward(batch.resolved(runner._last_tokens))
         logits_TV = runner.model.compute_logits(hidden_TD)
         return [rows[: batch.num_tokens] for rows in (hidden_TD, logits_TV)]
 

@@ -11,7 +11,8 @@ from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.backends.select import probe
 from tests.closeness import calc_diff
-from tests.unit.model_case import Batch, OneRank, make_batch, small_checkpoint
+from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from workers.runner.forward_batch import ForwardBatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_checkpoint(tmp_path_factory.mktemp("cuda") / "model", head_dim=128)
 
 
-def batches() -> list[Batch]:
+def batches() -> list[ForwardBatch]:
     """Prompts, then decodes beside a continued prompt, then decodes; padded."""
     ids = torch.randint(0, 300, (NUM_SEQS, 40), generator=torch.Generator().manual_seed(2)).tolist()
     lens = [9, 17, 1, 30]
@@ -42,7 +43,7 @@ def batches() -> list[Batch]:
     return found
 
 
-def on_gpu(batch: Batch) -> Batch:
+def on_gpu(batch: ForwardBatch) -> ForwardBatch:
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}
     moved = {name: t.cuda() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     return replace(batch, **moved)

@@ -1,6 +1,5 @@
 """A model of one rank on the CPU with caches, and batches for it: shared by the model's tests."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from workers.engine.kv_caches import allocate_kv_caches
 from workers.models.registry import load_model_config, model_class
+from workers.runner.forward_batch import ForwardBatch
 from workers.weights.checkpoint import make_checkpoint
 from workers.weights.loader import load_weights
 
@@ -38,22 +38,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-@dataclass
-class Batch:
-    """The fields of a ForwardBatch that the model and the attention read."""
-
-    num_tokens: int
-    num_seqs: int
-    num_decodes: int
-    input_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    block_table: torch.Tensor
-    seq_lens_cpu: np.ndarray
-    query_start_loc_cpu: np.ndarray
-
-
-def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) -> Batch:
+def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) -> ForwardBatch:
     """Sequence i continues after contexts[i] cached tokens with new_ids[i]; single tokens first."""
     lens = [len(ids) for ids in new_ids]
     assert sorted(lens, key=lambda n: n != 1) == lens, "decodes come first"
@@ -65,8 +50,11 @@ def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) 
         for seq, pos in zip(seqs, positions, strict=True)
     ]
     flat = [token for ids in new_ids for token in ids]
-    return Batch(
+    ends = np.cumsum([0, *lens])
+    rows = np.arange(len(lens))
+    return ForwardBatch(
         num_tokens=len(flat),
+        num_token_non_padded=len(flat),
         num_seqs=len(lens),
         num_decodes=lens.count(1),
         input_ids=torch.tensor(flat + [0] * padding, dtype=torch.int64),
@@ -74,7 +62,11 @@ def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) 
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
         block_table=torch.from_numpy(table),
         seq_lens_cpu=np.array([n + c for n, c in zip(lens, contexts, strict=True)], np.int32),
-        query_start_loc_cpu=np.cumsum([0, *lens]).astype(np.int32),
+        query_start_loc_cpu=ends.astype(np.int32),
+        logits_indices=torch.from_numpy(ends[1:] - 1),
+        sampling_rows=torch.from_numpy(rows),
+        sampling_rows_cpu=rows,
+        sampling_positions_cpu=np.array([n + c for n, c in zip(lens, contexts, strict=True)]),
     )
 
 
@@ -123,7 +115,7 @@ class OneRank:
         )
 
     @torch.inference_mode()
-    def logits(self, batch: Batch) -> torch.Tensor:
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 [num_tokens, V]."""
         self.attention.plan(batch)
         hidden_TD = self.model.forward(batch)

@@ -1,5 +1,6 @@
-"""Slices of a batch hold each token once, with the context that it had in the whole."""
+"""Ubatches of a batch hold each token once, with the context that it had in the whole."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,14 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.model_case import BLOCK_SIZE, Batch, make_batch
-from workers.ubatch.batch_cuts import RowSlice, cut, cut_rows
+from kernels.attention.batch import AttentionBatch
+from tests.unit.model_case import BLOCK_SIZE, make_batch
+from workers.runner.forward_batch import ForwardBatch
+from workers.ubatch.batch_cuts import cut, ubatch_rows
 
 Facts = tuple[int, int, int, list[int]]
 
 
-def facts(batch, rows) -> list[Facts]:
-    """Of each real token: id, position (of `rows`), tokens of its sequence up to it, the sequence's blocks."""
+def facts(batch: ForwardBatch) -> list[Facts]:
+    """Of each real token: id, position, tokens of its sequence up to it, the sequence's blocks."""
     found = []
     starts, lens = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
     assert starts[0] == 0 and starts[-1] == batch.num_tokens and len(starts) == batch.num_seqs + 1
@@ -25,8 +28,8 @@ def facts(batch, rows) -> list[Facts]:
             upto = lens[seq] - (end - 1 - row)
             found.append(
                 (
-                    int(rows.input_ids[row]),
-                    int(rows.positions[row]),
+                    int(batch.input_ids[row]),
+                    int(batch.positions[row]),
                     upto,
                     batch.block_table[seq].tolist(),
                 )
@@ -34,26 +37,29 @@ def facts(batch, rows) -> list[Facts]:
     return found
 
 
-def check(batch: Batch, num_ubatches: int) -> None:
-    slices, rows = cut(batch, len(batch.input_ids), num_ubatches), cut_rows(batch, num_ubatches)
-    assert [part.start for part in slices] == [0, *(part.end for part in slices)][:-1]
-    assert slices[-1].end == len(batch.input_ids)
-    sizes = [part.end - part.start for part in slices]
+def check(batch: ForwardBatch, num_ubatches: int) -> None:
+    parts, rows = (
+        cut(batch, batch.num_rows, num_ubatches),
+        ubatch_rows(batch.num_rows, num_ubatches),
+    )
+    assert [start for start, _ in rows] == [0, *(end for _, end in rows)][:-1]
+    assert rows[-1][1] == batch.num_rows
+    sizes = [end - start for start, end in rows]
+    assert [part.num_rows for part in parts] == [len(part.positions) for part in parts] == sizes
     assert min(sizes) > 0 and max(sizes) - min(sizes) <= 1
-    found = [fact for pair in zip(slices, rows, strict=True) for fact in facts(*pair)]
-    assert found == facts(batch, batch)
-    assert sum(part.num_tokens for part in slices) == batch.num_tokens
-    slots = torch.cat([part.slot_mapping for part in slices])
+    assert [fact for part in parts for fact in facts(part)] == facts(batch)
+    assert sum(part.num_tokens for part in parts) == batch.num_tokens
+    slots = torch.cat([part.slot_mapping for part in parts])
     assert torch.equal(slots, batch.slot_mapping)
-    for part, own in zip(slices, rows, strict=True):
-        assert len(own.input_ids) == len(own.positions) == part.end - part.start
-        assert own.num_tokens == part.num_tokens
+    for part, (start, end) in zip(parts, rows, strict=True):
+        assert part.num_token_non_padded == part.num_tokens
         assert part.seq_lens_cpu.dtype == part.query_start_loc_cpu.dtype == np.int32
         new_tokens = np.diff(part.query_start_loc_cpu)
         assert (new_tokens[: part.num_decodes] == 1).all()
-        # padding comes last, so a slice behind one with padding has nothing else
-        assert part.num_tokens in (min(part.end, batch.num_tokens) - part.start, 0)
-    assert sum(part.num_decodes for part in slices) == batch.num_decodes
+        # padding comes last, so a ubatch behind one with padding has nothing else
+        assert part.num_tokens in (min(end, batch.num_tokens) - start, 0)
+        assert len(part.logits_indices) == len(part.sampling_rows_cpu) == 0, "the whole samples"
+    assert sum(part.num_decodes for part in parts) == batch.num_decodes
 
 
 sequences = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=0, max_size=6)
@@ -69,7 +75,7 @@ def test_every_token_keeps_its_context(lengths, padding, num_ubatches):
     check(batch, num_ubatches)
 
 
-def test_a_request_over_three_slices():
+def test_a_request_over_three_ubatches():
     batch = make_batch([[1], list(range(10, 21))], [5, 3])
     first, middle, last = cut(batch, 12, 3)
     assert [p.num_seqs for p in (first, middle, last)] == [2, 1, 1]
@@ -77,7 +83,7 @@ def test_a_request_over_three_slices():
     assert first.seq_lens_cpu.tolist() == [6, 6]
     assert middle.seq_lens_cpu.tolist() == [10] and last.seq_lens_cpu.tolist() == [14]
     assert last.query_start_loc_cpu.tolist() == [0, 4]
-    assert cut_rows(batch, 3)[2].positions.tolist() == [10, 11, 12, 13]
+    assert last.positions.tolist() == [10, 11, 12, 13]
 
 
 def test_a_tail_of_one_token_is_no_decode():
@@ -86,26 +92,41 @@ def test_a_tail_of_one_token_is_no_decode():
     assert last.num_tokens == 1 and last.num_seqs == 1 and last.num_decodes == 0
 
 
-def test_an_idle_rank_has_slices_of_padding():
+def test_an_idle_rank_has_ubatches_of_padding():
     for part in cut(make_batch([], [], padding=5), 5, 2):
         assert part.num_tokens == part.num_seqs == part.num_decodes == 0
-        assert part.end - part.start in (2, 3) and len(part.slot_mapping) == 0
+        assert part.num_rows in (2, 3) and len(part.slot_mapping) == 0
 
 
-def test_slices_are_views():
+def test_a_ubatch_is_a_view_of_the_same_type():
     batch = make_batch([[1, 2, 3, 4]], [BLOCK_SIZE])
+    last = cut(batch, 4, 2)[1]
+    assert type(last) is ForwardBatch
     batch.input_ids[3] = 77
-    assert cut_rows(batch, 2)[1].input_ids.tolist() == [3, 77]
+    assert last.input_ids.tolist() == [3, 77]
+    assert batch.query_start_loc_cpu.tolist() == [0, 4] and batch.seq_lens_cpu.tolist() == [12]
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "of_slices"), [(4, [3, 1, 0]), (0, [0, 0, 0]), (9, [3, 3, 3])]
+    ("num_tokens", "of_ubatches"), [(4, [3, 1, 0]), (0, [0, 0, 0]), (9, [3, 3, 3])]
 )
-def test_a_graph_counts_the_tokens_of_a_slice_on_the_device(num_tokens, of_slices):
+def test_a_graph_counts_the_tokens_of_a_ubatch_on_the_device(num_tokens, of_ubatches):
     batch = make_batch([list(range(4))], [0], padding=5)
-    graph = RowSlice(torch.tensor([num_tokens]), batch.input_ids, batch.positions)
-    assert [part.num_tokens.tolist() for part in cut_rows(graph, 3)] == [[n] for n in of_slices]
-    assert graph.num_tokens.tolist() == [num_tokens]
+    graph = replace(batch, num_token_non_padded=torch.tensor([num_tokens]))
+    found = [part.num_token_non_padded for part in cut(graph, 9, 3)]
+    assert [count.tolist() for count in found] == [[n] for n in of_ubatches]
+    assert graph.num_token_non_padded.tolist() == [num_tokens]
+
+
+def test_dummy_decodes_of_a_capture_are_cut_too():
+    decodes = AttentionBatch.dummy_decodes(5, torch.device("cpu"))
+    first, last = cut(decodes, 8, 2)  # three rows of padding
+    assert (first.num_decodes, last.num_decodes) == (4, 1)
+    for part in (first, last):
+        assert part.num_tokens == part.num_seqs == part.num_decodes
+        assert part.seq_lens_cpu.tolist() == [1] * part.num_seqs
+        assert part.block_table.tolist() == [[0]] * part.num_seqs
+        assert set(part.slot_mapping.tolist()) == {-1}, "K and V must not be written"
 
 
 def test_too_few_rows_are_refused():

@@ -93,9 +93,9 @@ class FakeGraphs:
     @torch.inference_mode()
     def capture(self, keys: Iterable[GraphKey], progress: Any = None) -> int:
         for key in keys:
-            batch = self._runner._builder.build(IDLE, key.rows, (0,))
+            batch = self._runner._builder.build(IDLE, key.rows, graph=True)
             if key.ubatch:
-                self._runner.ubatches.plan(batch, key.rows)
+                self._runner.ubatches.plan(batch)
             else:
                 self._runner._attention.plan(batch)
             forward = (self._runner.ubatches if key.ubatch else self._runner.model).forward

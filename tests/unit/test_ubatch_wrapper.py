@@ -15,11 +15,11 @@ from kernels.pending import Pending, can_yield_ubatch
 from tests.unit.model_case import (
     BLOCK_SIZE,
     BLOCKS_PER_SEQ,
-    Batch,
     OneRank,
     make_batch,
     small_checkpoint,
 )
+from workers.runner.forward_batch import ForwardBatch
 from workers.ubatch.wrapper import UBatchWrapper, alternate, sm_split
 
 
@@ -212,7 +212,7 @@ def test_slices_compute_what_one_forward_does(tmp_path: Path, name: str, num_uba
         check_slices(rank, make_batch(*BATCHES[name]), num_ubatches)
 
 
-def check_slices(rank: OneRank, batch: Batch, num_ubatches: int) -> None:
+def check_slices(rank: OneRank, batch: ForwardBatch, num_ubatches: int) -> None:
     generator = torch.Generator().manual_seed(3)
     for cache in rank.attention.kv_caches:
         cache.copy_(torch.randn(cache.shape, generator=generator))
@@ -225,7 +225,7 @@ def check_slices(rank: OneRank, batch: Batch, num_ubatches: int) -> None:
 
     log: list[str] = []
     wrapper = UBatchWrapper(rank.model, slice_kernels(rank, num_ubatches, log))
-    wrapper.plan(batch, len(batch.input_ids))
+    wrapper.plan(batch)
     found_TD = wrapper.forward(batch)
     real = slice(batch.num_tokens)
     torch.testing.assert_close(found_TD[real], expected_TD[real], atol=2e-5, rtol=0)
@@ -289,7 +289,7 @@ class TwoForms:
         return (GraphForm.NEW_PROMPTS, GraphForm.MIXED)[num_rows < 8 :]
 
     def form(self, batch, num_rows: int, *, prompts: bool) -> GraphForm:
-        assert prompts and num_rows == batch.end - batch.start
+        assert prompts and num_rows == batch.num_rows
         forms = self.forms(num_rows, prompts=True)
         return forms[0] if prompts_are_new(batch) else forms[-1]
 

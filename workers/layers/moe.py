@@ -5,7 +5,7 @@ T tokens, D hidden, E experts, e experts of this rank, K experts per token, I ex
 
 from copy import copy
 from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -14,18 +14,7 @@ from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
 from workers.layers.router import route_tokens
 from workers.models.specs import MoeSpec
-
-
-class ModelBatch(Protocol):
-    """What the model itself reads of a ForwardBatch; attention was given the rest by `plan`.
-
-    input_ids, positions   int64 [T] on the device
-    num_tokens             real tokens; rows beyond are padding and reach no expert. For graphs an integer tensor [1]
-    """
-
-    num_tokens: int | torch.Tensor
-    input_ids: torch.Tensor
-    positions: torch.Tensor
+from workers.runner.forward_batch import ForwardBatch
 
 
 class MoeBlock:
@@ -54,7 +43,7 @@ class MoeBlock:
         return view
 
     def forward(
-        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ModelBatch
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Every rank calls this in every step, with tokens or without. residual_TD is overwritten."""
         buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
@@ -66,14 +55,14 @@ class MoeBlock:
         y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
         return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 
-    def _route(self, h_TD: torch.Tensor, batch: ModelBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.forced_routing is not None:
             linear(h_TD, self.router_ED)  # a step costs what it would
-            return self.forced_routing(batch.input_ids, batch.positions, batch.num_tokens)
+            return self.forced_routing(batch.input_ids, batch.positions, batch.num_token_non_padded)
         return route_tokens(
             h_TD,
             self.router_ED,
             top_k=self.spec.router.top_k,
             renormalise=self.spec.router.renormalise,
-            num_tokens=batch.num_tokens,
+            num_tokens=batch.num_token_non_padded,
         )

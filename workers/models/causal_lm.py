@@ -22,9 +22,10 @@ from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
 from workers.layers.mlp import MlpBlock
-from workers.layers.moe import ModelBatch, MoeBlock
+from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
 from workers.models.specs import LayerSpec, ModelConfig
+from workers.runner.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, slot_of
 from workers.weights.tensors import rank_weights
 
@@ -84,7 +85,7 @@ class CausalLM(ABC):
         """Return the blocks of layer `number`."""
 
     @abstractmethod
-    def forward(self, batch: ModelBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden_TD after the last layer, before the final norm; call `attention.plan(batch)` before."""
 
     def with_kernels(self, kernels: Backends) -> Self:

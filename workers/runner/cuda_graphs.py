@@ -6,18 +6,20 @@ requests or votes.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from kernels.attention.base import GraphForm
+from kernels.attention.batch import AttentionBatch
 from kernels.backends.select import Backends
 from workers.engine.scheduler import ScheduledBatch
 from workers.engine.step_sync import GraphMode
 from workers.models.causal_lm import CausalLM
-from workers.runner.forward_batch import ForwardBatch, ForwardBatchBuilder, resolve_pending
+from workers.runner.batch_builder import ForwardBatchBuilder
+from workers.runner.forward_batch import ForwardBatch
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.ubatch.wrapper import UBatchWrapper
 
@@ -48,36 +50,11 @@ class ForwardGraph:
         return self.logits_TV.index_select(0, batch.logits_indices)
 
 
-@dataclass(frozen=True)
-class _Decodes:
-    """Stands in for decodes where attention is planned for a capture: one token each, which goes nowhere."""
-
-    num_tokens: int
-    num_seqs: int
-    num_decodes: int
-    query_start_loc_cpu: np.ndarray
-    seq_lens_cpu: np.ndarray
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-
-    @classmethod
-    def of(cls, count: int, device: torch.device) -> "_Decodes":
-        return cls(
-            count,
-            count,
-            count,
-            np.arange(count + 1, dtype=np.int32),
-            np.ones(count, dtype=np.int32),
-            torch.zeros(count, 1, dtype=torch.int64, device=device),
-            torch.full((count,), -1, dtype=torch.int64, device=device),
-        )
-
-
 class StepGraphs:
     """The graphs of one rank, of up to `sizes.largest` rows, for sequences of up to `max_blocks` KV blocks.
 
-    All share one pool of memory, so the largest is captured first and the others fit into what it took. `last_tokens`
-    as in ForwardBatchBuilder.build. `ubatches` runs the model in slices, for the graphs of such steps.
+    All share one pool of memory, so the largest is captured first and the others fit into what it took. `ubatches`
+    runs the model in ubatches, for the graphs of such steps.
     """
 
     def __init__(
@@ -86,7 +63,6 @@ class StepGraphs:
         kernels: Backends,
         builder: ForwardBatchBuilder,
         *,
-        last_tokens: torch.Tensor | None,
         sizes: GraphSizes,
         max_seqs: int,
         max_blocks: int,
@@ -97,7 +73,6 @@ class StepGraphs:
         self._attention: Any = kernels.attention
         self._expert_load = kernels.expert_load
         self._builder = builder
-        self._last_tokens = last_tokens
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}
         self._stream = torch.cuda.Stream(model.device)
@@ -185,8 +160,8 @@ class StepGraphs:
         """With `run` once as it is before: what compiles or allocates at first use does so there."""
         if not self._graphs:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        batch = self._builder.build(_IDLE, key.rows, (0,))
-        decodes = _Decodes.of(min(key.rows, self._max_seqs), self._model.device)
+        batch = self._builder.build(_IDLE, key.rows, graph=True)
+        decodes = AttentionBatch.dummy_decodes(min(key.rows, self._max_seqs), self._model.device)
         self._attention_of(key).plan_graph(decodes, key.rows, form)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -205,15 +180,10 @@ class StepGraphs:
 
     def _forward(self, batch: ForwardBatch, key: GraphKey) -> torch.Tensor | None:
         """The expert load of all layers; hidden states and logits go to their buffers."""
-        input_ids = batch.input_ids
-        if self._last_tokens is not None:
-            input_ids = resolve_pending(input_ids, self._last_tokens)
         self._expert_load.watch()
         model = self._microbatches if key.ubatch else self._model
-        assert model is not None, "there are no slices"
-        hidden_TD = model.forward(
-            replace(batch, input_ids=input_ids, num_tokens=batch.num_tokens_gpu)
-        )
+        assert model is not None, "there are no ubatches"
+        hidden_TD = model.forward(batch.resolved(self._builder.last_tokens))
         self._hidden_TD[: key.rows].copy_(hidden_TD)
         if key.mode == GraphMode.DECODE:
             self._model.compute_logits(hidden_TD, out=self._logits_TV[: key.rows])

@@ -13,8 +13,9 @@ from workers.engine.scheduler import ScheduledBatch
 from workers.engine.sequence import SequenceTable
 from workers.engine.step_sync import StepPlan
 from workers.models.causal_lm import CausalLM
+from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
-from workers.runner.forward_batch import ForwardBatch, ForwardBatchBuilder
+from workers.runner.forward_batch import ForwardBatch
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.host_copy import HostCopies, StepClock
 from workers.runner.step_output import RunTimes, StepOutput
@@ -64,12 +65,14 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs()
         self._masks = GrammarBitmasks(model.config.vocab_size, num_threads)
         self._met_grammar = False
-        self._builder = ForwardBatchBuilder(table, max_num_tokens, max_num_seqs, device)
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         # The last token drawn in each row of the table.
         self._last_tokens: torch.Tensor | None = None
         if asynchronous:
             self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._builder = ForwardBatchBuilder(
+            table, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
+        )
 
     @torch.inference_mode()
     def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
@@ -80,12 +83,8 @@ class ModelRunner:
         """
         started = time.perf_counter()
         self._admit(scheduled)
-        batch = self._builder.build(
-            scheduled,
-            plan.tokens_to_run(self._rank),
-            plan.num_tokens_across_dp,
-            last_tokens=None if plan.graph_mode else self._last_tokens,
-        )
+        num_rows = plan.tokens_to_run(self._rank)
+        batch = self._builder.build(scheduled, num_rows, graph=bool(plan.graph_mode))
         forward = self._plan(batch, plan)
         mask = self._start_mask(scheduled) if self._met_grammar else None
         prepare = time.perf_counter() - started
@@ -129,7 +128,6 @@ class ModelRunner:
             self.model,
             self._kernels,
             self._builder,
-            last_tokens=self._last_tokens,
             sizes=sizes,
             max_seqs=self._max_num_seqs,
             max_blocks=self._max_blocks,
@@ -165,7 +163,7 @@ class ModelRunner:
             self._attention.plan(batch)
             return partial(self._forward, self.model, batch)
         assert self.ubatches is not None, "a step is cut, but there are no slices"
-        self.ubatches.plan(batch, len(batch.input_ids))
+        self.ubatches.plan(batch)
         return partial(self._forward, self.ubatches, batch)
 
     def _forward(self, model: CausalLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:

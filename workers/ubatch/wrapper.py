@@ -24,9 +24,9 @@ from greenlet import greenlet
 from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.backends.select import Backends
 from kernels.pending import can_yield_ubatch, set_yield_ubatch
-from workers.layers.moe import ModelBatch
+from workers.runner.forward_batch import ForwardBatch
 from workers.trace.recorder import ScheduleRecorder
-from workers.ubatch.batch_cuts import RowSlice, cut, cut_rows
+from workers.ubatch.batch_cuts import cut, ubatch_rows
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ class UbatchModel(Protocol):
     def with_kernels(self, kernels: Backends) -> "UbatchModel":
         """The same weights, other kernels."""
 
-    def forward(self, batch: RowSlice) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """hidden_TD of the batch's rows."""
 
 
@@ -65,7 +65,8 @@ class UBatchWrapper:
         self._total_sms = total_sms
         self._kernels = kernels
         self._models = [model.with_kernels(own) for own in kernels]
-        self._planned_rows = 0
+        self._planned: AttentionBatch | None = None
+        self._parts: list[ForwardBatch] = []
 
     @property
     def num_ubatches(self) -> int:
@@ -79,10 +80,10 @@ class UBatchWrapper:
             self._model, kernels, comm_sms=self.comm_sms, total_sms=self._total_sms
         )
 
-    def plan(self, batch: AttentionBatch, num_rows: int) -> None:
-        """Plan attention for each slice of `batch` with `num_rows` rows, padding included."""
-        self._planned_rows = num_rows
-        for own, part in zip(self._kernels, cut(batch, num_rows, self.num_ubatches), strict=True):
+    def plan(self, batch: ForwardBatch) -> None:
+        """Plan attention for each ubatch of `batch`."""
+        self._planned, self._parts = batch, cut(batch, batch.num_rows, self.num_ubatches)
+        for own, part in zip(self._kernels, self._parts, strict=True):
             own.attention.plan(part)
 
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
@@ -104,37 +105,40 @@ class UBatchWrapper:
         general = self.forms(num_rows, prompts=prompts)[-1]
         if not prompts:
             return general
-        parts = cut(batch, num_rows, self.num_ubatches)
         attentions: list[Any] = [own.attention for own in self._kernels]
         found = {
-            attention.form(part, part.end - part.start, prompts=True)
-            for attention, part in zip(attentions, parts, strict=True)
+            attention.form(batch.ubatch(start, end), end - start, prompts=True)
+            for attention, (start, end) in zip(
+                attentions, ubatch_rows(num_rows, self.num_ubatches), strict=True
+            )
         }
         return found.pop() if len(found) == 1 else general
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         """As the attention's, for each slice."""
-        self._planned_rows = num_rows
-        for own, part in zip(self._kernels, cut(batch, num_rows, self.num_ubatches), strict=True):
+        self._planned = None
+        rows = ubatch_rows(num_rows, self.num_ubatches)
+        for own, (start, end) in zip(self._kernels, rows, strict=True):
             attention: Any = own.attention
-            attention.plan_graph(part, part.end - part.start, form)
+            attention.plan_graph(batch.ubatch(start, end), end - start, form)
 
-    def forward(self, batch: ModelBatch) -> torch.Tensor:
-        """What the model's own forward gives, [T, D]; after a plan of the same batch.
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return the model's hidden states, [T, D]. Attention must have been planned for the rows of `batch`.
 
-        What a slice raises is raised here at once, the others being unwound.
+        An error of a ubatch is raised here at once; the forwards of the other ubatches are unwound.
         """
-        assert self._planned_rows == len(batch.input_ids), (self._planned_rows, batch)
-        slices = cut_rows(batch, self.num_ubatches)
+        parts = self._parts
+        if batch is not self._planned:  # attention was planned with another batch, for a graph
+            parts = cut(batch, batch.num_rows, self.num_ubatches)
         forwards = [
-            partial(model.forward, part) for model, part in zip(self._models, slices, strict=True)
+            partial(model.forward, part) for model, part in zip(self._models, parts, strict=True)
         ]
         device = batch.input_ids.device
         streams = self._streams(device)
         beside = [*streams[1:], *(own.all2all.stream for own in self._kernels)]
         with sm_split(self._kernels, self.comm_sms, self._total_sms), forked(beside):
-            parts = alternate(forwards, device, streams)
-        return torch.cat(parts)
+            hidden = alternate(forwards, device, streams)
+        return torch.cat(hidden)
 
     def _streams(self, device: torch.device) -> list[torch.cuda.Stream]:
         """What each slice computes on in a graph, the first on the caller's; none where all share that."""

@@ -8,9 +8,10 @@ import torch
 from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
 from workers.layers.mlp import MlpBlock
-from workers.layers.moe import ModelBatch, MoeBlock
+from workers.layers.moe import MoeBlock
 from workers.models.causal_lm import CausalLM, Layer, add_hidden
 from workers.models.specs import LayerSpec, MoeSpec
+from workers.runner.forward_batch import ForwardBatch
 
 
 class Qwen3MoeForCausalLM(CausalLM):
@@ -22,7 +23,7 @@ class Qwen3MoeForCausalLM(CausalLM):
             return Layer(attention, MoeBlock(builder, spec.mlp, number))
         return Layer(attention, MlpBlock(builder, spec.mlp))
 
-    def forward(self, batch: ModelBatch) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden_TD after the last layer."""
         rotation_T1d = self.rotation(batch.positions)
         residual_TD, hidden_TD = torch.embedding(self.embed_VD, batch.input_ids), None

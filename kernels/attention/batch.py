@@ -1,0 +1,122 @@
+"""The tensors of a forward that attention reads, and how they are cut into ubatches. No requests, no model.
+
+T rows (padding included), B sequences.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal, Self, get_type_hints
+
+import numpy as np
+import torch
+
+Axis = Literal["row", "token", "seq", "sample", "block"]
+_NOTHING = slice(0, 0)
+
+
+class Shape:
+    """The shape of a batch's field, part of its annotation; no axes: one integer.
+
+    row      T, padding included
+    token    real tokens
+    seq      B
+    sample   sequences whose next token is drawn
+    block    KV blocks of the longest sequence
+
+    A new field declares no more than this: the builder reserves memory by it, and `ubatch` cuts the first axis.
+    """
+
+    def __init__(self, *axes: Axis):
+        self.axes = axes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionBatch:
+    """What attention reads of a forward. Sequences with one new token come first.
+
+    Tensors live on the device; arrays named `_cpu` live on the host.
+
+    num_tokens            real tokens; the rows behind them are padding, whose output is undefined but finite
+    num_seqs, num_decodes sequences; the first num_decodes of them have exactly one new token
+    query_start_loc_cpu   int32 [B+1]: the row of each sequence's first new token; the last entry is num_tokens
+    seq_lens_cpu          int32 [B]: context and new tokens
+    block_table           int64 [B, max_blocks]: entries behind a sequence's blocks are 0
+    slot_mapping          int64 [num_tokens]: block * block_size + offset of each new token; -1: K and V are not written
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_decodes: int
+    query_start_loc_cpu: np.ndarray
+    seq_lens_cpu: np.ndarray
+    block_table: Annotated[torch.Tensor, Shape("seq", "block")]
+    slot_mapping: Annotated[torch.Tensor, Shape("token")]
+
+    _shapes: ClassVar[Mapping[str, tuple[Axis, ...]]]
+
+    @classmethod
+    def shapes(cls) -> Mapping[str, tuple[Axis, ...]]:
+        """Return the axes of each field that is annotated with a Shape, in order of declaration."""
+        if "_shapes" not in vars(cls):
+            hints = get_type_hints(cls, include_extras=True)
+            cls._shapes = {
+                name: shape.axes
+                for name, hint in hints.items()
+                for shape in getattr(hint, "__metadata__", ())
+                if isinstance(shape, Shape)
+            }
+        return cls._shapes
+
+    @staticmethod
+    def dummy_decodes(count: int, device: torch.device) -> "AttentionBatch":
+        """Return `count` decodes to plan attention for a capture; their K and V are not written."""
+        return AttentionBatch(
+            num_tokens=count,
+            num_seqs=count,
+            num_decodes=count,
+            query_start_loc_cpu=np.arange(count + 1, dtype=np.int32),
+            seq_lens_cpu=np.ones(count, dtype=np.int32),
+            block_table=torch.zeros(count, 1, dtype=torch.int64, device=device),
+            slot_mapping=torch.full((count,), -1, dtype=torch.int64, device=device),
+        )
+
+    def ubatch(self, start: int, end: int) -> Self:
+        """Return a view of rows `start` to `end`. It has no samples.
+
+        A sequence may straddle a border. Its part in the later ubatch continues a chunked prefill, whose context
+        includes the earlier part; so in each layer the attention of earlier ubatches must run first.
+        """
+        return replace(self, **self._cut(start, end))
+
+    def _cut(self, start: int, end: int) -> dict[str, Any]:
+        """The fields of a ubatch that differ from the fields of this batch."""
+        starts = self.query_start_loc_cpu
+        last = max(start, min(end, self.num_tokens))  # behind the last real token of the ubatch
+        first_seq = end_seq = self.num_seqs
+        if start < last:
+            first_seq = int(starts.searchsorted(start, side="right")) - 1
+            end_seq = int(starts.searchsorted(last, side="left"))
+        query_start_loc = starts[first_seq : end_seq + 1] - np.int32(start)
+        query_start_loc[0], query_start_loc[-1] = 0, last - start
+        seq_lens = self.seq_lens_cpu[first_seq:end_seq].copy()
+        if end_seq > first_seq:
+            seq_lens[-1] -= starts[end_seq] - last  # tokens that the next ubatch computes
+        bounds: dict[Axis, slice] = {
+            "row": slice(start, end),
+            "token": slice(start, last),
+            "seq": slice(first_seq, end_seq),
+        }
+        cut = {
+            name: getattr(self, name)[bounds.get(axes[0], _NOTHING)]
+            for name, axes in self.shapes().items()
+            if axes
+        }
+        return {
+            **cut,
+            "num_tokens": last - start,
+            "num_seqs": end_seq - first_seq,
+            # One-token parts of longer sequences are computed like prompts, because their other parts are.
+            "num_decodes": max(0, min(self.num_decodes, end_seq) - first_seq),
+            "seq_lens_cpu": seq_lens,
+            "query_start_loc_cpu": query_start_loc,
+        }

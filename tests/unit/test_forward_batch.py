@@ -1,0 +1,159 @@
+"""A forward's batch holds what the table holds of its sequences; a field is declared once and filled by its name."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels.attention.batch import Shape
+from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from workers.engine.scheduler import ScheduledBatch
+from workers.engine.sequence import Sequence, SequenceTable
+from workers.runner.batch_builder import ForwardBatchBuilder, _Staging
+from workers.runner.forward_batch import ForwardBatch
+from workers.wire.request import EngineRequest, SamplingParams
+
+CPU = torch.device("cpu")
+BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_LEN = 4, 6, 64, 40
+
+
+def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[SequenceTable, ScheduledBatch]:
+    """Sequences of (computed, new, whether it samples), decodes first."""
+    table, seqs, block = SequenceTable(MAX_SEQS, MAX_LEN, BLOCK_SIZE), [], 1
+    for index, (computed, new, _) in enumerate(parts):
+        total = computed + new
+        request = EngineRequest(
+            request_id=str(index),
+            ingress_id="",
+            prompt_token_ids=[100 * index + at for at in range(total)],
+            params=SamplingParams(max_tokens=1),
+        )
+        seq = Sequence.from_request(request, MAX_LEN)
+        seq.num_computed = computed
+        count = -(-total // BLOCK_SIZE)
+        seq.block_ids, block = list(range(block, block + count)), block + count
+        table.add(seq)
+        seqs.append(seq)
+    new_tokens = np.array([new for _, new, _ in parts], dtype=np.int64)
+    num_decodes = sum(new == 1 for _, new, _ in parts)
+    samples = np.array([draws for *_, draws in parts], dtype=bool)
+    total = int(new_tokens.sum())
+    return table, ScheduledBatch(seqs, new_tokens, total, num_decodes, samples, [])
+
+
+def builder_of(table: SequenceTable, **options: torch.Tensor) -> ForwardBatchBuilder:
+    return ForwardBatchBuilder(table, MAX_TOKENS, MAX_SEQS, CPU, **options)
+
+
+parts = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 10), st.booleans()), max_size=MAX_SEQS
+)
+
+
+@given(parts, st.integers(0, 4))
+def test_a_batch_holds_what_the_table_holds(found, padding):
+    found = sorted(found, key=lambda part: part[1] != 1)
+    table, step = scheduled(found)
+    num_rows = max(1, step.num_tokens + padding)
+    batch = builder_of(table).build(step, num_rows)
+    ids, positions, slots, ends = [], [], [], []
+    for seq, (computed, new, _) in zip(step.seqs, found, strict=True):
+        for at in range(computed, computed + new):
+            ids.append(seq.token_ids[at])
+            positions.append(at)
+            slots.append(seq.block_ids[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE)
+        ends.append(len(ids))
+    pad = [0] * (num_rows - len(ids))
+    assert batch.num_rows == num_rows and batch.num_tokens == batch.num_token_non_padded == len(ids)
+    assert batch.input_ids.tolist() == ids + pad and batch.positions.tolist() == positions + pad
+    assert batch.slot_mapping.tolist() == slots
+    assert batch.query_start_loc_cpu.tolist() == [0, *ends]
+    assert batch.seq_lens_cpu.tolist() == [computed + new for computed, new, _ in found]
+    width = batch.block_table.shape[1]
+    for row, seq in zip(batch.block_table.tolist(), step.seqs, strict=True):
+        assert row == seq.block_ids + [0] * (width - len(seq.block_ids))
+    drawing = [i for i, (*_, draws) in enumerate(found) if draws]
+    assert batch.logits_indices.tolist() == [ends[i] - 1 for i in drawing]
+    rows = [step.seqs[i].row for i in drawing]
+    assert batch.sampling_rows.tolist() == batch.sampling_rows_cpu.tolist() == rows
+    assert batch.sampling_positions_cpu.tolist() == [sum(found[i][:2]) for i in drawing]
+
+
+def test_pending_tokens_are_resolved_but_for_a_graph():
+    table, step = scheduled([(3, 1, True), (5, 1, True)])
+    row = step.seqs[1].row
+    table.token_ids[row, 5] = -1 - row
+    last_tokens = torch.arange(50, 50 + MAX_SEQS)
+    builder = builder_of(table, last_tokens=last_tokens)
+    expected = [3, 50 + row, 0]
+    assert builder.build(step, 3).input_ids.tolist() == expected
+    batch = builder.build(step, 3, graph=True)
+    assert batch.input_ids.tolist() == [3, -1 - row, 0]
+    assert batch.num_token_non_padded.tolist() == [2] and batch.num_tokens == 2
+    assert batch.resolved(builder.last_tokens).input_ids.tolist() == expected
+
+
+def test_a_graph_finds_its_fields_where_its_capture_did():
+    """Tokens and sequences of the step may differ from the capture's, rows do not."""
+    builders, addresses = [], []
+    for case in ([], [(3, 1, True)], [(0, 5, False), (30, 4, True), (0, 2, True)]):
+        table, step = scheduled(case)
+        builders.append(builder_of(table))
+        batch = builders[-1].build(step, 12, graph=True)
+        start = batch.num_token_non_padded.data_ptr()
+        addresses.append([getattr(batch, n).data_ptr() - start for n in ("input_ids", "positions")])
+    assert addresses[0] == addresses[1] == addresses[2]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WiderBatch(ForwardBatch):
+    """A forward with two more fields."""
+
+    adapter_ids: Annotated[torch.Tensor, Shape("seq")]
+    token_types: Annotated[torch.Tensor, Shape("row")]
+
+
+def test_a_new_field_is_declared_once():
+    most = {"row": 8, "token": 8, "seq": 2, "sample": 2, "block": 3}
+    batch = make_batch([[1], [2, 3, 4]], [0, 0])
+    values = {
+        name: np.asarray(getattr(batch, name))
+        for name in ("input_ids", "positions", "logits_indices", "sampling_rows", "slot_mapping")
+    }
+    values |= {"block_table": batch.block_table[:, :3].numpy()}
+    values |= {"num_token_non_padded": np.array([4])}
+    values |= {"adapter_ids": np.array([7, 9]), "token_types": np.array([5, 5, 6, 6])}
+    on_device = _Staging(WiderBatch, most, CPU).ship(6, values)
+    assert on_device["token_types"].tolist() == [5, 5, 6, 6, 0, 0]
+    others = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    wider = WiderBatch(**{**others, **on_device, "num_token_non_padded": 4})
+    first, last = wider.ubatch(0, 3), wider.ubatch(3, 6)
+    assert first.adapter_ids.tolist() == [7, 9] and last.adapter_ids.tolist() == [9]
+    assert first.token_types.tolist() == [5, 5, 6] and last.token_types.tolist() == [6, 0, 0]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2, 5])
+def test_the_model_counts_tokens_as_a_graph_does(tmp_path: Path, num_tokens: int):
+    """Rows behind the count on the device reach no expert, whatever the batch says on the host."""
+    rank = OneRank(small_checkpoint(tmp_path))
+    seen = []
+    all2all = rank.kernels.all2all
+    dispatch = all2all.dispatch
+
+    def watched(x_TD, topk_idx_TK, topk_weights_TK):
+        seen.append((topk_idx_TK[:, 0] >= 0).tolist())
+        return dispatch(x_TD, topk_idx_TK, topk_weights_TK)
+
+    all2all.dispatch = watched
+    table, step = scheduled([(0, 3, True)])
+    batch = builder_of(table).build(step, 5, graph=True)
+    batch.num_token_non_padded.fill_(num_tokens)
+    with torch.inference_mode():
+        rank.attention.plan(batch)
+        rank.model.forward(batch)
+    assert seen == [[row < num_tokens for row in range(5)]] * len(rank.model.layers)

@@ -1,0 +1,156 @@
+"""Builds a `ForwardBatch` from the sequences of a step, in persistent buffers and without loops over tokens.
+
+All integers of a forward lie in one host array, so that one copy from pinned memory brings them to a GPU.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.attention.batch import Axis
+from workers.engine.scheduler import ScheduledBatch
+from workers.engine.sequence import SequenceTable
+from workers.runner.forward_batch import ForwardBatch, resolve_pending
+
+_ALIGNMENT = 16  # integers; kernels are compiled anew for fields that are not aligned
+
+
+class _Staging:
+    """Host memory for the device fields of one forward, and its twin on the device; on CPU both are the same memory.
+
+    On GPUs two host arrays take turns, because the copy of the forward before may still be in flight. Fields of one
+    integer or of T rows come first: their addresses on the device depend on T alone, as a CUDA graph needs it.
+    """
+
+    def __init__(
+        self, batch_type: type[ForwardBatch], largest: Mapping[Axis, int], device: torch.device
+    ):
+        declared = batch_type.shapes().items()
+        fields = [(name, axes) for name, axes in declared if not name.endswith("_cpu")]
+        fields.sort(key=lambda one: one[1][:1] not in ((), ("row",)))
+        self._fields = [(name, axes[:1] == ("row",)) for name, axes in fields]
+        size = sum(_aligned(math.prod(largest[axis] for axis in axes)) for _, axes in fields)
+        cuda = device.type == "cuda"
+        self._hosts = [
+            torch.zeros(size, dtype=torch.int64, pin_memory=cuda) for _ in range(1 + cuda)
+        ]
+        self._arrays = [host.numpy() for host in self._hosts]
+        self._device = torch.zeros(size, dtype=torch.int64, device=device) if cuda else None
+        self._turn = 0
+
+    def ship(self, num_rows: int, values: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Return each value on the device by its field's name; fields of rows are padded with 0 to `num_rows`."""
+        host, array = self._hosts[self._turn], self._arrays[self._turn]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        places: list[tuple[str, int, int, tuple[int, ...]]] = []
+        used = 0
+        for name, padded in self._fields:
+            value = values[name]
+            size = num_rows if padded else value.size
+            filled = used + value.size
+            array[used:filled].reshape(value.shape)[...] = value
+            array[filled : used + size] = 0
+            places.append((name, used, used + size, () if padded else value.shape[1:]))
+            used = _aligned(used + size)
+        there = host
+        if self._device is not None:
+            there = self._device
+            there[:used].copy_(host[:used], non_blocking=True)
+        return {
+            name: there[start:end].view(-1, *columns) if columns else there[start:end]
+            for name, start, end, columns in places
+        }
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+class ForwardBatchBuilder:
+    """Owns the buffers of one rank. `max_num_tokens` bounds T, `max_num_seqs` bounds B.
+
+    last_tokens   int64 [table rows], the token drawn last in each row, for sequences whose last token the host does
+                  not have yet; None: there are no such sequences
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        device: torch.device,
+        *,
+        last_tokens: torch.Tensor | None = None,
+    ):
+        self.last_tokens = last_tokens
+        self._table = table
+        largest: dict[Axis, int] = {
+            "row": max_num_tokens,
+            "token": max_num_tokens,
+            "seq": max_num_seqs,
+            "sample": max_num_seqs,
+            "block": table.block_table.shape[1],
+        }
+        self._staging = _Staging(ForwardBatch, largest, device)
+
+    def build(self, batch: ScheduledBatch, num_rows: int, *, graph: bool = False) -> ForwardBatch:
+        """Return the tensors of `batch`, padded to `num_rows` rows.
+
+        graph   for a CUDA graph: it resolves pending tokens itself and reads the number of tokens on the device
+        """
+        table = self._table
+        num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
+        assert num_tokens <= num_rows, f"{num_tokens} tokens do not fit in {num_rows} rows"
+        rows, num_new = table.rows_of(batch.seqs), batch.num_new_tokens
+        starts = table.num_computed[rows]
+        query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
+        np.cumsum(num_new, out=query_start_loc[1:])
+
+        row_of_token, positions = _spread(batch, rows, starts, query_start_loc)
+        blocks, offsets = np.divmod(positions, table.block_size)
+        ends = starts + num_new
+        seq_lens = ends.astype(np.int32)
+        max_blocks = -(-int(seq_lens.max(initial=1)) // table.block_size)
+        sampling_rows = rows[batch.samples]
+
+        device: dict[str, Any] = self._staging.ship(
+            num_rows,
+            {
+                "num_token_non_padded": np.array([num_tokens]),
+                "input_ids": table.token_ids[row_of_token, positions],
+                "positions": positions,
+                "slot_mapping": table.block_table[row_of_token, blocks] * table.block_size
+                + offsets,
+                "block_table": table.block_table[rows, :max_blocks],
+                "logits_indices": query_start_loc[1:][batch.samples] - 1,
+                "sampling_rows": sampling_rows,
+            },
+        )
+        if not graph:
+            device["num_token_non_padded"] = num_tokens
+            if self.last_tokens is not None:
+                device["input_ids"] = resolve_pending(device["input_ids"], self.last_tokens)
+        return ForwardBatch(
+            num_tokens=num_tokens,
+            num_seqs=num_seqs,
+            num_decodes=batch.num_decodes,
+            query_start_loc_cpu=query_start_loc,
+            seq_lens_cpu=seq_lens,
+            sampling_rows_cpu=sampling_rows,
+            sampling_positions_cpu=ends[batch.samples],
+            **device,
+        )
+
+
+def _spread(
+    batch: ScheduledBatch, rows: np.ndarray, starts: np.ndarray, query_start_loc: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return table row and position of each token, from each sequence's row and number of computed tokens."""
+    if batch.num_decodes == len(rows):
+        return rows, starts
+    num_new = batch.num_new_tokens
+    before = np.repeat(starts - query_start_loc[:-1], num_new)
+    return np.repeat(rows, num_new), np.arange(batch.num_tokens) + before
