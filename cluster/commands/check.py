@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cluster.api.tracing import check_tracing
 from cluster.commands.check_backends import alternatives, probe_or_assume
 from cluster.commands.check_memory import RankRow, rank_rows, too_little_on_gpu
 from cluster.commands.check_steps import (
@@ -26,7 +27,6 @@ from cluster.commands.check_steps import (
 from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
-from cluster.metrics.tracing import check_tracing
 from kernels.backends import select
 from kernels.backends.registry import SEAMS, backend_class
 from workers.config import RankConfig, not_for_answers

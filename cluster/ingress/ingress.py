@@ -16,6 +16,7 @@ from cluster.api.gate import Gate
 from cluster.api.record import Recorder
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import load_default_sampling, load_tokenizer
+from cluster.api.tracing import make_tracer
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import max_num_seqs
 from cluster.config.serve_section import open_choices_limit
@@ -24,7 +25,6 @@ from cluster.group.engine_client import EngineClient
 from cluster.group.placement import num_gpus
 from cluster.ingress.http_server import HttpServer
 from cluster.metrics.metrics import IngressMetrics
-from cluster.metrics.tracing import make_tracer
 from workers.stats.log import set_up_logging
 
 logger = logging.getLogger(__name__)

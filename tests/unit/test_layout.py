@@ -1,7 +1,7 @@
 """The rules of the house that a reader of imports and line counts can check."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,45 @@ ALLOWED = {
         "kernels/attention/flashinfer_modules.py",
     ),
     "triton": ("kernels/triton",),
+}
+# The folders and files from the lowest level up. A unit imports from lower levels and from its own; units of one line
+# share a level. The longest prefix of a path decides its unit.
+ORDER = {
+    "kernels": (
+        ("pending.py", "block_fp8.py", "triton"),
+        ("host",),
+        ("native", "fused.py"),
+        ("routing",),
+        # The data that the configuration reads without torch, and that every backend class is declared by.
+        ("attention/spec.py", "attention/kv_layout.py", "backends/registry.py"),
+        ("backends/config.py", "backends/unavailable.py", "backends/backend.py"),
+        ("backends/context.py",),
+        ("attention",),
+        ("all2all",),
+        ("grouped_gemm",),
+        ("backends",),
+    ),
+    "workers": (
+        ("parallel.py", "stats/log.py"),
+        ("config.py",),
+        ("wire",),
+        # The tensors of one forward, which the layers read.
+        ("runner/forward_batch.py",),
+        # Layers are built from specs, models from layers, and weights fill the slots of both.
+        ("models", "layers", "weights"),
+        # A step: the engine schedules it, the runner runs it, whole or in ubatches that a trace records.
+        ("engine", "runner", "sampling", "stats", "ubatch", "trace", "rank"),
+    ),
+    "cluster": (
+        ("errors.py",),
+        ("config",),
+        ("metrics",),
+        ("group",),
+        ("api",),
+        ("ingress", "bench"),
+        ("app.py", "commands"),
+        ("cli.py",),
+    ),
 }
 # Imported when the backend is built, never when its module is.
 LATE = ("deep_ep", "deep_gemm", "flashinfer")
@@ -90,6 +129,114 @@ def test_the_rule_allows():
         == []
     )
     assert forbidden("kernels/all2all/deepep.py", "def f():\n    import deep_ep") == []
+
+
+def level(path: str) -> int:
+    """The position of a source file in ORDER, all levels of `kernels` below those of `workers`, then `cluster`."""
+    units = {
+        f"{layer}/{unit}": (tuple(reversed(LAYERS)).index(layer), number)
+        for layer, levels in ORDER.items()
+        for number, units in enumerate(levels)
+        for unit in units
+    }
+    layer, number = units[max((u for u in units if f"{path}/".startswith(f"{u}/")), key=len)]
+    return 100 * layer + number
+
+
+def modules() -> dict[str, str]:
+    """Dotted name of each module with source, to its path relative to the root."""
+    paths = (path.relative_to(ROOT) for path in SOURCES)
+    return {".".join(path.with_suffix("").parts): str(path) for path in paths}
+
+
+def imported(tree: ast.AST, known: Iterable[str], *, late: bool = True) -> set[str]:
+    """The modules of `known` that a source imports; without `late`, those that importing it needs, for types too."""
+    found = set()
+    functions = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if late or not isinstance(node, functions):
+            nodes.extend(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & set(known)
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components with more than one node (Kosaraju)."""
+    finished: dict[str, None] = {}
+    backwards: dict[str, set[str]] = {node: set() for node in graph}
+
+    def visit(node: str, edges: Mapping[str, set[str]], seen: dict[str, None]) -> None:
+        if node in seen:
+            return
+        open_nodes = [(node, iter(sorted(edges[node])))]
+        entered = {node}
+        while open_nodes:
+            current, following = open_nodes[-1]
+            step = next((n for n in following if n not in seen and n not in entered), None)
+            if step is None:
+                seen[current] = None
+                open_nodes.pop()
+            else:
+                entered.add(step)
+                open_nodes.append((step, iter(sorted(edges[step]))))
+
+    for node in graph:
+        visit(node, graph, finished)
+        for target in graph[node]:
+            backwards[target].add(node)
+    found: list[list[str]] = []
+    reached: dict[str, None] = {}
+    for node in reversed(list(finished)):
+        before = len(reached)
+        visit(node, backwards, reached)
+        component = list(reached)[before:]
+        if len(component) > 1:
+            found.append(sorted(component))
+    return found
+
+
+def test_folders_import_from_lower_ones():
+    known = modules()
+    upwards = [
+        f"{path} imports {target}"
+        for path in known.values()
+        for target in imported(ast.parse((ROOT / path).read_text()), known)
+        if level(known[target]) > level(path)
+    ]
+    assert upwards == []
+
+
+def test_modules_have_no_circles():
+    known = modules()
+    graph = {
+        name: imported(ast.parse((ROOT / path).read_text()), known, late=False) - {name}
+        for name, path in known.items()
+    }
+    assert sum(map(len, graph.values())) > 500
+    assert circles(graph) == []
+
+
+def test_every_file_has_a_level_and_every_unit_a_file():
+    paths = [str(path.relative_to(ROOT)) for path in SOURCES if path.name != "__init__.py"]
+    assert all(level(path) >= 0 for path in paths)
+    for layer, levels in ORDER.items():
+        for unit in (unit for units in levels for unit in units):
+            assert any(f"{path}/".startswith(f"{layer}/{unit}/") for path in paths), unit
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["d", "e"]]
+    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    source = "if TYPE_CHECKING:\n    from a.b import C\n\ndef f():\n    import a.c\n"
+    known = ("a.b", "a.c", "a.d")
+    assert imported(ast.parse(source), known, late=False) == {"a.b"}
+    assert imported(ast.parse(source), known) == {"a.b", "a.c"}
 
 
 def test_there_are_sources():

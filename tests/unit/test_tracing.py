@@ -14,10 +14,10 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
+from cluster.api.tracing import RequestTracer, check_tracing, make_tracer
 from cluster.config.errors import ConfigError
 from cluster.config.serve_section import TracingConfig
 from cluster.metrics.metrics import IngressMetrics
-from cluster.metrics.tracing import RequestTracer, check_tracing, make_tracer
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, tiny_tokenizer
 from workers.wire.request import RequestOutput, RequestTimes
 
@@ -217,7 +217,7 @@ def test_a_missing_library_is_a_clear_error():
         "import sys\n"
         "sys.modules['opentelemetry.exporter'] = None\n"
         "from cluster.config.serve_section import TracingConfig\n"
-        "from cluster.metrics.tracing import check_tracing\n"
+        "from cluster.api.tracing import check_tracing\n"
         "check_tracing(TracingConfig())\n"
         "try:\n    check_tracing(TracingConfig(otlp_endpoint='http://localhost:4318'))\n"
         "except ValueError as error:\n    print(error)\n"

@@ -9,14 +9,11 @@ from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from workers.models.config_reader import ConfigReader, ModelConfigError, read_json
 from workers.models.specs import ModelConfig
 from workers.weights.weight_map import QUANTISABLE, WeightEntry
-
-if TYPE_CHECKING:
-    from workers.models.causal_lm import CausalLM
 
 
 @dataclass(frozen=True)
@@ -78,9 +75,9 @@ def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
     )
 
 
-def model_class(config: ModelConfig) -> "type[CausalLM]":
-    """Return the class of the config's family; imports torch."""
+def model_class(config: ModelConfig) -> type[Any]:
+    """Return the class of the config's family, a CausalLM; imports torch."""
     family = FAMILIES[config.model_type]
     module = import_module(f"workers.models.{family.folder}.model")
-    found: type[CausalLM] = getattr(module, family.architecture)
+    found: type[Any] = getattr(module, family.architecture)
     return found
