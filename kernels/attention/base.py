@@ -73,6 +73,7 @@ class Attention(Backend):
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Use these caches from now on, one a layer, in the shape of `kv_layout`; none: release the old ones."""
+        assert len(kv_caches) in (0, len(self.specs)), (len(kv_caches), len(self.specs))
         self.kv_caches = kv_caches
 
     @abstractmethod

@@ -1,13 +1,10 @@
-"""Attention by flashinfer over the paged KV cache: decodes and new prompts, planned once a step. 16-bit floats on GPUs.
+"""Attention by flashinfer over the paged KV cache: decodes and prompts, planned once a step. 16-bit floats on GPUs.
 
-Decodes run on its tensor-core decode, which keeps the query heads that share a KV head in one tile; other sequences on
-its prefill kernels (FlashAttention 3 on Hopper, 2 elsewhere). On Hopper prompts that are all new read K and V where the
-projection left them, 14 to 30 % faster than out of pages; in bfloat16 alone, because a kernel's last tile of a prompt
-multiplies the next one's V by 0, which in float16 may have overflowed. The block table becomes flashinfer's list of
-pages on the device, so a plan waits for nothing. Forwards can also be planned for CUDA graphs, prompts on Hopper alone:
-`reserve_graphs` once, then `plan_graph` before the capture and before each replay of a size.
+The block table becomes flashinfer's list of pages on the device, so a plan waits for nothing. Layers with equal specs
+share a plan; each further spec has plans of its own. Forwards can also be planned for CUDA graphs, prompts on Hopper
+only: `reserve_graphs` once, then `plan_graph` before the capture and before each replay of a size.
 
-T tokens, H query heads, h KV heads, d head dim, B sequences.
+T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotated values of a head.
 """
 
 import os
@@ -15,6 +12,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -23,17 +21,16 @@ import numpy as np
 import torch
 
 from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
-from kernels.attention.flashinfer_decodes import (
-    ALIGNMENT_BYTES,
-    Decodes,
-    Pages,
-    Shape,
-    chunk_pages,
-    plan_new_prompts,
-    prompts_are_new,
-)
-from kernels.attention.flashinfer_graphs import GraphPlans, NewRows, Planned
+from kernels.attention.flashinfer_decodes import Pages, Shape, prompts_are_new
+from kernels.attention.flashinfer_graphs import GraphPlans
 from kernels.attention.flashinfer_modules import import_failure
+from kernels.attention.flashinfer_plans import (
+    WORKSPACE_BYTES,
+    EagerPlans,
+    NewRows,
+    Planned,
+    workspace_bytes,
+)
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.backend import BackendShape
 from kernels.host.hopper import on_hopper
@@ -42,23 +39,20 @@ from kernels.pending import wait_previous_ubatch
 MIN_VERSION = (0, 6, 6)
 NEEDED_BESIDE = {
     "triton": "triton 3.4 or newer, for the kernels beside it",
-    # What 0.6.6 and sgl-deep-gemm 0.1.4.post1 declare.
+    # As flashinfer 0.6.6 and sgl-deep-gemm 0.1.4.post1 declare.
     "tvm_ffi": "apache-tvm-ffi from 0.1.6 to below 0.2, but 0.1.8 (beside DeepGEMM 0.1.11), for its calls",
 }
 MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-PREFILL_TILE = 128  # rows of query heads times query tokens
-# Blocks a multiprocessor that flashinfer aims at when it splits long sequences.
+# Blocks of threads a multiprocessor that flashinfer aims at when it cuts long sequences.
 BLOCKS_PER_SM = 2
-# Rows from which prompts that are all new get graphs of their own: there they save 1 % of a step and more.
+# Rows from which prompts without computed tokens have graphs of their own: from there they save 1 % of a step or more.
 NEW_PROMPT_ROWS = 1024
-# For partial results of sequences that are cut, at least.
-WORKSPACE_BYTES = 128 * 2**20
 
 
 def _unavailable(device: torch.device) -> str | None:
-    """Return what keeps flashinfer from running on this GPU, or None. Imports flashinfer where nothing else does."""
+    """Return what keeps flashinfer from running on this GPU, or None. Imports flashinfer if all else is present."""
     needed = ".".join(map(str, MIN_VERSION))
     try:
         found = version("flashinfer-python")
@@ -74,13 +68,14 @@ def _unavailable(device: torch.device) -> str | None:
             return f"{package} is not installed; needed is {what}"
     if find_spec("flashinfer_jit_cache") is None and _nvcc() is None:
         return "no nvcc was found to compile its kernels with (set CUDA_HOME), nor flashinfer-jit-cache"
-    if (said := import_failure()) is not None:
-        return f"import flashinfer failed (flashinfer-python {found} is installed, {needed} or newer is needed): {said}"
+    if (error := import_failure()) is not None:
+        versions = f"flashinfer-python {found} is installed, {needed} or newer is needed"
+        return f"import flashinfer failed ({versions}): {error}"
     return None
 
 
 def _nvcc() -> str | None:
-    """Where flashinfer looks for the compiler."""
+    """Return the compiler that flashinfer uses, or None."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home:
         return shutil.which("nvcc", path=os.path.join(home, "bin"))
@@ -88,7 +83,7 @@ def _nvcc() -> str | None:
 
 
 class FlashInferAttention(GraphAttention):
-    """Prefill and decode wrappers over one workspace; one instance plans for one forward at a time."""
+    """Wrappers of flashinfer over one workspace; one instance is planned for one forward at a time."""
 
     name = "flashinfer"
     devices = ("cuda",)
@@ -103,14 +98,20 @@ class FlashInferAttention(GraphAttention):
         from kernels.triton.paged import list_pages, store_kv
         from kernels.triton.qk_rope import norm_rotate_store
 
-        self.spec = specs[0]
         self._flashinfer: Any = flashinfer
         self._list_pages, self._store_kv = list_pages, store_kv
         self._norm_rotate_store = norm_rotate_store
-        self._num_tokens = self._num_decodes = 0
-        self._all_new = False
-        self._plans: GraphPlans | None = None
-        self._graph: Planned | None = None
+        kinds = list(dict.fromkeys(self.specs))
+        self._kind_of_layer = [kinds.index(spec) for spec in self.specs]
+        self._head_counts = [
+            [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads] for spec in self.specs
+        ]
+        self._has_new_prompts = False
+        # Of each distinct spec, in the order of first layers: shape, plans outside of graphs, and the plan to run.
+        self._shapes: list[Shape] = []
+        self._eager: list[EagerPlans] = []
+        self._planned: Sequence[Planned] = ()
+        self._graphs: GraphPlans | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -125,111 +126,82 @@ class FlashInferAttention(GraphAttention):
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
         if shape.dtype not in DTYPES:
             return f"it computes in float16 or bfloat16, model.dtype is {shape.dtype_name}"
-        specs = set(shape.attention_specs)
-        head_dims = {spec.head_dim for spec in specs}
-        if others := sorted(head_dims.difference(HEAD_DIMS)):
-            known = ", ".join(map(str, HEAD_DIMS))
-            return f"it takes a head_dim of {known}, the model's is {', '.join(map(str, others))}"
-        if len(specs) > 1:
-            return f"it plans for one attention of all layers, the model has {len(specs)}"
+        others = {spec.head_dim for spec in shape.attention_specs}.difference(HEAD_DIMS)
+        if others:
+            known, found = (", ".join(map(str, dims)) for dims in (HEAD_DIMS, sorted(others)))
+            return f"it takes a head_dim of {known}, the model's is {found}"
         return super().unsupported_reason(shape)
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
-        """Also compiles flashinfer's kernels, where this machine has not done so before (minutes)."""
+        """Also compile flashinfer's kernels, if this machine has not done so before (minutes)."""
         super().bind(kv_caches)
-        self._layers = []
+        self._layers = [(cache[0], cache[1]) for cache in kv_caches]
         if not kv_caches:
             return
-        cache = kv_caches[0]
-        assert cache.dtype in DTYPES and self.spec.head_dim in HEAD_DIMS, (cache.dtype, self.spec)
-        self._layers = [(cache[0], cache[1]) for cache in kv_caches]
-        self._device = cache.device
-        self._slots = torch.empty(0, dtype=torch.int64, device=self._device)
-        num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
-        num_blocks = BLOCKS_PER_SM * num_sms // self.spec.num_kv_heads
-        shape = self._shape = Shape(self.spec, self.block_size, cache.dtype, num_blocks)
-        hopper = self.mixed_graph = on_hopper(self._device)
-        prefill_bytes = 0 if hopper else num_blocks * shape.chunk_bytes(PREFILL_TILE)
-        decode_bytes = num_blocks * shape.chunk_bytes(shape.tile)
-        size = max(prefill_bytes, decode_bytes, WORKSPACE_BYTES) + ALIGNMENT_BYTES
-        workspace = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        self._max_chunks = (size - ALIGNMENT_BYTES) // shape.chunk_bytes(shape.tile)
-        wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            workspace, use_tensor_cores=True
-        )
-        self._decode = Decodes(wrapper, self._flashinfer.fast_decode_plan)
-        self._prefill = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-            workspace, backend="fa3" if hopper else "fa2"
-        )
-        self._new_prompts = None
-        if hopper and cache.dtype == torch.bfloat16:
-            self._new_prompts = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-                workspace, backend="fa3"
-            )
-        self._planned = torch.cuda.Event()
-        self._plans = self._graph = None
+        dtype, device = kv_caches[0].dtype, kv_caches[0].device
+        assert dtype in DTYPES, dtype
+        self._device = device
+        self._slots = torch.empty(0, dtype=torch.int64, device=device)
+        blocks = BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        self._shapes = [
+            Shape(spec, self.block_size, dtype, blocks // spec.num_kv_heads)
+            for spec in dict.fromkeys(self.specs)
+        ]
+        hopper = self.mixed_graph = on_hopper(device)
+        self._has_new_prompts = hopper and dtype == torch.bfloat16
+        size = max(workspace_bytes(shape, hopper=hopper) for shape in self._shapes)
+        workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._eager = [
+            EagerPlans(self._flashinfer, shape, workspace, hopper=hopper) for shape in self._shapes
+        ]
+        self._planned, self._graphs = (), None
+        self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._compile()
 
     def _compile(self) -> None:
-        """Plan one token both ways, each in a thread: what is missing is compiled side by side."""
+        """Plan one token as decode and as prompt, each in a thread, so that missing kernels compile side by side."""
         pages = Pages(np.ones(1, dtype=np.int32), self.block_size)
         pages.ship(torch.zeros(1, dtype=torch.int32, device=self._device))
+        starts, inference = np.arange(2, dtype=np.int32), torch.is_inference_mode_enabled()
 
-        inference = torch.is_inference_mode_enabled()
-
-        def plan(decodes: bool) -> None:
+        def plan(plans: EagerPlans, *, decodes: bool) -> None:
             with torch.cuda.device(self._device), torch.inference_mode(inference):
                 if decodes:
-                    self._plan_decodes(pages, 1)
+                    plans.plan_decodes(pages, 1)
                 else:
-                    self._plan_extends(pages, 0, np.arange(2, dtype=np.int32))
+                    plans.plan_extends(pages, 0, starts)
 
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(plan, (True, False)))
+        # Kernels depend on the head dim only.
+        of_head_dim = {
+            shape.spec.head_dim: plans
+            for shape, plans in zip(self._shapes, self._eager, strict=True)
+        }
+        tasks = [
+            partial(plan, plans, decodes=decodes)
+            for plans in of_head_dim.values()
+            for decodes in (True, False)
+        ]
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            list(pool.map(lambda task: task(), tasks))
         torch.cuda.synchronize(self._device)
 
     def plan(self, batch: AttentionBatch) -> None:
-        self._graph = None
-        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
-        self._slots = batch.slot_mapping
+        self._planned, self._slots = self._eager, batch.slot_mapping
         if not batch.num_seqs:
+            for plans in self._eager:
+                plans.plan_nothing()
             return
-        # Schedules travel from pinned memory that this plan overwrites.
-        self._planned.synchronize()
+        # Schedules are copied to the device from pinned memory that this plan overwrites.
+        self._plan_copied.synchronize()
         pages = Pages(batch.seq_lens_cpu, self.block_size)
         pages.ship(torch.empty(pages.total, dtype=torch.int32, device=self._device))
         self._list_pages(batch.block_table[: batch.num_seqs], pages.starts, pages.pages)
-        if batch.num_decodes:
-            self._plan_decodes(pages, batch.num_decodes)
-        if batch.num_decodes < batch.num_seqs:
-            self._all_new = self._new_prompts is not None and prompts_are_new(batch)
-            if self._all_new:
-                self._plan_new_prompts(batch.query_start_loc_cpu[batch.num_decodes :])
-            else:
-                self._plan_extends(pages, batch.num_decodes, batch.query_start_loc_cpu)
-        self._planned.record()
-
-    def _plan_decodes(self, pages: Pages, num_decodes: int) -> None:
-        num_pages = np.diff(pages.starts_cpu.numpy()[: num_decodes + 1])
-        chunk = chunk_pages(num_pages, num_decodes, self._max_chunks, self._shape.num_blocks)
-        self._decode.plan(pages, num_decodes, chunk, self._shape)
-
-    def _plan_extends(self, pages: Pages, first: int, query_start_loc: np.ndarray) -> None:
-        """Sequences from `first` on, the earlier ones having a token each."""
-        first_page = int(pages.starts_cpu[first])
-        self._prefill.plan(
-            torch.from_numpy(query_start_loc[first:] - np.int32(first)),
-            pages.starts_cpu[first:] - first_page,
-            pages.pages[first_page:],
-            pages.last_lens_cpu[first:],
-            *self._shape.arguments,
-            causal=True,
-            **self._shape.types,
+        all_new = (
+            self._has_new_prompts and batch.num_decodes < batch.num_seqs and prompts_are_new(batch)
         )
-
-    def _plan_new_prompts(self, query_start_loc: np.ndarray) -> None:
-        starts = torch.from_numpy(query_start_loc - query_start_loc[0])
-        plan_new_prompts(self._new_prompts, starts, self._shape)
+        for plans in self._eager:
+            plans.plan(batch, pages, all_new=all_new)
+        self._plan_copied.record()
 
     def __call__(
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
@@ -251,36 +223,17 @@ class FlashInferAttention(GraphAttention):
         wait_previous_ubatch()
 
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
-        heads, kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        q_THd, k_Thd, v_Thd = qkv_TMd.split((heads, kv_heads, kv_heads), dim=1)
+        q_THd, k_Thd, v_Thd = qkv_TMd.split_with_sizes(self._head_counts[layer], 1)
         return self._attend((q_THd, k_Thd, v_Thd), layer)
 
     def _attend(self, new: NewRows, layer: int) -> torch.Tensor:
-        q_THd, caches = new[0], self._layers[layer]
-        if self._graph is not None:
-            return self._graph.run(new, caches)
-        out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
-        split, end = self._num_decodes, self._num_tokens
-        if split:
-            self._decode.wrapper.run(q_THd[:split], caches, out=out_THd[:split])
-        prompts = slice(split, end)
-        if split < end and self._all_new:
-            self._new_prompts.run(*(rows[prompts] for rows in new), out=out_THd[prompts])
-        elif split < end:
-            self._prefill.run(q_THd[prompts], caches, out=out_THd[prompts])
-        if end < len(q_THd):
-            out_THd[end:] = 0
-        return out_THd
+        return self._planned[self._kind_of_layer[layer]].run(new, self._layers[layer])
 
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
-        """Buffers for graphs of up to `max_rows` rows, of up to `max_seqs` sequences of up to `max_blocks` blocks each.
-
-        Before any capture; what was captured before must not be replayed again.
-        """
-        self._plans = GraphPlans(
+        self._graphs = GraphPlans(
             self._flashinfer,
             self._list_pages,
-            self._shape,
+            self._shapes,
             self._device,
             max_rows=max_rows,
             max_seqs=max_seqs,
@@ -288,30 +241,23 @@ class FlashInferAttention(GraphAttention):
         )
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
-        """The forms to capture for steps of this size, of decodes alone or with prompts; any can be of the last one."""
         if not prompts:
             return GraphForm.EVEN_DECODES, GraphForm.DECODES
-        if self._new_prompts is None or num_rows < NEW_PROMPT_ROWS:
+        if not self._has_new_prompts or num_rows < NEW_PROMPT_ROWS:
             return (GraphForm.MIXED,)
         return GraphForm.NEW_PROMPTS, GraphForm.MIXED
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        """Which of them serves this batch best."""
-        assert self._plans is not None, "reserve_graphs comes first"
+        assert self._graphs is not None, "reserve_graphs comes first"
         forms = self.forms(num_rows, prompts=prompts)
         fits = len(forms) > 1 and (
-            prompts_are_new(batch) if prompts else self._plans.even(batch, num_rows)
+            prompts_are_new(batch) if prompts else self._graphs.even(batch, num_rows)
         )
         return forms[0] if fits else forms[-1]
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
-        """Plan for a graph of `num_rows` rows and this form, of which the batch may leave the last ones empty.
-
-        Every address and launch shape is that of the capture with the same two arguments. K and V of empty rows go
-        nowhere; their output is finite, of decodes' forms zero.
-        """
-        assert self._plans is not None, "reserve_graphs comes first"
-        self._planned.synchronize()
-        self._graph = self._plans.plan(batch, num_rows, form)
-        self._slots = self._plans.slots[:num_rows]
-        self._planned.record()
+        assert self._graphs is not None, "reserve_graphs comes first"
+        self._plan_copied.synchronize()
+        self._planned = self._graphs.plan(batch, num_rows, form)
+        self._slots = self._graphs.slots[:num_rows]
+        self._plan_copied.record()

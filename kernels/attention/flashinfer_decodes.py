@@ -1,10 +1,10 @@
-"""How decodes are planned for flashinfer: their pages, how long sequences are cut, fixed addresses for graphs.
+"""How decodes are planned for flashinfer: lists of pages, the cuts of long sequences, fixed addresses for graphs.
 
-flashinfer's schedule cuts sequences into chunks that blocks of threads work on side by side. Left to itself it cuts
-only where there are fewer sequences than blocks, so of 128 sequences two of 32768 tokens make the others of 512 wait:
-456 us, where chunks of twice the mean length take 93 (H200, Qwen3-30B-A3B's shapes).
+flashinfer's schedule cuts sequences into chunks, which blocks of threads compute side by side. By default it cuts only
+when there are fewer sequences than blocks. Then 126 sequences of 512 tokens wait for two of 32768: 456 us, where chunks
+of twice the mean length take 93 us (H200, Qwen3-30B-A3B's shapes).
 
-R rows, a decode each; of a graph the last ones may be empty.
+R rows, a decode each; the last rows of a graph may be empty.
 """
 
 from dataclasses import dataclass
@@ -16,20 +16,22 @@ import torch
 from kernels.attention.base import AttentionBatch
 from kernels.attention.spec import AttentionSpec
 
-# Rows of a tile of query heads times query tokens, by how many heads share a KV head.
+# Rows of a tile (query heads times query tokens) that flashinfer has, by the heads that share a KV head.
 TILES = (16, 64, 128)
-ALIGNMENT_BYTES = 2**16  # what flashinfer may skip of a workspace
-# A sequence that is left whole is read at the pace of one block of threads, 12 ns a token; to cut costs 5 us. So it is
-# left so where the longest has at most so many tokens more than so many even shares of all blocks: of 60 mixtures, 1 to
-# 64 rows of 32 to 16,384 tokens, one was 8 % slower than cut, the others at most 3 (H200, Qwen3-30B-A3B's shapes).
+ALIGNMENT_BYTES = 2**16  # flashinfer may skip up to this much of a workspace
+# One block of threads reads a whole sequence at 12 ns a token; a cut costs 5 us. So sequences are left whole if the
+# longest has at most UNCUT_TOKENS more tokens than UNCUT_SHARES even shares of all blocks. Of 60 mixtures, 1 to 64 rows
+# of 32 to 16,384 tokens, one was 8 % slower whole than cut, 59 at most 3 % (H200, Qwen3-30B-A3B's shapes).
 UNCUT_TOKENS = 450
 UNCUT_SHARES = 1.9
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What every plan must know of the model and of the GPU.
+    """What plans need of the layers, the cache and the GPU.
 
+    block_size  tokens of a page
+    dtype       of q, k, v and the cache
     num_blocks  blocks of threads that flashinfer aims at when it cuts long sequences
     """
 
@@ -40,13 +42,13 @@ class Shape:
 
     @property
     def arguments(self) -> tuple[int, int, int, int]:
-        """In the order of flashinfer's plans."""
+        """Return heads, KV heads, head dim and page size, in the order of flashinfer's plans."""
         spec = self.spec
         return spec.num_heads, spec.num_kv_heads, spec.head_dim, self.block_size
 
     @property
     def types(self) -> dict[str, Any]:
-        """Keyword arguments of flashinfer's plans."""
+        """Return keyword arguments of flashinfer's plans."""
         return {
             "q_data_type": self.dtype,
             "kv_data_type": self.dtype,
@@ -55,24 +57,24 @@ class Shape:
 
     @property
     def tile(self) -> int:
-        """Rows of a decode's tile."""
+        """Return the rows of a decode's tile."""
         return next(tile for tile in TILES if tile >= self.spec.group_size or tile == TILES[-1])
 
     def chunk_bytes(self, tile: int) -> int:
-        """Partial results of a chunk as flashinfer counts them: float32 [tile, H, d + 1]."""
+        """Return the bytes of a chunk's partial results as flashinfer counts them: float32 [tile, H, d + 1]."""
         return 4 * tile * self.spec.num_heads * (self.spec.head_dim + 1)
 
     def graph_chunks(self, num_rows: int) -> int:
-        """flashinfer's bound on the chunks of a graph's decodes."""
+        """Return flashinfer's bound on the chunks of a graph's decodes."""
         return -(-num_rows * self.spec.group_size // self.tile) + num_rows - 1
 
 
 class Pages:
-    """Which pages each sequence has, as flashinfer reads it, on the host and (after `ship`) on the device.
+    """The pages of each sequence in flashinfer's form, on the host and, after `ship`, on the device.
 
-    starts     int32 [R + 1]  where each sequence's entries of `pages` start; rows without a sequence have none
-    last_lens  int32 [R]      tokens in each one's last page
-    pages      int32 [>= total]
+    starts     int32 [R + 1]     index in `pages` of each sequence's first page; rows without a sequence have no pages
+    last_lens  int32 [R]         tokens in each sequence's last page
+    pages      int32 [>= total]  pages of all sequences, in order
     """
 
     def __init__(self, seq_lens_cpu: np.ndarray, block_size: int, num_rows: int | None = None):
@@ -89,7 +91,10 @@ class Pages:
         self.starts_cpu, self.last_lens_cpu = self._halves(self._lengths_cpu)
 
     def ship(self, pages: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
-        """Start the copy to the device: into `lengths` [>= 2R + 1], or new tensors. `pages` is still to be filled."""
+        """Start the copy of starts and last_lens to the device, into `lengths` [>= 2R + 1] or a new tensor.
+
+        `pages` is kept; the caller fills it.
+        """
         count = 2 * self.num_rows + 1
         if lengths is None:
             lengths = torch.empty(count, dtype=torch.int32, device=pages.device)
@@ -104,10 +109,10 @@ class Pages:
 def chunk_pages(
     num_pages: np.ndarray, num_rows: int, max_chunks: int, num_blocks: int
 ) -> int | None:
-    """The longest chunk, in pages, if long sequences are to be cut so that there are at most `max_chunks`.
+    """Return the longest chunk, in pages, with which there are at most `max_chunks` chunks, or None.
 
-    None where none is longer, and where flashinfer's own cut, into up to `num_blocks` chunks, is finer. num_pages int
-    [up to R]; a row has a chunk also when it is empty.
+    None: no sequence is longer, or flashinfer's own cut, into up to `num_blocks` chunks, is finer. num_pages is int
+    [up to R]; an empty row has a chunk too.
     """
     max_chunks = min(max_chunks, num_rows + num_rows // 2)
     if max_chunks <= max(num_blocks, num_rows):
@@ -117,31 +122,31 @@ def chunk_pages(
 
 
 def few_are_even(seq_lens: np.ndarray, num_blocks: int) -> bool:
-    """Whether fewer decodes than blocks of threads, int [up to R], had better be left whole."""
+    """Return whether to leave decodes whole that are fewer than blocks of threads; seq_lens is int [up to R]."""
     share = int(seq_lens.sum()) / num_blocks
     return int(seq_lens.max(initial=0)) <= UNCUT_TOKENS + UNCUT_SHARES * share
 
 
 def prompts_are_new(batch: AttentionBatch) -> bool:
-    """Whether nothing was computed before of the sequences that are no decodes."""
+    """Return whether no sequence behind the decodes has tokens from earlier forwards."""
     prompts = slice(batch.num_decodes, batch.num_seqs)
     new = np.diff(batch.query_start_loc_cpu[batch.num_decodes : batch.num_seqs + 1])
     return bool((batch.seq_lens_cpu[prompts] == new).all())
 
 
 def plan_new_prompts(wrapper: Any, starts: torch.Tensor, shape: Shape) -> None:
-    """Plan a wrapper that reads K and V in place for prompts whose rows, of q as of k and v, begin at `starts`."""
+    """Plan a wrapper that reads K and V from the new rows; `starts` are the prompts' first rows, of q, k and v."""
     spec = shape.spec
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
     wrapper.plan(starts, starts, *heads, causal=True, **shape.types)
 
 
 class Decodes:
-    """A decode wrapper of flashinfer and how it is planned.
+    """A decode wrapper of flashinfer with its plan.
 
-    cuts false: no sequence is cut, ever. Then each row has one chunk and the launch depends on their number alone, so
-    that a wrapper that was not made for graphs can be captured. One that was made for them merges chunks in every
-    call, which costs 5 to 8 us.
+    cuts   False: no sequence is ever cut. Each row has one chunk then and the launch depends on the number of rows
+           only, so a wrapper without use_cuda_graph can be captured. A wrapper with it merges chunks in every call,
+           which costs 5 to 8 us.
     """
 
     def __init__(self, wrapper: Any, fast_plan: Any, *, cuts: bool = True):
@@ -151,7 +156,7 @@ class Decodes:
         self._row_starts: torch.Tensor | None = None
 
     def plan(self, pages: Pages, num_rows: int, chunk: int | None, shape: Shape) -> None:
-        """The first `num_rows` rows; `chunk` as of `chunk_pages`."""
+        """Plan the first `num_rows` rows; `chunk` as `chunk_pages` returns it."""
         starts_cpu = pages.starts_cpu[: num_rows + 1]
         last_lens_cpu = pages.last_lens_cpu[:num_rows]
         used = pages.pages[: int(starts_cpu[-1])]
@@ -159,7 +164,7 @@ class Decodes:
         if not self._planned:
             self.wrapper.plan(starts_cpu, used, last_lens_cpu, *shape.arguments, **options)
             self._planned = True
-        # The wrapper's own plan looks at each length in Python, 2 us each. This one leaves copies to the device to us.
+        # The wrapper's own plan reads each length in Python, 2 us each. The fast plan leaves copies to the caller.
         starts, last_lens = pages.starts[: num_rows + 1], pages.last_lens[:num_rows]
         self._fast_plan(
             self.wrapper,
@@ -172,7 +177,7 @@ class Decodes:
         )
         self.wrapper._paged_kv_last_page_len_buf = last_lens
         if not self._cuts:
-            # A new copy in each plan, of which a graph may hold on to the first one only.
+            # Each plan makes a new copy, but a captured graph reads the first.
             if self._row_starts is None:
                 self._row_starts = self.wrapper._qo_indptr_buf
             self.wrapper._qo_indptr_buf = self._row_starts

@@ -1,13 +1,13 @@
 """flashinfer's plans for CUDA graphs: what a captured forward reads has fixed addresses, filled before each replay.
 
-All graphs run one after the other, so they share their buffers. A graph of decodes has one kernel with a row for each
-sequence. One that takes prompts too has two: FlashAttention 2 for up to `max_seqs` decodes, FlashAttention 3 for the
-prompts behind them, in pages or all new. They take their work from lists: none touches another's rows, and blocks
-without work end at once.
+Graphs run one after the other, so all graphs share buffers. A graph of decodes has one kernel with a row for each
+sequence. A graph with prompts has two kernels: FlashAttention 2 for up to `max_seqs` decodes, FlashAttention 3 for the
+prompts behind them, in pages or all new. Both take their work from lists: neither writes rows of the other, and blocks
+of threads without work end at once.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,22 +22,12 @@ from kernels.attention.flashinfer_decodes import (
     few_are_even,
     plan_new_prompts,
 )
+from kernels.attention.flashinfer_plans import Caches, NewRows, Planned
 
 # Of a schedule of decodes; some 30 bytes a row are used.
 SCHEDULE_BYTES = 2**20
 PREFILL_TILE_ROWS = 128  # tokens, of one head
 PREFILL_FIELDS = 8  # int32 of a tile in FlashAttention 3's schedule
-
-
-NewRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q_THd, k_Thd, v_Thd of one layer
-Caches = tuple[torch.Tensor, torch.Tensor]  # its K and V, with the new ones
-
-
-class Planned(Protocol):
-    """The attention of a captured forward, planned."""
-
-    def run(self, new: NewRows, caches: Caches) -> torch.Tensor:
-        """o_THd of one layer."""
 
 
 class _PlannedDecodes:
@@ -50,11 +40,12 @@ class _PlannedDecodes:
         q_THd, *_ = new
         assert len(q_THd) == self._num_rows, (len(q_THd), self._num_rows)
         out_THd = torch.empty(q_THd.shape, dtype=q_THd.dtype, device=q_THd.device)
-        return self._wrapper.run(q_THd, caches, out=out_THd)
+        self._wrapper.run(q_THd, caches, out=out_THd)
+        return out_THd
 
 
 class _PlannedMixed:
-    """Decodes in the first rows, prompts behind them; `out` is kept, and holds zeros for the rows of neither."""
+    """Decodes in the first rows, prompts behind them; `out` is kept, and padding rows of it are zero."""
 
     def __init__(
         self,
@@ -73,8 +64,10 @@ class _PlannedMixed:
         assert len(q_THd) == len(out_THd), (len(q_THd), len(out_THd))
         self._decodes.run(q_THd[:rows], caches, out=out_THd[:rows])
         if self._all_new:
-            return self._prompts.run(*new, out=out_THd)
-        return self._prompts.run(q_THd, caches, out=out_THd)
+            self._prompts.run(*new, out=out_THd)
+        else:
+            self._prompts.run(q_THd, caches, out=out_THd)
+        return out_THd
 
 
 class _PageBuffers:
@@ -85,7 +78,7 @@ class _PageBuffers:
         self.pages = torch.zeros(max_pages, dtype=torch.int32, device=device)
 
     def of(self, num_rows: int) -> dict[str, torch.Tensor]:
-        """Starts and last lengths where `Pages` of so many rows puts them, and the pages, as wrappers name them."""
+        """Return the buffers of `Pages` of `num_rows` rows, under the names of wrappers' arguments."""
         return {
             "paged_kv_indptr": self.lengths[: num_rows + 1],
             "paged_kv_last_page_len": self.lengths[num_rows + 1 : 2 * num_rows + 1],
@@ -96,90 +89,182 @@ class _PageBuffers:
 class GraphPlans:
     """Buffers and wrappers of all graphs of one attention.
 
-    slots   int64 [max_rows]: where each row's K and V go, -1 for nowhere
+    slots   int64 [max_rows]: slot of each row's K and V, -1 for none
     """
 
     def __init__(
         self,
         flashinfer: Any,
         list_pages: Callable[..., None],
-        shape: Shape,
+        shapes: Sequence[Shape],
         device: torch.device,
         *,
         max_rows: int,
         max_seqs: int,
         max_blocks: int,
     ):
-        self._flashinfer, self._list_pages, self._shape = flashinfer, list_pages, shape
-        self._max_rows, self._max_seqs = max_rows, max_seqs
-        self._new = {"device": device}
-        self.slots = torch.zeros(max_rows, dtype=torch.int64, **self._new)
+        self._list_pages, self._block_size = list_pages, shapes[0].block_size
+        self._max_seqs, self._device = max_seqs, device
+        self.slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._decode_pages = _PageBuffers(max_seqs, max_seqs * max_blocks, device)
         self._prompt_pages: _PageBuffers | None = None
-        chunks = max(shape.graph_chunks(max_seqs), shape.num_blocks)
-        self._workspace = self._bytes(chunks * shape.chunk_bytes(shape.tile) + ALIGNMENT_BYTES)
-        self._schedule = self._bytes(SCHEDULE_BYTES)
-        self._decodes: dict[tuple[int, bool], Decodes] = {}
+        workspace = torch.zeros(
+            max(_workspace_bytes(shape, max_seqs) for shape in shapes),
+            dtype=torch.uint8,
+            device=device,
+        )
+        self._of_shape = [
+            _ShapeGraphs(
+                flashinfer,
+                shape,
+                workspace,
+                self._decode_pages,
+                max_rows=max_rows,
+                max_seqs=max_seqs,
+            )
+            for shape in shapes
+        ]
 
-    def plan(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> Planned:
-        """As FlashInferAttention.plan_graph; also fills `slots`."""
+    def plan(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> list[Planned]:
+        """Fill `slots` and all buffers; return the plan of each shape. See GraphAttention.plan_graph."""
         if form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED):
             return self._plan_mixed(batch, num_rows, all_new=form == GraphForm.NEW_PROMPTS)
         assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
         slots = batch.slot_mapping, self.slots[:num_rows]
         cuts = form == GraphForm.DECODES
-        return _PlannedDecodes(num_rows, self._plan_decodes(batch, num_rows, cuts, slots))
+        pages = self._ship(batch, slice(0, batch.num_decodes), num_rows, self._decode_pages, slots)
+        return [graphs.plan_decodes(pages, num_rows, cuts=cuts) for graphs in self._of_shape]
 
     def even(self, batch: AttentionBatch, num_rows: int) -> bool:
-        """Whether no decode is so much longer than the others that it had better be cut."""
-        shape = self._shape
-        if num_rows < shape.num_blocks:
-            return few_are_even(batch.seq_lens_cpu, shape.num_blocks)
-        return self._chunk(-(-batch.seq_lens_cpu // shape.block_size), num_rows) is None
+        """Return whether all decodes are short enough to be left whole, in every shape."""
+        return all(graphs.even(batch.seq_lens_cpu, num_rows) for graphs in self._of_shape)
 
-    def _plan_decodes(
-        self, batch: AttentionBatch, num_rows: int, cuts: bool, slots: tuple[torch.Tensor, ...]
-    ) -> Decodes:
-        """The batch's decodes, one a row; also copies the first of `slots` to the second."""
-        key = num_rows, cuts
-        if key not in self._decodes:
-            self._decodes[key] = self._new_decodes(num_rows, cuts)
-        count = batch.num_decodes
-        pages = self._ship(batch, slice(0, count), num_rows, self._decode_pages, slots)
-        chunk = self._chunk_of(pages) if cuts else None
-        self._decodes[key].plan(pages, num_rows, chunk, self._shape)
-        return self._decodes[key]
-
-    def _plan_mixed(self, batch: AttentionBatch, num_rows: int, *, all_new: bool) -> Planned:
+    def _plan_mixed(self, batch: AttentionBatch, num_rows: int, *, all_new: bool) -> list[Planned]:
         if self._prompt_pages is None:
-            self._reserve_prompts()
-        assert self._prompt_pages is not None
+            self._prompt_pages = self._reserve_prompts()
         slots, count = self.slots[:num_rows], len(batch.slot_mapping)
         slots[:count].copy_(batch.slot_mapping)
         slots[count:].fill_(-1)
-        self._out_THd[batch.num_tokens : num_rows].zero_()
         first = batch.num_decodes
         decodes = self._ship(batch, slice(0, first), self._max_seqs, self._decode_pages)
-        chunk = self._chunk_of(decodes)
-        starts = self._query_starts(batch, 0, first)
-        self._plan_pages(self._some_decodes, starts, decodes, fixed_split_size=chunk)
-        starts = self._query_starts(batch, first, batch.num_seqs)
-        prompts = self._new_prompts if all_new else self._prompts
-        if all_new:
-            plan_new_prompts(prompts, starts, self._shape)
-        else:
+        decode_starts = self._query_starts(batch, 0, first)
+        for graphs in self._of_shape:
+            graphs.plan_some_decodes(decode_starts, decodes)
+        starts, prompts = self._query_starts(batch, first, batch.num_seqs), None
+        if not all_new:
             seqs = slice(first, batch.num_seqs)
-            pages = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
-            self._plan_pages(prompts, starts, pages, causal=True)
-        rows, out_THd = min(num_rows, self._max_seqs), self._out_THd[:num_rows]
-        return _PlannedMixed(rows, self._some_decodes, prompts, out_THd, all_new=all_new)
+            prompts = self._ship(batch, seqs, self._max_seqs, self._prompt_pages)
+        return [
+            graphs.plan_prompts(starts, prompts, num_rows, batch.num_tokens)
+            for graphs in self._of_shape
+        ]
 
     def _query_starts(self, batch: AttentionBatch, first: int, end: int) -> torch.Tensor:
-        """int32 [max_seqs + 1] of sequences `first` to `end` of the batch; the others have no rows."""
+        """int32 [max_seqs + 1] of sequences `first` to `end` of the batch; further sequences have no rows."""
         starts = batch.query_start_loc_cpu[first : end + 1]
         query_starts = np.full(self._max_seqs + 1, starts[-1], np.int32)
         query_starts[: len(starts)] = starts
         return torch.from_numpy(query_starts)
+
+    def _ship(
+        self,
+        batch: AttentionBatch,
+        seqs: slice,
+        num_rows: int,
+        buffers: _PageBuffers,
+        slots: tuple[torch.Tensor, ...] = (),
+    ) -> Pages:
+        """Fill the buffers with the pages of these sequences, in `num_rows` rows; copy slots[0] to slots[1]."""
+        pages = Pages(batch.seq_lens_cpu[seqs], self._block_size, num_rows)
+        assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
+        pages.ship(buffers.pages, buffers.lengths)
+        self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)
+        return pages
+
+    def _reserve_prompts(self) -> _PageBuffers:
+        pages = _PageBuffers(self._max_seqs, len(self._decode_pages.pages), self._device)
+        for graphs in self._of_shape:
+            graphs.reserve_prompts(pages)
+        return pages
+
+
+def _workspace_bytes(shape: Shape, max_seqs: int) -> int:
+    chunks = max(shape.graph_chunks(max_seqs), shape.num_blocks)
+    return chunks * shape.chunk_bytes(shape.tile) + ALIGNMENT_BYTES
+
+
+class _ShapeGraphs:
+    """Wrappers of all graphs for the layers of one shape. Pages and workspace are shared with other shapes."""
+
+    def __init__(
+        self,
+        flashinfer: Any,
+        shape: Shape,
+        workspace: torch.Tensor,
+        decode_pages: _PageBuffers,
+        *,
+        max_rows: int,
+        max_seqs: int,
+    ):
+        self._flashinfer, self._shape, self._workspace = flashinfer, shape, workspace
+        self._decode_pages, self._device = decode_pages, workspace.device
+        self._max_rows, self._max_seqs = max_rows, max_seqs
+        self._schedule = self._bytes(SCHEDULE_BYTES)
+        self._decodes: dict[tuple[int, bool], Decodes] = {}
+
+    def even(self, seq_lens: np.ndarray, num_rows: int) -> bool:
+        """Return whether decodes of these lengths are all left whole."""
+        shape = self._shape
+        if num_rows < shape.num_blocks:
+            return few_are_even(seq_lens, shape.num_blocks)
+        return self._chunk(-(-seq_lens // shape.block_size), num_rows) is None
+
+    def plan_decodes(self, pages: Pages, num_rows: int, *, cuts: bool) -> Planned:
+        """Plan one decode a row."""
+        key = num_rows, cuts
+        if key not in self._decodes:
+            self._decodes[key] = self._new_decodes(num_rows, cuts)
+        chunk = self._chunk_of(pages) if cuts else None
+        self._decodes[key].plan(pages, num_rows, chunk, self._shape)
+        return _PlannedDecodes(num_rows, self._decodes[key])
+
+    def plan_some_decodes(self, query_starts: torch.Tensor, pages: Pages) -> None:
+        """Plan the decodes of a step with prompts."""
+        chunk = self._chunk_of(pages)
+        self._plan_pages(self._some_decodes, query_starts, pages, fixed_split_size=chunk)
+
+    def plan_prompts(
+        self, query_starts: torch.Tensor, pages: Pages | None, num_rows: int, num_tokens: int
+    ) -> Planned:
+        """Plan prompts behind the decodes of `plan_some_decodes`; pages None: K and V are the new rows."""
+        out_THd = self._out_THd[:num_rows]
+        out_THd[num_tokens:].zero_()
+        prompts = self._new_prompts if pages is None else self._prompts
+        if pages is None:
+            plan_new_prompts(prompts, query_starts, self._shape)
+        else:
+            self._plan_pages(prompts, query_starts, pages, causal=True)
+        rows = min(num_rows, self._max_seqs)
+        return _PlannedMixed(rows, self._some_decodes, prompts, out_THd, all_new=pages is None)
+
+    def reserve_prompts(self, prompt_pages: _PageBuffers) -> None:
+        """Allocate for graphs with prompts: wrappers whose addresses are those of the largest step."""
+        spec, seqs = self._shape.spec, self._max_seqs
+        self._out_THd = torch.zeros(
+            (self._max_rows, spec.num_heads, spec.head_dim),
+            dtype=self._shape.dtype,
+            device=self._device,
+        )
+        tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)
+        schedule = self._bytes(4 * PREFILL_FIELDS * tiles + ALIGNMENT_BYTES)
+        paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        pages = {f"{name}_buf": it for name, it in prompt_pages.of(seqs).items()}
+        self._prompts = self._wrapper(paged, "fa3", schedule, self._max_rows, **pages)
+        pages = {f"{name}_buf": it for name, it in self._decode_pages.of(seqs).items()}
+        self._some_decodes = self._wrapper(paged, "fa2", self._schedule, seqs, **pages)
+        ragged = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
+        starts = {"kv_indptr_buf": torch.zeros(seqs + 1, dtype=torch.int32, device=self._device)}
+        self._new_prompts = self._wrapper(ragged, "fa3", schedule, self._max_rows, **starts)
 
     def _plan_pages(
         self, wrapper: Any, query_starts: torch.Tensor, pages: Pages, **options: Any
@@ -194,21 +279,6 @@ class GraphPlans:
             **self._shape.types,
         )
 
-    def _ship(
-        self,
-        batch: AttentionBatch,
-        seqs: slice,
-        num_rows: int,
-        buffers: _PageBuffers,
-        slots: tuple[torch.Tensor, ...] = (),
-    ) -> Pages:
-        """The pages of these sequences on the device, in `num_rows` rows."""
-        pages = Pages(batch.seq_lens_cpu[seqs], self._shape.block_size, num_rows)
-        assert pages.total <= len(buffers.pages), "reserve_graphs was given fewer blocks"
-        pages.ship(buffers.pages, buffers.lengths)
-        self._list_pages(batch.block_table[seqs], pages.starts, pages.pages, *slots)
-        return pages
-
     def _chunk_of(self, pages: Pages) -> int | None:
         return self._chunk(np.diff(pages.starts_cpu.numpy()), pages.num_rows)
 
@@ -217,7 +287,7 @@ class GraphPlans:
         return chunk_pages(num_pages, num_rows, shape.graph_chunks(num_rows), shape.num_blocks)
 
     def _new_decodes(self, num_rows: int, cuts: bool) -> Decodes:
-        """Only its pinned memory is its own."""
+        """A wrapper that shares all but its pinned memory."""
         wrapper = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             use_cuda_graph=cuts,
@@ -227,24 +297,6 @@ class GraphPlans:
         wrapper.reset_workspace_buffer(self._workspace, self._schedule)
         return Decodes(wrapper, self._flashinfer.fast_decode_plan, cuts=cuts)
 
-    def _reserve_prompts(self) -> None:
-        """What prompts need on top: wrappers whose addresses are those of the largest step."""
-        spec, seqs = self._shape.spec, self._max_seqs
-        self._prompt_pages = _PageBuffers(seqs, len(self._decode_pages.pages), self.slots.device)
-        self._out_THd = torch.zeros(
-            (self._max_rows, spec.num_heads, spec.head_dim), dtype=self._shape.dtype, **self._new
-        )
-        tiles = spec.num_heads * (-(-self._max_rows // PREFILL_TILE_ROWS) + seqs)
-        schedule = self._bytes(4 * PREFILL_FIELDS * tiles + ALIGNMENT_BYTES)
-        paged = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-        pages = {f"{name}_buf": it for name, it in self._prompt_pages.of(seqs).items()}
-        self._prompts = self._wrapper(paged, "fa3", schedule, self._max_rows, **pages)
-        pages = {f"{name}_buf": it for name, it in self._decode_pages.of(seqs).items()}
-        self._some_decodes = self._wrapper(paged, "fa2", self._schedule, seqs, **pages)
-        ragged = self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper
-        starts = {"kv_indptr_buf": torch.zeros(seqs + 1, dtype=torch.int32, **self._new)}
-        self._new_prompts = self._wrapper(ragged, "fa3", schedule, self._max_rows, **starts)
-
     def _wrapper(
         self,
         kind: Callable[..., Any],
@@ -253,8 +305,8 @@ class GraphPlans:
         max_rows: int,
         **buffers: torch.Tensor,
     ) -> Any:
-        """For up to `max_seqs` sequences with `max_rows` rows together, at addresses that never change."""
-        query_starts = torch.zeros(self._max_seqs + 1, dtype=torch.int32, **self._new)
+        """A wrapper for up to `max_seqs` sequences with `max_rows` rows together, at addresses that never change."""
+        query_starts = torch.zeros(self._max_seqs + 1, dtype=torch.int32, device=self._device)
         wrapper = kind(
             self._workspace,
             backend=backend,
@@ -268,4 +320,4 @@ class GraphPlans:
         return wrapper
 
     def _bytes(self, size: int) -> torch.Tensor:
-        return torch.zeros(size, dtype=torch.uint8, **self._new)
+        return torch.zeros(size, dtype=torch.uint8, device=self._device)

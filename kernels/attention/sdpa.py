@@ -197,7 +197,7 @@ class SdpaAttention(Attention):
             q_MHd = q_THd[start:end]
             if offset and q_MHd.is_cuda and (end - start) % CUDA_QUERY_BLOCK == 1:
                 q_MHd = F.pad(q_MHd, (0, 0, 0, 0, 0, 1))
-            q_hGMd = q_MHd.unflatten(1, (-1, group)).permute(1, 2, 0, 3)
+            q_hGMd = q_MHd.view(len(q_MHd), -1, group, spec.head_dim).permute(1, 2, 0, 3)
             out_hGMd = F.scaled_dot_product_attention(
                 q_hGMd,
                 k_Lhd[:num_keys].transpose(0, 1).unsqueeze(1).expand(heads),

@@ -1,5 +1,7 @@
 """flashinfer's attention: the contract of all backends, graphs, and the kernels of ours around it."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from kernels.attention.spec import AttentionSpec
 from kernels.backends.select import probe
 from kernels.fused import fused_kernels
 from tests.unit.test_kernels_attention import BATCHES, NUM_LAYERS, Pages, Seqs, check
+from workers.engine.kv_caches import allocate_kv_caches
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
@@ -57,6 +60,11 @@ def test_head_dims(label: str, head_dim: int):
     run(BATCHES[label], heads=(8, 1), head_dim=head_dim)
 
 
+@pytest.mark.parametrize("label", [*BATCHES, *LONG])
+def test_layers_of_different_shapes(label: str):
+    run((BATCHES | LONG)[label], specs=DIFFERENT_LAYERS)
+
+
 def test_plans_do_not_leak_into_the_next():
     attention = run(BATCHES["mixed"], **QWEN3)
     for label in ("idle", "decodes", "longer_than_a_query_chunk", "idle", "continued_chunks"):
@@ -91,31 +99,50 @@ MIXED_STEPS: dict[int, list[Seqs]] = {
 MAX_SEQS = 100
 
 
+QWEN3_SPEC = AttentionSpec(32, 4, 128, 0.1)
+# Layers of one model with other heads, head dims, groups and scales; the third as the first.
+DIFFERENT_LAYERS = (
+    QWEN3_SPEC,
+    AttentionSpec(16, 8, 64, 0.2),
+    QWEN3_SPEC,
+    AttentionSpec(8, 1, 128, 0.05),
+)
+
+
 class Replayed:
     """Attention of all layers, captured with fixed inputs in several sizes and forms."""
 
-    def __init__(self, steps: dict[int, list[Seqs]]):
-        spec = AttentionSpec(32, 4, 128, 0.1)
-        self.attention = FlashInferAttention([spec] * NUM_LAYERS, 16)
+    def __init__(self, steps: dict[int, list[Seqs]], specs: Sequence[AttentionSpec]):
+        self.attention = FlashInferAttention(specs, 16)
         self.pages = {
-            (size, i): Pages(seqs, spec, 16, torch.bfloat16, padding=0)
+            (size, i): Pages(seqs, specs, 16, torch.bfloat16, padding=0)
             for size, batches in steps.items()
             for i, seqs in enumerate(batches)
         }
         for page in self.pages.values():
             page.move("cuda")
-        num_blocks = max(page.caches[0].shape[1] for page in self.pages.values())
+        num_blocks = max(page.num_blocks for page in self.pages.values())
         new = {"device": "cuda", "dtype": torch.bfloat16}
-        self.caches = [torch.zeros(2, num_blocks, 16, 4, 128, **new) for _ in range(NUM_LAYERS)]
+        groups = FlashInferAttention.kv_groups(specs)
+        self.caches = allocate_kv_caches(
+            groups, num_blocks, 16, torch.bfloat16, torch.device("cuda")
+        )
         self.attention.bind(self.caches)
         self.attention.reserve_graphs(max(steps), MAX_SEQS, 128)
-        self.q = torch.zeros(max(steps), 32, 128, **new)
-        self.k, self.v = (torch.zeros(max(steps), 4, 128, **new) for _ in range(2))
+        self.new = [  # q, k, v of each layer
+            [
+                torch.zeros(max(steps), heads, spec.head_dim, **new)
+                for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+            ]
+            for spec in specs
+        ]
         self.graphs: dict[tuple[int, GraphForm], tuple] = {}
 
     def forward(self, size: int) -> list[torch.Tensor]:
-        q, k, v = (x[:size] for x in (self.q, self.k, self.v))
-        return [self.attention(q, k, v, layer).clone() for layer in range(NUM_LAYERS)]
+        return [
+            self.attention(*(rows[:size] for rows in new), layer).clone()
+            for layer, new in enumerate(self.new)
+        ]
 
     def capture(self, size: int, form: GraphForm) -> None:
         self.attention.plan_graph(self.pages[size, 0].batch(), size, form)
@@ -130,9 +157,10 @@ class Replayed:
     def check(self, size: int, i: int, forms: tuple[GraphForm, ...]) -> None:
         """Every form against the plain plan, in output and caches."""
         page = self.pages[size, i]
-        num_tokens = len(page.q)
-        for buffer, rows in ((self.q, page.q), (self.k, page.k), (self.v, page.v)):
-            buffer.fill_(7.0)[:num_tokens] = rows
+        num_tokens = len(page.slots)
+        for new, layer in zip(self.new, page.layers, strict=True):
+            for buffer, rows in zip(new, (layer.q, layer.k, layer.v), strict=True):
+                buffer.fill_(7.0)[:num_tokens] = rows
 
         def reset() -> None:
             for mine, theirs in zip(self.caches, page.caches, strict=True):
@@ -147,7 +175,7 @@ class Replayed:
             self.attention.plan_graph(page.batch(), size, form)
             graph, out = self.graphs[size, form]
             graph.replay()
-            for layer in range(NUM_LAYERS):
+            for layer in range(len(self.new)):
                 found, padding = out[layer][:num_tokens], out[layer][num_tokens:]
                 close = {"atol": 1e-2, "rtol": 1e-2}
                 torch.testing.assert_close(found, expected[layer][:num_tokens], **close)
@@ -156,15 +184,17 @@ class Replayed:
                 assert torch.equal(self.caches[layer], written[layer]), (size, i, form)
 
 
+@pytest.mark.parametrize("specs", [(QWEN3_SPEC,) * NUM_LAYERS, DIFFERENT_LAYERS])
 @torch.inference_mode()
-def test_graphs_equal_eager():
+def test_graphs_equal_eager(specs: Sequence[AttentionSpec]):
     """Graphs are replayed with other lengths than they were captured with, sizes and forms in turn."""
-    case = Replayed(STEPS)
+    case = Replayed(STEPS, specs)
     attention, pages = case.attention, case.pages
     even, cut = GraphForm.EVEN_DECODES, GraphForm.DECODES
     for case_of, form in (((8, 0), even), ((8, 1), cut), ((100, 0), even), ((100, 1), cut)):
         assert attention.forms(case_of[0], prompts=False) == (even, cut)
-        assert attention.form(pages[case_of].batch(), case_of[0], prompts=False) == form
+        if len(set(specs)) == 1:
+            assert attention.form(pages[case_of].batch(), case_of[0], prompts=False) == form
     for size in reversed(STEPS):
         for form in attention.forms(size, prompts=False):
             case.capture(size, form)
@@ -172,9 +202,10 @@ def test_graphs_equal_eager():
         case.check(size, i, attention.forms(size, prompts=False))
 
 
+@pytest.mark.parametrize("specs", [(QWEN3_SPEC,) * NUM_LAYERS, DIFFERENT_LAYERS])
 @torch.inference_mode()
-def test_graphs_of_prompts_equal_eager():
-    case = Replayed(MIXED_STEPS)
+def test_graphs_of_prompts_equal_eager(specs: Sequence[AttentionSpec]):
+    case = Replayed(MIXED_STEPS, specs)
     if not case.attention.mixed_graph:
         pytest.skip("this GPU has no FlashAttention 3")
     attention, new = case.attention, []
@@ -188,33 +219,37 @@ def test_graphs_of_prompts_equal_eager():
     assert new == [(1024, i) for i in range(4)]
 
 
+@pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("label", ["decodes", "mixed", "idle"])
-def test_fused_norm_rotate_and_store(label: str, padding: int):
+def test_fused_norm_rotate_and_store(label: str, padding: int, norm: bool):
     """One kernel writes what norm, rotation and write to the cache do one after the other."""
     heads, kv_heads, head_dim = 32, 4, 128
     spec = AttentionSpec(heads, kv_heads, head_dim, 0.1)
-    pages = Pages(BATCHES[label], spec, 16, torch.bfloat16, padding)
+    pages = Pages(BATCHES[label], [spec], 16, torch.bfloat16, padding)
     pages.move("cuda")
+    layer = pages.layers[0]
     generator = torch.Generator().manual_seed(5)
-    rows = len(pages.q)
-    qkv = torch.cat((pages.q, pages.k, pages.v), dim=1)
-    weight = torch.rand(heads + kv_heads, head_dim, generator=generator).cuda().bfloat16()
+    rows = len(layer.q)
+    qkv = torch.cat((layer.q, layer.k, layer.v), dim=1)
+    weight = None
+    if norm:
+        weight = torch.rand(heads + kv_heads, head_dim, generator=generator).cuda().bfloat16()
     angles = torch.randn(rows, 1, head_dim // 2, generator=generator).cuda()
     rotation = torch.polar(torch.ones_like(angles), angles)
     fused_caches = [cache.clone() for cache in pages.caches]
-    attention = FlashInferAttention([spec] * NUM_LAYERS, 16)
+    attention = FlashInferAttention([spec], 16)
 
     attention.bind(pages.caches)
     attention.plan(pages.batch())
     qk = qkv[:, : heads + kv_heads].clone()
     fused_kernels("cuda").norm_rotate(qk, weight, 1e-6, rotation)
-    expected = attention(qk[:, :heads], qk[:, heads:], pages.v, 0)
+    expected = attention(qk[:, :heads], qk[:, heads:], layer.v, 0)
 
     attention.bind(fused_caches)
     attention.plan(pages.batch())
     attention.store(qkv, 0, rotation, weight, 1e-6)
-    assert torch.equal(qkv[:, : heads + kv_heads], qk) and torch.equal(qkv[:, -kv_heads:], pages.v)
+    assert torch.equal(qkv[:, : heads + kv_heads], qk) and torch.equal(qkv[:, -kv_heads:], layer.v)
     assert torch.equal(fused_caches[0], pages.caches[0])
     assert torch.equal(attention.attend(qkv, 0), expected)
 

@@ -1,5 +1,6 @@
-"""Which rows each of flashinfer's kernels is planned for and given; stand-ins record what they are told."""
+"""The rows that each of flashinfer's kernels is planned for and called with; fake kernels record them."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,11 +10,13 @@ import torch
 
 from kernels.attention.base import GraphForm
 from kernels.attention.flashinfer import NEW_PROMPT_ROWS, FlashInferAttention
-from kernels.attention.flashinfer_decodes import Shape
+from kernels.attention.flashinfer_decodes import Decodes, Pages, Shape
 from kernels.attention.flashinfer_graphs import GraphPlans
+from kernels.attention.flashinfer_plans import EagerPlans
 from kernels.attention.spec import AttentionSpec
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
+OTHER = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)
 MAX_ROWS, MAX_SEQS = 16, 6
 
 
@@ -22,12 +25,15 @@ class Kernel:
 
     number = 0.0
 
-    def __init__(self, *_args: Any, backend: str = "fa2", **_buffers: Any):
-        self.backend, self.rows = backend, slice(0, 0)
+    def __init__(self, workspace: torch.Tensor, backend: str = "fa2", **_buffers: Any):
+        self.workspace, self.backend, self.rows = workspace, backend, slice(0, 0)
         self._max_total_num_rows = 0
 
-    def reset_workspace_buffer(self, *_buffers: Any) -> None:
-        """Nothing is computed."""
+    def reset_workspace_buffer(self, workspace: torch.Tensor, schedule: torch.Tensor) -> None:
+        self.workspace, self.schedule = workspace, schedule
+
+    def take(self, num_rows: int) -> None:
+        self.rows = slice(0, num_rows)
 
     def plan(self, query_starts: torch.Tensor, *_rest: Any, **_options: Any) -> None:
         self.starts = query_starts.tolist()
@@ -60,13 +66,23 @@ class Ragged(Kernel):
         super().plan(query_starts)
 
     def run(self, q_THd: torch.Tensor, k_Thd: Any, v_Thd: Any, *, out: torch.Tensor):
-        assert len(q_THd) == len(k_Thd) == len(v_Thd) and k_Thd.shape[1] == v_Thd.shape[1] == 2
+        assert len(q_THd) == len(k_Thd) == len(v_Thd) and k_Thd.shape == v_Thd.shape
         return super().run(q_THd, out=out)
 
 
 FLASHINFER = SimpleNamespace(
-    BatchPrefillWithPagedKVCacheWrapper=Paged, BatchPrefillWithRaggedKVCacheWrapper=Ragged
+    BatchDecodeWithPagedKVCacheWrapper=Paged,
+    BatchPrefillWithPagedKVCacheWrapper=Paged,
+    BatchPrefillWithRaggedKVCacheWrapper=Ragged,
+    fast_decode_plan=None,
 )
+
+
+def without_flashinfer(specs: list[AttentionSpec]) -> FlashInferAttention:
+    """An attention whose package is a fake, bound to nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer", FLASHINFER)
+        return FlashInferAttention(specs, 16)
 
 
 def make_batch(seqs: list[tuple[int, int]]) -> SimpleNamespace:
@@ -84,12 +100,11 @@ def make_batch(seqs: list[tuple[int, int]]) -> SimpleNamespace:
     )
 
 
-@pytest.fixture
-def plans() -> GraphPlans:
+def make_plans(*specs: AttentionSpec) -> GraphPlans:
     return GraphPlans(
         FLASHINFER,
         lambda *args: None,
-        Shape(SPEC, 16, torch.bfloat16, 66),
+        [Shape(spec, 16, torch.bfloat16, 66) for spec in specs],
         torch.device("cpu"),
         max_rows=MAX_ROWS,
         max_seqs=MAX_SEQS,
@@ -97,6 +112,12 @@ def plans() -> GraphPlans:
     )
 
 
+def new_rows(spec: AttentionSpec, rows: int) -> tuple[torch.Tensor, ...]:
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    return tuple(torch.ones(rows, count, spec.head_dim) for count in heads)
+
+
+@pytest.mark.parametrize("specs", [(SPEC,), (SPEC, OTHER)])
 @pytest.mark.parametrize(("form", "number"), [(GraphForm.NEW_PROMPTS, 4.0), (GraphForm.MIXED, 3.0)])
 @pytest.mark.parametrize(
     "seqs",
@@ -107,32 +128,83 @@ def plans() -> GraphPlans:
         [],
     ],
 )
-def test_rows_of_a_graph(plans: GraphPlans, seqs, form: GraphForm, number: float) -> None:
-    batch, full = make_batch(seqs), make_batch([(0, MAX_ROWS)])
-    new = tuple(torch.zeros(MAX_ROWS, heads, 8) for heads in (4, 2, 2))
-    plans.plan(full, MAX_ROWS, form).run(new, ("K", "V")).fill_(torch.nan)  # of a step before
-    out_THd = plans.plan(batch, MAX_ROWS, form).run(new, ("K", "V"))
+def test_rows_of_a_graph(seqs, form: GraphForm, number: float, specs) -> None:
+    plans, batch, full = make_plans(*specs), make_batch(seqs), make_batch([(0, MAX_ROWS)])
+    for planned, spec in zip(plans.plan(full, MAX_ROWS, form), specs, strict=True):
+        planned.run(new_rows(spec, MAX_ROWS), ("K", "V")).fill_(torch.nan)  # of a step before
     expected = [2.0] * batch.num_decodes + [number] * (batch.num_tokens - batch.num_decodes)
     expected += [0.0] * (MAX_ROWS - batch.num_tokens)
-    assert out_THd[:, 0, 0].tolist() == expected
+    for planned, spec in zip(plans.plan(batch, MAX_ROWS, form), specs, strict=True):
+        out_THd = planned.run(new_rows(spec, MAX_ROWS), ("K", "V"))
+        assert out_THd.shape == (MAX_ROWS, spec.num_heads, spec.head_dim)
+        assert out_THd[:, 0, 0].tolist() == expected
     assert plans.slots.tolist() == [*range(batch.num_tokens), *[-1] * (MAX_ROWS - batch.num_tokens)]
 
 
-def test_rows_of_a_plain_forward() -> None:
-    attention = object.__new__(FlashInferAttention)
-    attention.spec, attention._graph, attention._layers = SPEC, None, [("K", "V")]
-    attention._decode = SimpleNamespace(wrapper=Paged())
-    attention._prefill, attention._new_prompts = Paged(backend="fa3"), Ragged()
-    attention._shape = Shape(SPEC, 16, torch.bfloat16, 66)
-    attention._num_decodes, attention._num_tokens = 2, 9
-    attention._decode.wrapper.plan(torch.tensor([0, 2]))
-    attention._prefill.plan(torch.tensor([0, 7]))
-    attention._plan_new_prompts(np.array([2, 6, 9], dtype=np.int32))
-    assert attention._new_prompts.starts == [0, 4, 7]
-    for attention._all_new, number in ((True, 4.0), (False, 3.0)):
-        out_THd = attention.attend(torch.ones(11, 8, 8), 0)
-        assert out_THd.shape == (11, 4, 8)
-        assert out_THd[:, 3, 7].tolist() == [2.0] * 2 + [number] * 7 + [0.0] * 2
+def test_shapes_have_schedules_of_their_own() -> None:
+    """A schedule is read at replay, after the plans of all shapes: it must not be overwritten by another shape's."""
+    plans = make_plans(SPEC, OTHER)
+    planned = plans.plan(make_batch([(5, 1), (0, 6)]), MAX_ROWS, GraphForm.MIXED)
+    kernels = [kernel for plan in planned for kernel in (plan._decodes, plan._prompts)]
+    assert len({kernel.schedule.data_ptr() for kernel in kernels}) == 4
+    assert len({kernel.workspace.data_ptr() for kernel in kernels}) == 1
+
+
+def test_decodes_are_even_in_every_shape() -> None:
+    """Whole sequences are read by fewer blocks of threads where more KV heads share the GPU."""
+    many, few = (
+        Shape(spec, 16, torch.bfloat16, blocks) for spec, blocks in ((SPEC, 4), (OTHER, 66))
+    )
+    lens = make_batch([(900, 1), (100, 1)])
+    plans = make_plans(SPEC, OTHER)
+    for graphs, shape in zip(plans._of_shape, (many, few), strict=True):
+        graphs._shape = shape
+    verdicts = [graphs.even(lens.seq_lens_cpu, 2) for graphs in plans._of_shape]
+    assert verdicts == [True, False] and not plans.even(lens, 2)
+    plans._of_shape.pop()
+    assert plans.even(lens, 2)
+
+
+@pytest.mark.parametrize(("all_new", "number"), [(True, 4.0), (False, 3.0)])
+def test_rows_of_a_plain_forward(monkeypatch, all_new: bool, number: float) -> None:
+    monkeypatch.setattr(Decodes, "plan", lambda self, pages, rows, *_: self.wrapper.take(rows))
+    shape = Shape(SPEC, 16, torch.bfloat16, 66)
+    plans = EagerPlans(FLASHINFER, shape, torch.empty(2**20), hopper=True)
+    batch = make_batch([(5, 1), (20, 1), (0, 4), (0, 3)])
+    pages = Pages(batch.seq_lens_cpu, 16)
+    pages.ship(torch.empty(pages.total, dtype=torch.int32))
+    plans.plan(batch, pages, all_new=all_new)
+    assert (plans._new_prompts if all_new else plans._prefill).starts == [0, 4, 7]
+    out_THd = plans.run(new_rows(SPEC, 11), ("K", "V"))
+    assert out_THd.shape == (11, 4, 8)
+    assert out_THd[:, 3, 7].tolist() == [2.0] * 2 + [number] * 7 + [0.0] * 2
+    plans.plan_nothing()
+    assert not plans.run(new_rows(SPEC, 3), ("K", "V")).any()
+
+
+class Recorded:
+    """A plan that remembers the layers it is run for, by their caches."""
+
+    def __init__(self) -> None:
+        self.ran: list[Any] = []
+
+    def run(self, new: Any, caches: Any) -> torch.Tensor:
+        self.ran.append((caches, [tuple(rows.shape[1:]) for rows in new]))
+        return new[0]
+
+
+def test_each_layer_runs_the_plan_of_its_spec() -> None:
+    attention = without_flashinfer([SPEC, OTHER, SPEC])
+    attention._layers = ["first", "second", "third"]
+    attention._planned = planned = [Recorded(), Recorded()]
+    for layer, spec in enumerate(attention.specs):
+        qkv_THd = torch.zeros(5, spec.num_heads + 2 * spec.num_kv_heads, spec.head_dim)
+        assert attention.attend(qkv_THd, layer).shape == (5, spec.num_heads, spec.head_dim)
+    assert planned[0].ran == [
+        ("first", [(4, 8), (2, 8), (2, 8)]),
+        ("third", [(4, 8), (2, 8), (2, 8)]),
+    ]
+    assert planned[1].ran == [("second", [(2, 16), (1, 16), (1, 16)])]
 
 
 @pytest.mark.parametrize(
@@ -144,13 +216,11 @@ def test_rows_of_a_plain_forward() -> None:
     ],
 )
 def test_the_form_that_serves_a_batch(seqs, form: GraphForm) -> None:
-    attention = object.__new__(FlashInferAttention)
-    attention._shape = Shape(SPEC, 16, torch.bfloat16, 66)
-    attention._plans = SimpleNamespace(even=lambda batch, num_rows: len(seqs) == 1)
+    attention = without_flashinfer([SPEC])
+    attention._graphs = SimpleNamespace(even=lambda batch, num_rows: len(seqs) == 1)
     batch = make_batch(seqs)
-    attention._new_prompts = None  # float16
-    assert attention.form(batch, NEW_PROMPT_ROWS, prompts=True) == GraphForm.MIXED
-    attention._new_prompts = Ragged()
+    assert attention.form(batch, NEW_PROMPT_ROWS, prompts=True) == GraphForm.MIXED, "float16"
+    attention._has_new_prompts = True
     assert attention.form(batch, NEW_PROMPT_ROWS, prompts=True) == form
     assert attention.form(batch, NEW_PROMPT_ROWS - 1, prompts=True) == GraphForm.MIXED
     even = GraphForm.EVEN_DECODES if len(seqs) == 1 else GraphForm.DECODES

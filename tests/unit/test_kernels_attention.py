@@ -1,6 +1,7 @@
 """Paged attention against dense attention in float32, for every kind of batch."""
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.base import Attention
+from kernels.attention.kv_layout import PagedHeads
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
 from kernels.attention.spec import AttentionSpec
@@ -22,50 +24,87 @@ needs_native = pytest.mark.skipif(NATIVE_MISSING is not None, reason=str(NATIVE_
 Seqs = list[tuple[int, int]]  # (context, new tokens) of each sequence; decodes first
 
 
+class LayerRows:
+    """One layer's random rows and cache: new rows and padding of q, k, v; keys and values of whole sequences."""
+
+    def __init__(self, pages: "Pages", spec: AttentionSpec, dtype: torch.dtype, padding: int):
+        self.spec, self.dtype, self._generator = spec, dtype, pages.generator
+        shape = PagedHeads.of(spec).shape(pages.num_blocks, pages.block_size)
+        self.cache = torch.zeros(shape, dtype=dtype)
+        self.keys, self.values = [], []
+        for (context, new), slots in zip(pages.seqs, pages.slots_of, strict=True):
+            key, value = (self._random(context + new, spec.num_kv_heads) for _ in "kv")
+            for rows, cache in zip((key, value), self.cache, strict=True):
+                cache.flatten(0, 1)[slots[:context]] = rows[:context]
+            self.keys.append(key)
+            self.values.append(value)
+        pad = self._random(padding, spec.num_kv_heads)
+        self.k, self.v = (
+            torch.cat(
+                [*(rows[context:] for rows, (context, _) in zip(of, pages.seqs, strict=True)), pad]
+            )
+            for of in (self.keys, self.values)
+        )
+        self.q = self._random(len(self.k), spec.num_heads)
+
+    def _random(self, rows: int, heads: int) -> torch.Tensor:
+        shape = (rows, heads, self.spec.head_dim)
+        return torch.randn(shape, generator=self._generator).to(self.dtype)
+
+    def move(self, device: str) -> None:
+        for name in ("cache", "q", "k", "v"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def dense(self, seq: int, q_MHd: torch.Tensor) -> torch.Tensor:
+        """Attention of a sequence's last rows in float32."""
+        spec = self.spec
+        key, value = (
+            of[seq].float().repeat_interleave(spec.group_size, 1) for of in (self.keys, self.values)
+        )
+        new, total = len(q_MHd), len(key)
+        scores = torch.einsum("qhd,khd->hqk", q_MHd.float(), key) * spec.scale
+        scores += torch.full((new, total), -math.inf).triu(total - new + 1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+
+
 class Pages:
-    """Sequences with random keys and values, their context already written to a random set of blocks."""
+    """Sequences on a random set of blocks; each layer has random rows, with the context in its cache already."""
 
     def __init__(
-        self, seqs: Seqs, spec: AttentionSpec, block_size: int, dtype: torch.dtype, padding: int
+        self,
+        seqs: Seqs,
+        specs: Sequence[AttentionSpec],
+        block_size: int,
+        dtype: torch.dtype,
+        padding: int,
     ):
-        self.seqs, self.spec = seqs, spec
+        self.seqs, self.block_size = seqs, block_size
         self.generator = torch.Generator().manual_seed(3)
         needed = [-(-(context + new) // block_size) for context, new in seqs]
-        num_blocks = sum(needed) + 3
-        shape = (2, num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.caches = [torch.zeros(shape, dtype=dtype) for _ in range(NUM_LAYERS)]
-        free = torch.randperm(num_blocks, generator=self.generator).tolist()
+        self.num_blocks = sum(needed) + 3
+        free = torch.randperm(self.num_blocks, generator=self.generator).tolist()
         self.block_table = torch.zeros(len(seqs), max(needed, default=0) + 1, dtype=torch.int64)
-        self.keys, self.values, slots = [], [], []
+        self.slots_of = []  # of each sequence's tokens
         for seq, (context, new) in enumerate(seqs):
             blocks = torch.tensor([free.pop() for _ in range(needed[seq])])
             self.block_table[seq, : needed[seq]] = blocks
             position = torch.arange(context + new)
-            slot = blocks[position // block_size] * block_size
-            slot = slot + position % block_size
-            key, value = self._random(context + new), self._random(context + new)
-            for cache in self.caches:
-                cache[0].flatten(0, 1)[slot[:context]] = key[:context].to(dtype)
-                cache[1].flatten(0, 1)[slot[:context]] = value[:context].to(dtype)
-            self.keys.append(key.to(dtype))
-            self.values.append(value.to(dtype))
-            slots.append(slot[context:])
-        self.slots = torch.cat([torch.empty(0, dtype=torch.int64), *slots])
-        new_k = [key[context:] for key, (context, _) in zip(self.keys, seqs, strict=True)]
-        new_v = [value[context:] for value, (context, _) in zip(self.values, seqs, strict=True)]
-        pad = self._random(padding).to(dtype)
-        self.k, self.v = torch.cat([*new_k, pad]), torch.cat([*new_v, pad])
-        heads = (len(self.k), spec.num_heads, spec.head_dim)
-        self.q = torch.randn(heads, generator=self.generator).to(dtype)
+            slots = blocks[position // block_size] * block_size + position % block_size
+            self.slots_of.append(slots)
+        new_slots = [
+            slots[len(slots) - new :] for slots, (_, new) in zip(self.slots_of, seqs, strict=True)
+        ]
+        self.slots = torch.cat([torch.empty(0, dtype=torch.int64), *new_slots])
+        self.layers = [LayerRows(self, spec, dtype, padding) for spec in specs]
 
-    def _random(self, rows: int) -> torch.Tensor:
-        shape = (rows, self.spec.num_kv_heads, self.spec.head_dim)
-        return torch.randn(shape, generator=self.generator)
+    @property
+    def caches(self) -> list[torch.Tensor]:
+        return [layer.cache for layer in self.layers]
 
     def move(self, device: str) -> None:
-        self.caches = [cache.to(device) for cache in self.caches]
-        for name in ("block_table", "slots", "q", "k", "v"):
-            setattr(self, name, getattr(self, name).to(device))
+        self.block_table, self.slots = self.block_table.to(device), self.slots.to(device)
+        for layer in self.layers:
+            layer.move(device)
 
     def batch(self) -> SimpleNamespace:
         new = [count for _, count in self.seqs]
@@ -80,15 +119,6 @@ class Pages:
             slot_mapping=self.slots,
         )
 
-    def dense(self, seq: int, q_Mhd: torch.Tensor) -> torch.Tensor:
-        context, new = self.seqs[seq]
-        repeat = self.spec.num_heads // self.spec.num_kv_heads
-        key = self.keys[seq].float().repeat_interleave(repeat, 1)
-        value = self.values[seq].float().repeat_interleave(repeat, 1)
-        scores = torch.einsum("qhd,khd->hqk", q_Mhd.float(), key) * self.spec.scale
-        scores += torch.full((new, context + new), -math.inf).triu(context + 1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
-
 
 def check(
     seqs: Seqs,
@@ -97,34 +127,41 @@ def check(
     padding: int = 0,
     heads: tuple[int, int] = (4, 2),
     head_dim: int = 8,
+    specs: Sequence[AttentionSpec] | None = None,
     block_size: int = 4,
     attention: Attention | None = None,
     backend: type[Attention] = SdpaAttention,
     device: str = "cpu",
 ) -> Attention:
-    """Run one batch through both layers; also run by the GPU tests."""
-    spec = AttentionSpec(*heads, head_dim, scale=0.85 * head_dim**-0.5)
-    pages = Pages(seqs, spec, block_size, dtype, padding)
+    """Run one batch through all layers (specs: one a layer, None: equal layers); also run by the GPU tests."""
+    if specs is None:
+        specs = [AttentionSpec(*heads, head_dim, scale=0.85 * head_dim**-0.5)] * NUM_LAYERS
+    pages = Pages(seqs, specs, block_size, dtype, padding)
     pages.move(device)
-    attention = attention or backend([spec] * NUM_LAYERS, block_size)
+    attention = attention or backend(specs, block_size)
     attention.bind(pages.caches)
     attention.plan(pages.batch())
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for layer in range(NUM_LAYERS):
-        out = attention(pages.q, pages.k, pages.v, layer)
-        assert out.shape == pages.q.shape and out.dtype == dtype
-        start = 0
-        for seq, (_, new) in enumerate(seqs):
-            rows = slice(start, start + new)
-            expected = pages.dense(seq, pages.q[rows].cpu())
-            found = out[rows].float().cpu()
-            torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-            assert calc_diff(found, expected) < 1e-5
-            start += new
-        assert torch.count_nonzero(out[start:]) == 0
-        written = pages.caches[layer].flatten(1, 2)[:, pages.slots]
-        assert torch.equal(written, torch.stack((pages.k[:start], pages.v[:start])))
+    for number, layer in enumerate(pages.layers):
+        out = attention(layer.q, layer.k, layer.v, number)
+        check_layer(pages, layer, out)
     return attention
+
+
+def check_layer(pages: Pages, layer: LayerRows, out: torch.Tensor) -> None:
+    """One layer's output against dense attention, and its cache."""
+    assert out.shape == layer.q.shape and out.dtype == layer.dtype
+    tolerance = 1e-5 if layer.dtype == torch.float32 else 3e-2
+    start = 0
+    for seq, (_, new) in enumerate(pages.seqs):
+        rows = slice(start, start + new)
+        expected = layer.dense(seq, layer.q[rows].cpu())
+        found = out[rows].float().cpu()
+        torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+        assert calc_diff(found, expected) < 1e-5
+        start += new
+    assert torch.count_nonzero(out[start:]) == 0
+    written = layer.cache.flatten(1, 2)[:, pages.slots]
+    assert torch.equal(written, torch.stack((layer.k[:start], layer.v[:start])))
 
 
 BATCHES = {
@@ -165,6 +202,23 @@ def test_native_head_groups(heads: tuple[int, int]):
 @pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (6, 2)])
 def test_head_groups(heads: tuple[int, int]):
     check(BATCHES["mixed"], heads=heads)
+
+
+# Layers of one model with other heads, head dims, groups and scales.
+DIFFERENT_LAYERS = (
+    AttentionSpec(4, 2, 8, 0.3),
+    AttentionSpec(8, 1, 16, 0.2),
+    AttentionSpec(4, 2, 8, 0.3),
+    AttentionSpec(3, 3, 8, 0.5),
+)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("label", BATCHES)
+def test_layers_of_different_shapes(label: str, padding: int):
+    check(BATCHES[label], specs=DIFFERENT_LAYERS, padding=padding)
+    if NATIVE_MISSING is None:
+        check(BATCHES[label], specs=DIFFERENT_LAYERS, padding=padding, backend=NativeAttention)
 
 
 def test_short_decodes_are_not_padded_to_a_long_one():

@@ -49,22 +49,13 @@ def test_caches_take_the_bytes_of_their_blocks() -> None:
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=ATTENTION)
 def test_backends_that_run_on_cpu_page_heads(attention: type[Attention]) -> None:
     """cache.num_blocks is resolved for CPU before a backend is chosen."""
-    if (
-        attention.unsupported_reason(replace(CPU, dtype=torch.float32, attention_specs=(WIDE,)))
-        is None
-    ):
+    if "cpu" in attention.devices:
         assert attention.kv_layout(WIDE) == PagedHeads.of(WIDE)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=ATTENTION)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_window_is_refused(attention: type[Attention], device: str) -> None:
+def test_a_window_is_refused(attention: type[Attention]) -> None:
     window = AttentionSpec(8, 4, 64, 0.125, window=128)
-    for dtype in (torch.float32, torch.bfloat16):
-        reason = attention.unsupported_reason(
-            replace(CPU, device=device, dtype=dtype, attention_specs=(WIDE, window))
-        )
-        assert reason is not None
     dtype = torch.bfloat16 if attention.graph else torch.float32
     assert "window, the model has one of 128 tokens" in str(
         attention.unsupported_reason(replace(CPU, dtype=dtype, attention_specs=(window,)))
