@@ -20,7 +20,7 @@ class Leases:
     its requests are aborted. The number in a lease's name makes the streams of both leases differ, so that a late
     `close_stream` of the old lease cannot close a stream of the new one.
 
-    start_timeout_s: for how long the first ingress may be missing; the last one, after its end, for LEASE_S.
+    start_timeout_s: time for the first ingress to come; after the last one has ended, another has LEASE_S to come.
     """
 
     def __init__(self, start_timeout_s: float, clock: Callable[[], float] = time.monotonic):
@@ -66,6 +66,10 @@ class Leases:
         for lease_id, _ in expired:
             self.close(lease_id)
         return expired
+
+    def restart_wait(self) -> None:
+        """Let the time without an ingress begin now."""
+        self._missing_since = self._clock()
 
     def abandoned(self) -> bool:
         """Whether no ingress has come for too long."""

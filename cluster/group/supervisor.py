@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError
 
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
@@ -68,15 +68,14 @@ async def start(config: PhalanxConfig, *, replace_failed: bool) -> SupervisorHan
         try:
             await handle.start.remote(config)
             healths: list[GroupHealth] = await handle.healths.remote()
-        except RayError:
-            if not replace_failed:
+            if not replace_failed or any(h.state not in ("failed", "stopped") for h in healths):
+                return handle
+            logger.warning("replacing a failed supervisor: %s", healths[0].error)
+            await handle.exit.remote()
+        except ActorDiedError as error:
+            if not replace_failed or error.actor_init_failed:
                 raise
-            await asyncio.sleep(POLL_S)  # it has just ended; its name is free soon
-            continue
-        if not replace_failed or any(h.state not in ("failed", "stopped") for h in healths):
-            return handle
-        logger.warning("replacing a failed supervisor: %s", healths[0].error)
-        await handle.exit.remote()
+            await asyncio.sleep(POLL_S)  # until its name is free
 
 
 class Supervisor:
@@ -201,6 +200,8 @@ class Supervisor:
         """Free what an expired ingress had open; end this actor when no ingress is left."""
         while not self._leases.abandoned():
             await asyncio.sleep(LEASE_S / 10)
+            if any(group.health.state == "starting" for group in self._groups):
+                self._leases.restart_wait()  # ingresses register with groups that serve
             for lease_id, ingress_id in self._leases.expire():
                 logger.warning(
                     "%s sent no heartbeat for %g s; its streams end", ingress_id, LEASE_S

@@ -1,0 +1,202 @@
+"""Ray handles without Ray: calls of a local object's async methods, and ranks and launchers behind them."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray.exceptions
+
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.group.group import Group
+from kernels.backends.config import KernelsConfig
+from workers.config import CacheConfig, ModelConfig, RankConfig, SchedulerConfig
+from workers.rank.rank_info import RankInfo, Rendezvous
+from workers.wire.inbox import Inbox
+from workers.wire.request import EngineRequest, RequestOutput
+from workers.wire.secure_socket import StreamAddress
+from workers.wire.token_stream import TokenSender
+
+
+class FakeHandle:
+    """`handle.method.remote(...)` runs the method of `target` as a task; a dead handle raises ActorDiedError."""
+
+    def __init__(self, target: Any):
+        self.target = target
+        self.dead = False
+
+    def __getattr__(self, name: str) -> Any:
+        return _FakeMethod(self, name)
+
+
+class _FakeMethod:
+    def __init__(self, handle: FakeHandle, name: str):
+        self._handle, self._name = handle, name
+
+    def remote(self, *args: Any) -> asyncio.Future:
+        return asyncio.ensure_future(self._run(args))
+
+    async def _run(self, args: tuple) -> Any:
+        if self._handle.dead:
+            raise ray.exceptions.ActorDiedError
+        return await getattr(self._handle.target, self._name)(*args)
+
+
+class FakeRank:
+    """A rank's actor: records its calls, fails where `fail` says, ends by `end`.
+
+    Each request gets the tokens 100, 101, ... from the first that was not emitted before; `emit` sends some.
+    """
+
+    def __init__(self, rank: int, address: str = "127.0.0.1"):
+        self.rank, self.address = rank, address
+        self.calls: dict[str, list[tuple]] = defaultdict(list)
+        self.fail: dict[str, BaseException] = {}
+        self.hang: set[str] = set()
+        self.ended: asyncio.Future[None] | None = None
+        self.requests: dict[str, EngineRequest] = {}
+        self.aborted: list[str] = []
+        self._inbox: Inbox | None = None
+        self._senders: dict[str, TokenSender] = {}
+
+    async def _note(self, name: str, *args: Any) -> None:
+        self.calls[name].append(args)
+        if name in self.fail:
+            raise self.fail[name]
+        if name in self.hang:
+            await asyncio.Event().wait()
+
+    async def describe(self) -> dict[str, Any]:
+        await self._note("describe")
+        at = {"node_id": "node", "address": self.address, "pid": 1, "gpu_ids": []}
+        return {**at, "inbox": StreamAddress(f"inbox {self.rank}", b"")}
+
+    async def host_rendezvous(self) -> tuple[str, int]:
+        await self._note("host_rendezvous")
+        return self.address, 1234
+
+    async def join_group(self, rendezvous: Rendezvous, timeout_s: float, gpus: tuple) -> None:
+        await self._note("join_group", rendezvous, timeout_s, gpus)
+
+    async def run_stage(self, name: str) -> None:
+        await self._note("run_stage", name)
+
+    async def progress(self) -> tuple[int, int]:
+        await self._note("progress")
+        return self.rank + 1, 4
+
+    async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
+        await self._note("start", epoch, peers)
+        self.ended = asyncio.get_running_loop().create_future()
+        return RankInfo(self.rank, {}, num_blocks=8, block_size=16, max_model_len=64)
+
+    async def done(self, epoch: int) -> None:
+        await self._note("done", epoch)
+        await asyncio.shield(self.ended)
+
+    async def stop(self, epoch: int) -> None:
+        await self._note("stop", epoch)
+
+    async def stats(self) -> dict[str, Any]:
+        return {"rank": self.rank}
+
+    async def open_stream(self, epoch: int, stream_id: str, address: StreamAddress) -> Any:
+        await self._note("open_stream", epoch, stream_id)
+        if self._inbox is None:
+            self._inbox = Inbox("127.0.0.1")
+            self._inbox.deliver_to(self)
+        self._senders[stream_id] = TokenSender(address)
+        return self._inbox.address
+
+    async def close_stream(self, epoch: int, stream_id: str) -> None:
+        await self._note("close_stream", epoch, stream_id)
+        self._senders.pop(stream_id).close()
+        for name in [n for n, r in self.requests.items() if r.ingress_id == stream_id]:
+            del self.requests[name]
+
+    # What the inbox's thread calls.
+
+    def submit(self, request: EngineRequest) -> None:
+        self.requests[request.request_id] = request
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def wake(self, *_: Any) -> None:
+        pass
+
+    # What a test does.
+
+    async def emit(self, request_id: str, first: int, count: int, finish: bool = False) -> None:
+        """Send tokens number `first` to `first + count`; waits for the request first."""
+        await until(lambda: request_id in self.requests)
+        tokens = [100 + number for number in range(first, first + count)]
+        output = RequestOutput(request_id, tokens, "length" if finish else None)
+        stream_id = self.requests[request_id].ingress_id
+        if stream_id in self._senders:
+            self._senders[stream_id].send(self.rank, 0, [output])
+
+    def close(self) -> None:
+        for sender in self._senders.values():
+            sender.close()
+        if self._inbox is not None:
+            self._inbox.close()
+
+
+class FakeLauncher:
+    """Hands out fake ranks."""
+
+    def __init__(self, ranks: list[FakeRank]):
+        self.handles = [FakeHandle(rank) for rank in ranks]
+        self.killed = 0
+        self.error: Exception | None = None
+
+    async def launch(self, timeout_s: float) -> list[FakeHandle]:
+        if self.error is not None:
+            raise self.error
+        return self.handles
+
+    def kill(self) -> None:
+        self.killed += 1
+        for handle in self.handles:
+            handle.dead = True
+            ended = handle.target.ended
+            if ended is not None and not ended.done():
+                ended.set_exception(ray.exceptions.ActorDiedError())
+                ended.exception()
+
+
+def rank_config(num_ranks: int = 2, device: str = "cpu") -> RankConfig:
+    return RankConfig(
+        model=ModelConfig(path="nowhere"),
+        scheduler=SchedulerConfig(),
+        cache=CacheConfig(),
+        kernels=KernelsConfig(),
+        num_ranks=num_ranks,
+        device=device,
+        threads=1,
+        vote_timeout_s=1.0,
+    )
+
+
+def phalanx_config(num_ranks: int = 2) -> PhalanxConfig:
+    return PhalanxConfig(
+        model=ModelConfig(path=str(Path("nowhere"))),
+        cluster={"ranks": num_ranks, "device": "cpu", "start_timeout_s": 5.0},
+        serve={"model_name": "tiny"},
+    )
+
+
+def fake_group(num_ranks: int = 2) -> tuple[Group, list[FakeRank], FakeLauncher]:
+    ranks = [FakeRank(rank) for rank in range(num_ranks)]
+    launcher = FakeLauncher(ranks)
+    group = Group("app", rank_config(num_ranks), launcher, start_timeout_s=5.0)
+    return group, ranks, launcher
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    """Wait until a condition holds."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.001)

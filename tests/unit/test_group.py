@@ -1,0 +1,203 @@
+"""A group's life over fake ranks: the stages of its start, its failures, its end, the epoch in every call."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from cluster.group import failures, group
+from cluster.group.failures import failure_message
+from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
+from workers.rank.actor import PeerFailedError, RankFailedError
+
+
+def run(coroutine: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(20):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def remote(error: Exception) -> RayTaskError:
+    """An error as Ray raises it at the caller."""
+    return RayTaskError("method", "traceback", error).as_instanceof_cause()
+
+
+def test_the_start_of_a_group():
+    subject, ranks, _ = fake_group(3)
+    run(subject.start())
+    status = subject.status
+    assert subject.health == ("serving", 0, "")
+    names = [name for name, _ in status.stages]
+    assert names == ["placement", "processes", "group", "weights", "KV cache", "engines"]
+    assert all(seconds >= 0 for _, seconds in status.stages)
+    assert [info.rank for info in status.infos] == [0, 1, 2]
+    assert len(ranks[0].calls["host_rendezvous"]) == 1 and not ranks[1].calls["host_rendezvous"]
+    for rank in ranks:
+        ((rendezvous, timeout_s, gpus),) = rank.calls["join_group"]
+        assert (rendezvous.port, rendezvous.epoch, timeout_s, gpus) == (1234, 0, 5.0, ())
+        ((epoch, peers),) = rank.calls["start"]
+        others = [f"inbox {other.rank}" for other in ranks if other is not rank]
+        assert epoch == 0 and [peer.endpoint for peer in peers] == others
+    assert len({rank.calls["join_group"][0][0].name for rank in ranks}) == 1
+
+
+def test_locations_carry_the_addresses_of_the_nodes():
+    ranks = [FakeRank(0, "fd00::1"), FakeRank(1, "fd00::1")]
+    subject = group.Group("app", rank_config(2), FakeLauncher(ranks), start_timeout_s=5.0)
+    run(subject.start())
+    assert [location.address for location in subject.status.locations] == ["fd00::1", "fd00::1"]
+    assert ranks[1].calls["join_group"][0][0].host == "fd00::1"
+
+
+def test_progress_of_a_stage_is_that_of_all_ranks():
+    async def scenario() -> None:
+        subject, ranks, _ = fake_group()
+        ranks[0].hang.add("run_stage")
+        start = asyncio.create_task(subject.start())
+        await until(lambda: subject.status.stage == "weights")
+        assert (await subject.refreshed_status()).progress == (1 + 2, 4 + 4)
+        ranks[1].fail["progress"] = RankFailedError("busy")
+        assert (await subject.refreshed_status()).progress == (1, 4)
+        start.cancel()
+
+    run(scenario())
+
+
+def test_a_failed_stage_fails_the_group():
+    subject, ranks, launcher = fake_group()
+    ranks[1].fail["run_stage"] = remote(ValueError("model.safetensors is cut"))
+    run(subject.start())
+    error = "start failed at stage 'weights': model.safetensors is cut"
+    assert subject.health == ("failed", 0, error) and launcher.killed == 1
+
+
+def test_a_group_without_room_fails():
+    subject, _, launcher = fake_group()
+    launcher.error = ValueError("no room for 2 ranks")
+    run(subject.start())
+    assert subject.health.error == "start failed at stage 'placement': no room for 2 ranks"
+
+
+def test_a_stage_that_takes_too_long_names_the_setting():
+    ranks = [FakeRank(0)]
+    ranks[0].hang.add("run_stage")
+    subject = group.Group("app", rank_config(1), FakeLauncher(ranks), start_timeout_s=0.05)
+    run(subject.start())
+    assert "cluster.start_timeout_s allows more" in subject.health.error
+
+
+def test_a_dead_rank_fails_the_group():
+    async def scenario() -> None:
+        subject, ranks, launcher = fake_group()
+        await subject.start()
+        seen = subject.health
+        news = asyncio.create_task(subject.changed(seen))
+        watch = asyncio.create_task(subject.watch())
+        await until(lambda: ranks[1].calls["done"] == [(0,)])
+        assert not news.done()
+        ranks[1].ended.set_exception(ActorDiedError())
+        await watch
+        await news
+        assert subject.health == ("failed", 0, "rank 1: its process died")
+        assert launcher.killed == 1
+
+    run(scenario())
+
+
+def test_the_rank_that_lost_a_peer_is_not_the_cause(monkeypatch):
+    monkeypatch.setattr(failures, "ROOT_CAUSE_WAIT_S", 0.2)
+
+    async def end(*ends: tuple[int, Exception]) -> str:
+        subject, ranks, _ = fake_group(3)
+        await subject.start()
+        watch = asyncio.create_task(subject.watch())
+        await until(lambda: all(rank.calls["done"] for rank in ranks))
+        for rank, error in ends:
+            ranks[rank].ended.set_exception(error)
+            await asyncio.sleep(0.01)
+        await watch
+        return subject.health.error
+
+    lost = remote(PeerFailedError("LockstepError: rank 2 did not vote"))
+    assert run(end((0, lost), (1, lost), (2, ActorDiedError()))) == "rank 2: its process died"
+    assert run(end((1, lost))) == "rank 1: LockstepError: rank 2 did not vote"
+    assert run(end((0, lost), (1, remote(RankFailedError("KeyError: 7"))))) == "rank 1: KeyError: 7"
+
+
+@pytest.mark.parametrize("ends_on_stop", [True, False])
+def test_a_stop_is_no_failure(monkeypatch, caplog, ends_on_stop):
+    monkeypatch.setattr(group, "STOP_TIMEOUT_S", 3.0 if ends_on_stop else 0.05)
+
+    async def scenario() -> None:
+        subject, ranks, launcher = fake_group()
+        await subject.start()
+        watch = asyncio.create_task(subject.watch())
+        await until(lambda: all(rank.calls["done"] for rank in ranks))
+        stop = asyncio.create_task(subject.stop())
+        await until(lambda: bool(ranks[0].calls["stop"]))
+        assert subject.health == ("stopped", 0, "the server is stopping")
+        if ends_on_stop:
+            for rank in ranks:
+                rank.ended.set_result(None)
+        await stop
+        await watch
+        assert ranks[0].calls["stop"] == [(0,)] and not ranks[1].calls["stop"]
+        assert subject.health.state == "stopped" and launcher.killed == 1
+
+    run(scenario())
+    assert bool(caplog.records) != ends_on_stop
+
+
+def test_a_stop_ends_a_start():
+    async def scenario() -> None:
+        subject, ranks, launcher = fake_group()
+        ranks[1].hang.add("run_stage")
+        start = asyncio.create_task(subject.start())
+        await until(lambda: bool(ranks[1].calls["run_stage"]))
+        await subject.stop()
+        start.cancel()
+        await asyncio.wait([start])
+        assert subject.health.state == "stopped" and launcher.killed == 1
+        assert not ranks[0].calls["stop"], "a loop that never ran cannot stop"
+
+    run(scenario())
+
+
+def test_streams_close_in_the_epoch_that_opened_them():
+    async def scenario() -> None:
+        subject, ranks, _ = fake_group()
+        await subject.start()
+        subject.status.epoch = 7
+        for rank in ranks:
+            rank.fail["close_stream"] = RankFailedError("it has ended")
+        subject.close_stream("ingress-1.1")
+        await until(lambda: bool(ranks[1].calls["close_stream"]))
+        assert ranks[0].calls["close_stream"] == [(7, "ingress-1.1")]
+
+    run(scenario())
+
+
+def test_draining_is_alive_and_only_follows_serving():
+    subject, _, _ = fake_group()
+    subject.drain()
+    assert subject.health.state == "starting"
+    run(subject.start())
+    subject.drain()
+    assert subject.health.state == "draining" and subject.health.alive
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (remote(ValueError("too large")), "too large"),
+        (remote(KeyError("x")), "KeyError: 'x'"),
+        (ActorDiedError(), "its process died"),
+        (RankFailedError("out of blocks"), "out of blocks"),
+    ],
+)
+def test_messages_are_without_rays_traceback(error, message):
+    assert failure_message(error) == message

@@ -1,0 +1,270 @@
+"""Leases with a clock of our own; the supervisor over groups of fake ranks; which supervisor an ingress gets."""
+
+import asyncio
+from collections.abc import Awaitable, Iterator
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from cluster.group import leases, supervisor
+from cluster.group.group import GroupHealth
+from cluster.group.leases import LEASE_S, Leases
+from cluster.group.supervisor import Supervisor
+from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(coroutine: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(20):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def test_a_lease_without_heartbeats_expires_and_cannot_be_renewed():
+    clock = Clock()
+    subject = Leases(300.0, clock)
+    kept, lost = subject.open("a"), subject.open("b")
+    assert subject.ingress_ids == {"a", "b"} and kept != lost
+    clock.now += LEASE_S - 1
+    assert subject.renew(kept) and subject.expire() == []
+    clock.now += 2
+    assert subject.expire() == [(lost, "b")]
+    assert not subject.renew(lost) and subject.renew(kept)
+    assert subject.ingress_ids == {"a"}
+    assert subject.open("b") != lost, "the streams of both leases must differ"
+
+
+def test_the_first_ingress_gets_more_time_than_the_next():
+    clock = Clock()
+    subject = Leases(300.0, clock)
+    clock.now += 299
+    assert not subject.abandoned()
+    subject.restart_wait()
+    clock.now += 299
+    assert not subject.abandoned()
+    lease = subject.open("a")
+    clock.now += 1000
+    assert not subject.abandoned()
+    subject.close(lease)
+    subject.close(lease)
+    clock.now += LEASE_S - 1
+    assert not subject.abandoned()
+    clock.now += 2
+    assert subject.abandoned()
+
+
+class OfFakes(Supervisor):
+    """A supervisor of one group of fake ranks."""
+
+    def _create_groups(self, config: Any) -> list[Any]:
+        group, self.fake_ranks, self.launcher = fake_group(2)
+        return [group]
+
+
+@pytest.fixture(autouse=True)
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """How often the supervisor ended its own process."""
+    calls: list[bool] = []
+    monkeypatch.setattr(supervisor, "set_up_logging", lambda *_: None)
+    monkeypatch.setattr(supervisor, "_kill_own_actor", lambda: calls.append(True))
+    yield calls
+
+
+async def serving() -> OfFakes:
+    subject = OfFakes(phalanx_config())
+    await subject.start(phalanx_config())
+    await until(lambda: subject._groups[0].health.state == "serving")
+    return subject
+
+
+async def end(subject: OfFakes) -> None:
+    for task in subject._tasks:
+        task.cancel()
+    await asyncio.gather(*subject._tasks, return_exceptions=True)
+    for rank in subject.fake_ranks:
+        if rank.ended is not None:
+            rank.ended.cancel()
+
+
+def test_a_start_with_another_configuration_is_refused():
+    async def scenario() -> None:
+        subject = await serving()
+        await subject.start(phalanx_config())
+        assert len(subject.fake_ranks[0].calls["start"]) == 1, "only the first start counts"
+        with pytest.raises(ValueError, match="already running with another configuration"):
+            await subject.start(phalanx_config(3))
+        await end(subject)
+
+    run(scenario())
+
+
+def test_healths_are_pushed_when_they_change():
+    async def scenario() -> None:
+        subject = OfFakes(phalanx_config())
+        seen = await subject.healths()
+        assert seen == [GroupHealth("starting", 0, "")]
+        news = asyncio.create_task(subject.changed_healths(seen))
+        await subject.start(phalanx_config())
+        assert await news == [GroupHealth("serving", 0, "")]
+        await until(lambda: bool(subject.fake_ranks[0].calls["done"]))
+        news = asyncio.create_task(subject.changed_healths(await news))
+        await asyncio.sleep(0.01)
+        assert not news.done()
+        subject.fake_ranks[0].ended.set_exception(ActorDiedError())
+        assert await news == [GroupHealth("failed", 0, "rank 0: its process died")]
+        await end(subject)
+
+    run(scenario())
+
+
+def test_an_expired_ingress_loses_its_streams_and_must_register_again(monkeypatch, caplog):
+    monkeypatch.setattr(leases, "LEASE_S", 0.2)
+    monkeypatch.setattr(supervisor, "LEASE_S", 0.2)
+    counts = {"request_success": {("stop",): [3.0]}, "ingress_cpu_seconds": {("x",): [1.0]}}
+
+    async def scenario() -> None:
+        subject = await serving()
+        registration = await subject.register("a")
+        assert registration.groups[0].epoch == 0 and len(registration.groups[0].ranks) == 2
+        kept = (await subject.register("b")).lease_id
+        assert await subject.heartbeat("a", registration.lease_id, counts)
+        for _ in range(15):
+            await asyncio.sleep(0.02)
+            assert await subject.heartbeat("b", kept, {})
+        closed = [rank.calls["close_stream"] for rank in subject.fake_ranks]
+        assert closed == [[(0, registration.lease_id)]] * 2
+        assert not await subject.heartbeat("a", registration.lease_id, counts)
+        total = await subject.ingress_metrics("b", {})
+        assert total["request_success"] == {("stop",): [3.0]}, "it must stay counted, once"
+        again = (await subject.register("a")).lease_id
+        assert again != registration.lease_id and await subject.heartbeat("a", again, counts)
+        total = await subject.ingress_metrics("b", {})
+        assert total["request_success"] == {("stop",): [3.0]}
+        await end(subject)
+
+    for name in ("close_stream",):
+        monkeypatch.setattr(FakeRank, name, lambda self, *args: self._note("close_stream", *args))
+    run(scenario())
+    assert "a sent no heartbeat for 0.2 s" in caplog.text
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_supervisor_without_ingresses_ends_itself_and_its_ranks(monkeypatch, killed, fails):
+    monkeypatch.setattr(leases, "LEASE_S", 0.1)
+    monkeypatch.setattr(supervisor, "LEASE_S", 0.1)
+
+    async def scenario() -> None:
+        subject = await serving()
+        lease = (await subject.register("a")).lease_id
+        if fails:
+            subject.fake_ranks[0].ended.set_exception(ActorDiedError())
+        await asyncio.sleep(0.15)
+        assert not killed or not fails
+        await subject.heartbeat("a", lease, {})
+        await subject.unregister(lease)
+        for rank in subject.fake_ranks:
+            if not rank.ended.done():
+                rank.ended.set_result(None)
+        await until(lambda: bool(killed))
+        assert subject.launcher.killed >= 1
+        await end(subject)
+
+    monkeypatch.setattr(FakeRank, "close_stream", lambda self, *args: self._note("c", *args))
+    run(scenario())
+    assert killed == [True]
+
+
+def test_draining_ends_when_every_ingress_has_finished():
+    async def scenario() -> None:
+        subject = await serving()
+        for name in ("a", "b"):
+            await subject.register(name)
+        waiting = asyncio.create_task(subject.drain_requested())
+        await subject.drain(7.0)
+        assert await waiting == 7.0 and subject._groups[0].health.state == "draining"
+        await subject.drained("a")
+        assert not await subject.is_drained()
+        await subject.drained("b")
+        assert await subject.is_drained()
+        await end(subject)
+
+    run(scenario())
+
+
+class Candidate:
+    """What `supervisor.start` sees of a supervisor."""
+
+    def __init__(self, state: str):
+        self.state = state
+        self.exits = 0
+
+    async def start(self, config: Any) -> None:
+        """Nothing to do."""
+
+    async def healths(self) -> list[GroupHealth]:
+        return [GroupHealth(self.state, 0, "rank 1: its process died")]
+
+    async def exit(self) -> None:
+        self.exits += 1
+        self.handle.dead = True
+        raise ActorDiedError
+
+
+def candidates(monkeypatch: pytest.MonkeyPatch, *states: str) -> list[Candidate]:
+    """`get_or_create` returns the first one until it is dead, and twice more, then the next."""
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
+    found = [Candidate(state) for state in states]
+    for candidate in found:
+        candidate.handle = FakeHandle(candidate)
+    queue = [handle for c in found for handle in (c.handle,) * 3]
+
+    def get_or_create(_: Any) -> FakeHandle:
+        return queue.pop(0) if queue[0].dead else queue[0]
+
+    monkeypatch.setattr(supervisor, "get_or_create", get_or_create)
+    return found
+
+
+def test_a_failed_supervisor_is_replaced(monkeypatch):
+    failed, fresh = candidates(monkeypatch, "failed", "starting")
+    handle = run(supervisor.start(phalanx_config(), replace_failed=True))
+    assert handle.target is fresh and failed.exits == 1
+
+
+def test_a_living_supervisor_is_shared(monkeypatch):
+    (subject,) = candidates(monkeypatch, "serving")
+    handle = run(supervisor.start(phalanx_config(), replace_failed=True))
+    assert handle.target is subject and not subject.exits
+
+
+def test_the_launchers_supervisor_is_never_replaced(monkeypatch):
+    (subject,) = candidates(monkeypatch, "failed")
+    handle = run(supervisor.start(phalanx_config(), replace_failed=False))
+    assert handle.target is subject and not subject.exits
+    subject.handle.dead = True
+    with pytest.raises(ActorDiedError):
+        run(supervisor.start(phalanx_config(), replace_failed=False))
+
+
+def test_a_supervisor_that_cannot_be_made_is_an_error(monkeypatch):
+    broken = Candidate("starting")
+
+    async def start(_: Any) -> None:
+        error = ActorDiedError()
+        error._actor_init_failed = True
+        raise error
+
+    broken.start = start
+    monkeypatch.setattr(supervisor, "get_or_create", lambda _: FakeHandle(broken))
+    with pytest.raises(ActorDiedError):
+        run(supervisor.start(phalanx_config(), replace_failed=True))
