@@ -111,8 +111,7 @@ class EngineClient:
                 yield output
         finally:
             if not request.finished and self._failure is None:
-                group, group_rank = self._router.place(request.rank)
-                self._groups[group].abort(group_rank, request.wire_id)
+                self._abort(request)
             self._forget(request)
 
     def health(self) -> tuple[bool, str]:
@@ -172,6 +171,10 @@ class EngineClient:
         group, rank = self._router.place(request.rank)
         self._groups[group].submit(rank, request.to_engine())
 
+    def _abort(self, request: OpenRequest) -> None:
+        group, rank = self._router.place(request.rank)
+        self._groups[group].abort(rank, request.wire_id)
+
     def _forget(self, request: OpenRequest) -> None:
         """Release what `_submit` took."""
         if self._open.pop(request.wire_id, None) is not None:
@@ -192,17 +195,21 @@ class EngineClient:
         registration: supervisor.Registration = await self._supervisor.register.remote(
             self._ingress_id
         )
-        self._lease_id = registration.lease_id
-        address = node_address()
+        lease_id, address = registration.lease_id, node_address()
         groups = [
-            GroupClient(members, self._lease_id, address, partial(self._deliver, index))
+            GroupClient(members, lease_id, address, partial(self._deliver, index))
             for index, members in enumerate(registration.groups)
         ]
-        for group in groups:
-            await group.open()
-        old, self._groups = self._groups, groups
-        for group in old:
-            group.close()  # tokens that it had not read are computed again
+        try:
+            for group in groups:
+                await group.open()
+        except BaseException:
+            for group in groups:
+                group.close()
+            raise
+        for group in self._groups:
+            group.close()  # the ranks compute the tokens again that it has not read
+        self._lease_id, self._groups = lease_id, groups
         return registration.groups
 
     async def _renew_lease(self) -> None:
@@ -224,6 +231,7 @@ class EngineClient:
                 continue
             for request in list(self._open.values()):
                 if not request.finished:
+                    self._abort(request)  # a rank may have got it after it closed the old stream
                     self._forget(request)
                     self._submit(request)
 
