@@ -11,7 +11,7 @@ import ray.exceptions
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.group.group import Group
 from kernels.backends.config import KernelsConfig
-from workers.config import CacheConfig, ModelConfig, RankConfig, SchedulerConfig
+from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 from workers.rank.rank_info import RankInfo, Rendezvous
 from workers.wire.inbox import Inbox
 from workers.wire.request import EngineRequest, RequestOutput
@@ -169,7 +169,7 @@ class FakeLauncher:
 
 def rank_config(num_ranks: int = 2, device: str = "cpu") -> RankConfig:
     return RankConfig(
-        model=ModelConfig(path="nowhere"),
+        model=ModelSection(path="nowhere"),
         scheduler=SchedulerConfig(),
         cache=CacheConfig(),
         kernels=KernelsConfig(),
@@ -182,7 +182,7 @@ def rank_config(num_ranks: int = 2, device: str = "cpu") -> RankConfig:
 
 def phalanx_config(num_ranks: int = 2) -> PhalanxConfig:
     return PhalanxConfig(
-        model=ModelConfig(path=str(Path("nowhere"))),
+        model=ModelSection(path=str(Path("nowhere"))),
         cluster={"ranks": num_ranks, "device": "cpu", "start_timeout_s": 5.0},
         serve={"model_name": "tiny"},
     )
