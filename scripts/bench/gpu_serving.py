@@ -19,18 +19,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from cluster.bench import loop, machine
 from cluster.bench.load import Driver
 from cluster.bench.metrics import RoundResult
 from cluster.bench.roofline import Hardware, floor_of
 from cluster.bench.settings import Load
-from scripts.bench import ROOT, results
+from scripts.bench import ROOT, qwen_tokenizer, results
 from scripts.bench.gpu_serving_report import page
 from scripts.bench.servers import ServerProcess, free_port
 from workers.models.registry import load_model_config
 
 LOADS = ((512, 1024, 1024), (128, 128, 512), (256, 4096, 8))  # in flight, input, output tokens
 LOADS_RANKS = 4
+SHAPE = "qwen3-30b-a3b"  # the model folder that gets the published tokenizer
 START_TIMEOUT_S = 900.0  # the first start on a machine compiles
 STAGE = re.compile(r"^  (\S.*?) +([\d.]+) s$", re.MULTILINE)
 
@@ -58,6 +61,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--against", action="append", default=[], help="setting of a second server, to compare with"
     )
+    parser.add_argument(
+        "--vocabulary", type=Path, help="qwen.tiktoken; default: of an installed dashscope"
+    )
     parser.add_argument("--log", type=Path, help="keep the server's output here")
     results.add_options(parser, "gpu-serving")
     options = parser.parse_args()
@@ -69,8 +75,28 @@ def parse() -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
-    """The report of one server, and of a second one that differs in the settings `--against`."""
-    settings = [f"cluster.ranks={options.ranks}", *options.set]
+    """Return the report of one server, and of a second one that differs in the settings `--against`."""
+    with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
+        return measure_with(options, log, published_tokenizer(options, Path(folder)))
+
+
+def published_tokenizer(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Return settings for a model folder with the published tokenizer; none for other models or without a vocabulary.
+
+    The committed folder has a tokenizer of bytes, with which most ids that random weights draw have no text.
+    """
+    model = options.config.parent / yaml.safe_load(options.config.read_text())["model"]["path"]
+    vocabulary = options.vocabulary or qwen_tokenizer.find_vocabulary()
+    if model.name != SHAPE or vocabulary is None:
+        return []
+    copy = folder / SHAPE  # the folder's name is the model's name
+    copy.mkdir()
+    return [f"model.path={qwen_tokenizer.model_folder(model, vocabulary, copy)}"]
+
+
+def measure_with(options: argparse.Namespace, log: Path, tokenizer: list[str]) -> dict[str, Any]:
+    """Measure with the settings of `published_tokenizer`."""
+    settings = [f"cluster.ranks={options.ranks}", *tokenizer, *options.set]
     served = serve(options, settings, log)
     on_cpu = served["resolved"]["config"]["cluster"]["device"] == "cpu"
     report = {
@@ -79,6 +105,7 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
         "assumed_hardware": asdict(Hardware()),
         "ranks": options.ranks,
         "scale": options.scale,
+        "published_tokenizer": bool(tokenizer),
         **served,
     }
     if options.against:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer
 
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
-from scripts.bench import qwen_tokenizer
+from scripts.bench import gpu_serving, qwen_tokenizer
 from tests.unit.api_fakes import Api, FakeBackend, tiny_checkpoint
 from tests.unit.test_tool_parsers import CALL, ROME, TOOLS, tag
 from workers.sampling.grammar import Grammar, GrammarCompiler
@@ -155,6 +156,17 @@ def test_the_published_tokenizer(vocabulary):
         "  naïve 你好世界 🦊\r\n\t",
     ):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_the_gpu_benchmark_has_the_published_tokenizer(vocabulary, tmp_path):
+    options = SimpleNamespace(config=SHAPE.parents[1] / "gpu-bench.yaml", vocabulary=vocabulary)
+    (setting,) = gpu_serving.published_tokenizer(options, tmp_path)
+    key, _, folder = setting.partition("=")
+    assert key == "model.path" and Path(folder).name == SHAPE.name
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (151_936, {151643, 151645})
+    options.config = SHAPE.parents[1] / "local.yaml"
+    assert gpu_serving.published_tokenizer(options, tmp_path) == []
 
 
 def test_bad_words_are_tokenised_with_and_without_a_space(vocabulary):
