@@ -30,7 +30,7 @@ class GroupClient:
         self._members = members
         self._stream_id = stream_id
         self._inboxes: list[InboxSender] = []
-        self._receiver = TokenReceiver(address)
+        self._receiver = TokenReceiver(address, self.epoch)
         self._receiver.listen(deliver)
 
     async def open(self) -> None:
@@ -40,7 +40,7 @@ class GroupClient:
             rank.open_stream.remote(self.epoch, self._stream_id, target)
             for rank in self._members.ranks
         ]
-        self._inboxes = [InboxSender(inbox) for inbox in await gather(calls)]
+        self._inboxes = [InboxSender(inbox, self.epoch) for inbox in await gather(calls)]
 
     def submit(self, rank: int, request: EngineRequest) -> None:
         """Send a request to `rank`; its tokens come by this client's stream."""

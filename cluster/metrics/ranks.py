@@ -37,6 +37,7 @@ COUNTERS = {
     "padding_tokens": ("padding_tokens", "Padding rows that ran to give all ranks equal shapes."),
     "steps": ("steps", "Lockstep forwards."),
     "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),
+    "stale_messages": ("stale_messages", "Messages of another epoch that a rank dropped."),
     "expert_rows_sampled": (
         "expert_rows_sampled",
         "(Token, expert) pairs that came to this rank's experts, in every 32nd step.",

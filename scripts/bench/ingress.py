@@ -107,7 +107,7 @@ class PacedRankActor(RankActor):
         self._rank = SimpleNamespace(engine=engine)
         self._done = None
         self._inbox = Inbox(node_address())
-        self._inbox.deliver_to(engine)
+        self._inbox.deliver_to(engine, self._epoch)
 
     async def set_step(self, step_s: float) -> None:
         """From now on a token each `step_s` seconds."""

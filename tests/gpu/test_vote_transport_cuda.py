@@ -134,5 +134,5 @@ def test_a_rank_that_stays_away_is_noticed(num_ranks: int, rounds: int):
         finally:
             pool.close()
     for text, waited in others:
-        assert text == f"step exchange: a rank did not come within {NOTICED_S:g} s"
+        assert text == f"vote: a rank sent no row within {NOTICED_S:g} s"
         assert NOTICED_S <= waited < 3 * NOTICED_S

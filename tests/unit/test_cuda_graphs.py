@@ -168,7 +168,7 @@ def test_every_step_finds_its_graph(limits, overlap, group):
             most = {ForwardMode.IDLE: 0, ForwardMode.DECODE: min(max_seqs, max_tokens)}
             tokens = min(tokens, most.get(mode, max_tokens))
             wants = int(policy.wants(mode, tokens))
-            yield vote(tokens, wants_ubatch=wants, forward_mode=mode, **sizes.vote(mode, tokens))
+            yield vote(tokens, wants_ubatch=wants, **sizes.vote(mode, tokens))
 
     plan = decide(rows(*votes()), PlanConfig(equal_tokens=False, num_ubatches=num_ubatches))
     if plan.run and plan.graph_mode:

@@ -1,4 +1,4 @@
-"""The step loop with ranks as threads: sleeping, waking, pausing, stopping and failing, without a model."""
+"""The step loop with ranks as threads: sleeping, waking, stopping and failing, without a model."""
 
 import random
 import threading
@@ -18,14 +18,14 @@ from workers.wire.request import EngineRequest, SamplingParams
 TIMEOUT_S = 20
 
 
-class ThreadExchange:
+class ThreadVotes:
     """Ranks as threads; a rank that waits alone for too long raises, as a real transport does."""
 
     def __init__(self, num_ranks: int):
         self._rows: list[np.ndarray] = [None] * num_ranks
         self._barrier = threading.Barrier(num_ranks)
 
-    def of(self, rank: int):
+    def transport(self, rank: int):
         outer = self
 
         class One:
@@ -65,12 +65,14 @@ class Group:
     """Engines on threads, started and stopped together."""
 
     def __init__(self, num_ranks: int, asynchronous: bool):
-        exchange = ThreadExchange(num_ranks)
+        votes = ThreadVotes(num_ranks)
         self.asynchronous = asynchronous
+        self.lost_wakes = 0
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, threading.Event] = {}
+        self.errors: dict[str, str] = {}
         self.failures: dict[int, BaseException] = {}
-        self.engines = [self._engine(rank, exchange) for rank in range(num_ranks)]
+        self.engines = [self._engine(rank, votes) for rank in range(num_ranks)]
         self.threads = [
             threading.Thread(target=self._run, args=(r,), daemon=True) for r in range(num_ranks)
         ]
@@ -93,8 +95,11 @@ class Group:
             thread.join(TIMEOUT_S)
             assert not thread.is_alive(), "a rank did not leave its loop"
 
-    def _engine(self, rank: int, exchange: ThreadExchange) -> Engine:
+    def _engine(self, rank: int, votes: ThreadVotes) -> Engine:
         def wake_peers(step: int) -> None:
+            if self.lost_wakes:
+                self.lost_wakes -= 1
+                return
             for other, engine in enumerate(self.engines):
                 if other != rank:
                     engine.wake(step)
@@ -102,7 +107,7 @@ class Group:
         return Engine(
             Scheduler(SchedulerConfig(), num_blocks=64, block_size=4, max_model_len=64),
             CountingRunner(),
-            exchange.of(rank),
+            votes.transport(rank),
             PlanConfig(equal_tokens=False),
             epoch=0,
             publish=self._publish,
@@ -113,6 +118,8 @@ class Group:
     def _publish(self, ingress_id: str, outputs) -> None:
         for output in outputs:
             self.outputs.setdefault(output.request_id, []).extend(output.token_ids)
+            if output.error:
+                self.errors[output.request_id] = output.error
             if output.finish_reason:
                 self.finished[output.request_id].set()
 
@@ -160,31 +167,47 @@ def test_random_arrivals_never_lose_a_wake(asynchronous):
     assert not group.failures
 
 
-def test_pause_holds_requests_until_resume(asynchronous):
-    group = Group(2, asynchronous)
-    group.engines[0].pause()
+@pytest.mark.parametrize("lost", [1, 3])
+def test_a_lost_wake_is_sent_again_while_a_rank_waits_in_the_vote(lost):
+    """A TCP reset loses messages; without another wake the vote would run into its time-out."""
+    group = Group(3, False)
+    group.submit(0, "first")
+    group.wait("first")
+    time.sleep(0.05)
+    group.lost_wakes = lost
     group.submit(1, "a")
-    time.sleep(0.1)
-    assert not group.finished["a"].is_set()
-    group.engines[0].resume()
     assert group.wait("a") == [2, 3, 4]
+    assert group.lost_wakes == 0
     group.engines[0].stop()
     group.join()
     assert not group.failures
 
 
-def test_abort_ends_a_request_silently_and_frees_it(asynchronous):
-    group = Group(2, asynchronous)
-    group.engines[0].pause()
-    group.submit(0, "a", 50)
-    group.submit(1, "b")
-    group.engines[0].abort("a")
-    group.engines[0].abort("never seen")
-    group.engines[0].resume()
-    group.wait("b")
-    assert "a" not in group.outputs or len(group.outputs["a"]) < 50
+def test_wakes_are_repeated_only_while_a_rank_waits(monkeypatch):
+    monkeypatch.setattr("workers.engine.engine.REPEAT_WAKE_S", 0.01)
+    wakes = []
+    group = Group(2, False)
+    for engine in group.engines:
+        engine._wake_peers = lambda step, wake=engine._wake_peers: (wakes.append(step), wake(step))
+    group.submit(0, "a")
+    group.wait("a")
+    time.sleep(0.3)
+    assert len(wakes) <= 3
     group.engines[0].stop()
     group.join()
+    assert threading.active_count() < 10 and not group.failures
+
+
+def test_abort_ends_a_request_silently_and_frees_it(asynchronous):
+    group = Group(2, asynchronous)
+    group.submit(0, "a", 50)
+    group.engines[0].abort("a")
+    group.engines[0].abort("never seen")
+    group.submit(1, "b")
+    group.wait("b")
+    group.engines[0].stop()
+    group.join()
+    assert "a" not in group.outputs or len(group.outputs["a"]) < 50
     assert not any(engine.scheduler.has_work for engine in group.engines)
 
 
@@ -202,15 +225,129 @@ def test_refused_request_is_answered(asynchronous):
     group.join()
 
 
-def test_scheduling_failure_ends_every_rank_and_names_the_one(asynchronous):
-    group = Group(2, asynchronous)
+def broken(*args, **kwargs):
+    raise ZeroDivisionError("a bug of ours")
 
-    def broken():
-        raise ZeroDivisionError("scheduler bug")
 
-    group.engines[1].scheduler.schedule = broken
-    group.submit(0, "a")
+# What breaks, and where it is found in an engine.
+PARTS = {
+    "drain": ("_drain_inbox", lambda engine: engine),
+    "schedule": ("schedule", lambda engine: engine.scheduler),
+    "commit": ("commit", lambda engine: engine.scheduler),
+    "publish": ("_publish", lambda engine: engine),
+    "statistics": ("record_step", lambda engine: engine.stats),
+    "sleep": ("record_idle", lambda engine: engine.stats),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_failure_outside_the_collectives_ends_every_rank_at_once(part, asynchronous):
+    """With the reason and the number of the rank, on all of them."""
+    group = Group(3, asynchronous)
+    name, owner = PARTS[part]
+    setattr(owner(group.engines[1]), name, broken)
+    started = time.monotonic()
+    group.submit(1, "a")
     group.join()
-    assert set(group.failures) == {0, 1}
-    assert all("rank 1 reports a failure" in str(error) for error in group.failures.values())
+    assert time.monotonic() - started < TIMEOUT_S / 4, "a rank waited for its time-out"
+    assert set(group.failures) == {0, 1, 2}
+    reason = "rank 1: ZeroDivisionError: a bug of ours"
+    assert {str(error) for error in group.failures.values()} == {reason}
     assert isinstance(group.failures[1].__cause__, ZeroDivisionError)
+    assert group.failures[0].__cause__ is None and group.failures[2].__cause__ is None
+
+
+def test_a_failure_of_another_thread_ends_a_sleeping_group():
+    group = Group(2, False)
+    time.sleep(0.05)
+    group.engines[0].fail(OSError("no socket"))
+    group.engines[0].fail(OSError("a later one"))
+    group.join()
+    assert {str(e) for e in group.failures.values()} == {"rank 0: OSError: no socket"}
+
+
+def test_a_failure_in_the_last_step_is_not_lost():
+    group = Group(1, True)
+    group.engines[0]._publish_and_record = broken
+    group.engines[0].stop()
+    group.join()
+    assert isinstance(group.failures[0], ZeroDivisionError)
+
+
+class Alone:
+    """One engine, stepped by hand."""
+
+    def __init__(self):
+        self.sent: list[tuple[str, str, list[int], str | None]] = []
+        self.scheduler = Scheduler(SchedulerConfig(), num_blocks=64, block_size=4, max_model_len=64)
+        self.engine = Engine(
+            self.scheduler,
+            CountingRunner(),
+            ThreadVotes(1).transport(0),
+            PlanConfig(equal_tokens=False),
+            epoch=0,
+            publish=self._publish,
+            wake_peers=lambda step: None,
+        )
+
+    def submit(self, name, ingress="i", prompt_tokens=2, **params):
+        self.engine.submit(
+            EngineRequest(
+                request_id=name,
+                ingress_id=ingress,
+                prompt_token_ids=[1] * prompt_tokens,
+                params=SamplingParams(**{"max_tokens": 3, **params}),
+            )
+        )
+
+    def _publish(self, ingress_id, outputs):
+        self.sent += [(ingress_id, o.request_id, o.token_ids, o.error) for o in outputs]
+
+
+def test_a_refused_request_may_be_aborted_in_the_same_drain():
+    """Its ingress gives up just then: nothing is left to look up when the refusal is sent."""
+    alone = Alone()
+    alone.submit("huge", prompt_tokens=99)
+    alone.engine.abort("huge")
+    alone.submit("gone", ingress="gone", prompt_tokens=99)
+    alone.engine.abort_ingress("gone")
+    alone.submit("refused", prompt_tokens=99)
+    alone.submit("fine")
+    for _ in range(4):
+        alone.engine.step()
+    assert [tokens for _, name, tokens, _ in alone.sent if name == "fine"] == [[2], [3], [4]]
+    assert all("prompt of 99 tokens" in e for _, name, _, e in alone.sent if name != "fine")
+    assert "refused" not in alone.engine.open_requests
+    assert alone.engine.open_requests.report_load("another ingress") == 0
+
+
+def test_an_id_in_use_is_refused_and_its_request_goes_on():
+    alone = Alone()
+    alone.submit("a", "first")
+    alone.engine.step()
+    alone.submit("a", "second")
+    for _ in range(3):
+        alone.engine.step()
+    first = [entry for entry in alone.sent if entry[0] == "first"]
+    assert [tokens for _, _, tokens, _ in first] == [[2], [3], [4]]
+    (second,) = [entry for entry in alone.sent if entry[0] == "second"]
+    assert "request id a is in use" in second[3]
+    assert "a" not in alone.engine.open_requests and not alone.scheduler.has_work
+    alone.sent.clear()
+    alone.submit("a")  # its id is free again
+    alone.engine.step()
+    assert alone.sent[0][2] == [2]
+
+
+def test_a_grammar_without_a_compiler_is_refused():
+    alone = Alone()
+    alone.submit("a", grammar="start: /x/")
+    alone.engine.step()
+    assert "no grammar compiler" in alone.sent[0][3]
+
+
+def test_a_request_that_cannot_be_read_is_answered():
+    alone = Alone()
+    alone.engine.refuse("a", "i", "it has no prompt")
+    alone.engine.step()
+    assert alone.sent == [("i", "a", [], "it has no prompt")]

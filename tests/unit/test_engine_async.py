@@ -237,27 +237,3 @@ def test_invalid_logits_end_only_that_request(asynchronous):
     run.submit("good", list(range(6)), max_tokens=4)
     run.finish()
     assert run.ends == {"bad": "error", "good": "length"} and len(run.tokens["good"]) == 4
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_batch_that_a_pause_throws_away_is_admitted_again(asynchronous):
-    """Who moved into its row then is still told to the runner."""
-    run = Run(asynchronous)
-    run.engine.pause()
-    run.submit("a", [1, 2, 3])
-    assert run.engine.step().pause
-    run.engine.resume()
-    run.finish()
-    assert run.runner.admitted == ["a"] and len(run.tokens["a"]) == 6
-
-
-def test_a_pause_publishes_what_is_under_way():
-    run = Run(True)
-    run.submit("a", [1, 2, 3])
-    run.engine.step()
-    run.engine.pause()
-    assert run.engine.step().pause
-    assert len(run.tokens["a"]) == 1
-    run.engine.resume()
-    run.finish()
-    assert len(run.tokens["a"]) == 6

@@ -2,7 +2,7 @@
 
 import threading
 
-from tests.unit.test_engine import CountingRunner, ThreadExchange
+from tests.unit.test_engine import CountingRunner, ThreadVotes
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
@@ -50,7 +50,7 @@ class Server:
         self.engine = Engine(
             self.scheduler,
             CountingRunner(),
-            ThreadExchange(1).of(0),
+            ThreadVotes(1).transport(0),
             PlanConfig(equal_tokens=False),
             epoch=0,
             publish=self._publish,
@@ -147,6 +147,32 @@ def test_a_request_aborted_while_its_grammar_is_compiled_never_runs():
     server.step(3)
     assert not server.outputs
     assert not server.scheduler.has_work
+
+
+def test_a_refused_grammar_and_its_abort_may_come_together():
+    server = Server()
+    server.submit("a", "g")
+    server.step()
+    server.compiler.waiting[0]("the grammar is wrong")
+    server.engine.abort("a")
+    server.submit("b")
+    server.step(3)
+    assert server.tokens("b") == [2, 3, 4]
+
+
+def test_an_id_that_is_used_again_does_not_get_the_grammar_of_before():
+    server = Server()
+    server.submit("a", "g")
+    server.step()
+    server.engine.abort("a")
+    server.submit("a", "h", max_tokens=2)
+    server.step()
+    server.compiler.waiting[0](FakeGrammar(complete_after=1))
+    server.step(2)
+    assert not server.outputs
+    server.compiler.waiting[1](FakeGrammar())
+    server.step(2)
+    assert server.tokens("a") == [2, 3] and server.end("a") == ("length", None)
 
 
 def test_a_grammar_that_breaks_ends_its_request_alone():

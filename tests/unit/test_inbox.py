@@ -1,5 +1,7 @@
-"""A rank's inbox: what senders say arrives whole and in their order, from nobody else, until it is closed."""
+"""A rank's inbox: messages of its epoch arrive whole and in each sender's order, and no message ends its thread."""
 
+import json
+import logging
 import threading
 
 import pytest
@@ -11,10 +13,10 @@ from workers.wire.secure_socket import StreamAddress
 
 
 class Engine:
-    """Notes what it is told."""
+    """Keeps what is delivered."""
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.delivered: list[object] = []
         self.changed = threading.Condition()
 
     def submit(self, request: EngineRequest) -> None:
@@ -26,14 +28,20 @@ class Engine:
     def wake(self, step: int) -> None:
         self.note(("wake", step))
 
+    def refuse(self, request_id: str, ingress_id: str, error: str) -> None:
+        self.note(("refuse", request_id, ingress_id, error))
+
+    def fail(self, error: BaseException) -> None:
+        self.note(error)
+
     def note(self, what: object) -> None:
         with self.changed:
-            self.told.append(what)
+            self.delivered.append(what)
             self.changed.notify()
 
     def wait_for(self, number: int, timeout_s: float = 10) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: len(self.told) >= number, timeout_s)
+            return self.changed.wait_for(lambda: len(self.delivered) >= number, timeout_s)
 
 
 @pytest.fixture
@@ -77,37 +85,37 @@ def test_every_field_survives(inbox):
             grammar='{"grammars": []}',
         ),
     ]
-    engine, sender = Engine(), InboxSender(inbox.address)
+    engine, sender = Engine(), InboxSender(inbox.address, 3)
     for each in sent:
         sender.submit(each)
-    inbox.deliver_to(engine)  # what came before is not lost
-    assert engine.wait_for(2) and engine.told == sent
-    assert {hash(each) for each in engine.told[1].params.logit_bias}, "as it was: hashable"
+    inbox.deliver_to(engine, 3)  # what came before is not lost
+    assert engine.wait_for(2) and engine.delivered == sent
+    assert {hash(each) for each in engine.delivered[1].params.logit_bias}, "as it was: hashable"
     sender.close()
     sender.submit(sent[0])  # dropped without an error
 
 
 def test_each_sender_is_heard_in_its_order(inbox):
     engine = Engine()
-    inbox.deliver_to(engine)
-    senders = [InboxSender(inbox.address) for _ in range(3)]
+    inbox.deliver_to(engine, 3)
+    senders = [InboxSender(inbox.address, 3) for _ in range(3)]
     for step in range(40):
         for number, sender in enumerate(senders):
             sender.wake(step)
             sender.abort(f"{number} {step}")
     assert engine.wait_for(240)
     for number in range(3):
-        mine = [x[1] for x in engine.told if x[0] == "abort" and x[1].startswith(f"{number} ")]
+        mine = [x[1] for x in engine.delivered if x[0] == "abort" and x[1].startswith(f"{number} ")]
         assert mine == [f"{number} {step}" for step in range(40)]
-    assert sorted(x[1] for x in engine.told if x[0] == "wake") == sorted([*range(40)] * 3)
+    assert sorted(x[1] for x in engine.delivered if x[0] == "wake") == sorted([*range(40)] * 3)
     for sender in senders:
         sender.close()
 
 
 def test_who_was_not_given_the_key_is_not_heard(inbox):
     engine = Engine()
-    inbox.deliver_to(engine)
-    stranger = InboxSender(StreamAddress(inbox.address.endpoint, zmq.curve_keypair()[0]))
+    inbox.deliver_to(engine, 3)
+    stranger = InboxSender(StreamAddress(inbox.address.endpoint, zmq.curve_keypair()[0]), 3)
     stranger.abort("x")
     assert not engine.wait_for(1, timeout_s=0.5)
     stranger.close()
@@ -115,3 +123,89 @@ def test_who_was_not_given_the_key_is_not_heard(inbox):
 
 def test_an_inbox_that_nobody_reads_can_be_closed():
     Inbox("127.0.0.1").close()
+
+
+def test_messages_of_another_epoch_are_dropped_and_counted(inbox, caplog):
+    """Also a wake, whose number would make a rank of a new epoch wait alone in its vote."""
+    first, second = Engine(), Engine()
+    old, new = InboxSender(inbox.address, 1), InboxSender(inbox.address, 2)
+    inbox.deliver_to(first, 1)
+    old.wake(5)
+    assert first.wait_for(1)
+    inbox.deliver_to(second, 2)
+    with caplog.at_level(logging.INFO, "workers.wire.inbox"):
+        old.wake(1000)
+        old.submit(request("late"))
+        old.abort("late")
+        new.submit(request("now"))
+        new.wake(0)
+        assert second.wait_for(2)
+        for _ in range(1000):
+            if inbox.num_stale == 3:
+                break
+            threading.Event().wait(0.01)
+    assert inbox.num_stale == 3
+    assert second.delivered == [request("now"), ("wake", 0)]
+    assert first.delivered == [("wake", 5)]
+    assert [record.message for record in caplog.records] == [
+        "dropping messages of epoch 1; this is epoch 2"
+    ]
+    old.close(), new.close()
+
+
+def submission(**changes) -> list:
+    fields = {**vars(request("a")), "params": vars(request("a").params)}
+    return [3, "submit", fields | changes]
+
+
+@pytest.mark.parametrize(
+    ("data", "names_its_request"),
+    [
+        (b"\xff", False),
+        (b"[", False),
+        (b"7", False),
+        (b"[3]", False),
+        (b'[3, "close", null]', False),
+        (b'[3, "wake", "soon"]', False),
+        (b'[3, "abort", 7]', False),
+        (b'[3, "submit", null]', False),
+        (submission(params={"max_tokens": 3, "heat": 1}), True),
+        (submission(params=None), True),
+        (submission(prompt_token_ids=["one"]), True),
+        (submission(prompt_token_ids=7), True),
+        (submission(emitted_token_ids=[2**40]), True),
+        (submission(priority="high"), True),
+        (submission(request_id=7), False),
+        (submission(color="red"), True),
+    ],
+    ids=str,
+)
+def test_a_message_that_cannot_be_read_is_refused_and_logged(
+    inbox, caplog, data, names_its_request
+):
+    engine, sender = Engine(), InboxSender(inbox.address, 3)
+    inbox.deliver_to(engine, 3)
+    sender._sender.send(
+        data if isinstance(data, bytes) else json.dumps(data, default=list).encode()
+    )
+    sender.submit(request("next"))
+    assert engine.wait_for(1 + names_its_request)
+    *refused, submitted = engine.delivered
+    assert submitted == request("next")
+    assert [entry[:3] for entry in refused] == [("refuse", "a", "ingress")] * names_its_request
+    assert "dropped a message that cannot be read" in caplog.text
+    sender.close()
+
+
+def test_a_failed_inbox_fails_its_rank(inbox):
+    """Otherwise the rank would vote healthy, and its requests would wait for ever."""
+    engine, later = Engine(), Engine()
+    engine.wake = lambda step: 1 / 0
+    inbox.deliver_to(engine, 3)
+    sender = InboxSender(inbox.address, 3)
+    sender.wake(1)
+    assert engine.wait_for(1)
+    assert isinstance(engine.delivered[0], ZeroDivisionError)
+    inbox.deliver_to(later, 4)  # no new epoch mends it
+    assert isinstance(later.delivered[0], ZeroDivisionError)
+    sender.close()

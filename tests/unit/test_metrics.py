@@ -26,6 +26,7 @@ RANK_STATS = {
     "steps": 9,
     "idle_steps": 4,
     "expert_rows_sampled": 33,
+    "stale_messages": 2,
     "expert_balancedness": 0.5,
     "step_seconds": {"forward": 1.5, "exchange": 0.5},
     "kinds": {("DECODE", "DECODE", "False"): 7, ("IDLE", "NONE", "True"): 2},

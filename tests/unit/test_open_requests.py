@@ -27,25 +27,25 @@ def request(name: str, ingress: str, max_tokens: int = 5) -> EngineRequest:
 def test_each_ingress_is_told_what_the_others_have():
     requests = OpenRequests()
     requests.add(request("a1", "a"))
-    assert requests.tell("a") == 0 and requests.tell("b") == 8
+    assert requests.report_load("a") == 0 and requests.report_load("b") == 8
     requests.add(request("b1", "b", max_tokens=7))
     assert requests.stale_ingresses() == ["a"]  # b still has 8 of others
-    assert requests.tell("a") == 10 and requests.stale_ingresses() == []
+    assert requests.report_load("a") == 10 and requests.stale_ingresses() == []
     assert requests.remove("a1") == "a" and requests.stale_ingresses() == ["b"]
     assert requests.ingress_of("b1") == "b" and "a1" not in requests
     assert requests.remove("b1") == "b"
-    assert requests.tell("a") == requests.tell("b") == 0
+    assert requests.report_load("a") == requests.report_load("b") == 0
 
 
 def test_an_ingress_that_is_gone_is_told_nothing():
     requests = OpenRequests()
     requests.add(request("a1", "a"))
     requests.add(request("b1", "b"))
-    assert requests.of_ingress("a") == ["a1"]
+    assert requests.ids_of_ingress("a") == ["a1"]
     requests.remove("a1")
-    requests.forget_ingress("a")
-    requests.forget_ingress("never seen")
-    assert requests.stale_ingresses() == [] and requests.tell("b") == 0
+    requests.remove_ingress("a")
+    requests.remove_ingress("never seen")
+    assert requests.stale_ingresses() == [] and requests.report_load("b") == 0
 
 
 def test_an_id_in_use_is_our_bug():
@@ -77,7 +77,7 @@ class OneRank:
         return Pending.ready(StepOutput([7] * int(batch.samples.sum())))
 
     def _publish(self, ingress_id, outputs) -> None:
-        load = self.engine.open_requests.tell(ingress_id)
+        load = self.engine.open_requests.report_load(ingress_id)
         self.loads.append((ingress_id, load, len(outputs)))
 
 
@@ -134,6 +134,6 @@ def test_nothing_is_said_to_the_only_ingress_and_to_one_that_is_gone():
 def test_a_request_without_a_limit_does_not_outweigh_all_others():
     requests = OpenRequests()
     requests.add(request("chat", "a", max_tokens=100_000))
-    assert requests.tell("b") == 3 + MAX_EXPECTED_OUTPUT
+    assert requests.report_load("b") == 3 + MAX_EXPECTED_OUTPUT
     requests.remove("chat")
-    assert requests.tell("b") == 0
+    assert requests.report_load("b") == 0

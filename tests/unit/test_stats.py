@@ -68,6 +68,16 @@ def test_times_of_one_request(clock):
     assert timer.forget("a") is None
 
 
+def test_an_id_in_use_keeps_the_times_of_its_first_request(clock):
+    timer = RequestTimer()
+    timer.arrived("a")
+    timer.admitted([sequence("a")])
+    clock.now += 2
+    timer.arrived("a")
+    timer.committed([RequestOutput("a", [1])])
+    assert timer.prefill.sum == 2
+
+
 def test_request_of_one_token_and_requests_that_never_ran(clock):
     timer = RequestTimer()
     for name in ("one", "aborted", "refused"):

@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.engine.step_sync import (
-    ForwardMode,
     GraphMode,
     LockstepError,
     PlanConfig,
+    UnhealthyRankError,
     Vote,
     compare_settings,
     decide,
+    gather_reasons,
 )
 
 RAGGED = PlanConfig(equal_tokens=False)
@@ -30,7 +31,7 @@ def vote(num_tokens: int = 0, **fields) -> Vote:
 
 def test_all_idle_sleeps():
     plan = decide(rows(vote(), vote()), EQUAL)
-    assert not plan.run and not plan.stop and not plan.pause
+    assert not plan.run and not plan.stop
 
 
 def test_idle_rank_runs_along_with_one_row_when_ragged():
@@ -78,10 +79,9 @@ def test_ranks_without_tokens_run_along_in_microbatches():
     assert plan.ubatch and plan.padded_tokens == 8
 
 
-def test_stop_beats_pause_beats_work():
-    assert decide(rows(vote(5), vote(wants_pause=1)), EQUAL).pause
-    plan = decide(rows(vote(5, wants_stop=1), vote(wants_pause=1)), EQUAL)
-    assert plan.stop and not plan.run and not plan.pause
+def test_stop_beats_work():
+    plan = decide(rows(vote(5), vote(wants_stop=1)), EQUAL)
+    assert plan.stop and not plan.run
 
 
 @pytest.mark.parametrize("field", ["epoch", "step"])
@@ -90,9 +90,23 @@ def test_ranks_out_of_step_are_named(field):
         decide(rows(vote(1, **{field: 3}), vote(1, **{field: 4})), EQUAL)
 
 
-def test_unwell_rank_is_named():
-    with pytest.raises(LockstepError, match="rank 1 reports a failure"):
-        decide(rows(vote(1), vote(1, health=1)), EQUAL)
+def test_the_first_unhealthy_rank_is_named():
+    with pytest.raises(UnhealthyRankError, match="rank 1 reports a failure") as found:
+        decide(rows(vote(1), vote(1, health=1), vote(step=9, health=1)), EQUAL)
+    assert found.value.rank == 1
+
+
+@pytest.mark.parametrize("reason", ["", "ValueError: 3 is odd", "\u00e9\udc80" * 400])
+def test_reasons_reach_every_rank(reason):
+    """Whole, or cut where a row ends; text that is no UTF-8 does no harm."""
+
+    class Twice:
+        def all_gather(self, row):
+            return np.stack([row, np.zeros_like(row)])
+
+    own, other = gather_reasons(Twice(), reason)
+    assert other == ""
+    assert own == reason if len(reason) < 100 else own[:4] == "\u00e9?\u00e9?" and len(own) > 300
 
 
 def test_compare_settings_names_every_difference():
@@ -115,8 +129,6 @@ votes = st.builds(
     st.integers(0, 8),
     st.integers(0, 8),
     wants_ubatch=st.integers(0, 1),
-    forward_mode=st.sampled_from(ForwardMode),
-    wants_pause=st.sampled_from([0, 0, 0, 1]),
     wants_stop=st.sampled_from([0, 0, 0, 1]),
 )
 
@@ -128,7 +140,7 @@ def test_plans_are_safe(group, equal):
     tokens = [v.num_tokens for v in group]
     assert plan == decide(rows(*group), config)
     assert plan.num_tokens_across_dp == tuple(tokens)
-    assert plan.run == (any(tokens) and not any(v.wants_pause or v.wants_stop for v in group))
+    assert plan.run == (any(tokens) and not any(v.wants_stop for v in group))
     if not plan.run:
         return
     run = [plan.tokens_to_run(rank) for rank in range(len(group))]

@@ -1,6 +1,7 @@
 """The token stream: order, several ranks, a closed end, and strangers that are not let in."""
 
 import asyncio
+import logging
 import time
 
 import pytest
@@ -33,9 +34,9 @@ def output(name: str, *tokens: int, **rest) -> RequestOutput:
 
 def test_messages_arrive_whole_and_in_order_from_every_rank():
     async def run() -> dict[str, list[int]]:
-        receiver = TokenReceiver("127.0.0.1")
+        receiver = TokenReceiver("127.0.0.1", 0)
         inbox = Inbox(receiver)
-        senders = [TokenSender(receiver.address) for _ in range(3)]
+        senders = [TokenSender(receiver.address, 0) for _ in range(3)]
         for step in range(50):
             for rank, sender in enumerate(senders):
                 sender.send(
@@ -65,9 +66,9 @@ def test_every_field_survives():
     ]
 
     async def run() -> list[RequestOutput]:
-        receiver = TokenReceiver("127.0.0.1")
+        receiver = TokenReceiver("127.0.0.1", 0)
         inbox = Inbox(receiver)
-        sender = TokenSender(receiver.address)
+        sender = TokenSender(receiver.address, 0)
         sender.send(0, 0, sent)
         received = await inbox.receive()
         sender.close()
@@ -80,10 +81,10 @@ def test_every_field_survives():
 
 def test_who_was_not_given_the_key_is_not_heard():
     async def run() -> None:
-        receiver = TokenReceiver("127.0.0.1")
+        receiver = TokenReceiver("127.0.0.1", 0)
         inbox = Inbox(receiver)
         wrong_key = StreamAddress(receiver.address.endpoint, zmq.curve_keypair()[0])
-        stranger = TokenSender(wrong_key)
+        stranger = TokenSender(wrong_key, 0)
         stranger.send(0, 0, [output("x", 1)])
         plain = zmq.Context.instance().socket(zmq.PUSH)
         plain.setsockopt(zmq.LINGER, 0)
@@ -103,8 +104,8 @@ def test_a_burst_that_came_before_the_loop_looked_is_delivered_whole():
     number = 5 * MAX_MESSAGES_AT_ONCE + 3
 
     async def run() -> list[int]:
-        receiver = TokenReceiver("127.0.0.1")
-        sender = TokenSender(receiver.address)
+        receiver = TokenReceiver("127.0.0.1", 0)
+        sender = TokenSender(receiver.address, 0)
         for step in range(number):
             sender.send(0, 0, [output("r", step)])
         time.sleep(0.3)  # the loop stands still
@@ -115,6 +116,46 @@ def test_a_burst_that_came_before_the_loop_looked_is_delivered_whole():
         return steps
 
     assert asyncio.run(run()) == list(range(number))
+
+
+def test_messages_of_another_epoch_are_dropped_and_counted(caplog):
+    async def run() -> None:
+        receiver = TokenReceiver("127.0.0.1", 2)
+        inbox = Inbox(receiver)
+        old, new = TokenSender(receiver.address, 1), TokenSender(receiver.address, 2)
+        for step in range(3):
+            old.send(0, 9, [output("r", step)])
+        for _ in range(1000):
+            if receiver.num_stale == 3:
+                break
+            await asyncio.sleep(0.01)
+        new.send(0, 0, [output("r", 7)])
+        assert await inbox.receive() == [output("r", 7)]
+        assert receiver.num_stale == 3 and inbox.loads == {0: [0]}
+        receiver.close()
+        old.close()
+        new.close()
+
+    with caplog.at_level(logging.INFO, "workers.wire.token_stream"):
+        asyncio.run(run())
+    messages = [record.message for record in caplog.records if "epoch" in record.message]
+    assert messages == ["dropping messages of epoch 1; this is epoch 2"]
+
+
+def test_a_message_that_cannot_be_read_does_not_stop_the_stream(caplog):
+    async def run() -> None:
+        receiver = TokenReceiver("127.0.0.1", 0)
+        inbox = Inbox(receiver)
+        sender = TokenSender(receiver.address, 0)
+        for data in (b"\xff", b"[0, 0]", b'[0, 0, 0, [["r", [1], null, null, 5]]]'):
+            sender._sender.send(data)
+        sender.send(0, 0, [output("r", 7)])
+        assert await inbox.receive() == [output("r", 7)]
+        sender.close()
+        receiver.close()
+
+    asyncio.run(run())
+    assert caplog.text.count("a message of a rank was not delivered") == 3
 
 
 def test_successive_outputs_merge_into_one():

@@ -1,11 +1,11 @@
-"""The step loop of one rank: drain the inbox, schedule, agree, launch, commit, publish; sleep when all are idle.
+"""Step loop of one rank: drain the inbox, schedule, vote, launch, commit, publish; sleep while all ranks are idle.
 
-On GPUs a step is launched before the tokens of the one before it are read (`asynchronous`), so that the device never
-waits for the host. All that differs is when a rank commits, which no other rank notices: between the vote and the
-collectives nothing is decided by it.
+On GPUs a step is launched before the tokens of the step before it are read (`asynchronous`), so that the device never
+waits for the host. Ranks may commit at different times, because nothing between the vote and the collectives depends on
+it. A failure outside the collectives is carried to the next vote, so that all ranks stop at once with its reason.
 
-Runs on a thread of its own; `submit`, `abort`, `wake`, `pause`, `resume` and `stop` may be called from any other.
-Knows nothing of Ray: what leaves goes through the two callables it is given.
+`run` and `step` belong to one thread; every other method may be called from any thread. Knows nothing of Ray: outputs
+leave through `publish`, wakes through `wake_peers`.
 """
 
 import logging
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kernels.pending import Pending
+from workers.engine.messages import Abort, AbortIngress, CompiledRequest, Message, Refusal
 from workers.engine.open_requests import OpenRequests
 from workers.engine.scheduler import ScheduledBatch, Scheduler
 from workers.engine.step_sync import (
@@ -24,9 +25,11 @@ from workers.engine.step_sync import (
     LockstepError,
     PlanConfig,
     StepPlan,
+    UnhealthyRankError,
     Vote,
     VoteTransport,
     decide,
+    gather_reasons,
 )
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
@@ -41,30 +44,12 @@ logger = logging.getLogger(__name__)
 Publish = Callable[[str, list[RequestOutput]], None]
 UNHEALTHY = 1
 LOAD_INTERVAL_STEPS = 16  # steps
-
-
-@dataclass(frozen=True)
-class IngressGone:
-    """In the inbox: forget all requests of this ingress."""
-
-    id: str
-
-
-@dataclass(frozen=True)
-class Ready:
-    """In the inbox: a request whose grammar was compiled, or why it was not."""
-
-    request: EngineRequest
-    grammar: Compiled | None
-
-
-# A request to run, the id of one to forget, or an ingress whose requests to forget.
-Message = EngineRequest | Ready | str | IngressGone
+REPEAT_WAKE_S = 0.5
 
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step under way."""
+    """A step that is launched and not committed."""
 
     batch: ScheduledBatch
     plan: StepPlan
@@ -73,20 +58,21 @@ class InFlightStep:
 
 
 class Engine:
-    """One rank's loop.
+    """The step loop of one rank in one epoch.
 
-    publish(ingress_id, outputs)   called once a step for each ingress with outputs; now and then without outputs
-    wake_peers(step)               asks every other rank to come to exchange number `step`
-    asynchronous                   commit a step when the next one is launched; the runner must be so too
-    overlap                        when this rank wants its steps in slices; the runner must have `ubatches` for it
-    graph_sizes                    of the graphs that the runner has
+    publish(ingress_id, outputs)  called once a step for each ingress with outputs, and without outputs when the load
+                                  of the rank has changed
+    wake_peers(step)              wakes all other ranks for vote number `step`
+    asynchronous                  commit a step after the next one is launched; the runner must be asynchronous too
+    overlap                       decides when this rank wants its steps in ubatches; the runner must have `ubatches`
+    graph_sizes                   sizes of the runner's graphs
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        exchange: VoteTransport,
+        vote_transport: VoteTransport,
         plan_config: PlanConfig,
         *,
         epoch: int,
@@ -101,7 +87,8 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = stats or EngineStats()
-        self._exchange = exchange
+        self.open_requests = OpenRequests()
+        self._vote_transport = vote_transport
         self._plan_config = plan_config
         self._epoch = epoch
         self._publish = publish
@@ -112,103 +99,162 @@ class Engine:
         self._overlap = overlap or never("this engine has none")
         self._in_flight: deque[InFlightStep] = deque()
         self._committed: list[tuple[InFlightStep, StepOutput, int]] = []
-        self._committing = 0.0  # seconds of this step
-        self._outputs: list[RequestOutput] = []
+        self._commit_s = 0.0  # of this step
+        self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)  # by ingress
         self._step = 0
-        self.open_requests = OpenRequests()
+        self._vote_in_progress: int | None = None  # its number
+        self._failure: BaseException | None = None  # voted next
+        self._ended = threading.Event()
         self._changed = threading.Condition()
-        # Guarded by _changed; deque.append alone would do, but a sleeper must not miss it.
+        # Guarded by _changed, because a sleeping loop must notice each change.
         self._inbox: deque[Message] = deque()
         self._awaited_step = -1
-        self._pausing = False
-        self._voted_pause = False
         self._stopping = False
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request; its tokens, or its refusal, leave through `publish`."""
         self.stats.requests.arrived(request.request_id)
-        self._tell(request)
+        self._enqueue(request)
+
+    def refuse(self, request_id: str, ingress_id: str, error: str) -> None:
+        """Answer a request that cannot be submitted with an error."""
+        self._enqueue(Refusal(request_id, ingress_id, error))
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; nothing more is published for it. Unknown ids are ignored."""
-        self._tell(request_id)
+        """End a request; nothing more is published for it. Unknown ids are ignored."""
+        self._enqueue(Abort(request_id))
 
     def abort_ingress(self, ingress_id: str) -> None:
-        """Forget all requests of an ingress that is gone."""
-        self._tell(IngressGone(ingress_id))
+        """End all requests of an ingress that has left."""
+        self._enqueue(AbortIngress(ingress_id))
 
     def wake(self, step: int) -> None:
-        """A peer goes to exchange number `step`: do not sleep through it.
-
-        A number instead of a flag: it can come early or twice, but it is never lost and never wakes for nothing.
-        """
+        """Take part in vote number `step`, for which a peer waits. Early and repeated wakes do no harm."""
         with self._changed:
             self._awaited_step = max(self._awaited_step, step)
             self._changed.notify()
 
-    def pause(self) -> None:
-        """The whole group stops after the current step and keeps its requests, until `resume`."""
-        with self._changed:
-            self._pausing = True
-            self._changed.notify()
-
-    def resume(self) -> None:
-        """Undo this rank's `pause`."""
-        with self._changed:
-            self._pausing = False
-            self._changed.notify()
-
     def stop(self) -> None:
-        """The whole group leaves its loops after the current step."""
+        """End the loops of all ranks after the current step."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
 
+    def fail(self, error: BaseException) -> None:
+        """Vote unhealthy from now on, because of `error`; the first error is kept."""
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            self._changed.notify()
+
     def run(self) -> None:
-        """Step until the group stops. Raises LockstepError, or what a step of this rank raised."""
-        while True:
-            plan = self.step()
-            if plan.stop:
-                return
-            if not plan.run:
-                self._sleep(plan)
+        """Step until the group stops. Raises LockstepError, or the error of a step of this rank."""
+        repeater = threading.Thread(target=self._repeat_wakes, name="repeat-wakes", daemon=True)
+        repeater.start()
+        try:
+            while not (plan := self.step()).stop:
+                if not plan.run:
+                    self._sleep()
+        finally:
+            self._ended.set()
+            repeater.join()
+        if self._failure is not None:
+            raise self._failure
 
     def step(self) -> StepPlan:
-        """One lockstep step of this rank."""
-        started, self._committing = time.perf_counter(), 0.0
-        self._drain_inbox()
-        batch, failure = self._schedule()
+        """Run one lockstep step of this rank."""
+        started, self._commit_s = time.perf_counter(), 0.0
+        batch = self._prepare()
         scheduled = time.perf_counter()
-        schedule = scheduled - started - self._committing
-        plan = self._agree(batch, failure)
-        agreed = time.perf_counter()
+        schedule_s = scheduled - started - self._commit_s
+        plan = self._vote(batch)
+        voted = time.perf_counter()
         if plan.run:
+            assert batch is not None, "a rank without a batch votes unhealthy"
             self.stats.before_step(batch)
             output = self.runner.launch(batch, plan)
             self.scheduler.launched(batch)
-            times = HostTimes(schedule, agreed - scheduled)
+            times = HostTimes(schedule_s, voted - scheduled)
             self._in_flight.append(InFlightStep(batch, plan, output, times))
-        self._commit(self._max_in_flight if plan.run else 0)
-        self._publish_and_record()
+        try:
+            self._commit(self._max_in_flight if plan.run else 0)
+            self._publish_and_record()
+        except Exception as error:
+            self.fail(error)
         return plan
 
+    def _prepare(self) -> ScheduledBatch | None:
+        """Drain the inbox and schedule; None after a failure, which is then voted."""
+        if self._failure is not None:
+            return None
+        try:
+            self._drain_inbox()
+            return self._schedule()
+        except Exception as error:
+            self.fail(error)
+            return None
+
+    def _schedule(self) -> ScheduledBatch:
+        """Return this step's batch.
+
+        Steps in flight are committed first if the batch depends on their tokens or is empty without them.
+        """
+        if self._in_flight and self.scheduler.needs_tokens:
+            self._commit(0)
+        batch = self.scheduler.schedule()
+        if self._in_flight and not batch.seqs:
+            self._commit(0)
+            batch = self.scheduler.schedule()
+        return batch
+
+    def _vote(self, batch: ScheduledBatch | None) -> StepPlan:
+        failure = self._failure
+        num_tokens = batch.num_tokens if batch else 0
+        mode = batch.forward_mode if batch else ForwardMode.IDLE
+        vote = Vote(
+            epoch=self._epoch,
+            step=self._step,
+            num_tokens=num_tokens,
+            **self._graph_sizes.vote(mode, num_tokens),
+            wants_ubatch=self._overlap.wants(mode, num_tokens),
+            has_work=self.scheduler.has_work,
+            wants_stop=self._stopping,
+            health=UNHEALTHY if failure else HEALTHY,
+        )
+        self._vote_in_progress = self._step
+        rows = self._vote_transport.all_gather(vote.row())
+        self._vote_in_progress = None
+        self._step += 1
+        try:
+            return decide(rows, self._plan_config)
+        except UnhealthyRankError as error:
+            own = f"{type(failure).__name__}: {failure}" if failure else ""
+            reasons = gather_reasons(self._vote_transport, own)
+            raise LockstepError(f"rank {error.rank}: {reasons[error.rank]}") from failure
+
     def _commit(self, max_in_flight: int) -> None:
-        """Read the outputs of all but the last so many steps and enter them."""
+        """Read the outputs of all but the last `max_in_flight` steps and enter them in the scheduler."""
         started = time.perf_counter()
         while len(self._in_flight) > max_in_flight:
             launched = self._in_flight.popleft()
             output = launched.output.wait()
-            outputs = self.scheduler.commit(launched.batch, output)
-            generated = sum(len(output.token_ids) for output in outputs)
-            self._outputs += self.stats.requests.committed(outputs)
+            outputs = self.stats.requests.committed(self.scheduler.commit(launched.batch, output))
+            for entry in outputs:
+                ended = entry.finish_reason is not None
+                find = self.open_requests.remove if ended else self.open_requests.ingress_of
+                self._outputs[find(entry.request_id)].append(entry)
+            generated = sum(len(entry.token_ids) for entry in outputs)
             self._committed.append((launched, output, generated))
-        self._committing += time.perf_counter() - started
+        self._commit_s += time.perf_counter() - started
 
     def _publish_and_record(self) -> None:
-        """What was refused and committed since the last time."""
+        """Publish the outputs since the last call, and count the steps that were committed."""
         started = time.perf_counter()
-        outputs, self._outputs = self._outputs, []
-        self._send(outputs)
+        outputs, self._outputs = self._outputs, defaultdict(list)
+        for ingress_id, messages in outputs.items():
+            self._publish(ingress_id, messages)
+        if self._step % LOAD_INTERVAL_STEPS == 0:
+            self._publish_load()
         spent = time.perf_counter() - started
         for launched, output, generated in self._committed:
             self.stats.record_step(
@@ -222,130 +268,101 @@ class Engine:
             )
         self._committed.clear()
 
-    def _tell(self, message: Message) -> None:
+    def _publish_load(self) -> None:
+        """Publish this rank's load to ingresses whose last message carried another one."""
+        for ingress_id in self.open_requests.stale_ingresses():
+            self._publish(ingress_id, [])
+
+    def _enqueue(self, message: Message) -> None:
         with self._changed:
             self._inbox.append(message)
             self._changed.notify()
 
     def _drain_inbox(self) -> None:
-        """Take in what arrived, and answer requests that can never run here."""
         while self._inbox:
             message = self._inbox.popleft()
-            if isinstance(message, str):
-                self._forget(message)
-                continue
-            if isinstance(message, IngressGone):
-                for request_id in self.open_requests.of_ingress(message.id):
-                    self._forget(request_id)
-                self.open_requests.forget_ingress(message.id)
-                continue
             if isinstance(message, EngineRequest):
-                self.open_requests.add(message)
-                message = self._with_grammar(message)
-            error = None if message is None else self._add(message)
-            if error is not None:
-                self.stats.requests.forget(message.request.request_id)
-                refused = RequestOutput(message.request.request_id, [], "error", error)
-                self._outputs.append(refused)
+                self._open(message)
+            elif isinstance(message, CompiledRequest):
+                self._add(message.request, message.grammar)
+            elif isinstance(message, Refusal):
+                self._refuse(message.request_id, message.ingress_id, message.error)
+            elif isinstance(message, Abort):
+                self._abort(message.request_id)
+            else:
+                for request_id in self.open_requests.ids_of_ingress(message.ingress_id):
+                    self._abort(request_id)
+                self.open_requests.remove_ingress(message.ingress_id)
 
-    def _with_grammar(self, request: EngineRequest) -> Ready | None:
-        """`request` and its grammar; None while that is being compiled, then it comes by the inbox."""
-        if request.params.grammar is None:
-            return Ready(request, None)
-        assert self._grammars is not None, "an engine without grammars got a request with one"
-        grammar = self._grammars.ready(request.params.grammar)
-        if grammar is not None:
-            return Ready(request, grammar)
-        self._grammars.compile(
-            request.params.grammar, lambda compiled: self._tell(Ready(request, compiled))
-        )
-        return None
+    def _open(self, request: EngineRequest) -> None:
+        """Accept a request. Its grammar, unless compiled before, is compiled meanwhile."""
+        if request.request_id in self.open_requests:
+            error = f"request id {request.request_id} is in use on this rank"
+            self._refuse(request.request_id, request.ingress_id, error)
+            return
+        self.open_requests.add(request)
+        text = request.params.grammar
+        if text is None:
+            self._add(request, None)
+        elif self._grammars is None:
+            self._add(request, "this rank has no grammar compiler")
+        elif (grammar := self._grammars.ready(text)) is not None:
+            self._add(request, grammar)
+        else:
+            self._grammars.compile(
+                text, lambda compiled: self._enqueue(CompiledRequest(request, compiled))
+            )
 
-    def _add(self, ready: Ready) -> str | None:
-        """Queue a request; why that is impossible, or None."""
-        if ready.request.request_id not in self.open_requests:
-            return None  # it was aborted while its grammar was compiled
-        if isinstance(ready.grammar, str):
-            return ready.grammar
-        return self.scheduler.add(ready.request, ready.grammar)
+    def _add(self, request: EngineRequest, grammar: Compiled | None) -> None:
+        """Schedule an accepted request, unless it was aborted while its grammar was compiled."""
+        if not self.open_requests.is_open(request):
+            return
+        error = grammar if isinstance(grammar, str) else self.scheduler.add(request, grammar)
+        if error is not None:
+            self.open_requests.remove(request.request_id)
+            self.stats.requests.forget(request.request_id)
+            self._refuse(request.request_id, request.ingress_id, error)
 
-    def _forget(self, request_id: str) -> None:
+    def _refuse(self, request_id: str, ingress_id: str, error: str) -> None:
+        self._outputs[ingress_id].append(RequestOutput(request_id, [], "error", error))
+
+    def _abort(self, request_id: str) -> None:
         self.scheduler.abort(request_id)
         self.stats.requests.forget(request_id)
         if request_id in self.open_requests:
             self.open_requests.remove(request_id)
 
-    def _schedule(self) -> tuple[ScheduledBatch | None, Exception | None]:
-        """This step's batch. A failure is carried to the vote, where every rank learns of it.
-
-        Steps under way are committed first where the batch depends on their tokens, or is empty without them.
-        """
+    def _sleep(self) -> None:
+        """Wait for a reason to vote again, then wake the peers unless a peer was the reason."""
         try:
-            if self._in_flight and self.scheduler.needs_tokens:
-                self._commit(0)
-            batch = self.scheduler.schedule()
-            if self._in_flight and not batch.seqs:
-                self._commit(0)
-                batch = self.scheduler.schedule()
-            return batch, None
-        except Exception as error:
-            return None, error
-
-    def _agree(self, batch: ScheduledBatch | None, failure: Exception | None) -> StepPlan:
-        num_tokens = batch.num_tokens if batch else 0
-        mode = batch.forward_mode if batch else ForwardMode.IDLE
-        self._voted_pause = self._pausing
-        vote = Vote(
-            epoch=self._epoch,
-            step=self._step,
-            num_tokens=num_tokens,
-            **self._graph_sizes.vote(mode, num_tokens),
-            wants_ubatch=self._overlap.wants(mode, num_tokens),
-            forward_mode=mode,
-            has_work=self.scheduler.has_work,
-            wants_pause=self._voted_pause,
-            wants_stop=self._stopping,
-            health=UNHEALTHY if failure else HEALTHY,
-        )
-        rows = self._exchange.all_gather(vote.row())
-        self._step += 1
-        try:
-            return decide(rows, self._plan_config)
-        except LockstepError as error:
-            # The rank that failed tells its own reason, the others whose fault it was.
-            raise error from failure
-
-    def _send(self, outputs: list[RequestOutput]) -> None:
-        by_ingress: defaultdict[str, list[RequestOutput]] = defaultdict(list)
-        for output in outputs:
-            done = output.finish_reason is not None
-            find = self.open_requests.remove if done else self.open_requests.ingress_of
-            by_ingress[find(output.request_id)].append(output)
-        for ingress_id, messages in by_ingress.items():
-            self._publish(ingress_id, messages)
-        if self._step % LOAD_INTERVAL_STEPS == 0:
+            self.stats.record_idle(self.scheduler)
             self._publish_load()
-
-    def _publish_load(self) -> None:
-        """Every message tells its ingress how much the others have here; now those learn it that get none."""
-        for ingress_id in self.open_requests.stale_ingresses():
-            self._publish(ingress_id, [])
-
-    def _sleep(self, plan: StepPlan) -> None:
-        """Wait until there is a reason to go to the next exchange, then see that the peers come too."""
-        self.stats.record_idle(self.scheduler)
-        self._publish_load()
+        except Exception as error:
+            self.fail(error)
         with self._changed:
-            while not (self._has_reason(plan) or self._awaited_step >= self._step):
-                self._changed.wait()
+            self._changed.wait_for(
+                lambda: (
+                    self._awaited_step >= self._step
+                    or self._stopping
+                    or self._failure is not None
+                    or bool(self._inbox)
+                )
+            )
             woken_by_peer = self._awaited_step >= self._step
         if not woken_by_peer:
-            self._wake_peers(self._step)
+            self._try_to_wake_peers(self._step)
 
-    def _has_reason(self, plan: StepPlan) -> bool:
-        if self._stopping:
-            return True
-        if plan.pause:
-            # Requests wait while the group is paused; the rank that ends its pause wakes the others.
-            return self._voted_pause and not self._pausing
-        return bool(self._inbox)
+    def _repeat_wakes(self) -> None:
+        """Wake the peers again while this rank waits in one vote, because a wake is lost with its connection."""
+        seen = None
+        while not self._ended.wait(REPEAT_WAKE_S):
+            step = self._vote_in_progress
+            if step is not None and step == seen:
+                self._try_to_wake_peers(step)
+            seen = step
+
+    def _try_to_wake_peers(self, step: int) -> None:
+        try:
+            self._wake_peers(step)
+        except Exception as error:
+            self.fail(error)

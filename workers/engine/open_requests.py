@@ -1,62 +1,71 @@
-"""Whose the requests of a rank are, and how much work each ingress has there. Knows nothing of scheduling.
+"""Open requests of a rank and their load by ingress. Knows nothing of scheduling.
 
-The unit of work is the router's: tokens of prompt and expected output, until a request has ended.
+Load is counted as the router counts it: tokens of prompt and expected output, until a request has ended.
 """
 
 from workers.wire.request import EngineRequest, expected_output
 
 
 class OpenRequests:
-    """The requests a rank has taken in and not answered to the end."""
+    """Requests that a rank has accepted and not yet answered completely."""
 
     def __init__(self) -> None:
-        self._requests: dict[str, tuple[str, int]] = {}
-        self._tokens: dict[str, int] = {}  # of every ingress that ever sent a request
+        self._requests: dict[str, tuple[EngineRequest, int]] = {}  # with their load
+        self._loads: dict[str, int] = {}  # by ingress, of every ingress that ever sent a request
         self._total = 0
-        self._told: dict[str, int] = {}
+        self._reported: dict[str, int] = {}  # by ingress, the load of other ingresses sent last
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def is_open(self, request: EngineRequest) -> bool:
+        """Return whether this very request is open, not another request with its id."""
+        found = self._requests.get(request.request_id)
+        return found is not None and found[0] is request
+
     def add(self, request: EngineRequest) -> None:
-        """A request came."""
+        """Add a request, whose id must not be open."""
         assert request.request_id not in self._requests, f"{request.request_id} is in use"
-        num_tokens = len(request.prompt_token_ids) + expected_output(request.params)
-        self._requests[request.request_id] = (request.ingress_id, num_tokens)
-        self._count(request.ingress_id, num_tokens)
+        load = len(request.prompt_token_ids) + expected_output(request.params)
+        self._requests[request.request_id] = (request, load)
+        self._add_load(request.ingress_id, load)
 
     def ingress_of(self, request_id: str) -> str:
-        """Where its tokens go."""
-        return self._requests[request_id][0]
+        """Return the id of the ingress that receives the tokens of an open request."""
+        return self._requests[request_id][0].ingress_id
 
     def remove(self, request_id: str) -> str:
-        """It has ended; where its last tokens go."""
-        ingress_id, num_tokens = self._requests.pop(request_id)
-        self._count(ingress_id, -num_tokens)
-        return ingress_id
+        """Remove an open request; return the id of its ingress."""
+        request, load = self._requests.pop(request_id)
+        self._add_load(request.ingress_id, -load)
+        return request.ingress_id
 
-    def of_ingress(self, ingress_id: str) -> list[str]:
-        """The requests of one ingress."""
-        return [name for name, (owner, _) in self._requests.items() if owner == ingress_id]
+    def ids_of_ingress(self, ingress_id: str) -> list[str]:
+        """Return the ids of one ingress's open requests."""
+        return [
+            name
+            for name, (request, _) in self._requests.items()
+            if request.ingress_id == ingress_id
+        ]
 
-    def forget_ingress(self, ingress_id: str) -> None:
-        """An ingress is gone, and its requests are removed."""
-        self._tokens.pop(ingress_id, None)
-        self._told.pop(ingress_id, None)
+    def remove_ingress(self, ingress_id: str) -> None:
+        """Report no more loads to an ingress. Its requests must have been removed."""
+        self._loads.pop(ingress_id, None)
+        self._reported.pop(ingress_id, None)
 
-    def tell(self, ingress_id: str) -> int:
-        """How much work the other ingresses have here, for a message that goes to this one now."""
-        self._told[ingress_id] = others = self._total - self._tokens.get(ingress_id, 0)
+    def report_load(self, ingress_id: str) -> int:
+        """Return the load of all other ingresses, for a message that is sent to `ingress_id` now."""
+        self._reported[ingress_id] = others = self._total - self._loads.get(ingress_id, 0)
         return others
 
     def stale_ingresses(self) -> list[str]:
-        """The ingresses that were told something else the last time."""
+        """Return the ingresses whose last reported load is out of date."""
         return [
             ingress_id
-            for ingress_id, own in self._tokens.items()
-            if self._told.get(ingress_id, 0) != self._total - own
+            for ingress_id, own in self._loads.items()
+            if self._reported.get(ingress_id, 0) != self._total - own
         ]
 
-    def _count(self, ingress_id: str, num_tokens: int) -> None:
-        self._tokens[ingress_id] = self._tokens.get(ingress_id, 0) + num_tokens
-        self._total += num_tokens
+    def _add_load(self, ingress_id: str, load: int) -> None:
+        self._loads[ingress_id] = self._loads.get(ingress_id, 0) + load
+        self._total += load

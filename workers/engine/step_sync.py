@@ -1,7 +1,7 @@
-"""The step protocol: every rank votes one row, a pure function of all rows says what the step is.
+"""The step protocol: every rank votes with one row, and a pure function of all rows returns the plan of the step.
 
-Knows nothing of requests, tensors or transports. The rule it serves: between "what shall I run" and the
-collectives of a step nothing that differs between ranks may influence a branch that leads to a collective.
+Knows nothing of requests, tensors or transports. Its rule: between the vote and the collectives of a step, nothing
+that differs between ranks may influence a branch that leads to a collective.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ HEALTHY = 0
 
 
 class ForwardMode(IntEnum):
-    """What a step does on one rank."""
+    """Kind of the work of one rank in a step."""
 
     IDLE = 0
     DECODE = 1
@@ -24,28 +24,28 @@ class ForwardMode(IntEnum):
 
 
 class GraphMode(IntEnum):
-    """Which CUDA graphs a step replays. Those of MIXED take any step, those of DECODE only decodes, but faster."""
+    """CUDA graphs that a step replays. MIXED graphs run any step; DECODE graphs run decodes only, but faster."""
 
     NONE = 0
     MIXED = 1
     DECODE = 2
 
 
-# The field of a Vote for each kind of graphs, the fastest kind first.
+# Field of a Vote by kind of graphs, the fastest kind first.
 GRAPH_ROWS = {GraphMode.DECODE: "decode_rows", GraphMode.MIXED: "mixed_rows"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vote:
-    """One rank's row, all int64, in this order.
+    """One rank's row: all fields as int64, in this order.
 
-    num_tokens       tokens it scheduled; 0 when it has none
-    decode_rows      rows of the smallest DECODE graph that its part of the step fits into, 0 where none does;
-                     a rank without tokens fits into any
-    mixed_rows       the same of MIXED graphs
-    wants_ubatch this rank would gain from two ubatches
-    has_work         requests are queued or running here, scheduled or not
-    health           HEALTHY, or not: then the group stops with this rank's name
+    num_tokens    tokens that the rank scheduled; 0 if it is idle
+    decode_rows   rows of the smallest DECODE graph that fits this rank's part of the step, 0 if none fits;
+                  every graph fits a rank without tokens
+    mixed_rows    rows of the smallest MIXED graph that fits, 0 if none fits
+    wants_ubatch  the rank gains from two ubatches
+    has_work      requests wait or run on the rank, scheduled or not
+    health        HEALTHY, or another number: then the group stops with the rank's number and reason
     """
 
     epoch: int
@@ -54,9 +54,7 @@ class Vote:
     decode_rows: int = 0
     mixed_rows: int = 0
     wants_ubatch: int = 0
-    forward_mode: int = ForwardMode.IDLE
     has_work: int = 0
-    wants_pause: int = 0
     wants_stop: int = 0
     health: int = HEALTHY
 
@@ -67,11 +65,12 @@ class Vote:
 
 FIELD_NAMES = tuple(field.name for field in fields(Vote))
 NUM_FIELDS = len(FIELD_NAMES)
+REASON_ROWS = 8  # rows that carry the reason of a failure after the vote
 
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What `decide` must know besides the rows; equal on all ranks (compared at start-up)."""
+    """Settings that `decide` needs beside the rows; equal on all ranks (compared at start-up)."""
 
     equal_tokens: bool
     num_ubatches: int = 2
@@ -79,11 +78,11 @@ class PlanConfig:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What this step is, the same on every rank.
+    """The step of the group, equal on every rank.
 
-    run                   a forward happens; otherwise the group goes to sleep
-    num_tokens_across_dp  tokens each rank really has
-    padded_tokens         the count all ranks run with, or 0 when the step runs ragged
+    run                   the ranks run a forward; otherwise the group sleeps
+    num_tokens_across_dp  tokens of each rank, without padding
+    padded_tokens         rows that every rank runs, or 0 if the step runs ragged
     """
 
     run: bool
@@ -91,42 +90,47 @@ class StepPlan:
     padded_tokens: int = 0
     graph_mode: GraphMode = GraphMode.NONE
     ubatch: bool = False
-    pause: bool = False
     stop: bool = False
 
     def tokens_to_run(self, rank: int) -> int:
-        """Rows of `rank`'s forward, padding included; at least one, so that idle ranks run along."""
+        """Return the rows of `rank`'s forward with padding; at least one, because idle ranks run along."""
         return self.padded_tokens or max(1, self.num_tokens_across_dp[rank])
 
 
 class LockstepError(RuntimeError):
-    """The ranks are no longer in step, or one of them is unhealthy: the group cannot go on.
+    """The ranks are out of step, or one of them is unhealthy: the group cannot go on.
 
-    Its cause is what went wrong on this rank; without one it was another's fault.
+    Its cause is the failure of this rank; without a cause, another rank failed.
     """
 
 
+class UnhealthyRankError(LockstepError):
+    """`rank` voted unhealthy. All ranks raise this together, so `gather_reasons` may follow."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} reports a failure")
+        self.rank = rank
+
+
 class VoteTransport(Protocol):
-    """Gathers one row of every rank; raises LockstepError when a rank does not come in time."""
+    """Gathers one row of every rank; raises LockstepError if a rank's row does not arrive in time."""
 
     def all_gather(self, row: np.ndarray) -> np.ndarray:
         """int64 [n] of this rank -> int64 [num_ranks, n], in rank order."""
 
 
 def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
-    """The step of the group, from the votes of all ranks: int64 [num_ranks, NUM_FIELDS].
+    """Return the plan of a step from the votes of all ranks, int64 [num_ranks, NUM_FIELDS].
 
-    Raises LockstepError, on every rank alike, when epochs or steps differ or a rank is unhealthy.
+    Raises LockstepError, on every rank alike, if epochs or steps differ or a rank is unhealthy.
     """
     columns = dict(zip(FIELD_NAMES, rows.T.tolist(), strict=True))
     _check_lockstep(columns)
     num_tokens = columns["num_tokens"]
     if any(columns["wants_stop"]):
         return StepPlan(False, tuple(num_tokens), stop=True)
-    if any(columns["wants_pause"]):
-        return StepPlan(False, tuple(num_tokens), pause=True)
     if not any(num_tokens):
-        # Work without tokens would mean a scheduler that cannot make progress alone.
+        # A scheduler with work always schedules tokens once no step is in flight.
         assert not any(columns["has_work"]), f"ranks have work but no tokens: {columns}"
         return StepPlan(False, tuple(num_tokens))
 
@@ -139,7 +143,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
 
 
 def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
-    """The fastest graphs that all ranks fit into, and their rows; the most tokens of a rank where there are none."""
+    """Return the fastest kind of graphs that fits all ranks, and its rows; without one, the most tokens of a rank."""
     for mode, name in GRAPH_ROWS.items():
         if all(columns[name]):
             return mode, max(columns[name])
@@ -149,10 +153,19 @@ def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:
 def _check_lockstep(columns: dict[str, list[int]]) -> None:
     unhealthy = [rank for rank, health in enumerate(columns["health"]) if health != HEALTHY]
     if unhealthy:
-        raise LockstepError(f"rank {unhealthy[0]} reports a failure; see its log")
+        raise UnhealthyRankError(unhealthy[0])
     for name in ("epoch", "step"):
         if len(set(columns[name])) > 1:
             raise LockstepError(f"ranks disagree on the {name}: {columns[name]} (in rank order)")
+
+
+def gather_reasons(transport: VoteTransport, reason: str) -> list[str]:
+    """Collective after a vote with an unhealthy rank: return each rank's `reason`, cut to 576 bytes of UTF-8."""
+    size = REASON_ROWS * NUM_FIELDS * 8
+    data = bytearray(reason.encode(errors="replace")[:size].ljust(size, b"\0"))
+    rows = np.frombuffer(data, dtype=np.int64).reshape(REASON_ROWS, NUM_FIELDS)
+    gathered = np.concatenate([transport.all_gather(row).copy() for row in rows], axis=1)
+    return [row.tobytes().rstrip(b"\0").decode(errors="ignore") for row in gathered]
 
 
 def ubatch_borders(num_rows: int, num_ubatches: int) -> list[int]:
@@ -166,7 +179,7 @@ def _last_slice_has_tokens(fewest: int, padded: int, num_ubatches: int) -> bool:
 
 
 def compare_settings(settings: Sequence[dict[str, object]]) -> None:
-    """Refuse to start when ranks differ in any setting. Raises ValueError naming each difference.
+    """Raise ValueError with each difference between the settings of the ranks.
 
     Ranks with different backends or limits would wait for each other for ever.
     """

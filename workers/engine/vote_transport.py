@@ -1,6 +1,6 @@
-"""Transports of the vote: one small int64 row of every rank to every rank, with a timeout of its own.
+"""Vote transports: they send one small int64 row of every rank to every rank, with a timeout of their own.
 
-The wait in here is the group's heartbeat. Knows nothing of what a row means.
+This wait is the heartbeat of the group. Knows nothing of the fields of a row.
 """
 
 import time
@@ -15,7 +15,7 @@ from workers.engine.step_sync import NUM_FIELDS, LockstepError, VoteTransport
 
 
 class LocalVoteTransport:
-    """One rank: nothing to wait for."""
+    """A group of one rank: returns its row."""
 
     def all_gather(self, row: np.ndarray) -> np.ndarray:
         """int64 [n] -> int64 [1, n]."""
@@ -33,7 +33,7 @@ class SharedMemoryVoteTransport:
         try:
             return self._group.all_gather_row(row)
         except (TimeoutError, ConnectionError) as error:
-            raise LockstepError(f"step exchange: {error}") from None
+            raise LockstepError(f"vote: {error}") from None
 
 
 class GlooVoteTransport:
@@ -52,13 +52,13 @@ class GlooVoteTransport:
             dist.all_to_all_single(self._rows, sent, group=self._group)
         except RuntimeError as error:
             raise LockstepError(
-                f"step exchange: a rank left or did not answer within {self._timeout_s:g} s: {error}"
+                f"vote: a rank left or sent no row within {self._timeout_s:g} s: {error}"
             ) from None
         return self._rows.numpy()
 
 
 class DeviceVoteTransport:
-    """GPU ranks: NCCL on a stream of its own and a pinned row on the host, polled under our timeout."""
+    """GPU ranks on several hosts: NCCL on a stream of its own and pinned rows on the host, polled until the timeout."""
 
     def __init__(self, timeout_s: float, device: torch.device):
         self._timeout_s = timeout_s
@@ -82,9 +82,7 @@ class DeviceVoteTransport:
         deadline = time.monotonic() + self._timeout_s
         while not self._done.query():
             if time.monotonic() > deadline:
-                raise LockstepError(
-                    f"step exchange: a rank did not come within {self._timeout_s:g} s"
-                )
+                raise LockstepError(f"vote: a rank sent no row within {self._timeout_s:g} s")
         return self._rows_host.numpy()
 
 
@@ -94,7 +92,7 @@ def make_vote_transport(
     timeout_s: float,
     shared_memory: SharedMemoryGroup | None,
 ) -> VoteTransport:
-    """The fastest transport for this group.
+    """Return the fastest transport for this group.
 
     Measured for a vote of two ranks: shared memory 3 us, NCCL 37 to 65 us, gloo 280 us.
     """

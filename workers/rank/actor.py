@@ -120,7 +120,7 @@ class RankActor:
     async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
         """Collective: start the step loop. `peers` are the inboxes of the other ranks."""
         self._check_epoch(epoch)
-        self._peers = [InboxSender(address) for address in peers]
+        self._peers = [InboxSender(address, epoch) for address in peers]
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         info: RankInfo = await asyncio.to_thread(
@@ -132,7 +132,7 @@ class RankActor:
             "max_model_len": info.max_model_len,
             **info.backends,
         }
-        self._inbox.deliver_to(self._engine)
+        self._inbox.deliver_to(self._engine, epoch)
         self._logging = asyncio.create_task(self._log_stats())
         threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
         return info
@@ -148,7 +148,7 @@ class RankActor:
     ) -> StreamAddress:
         """Send the outputs of requests of `stream_id` to `address`, one message a step. Returns this rank's inbox."""
         self._check_epoch(epoch)
-        self._senders[stream_id] = TokenSender(address)
+        self._senders[stream_id] = TokenSender(address, epoch)
         return self._inbox.address
 
     async def close_stream(self, epoch: int, stream_id: str) -> None:
@@ -161,7 +161,12 @@ class RankActor:
 
     async def stats(self) -> dict[str, Any]:
         """Counters and gauges, see workers.stats.stats; `info` holds constants."""
-        return {"rank": self._index, "info": self._info, **self._engine.stats.snapshot()}
+        return {
+            "rank": self._index,
+            "info": self._info,
+            "stale_messages": self._inbox.num_stale,
+            **self._engine.stats.snapshot(),
+        }
 
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""
@@ -200,7 +205,7 @@ class RankActor:
         """Called by the step loop; the stream of an ingress that is gone has no sender."""
         sender = self._senders.get(stream_id)
         if sender is not None:
-            others = self._engine.open_requests.tell(stream_id)
+            others = self._engine.open_requests.report_load(stream_id)
             sender.send(self._index, others, outputs)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:

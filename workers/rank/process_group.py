@@ -10,7 +10,7 @@ import torch.distributed as dist
 from kernels.host.shm import SharedMemoryGroup
 from workers.rank.rank_info import Rendezvous
 
-# A lost rank is noticed by the step exchange; this only bounds collectives of a group that is dying.
+# A lost rank is noticed by the vote; this only bounds collectives of a group that is dying.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 

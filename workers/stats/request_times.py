@@ -1,4 +1,4 @@
-"""How long each request of a rank waited, prefilled and decoded. One entry per request; nothing per token."""
+"""Times of each request of a rank: waiting, prefill, decode. Keeps one entry per request, nothing per token."""
 
 import time
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ SECONDS = (
 
 @dataclass(slots=True)
 class _Open:
-    """Moments of one request; 0 = not yet."""
+    """Moments of one request in seconds; 0 before they come."""
 
     arrived: float
     admitted: float = 0.0
@@ -24,7 +24,7 @@ class _Open:
 
 
 class RequestTimer:
-    """Follows the requests of one rank. `arrived` may be called from any thread, all else from the step loop."""
+    """Times the requests of one rank. `arrived` may be called from any thread; the step loop calls all else."""
 
     def __init__(self) -> None:
         self.queue = Histogram(SECONDS)
@@ -35,11 +35,11 @@ class RequestTimer:
         self._without_token: set[str] = set()
 
     def arrived(self, request_id: str) -> None:
-        """A request came to this rank."""
-        self._open[request_id] = _Open(time.perf_counter())
+        """A request reached this rank. An id in use keeps the times of its first request."""
+        self._open.setdefault(request_id, _Open(time.perf_counter()))
 
     def admitted(self, seqs: Iterable[Sequence]) -> None:
-        """These run for the first time, or again after a preemption."""
+        """`seqs` start to run: for the first time, or again after a preemption."""
         now = time.perf_counter()
         for seq in seqs:
             times = self._open.get(seq.request.request_id)
@@ -49,7 +49,7 @@ class RequestTimer:
                 self._without_token.add(seq.request.request_id)
 
     def committed(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """The same outputs; those that end a request tell its times."""
+        """Return the outputs; an output that ends a request gets the times of the request."""
         if self._without_token:
             now = time.perf_counter()
             for output in outputs:
@@ -63,7 +63,7 @@ class RequestTimer:
         ]
 
     def forget(self, request_id: str) -> RequestTimes | None:
-        """A request ended, here or because its client has what it wants; None when it never ran."""
+        """Remove a request that ended or was aborted; return its times, None if it got no token."""
         self._without_token.discard(request_id)
         times = self._open.pop(request_id, None)
         if times is None or not times.first_token:

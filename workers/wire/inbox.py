@@ -1,12 +1,14 @@
-"""What ingresses and other ranks tell a rank while it serves: run this, forget that, come to the next exchange.
+"""Messages to a rank while it serves: submit or abort a request, wake up for a vote.
 
-ZeroMQ as for the tokens: a request is in the engine 0.3 ms after it was sent, where a call of its Ray actor took 2 ms.
-What one sender sends comes in order, so nobody forgets a request that is still on its way. Knows nothing of Ray.
+Sent over ZeroMQ like the tokens: a request reaches the engine 0.3 ms after it was sent; a call of the Ray actor took
+2 ms. Messages of one sender arrive in order, so an abort never overtakes its request. Every message carries its epoch,
+and an inbox drops messages of other epochs. Knows nothing of Ray.
 """
 
 import json
 import logging
 import threading
+from array import array
 from typing import Any, Protocol
 
 import zmq
@@ -18,85 +20,128 @@ logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
-    """Who an inbox is for: workers.engine.engine.Engine."""
+    """Target of an inbox's messages: workers.engine.engine.Engine."""
 
     def submit(self, request: EngineRequest) -> None:
         """Run a request."""
 
+    def refuse(self, request_id: str, ingress_id: str, error: str) -> None:
+        """Answer a request that cannot be read with an error."""
+
     def abort(self, request_id: str) -> None:
-        """Forget one."""
+        """End a request without an answer."""
 
     def wake(self, step: int) -> None:
-        """A peer goes to exchange number `step`."""
+        """Take part in vote number `step`."""
+
+    def fail(self, error: BaseException) -> None:
+        """The inbox receives nothing more, because of `error`."""
 
 
 class InboxSender:
-    """One sender's end. `close` may be called from another thread than the others."""
+    """Sending end. `close` may be called from any thread."""
 
-    def __init__(self, address: StreamAddress):
+    def __init__(self, address: StreamAddress, epoch: int):
         self._sender = Sender(address)
+        self._epoch = epoch
 
     def submit(self, request: EngineRequest) -> None:
-        """Run this request; its tokens leave by the stream of its ingress."""
+        """Run a request; its tokens are sent to its ingress."""
         self._send("submit", _fields(request))
 
     def abort(self, request_id: str) -> None:
-        """Forget it; a rank that has finished it does not mind."""
+        """End a request; a rank ignores ids of requests that have ended."""
         self._send("abort", request_id)
 
     def wake(self, step: int) -> None:
-        """Come to exchange number `step`."""
+        """Wake the rank for vote number `step`."""
         self._send("wake", step)
 
     def close(self) -> None:
-        """Drop what is queued and disconnect."""
+        """Drop queued messages and disconnect."""
         self._sender.close()
 
     def _send(self, kind: str, value: Any) -> None:
-        self._sender.send(json.dumps((kind, value), default=list).encode())  # a set is a list
+        message = json.dumps((self._epoch, kind, value), default=list)  # sets become lists
+        self._sender.send(message.encode())
 
 
 class Inbox:
-    """The rank's end, read by a thread of its own."""
+    """Receiving end of a rank, read by a thread of its own. It outlives the epochs of the rank.
+
+    num_stale   messages dropped because they carry another epoch
+    """
 
     def __init__(self, host: str):
+        self.num_stale = 0
         self._context = zmq.Context()
         self._socket, self.address = listen(self._context, host)
         self._thread: threading.Thread | None = None
+        self._target: tuple[Receiver, int] | None = None
+        self._logged_epoch: int | None = None
+        self._error: BaseException | None = None
 
-    def deliver_to(self, receiver: Receiver) -> None:
-        """From now on `receiver` gets what comes, and what came before."""
-        self._thread = threading.Thread(
-            target=self._run, args=(receiver,), name="inbox", daemon=True
-        )
-        self._thread.start()
+    def deliver_to(self, receiver: Receiver, epoch: int) -> None:
+        """Deliver messages of `epoch` to `receiver`, in place of the receiver before.
+
+        The first receiver also gets earlier messages of its epoch.
+        """
+        self._target = receiver, epoch
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
+            self._thread.start()
+        if self._error is not None:
+            receiver.fail(self._error)
 
     def close(self) -> None:
         """Stop listening."""
         if self._thread is None:
             self._socket.close()
-        self._context.term()  # wakes the thread, which closes its socket, and waits for that
+        self._context.term()  # ends the thread's recv; the thread closes its socket, and term returns after that
 
-    def _run(self, receiver: Receiver) -> None:
+    def _run(self) -> None:
         try:
             while True:
-                _deliver(json.loads(self._socket.recv()), receiver)
+                self._deliver(self._socket.recv())
         except zmq.ContextTerminated:
+            pass
+        except BaseException as error:
+            logger.exception("the inbox failed: this rank receives no more messages")
+            self._error = error
+            assert self._target is not None
+            self._target[0].fail(error)
+        finally:
             self._socket.close()
-        except BaseException:
-            logger.exception("the inbox failed; nothing reaches this rank any more")
-            raise
+
+    def _deliver(self, data: bytes) -> None:
+        """Deliver one message. A message that cannot be read is logged, and refused if it names its request."""
+        assert self._target is not None
+        receiver, epoch = self._target
+        message: Any = None
+        try:
+            message = json.loads(data)
+            sent_in, kind, value = message
+            if sent_in != epoch:
+                self._count_stale(sent_in, epoch)
+                return
+            value = _READERS[kind](value)
+        except Exception as error:
+            logger.warning("dropped a message that cannot be read: %r in %.200r", error, data)
+            _refuse(message, receiver, repr(error))
+            return
+        getattr(receiver, kind)(value)
+
+    def _count_stale(self, sent_in: int, epoch: int) -> None:
+        self.num_stale += 1
+        if self._logged_epoch != epoch:
+            self._logged_epoch = epoch
+            logger.info("dropping messages of epoch %s; this is epoch %d", sent_in, epoch)
 
 
-def _deliver(message: list[Any], receiver: Receiver) -> None:
-    kind, value = message
-    if kind == "submit":
-        receiver.submit(_request(value))
-    elif kind == "abort":
-        receiver.abort(value)
-    else:
-        assert kind == "wake", kind
-        receiver.wake(value)
+def _refuse(message: Any, receiver: Receiver, error: str) -> None:
+    match message:
+        case [_, "submit", {"request_id": str(request_id), "ingress_id": str(ingress_id)}]:
+            receiver.refuse(request_id, ingress_id, f"the request cannot be read: {error}")
 
 
 def _fields(request: EngineRequest) -> dict[str, Any]:
@@ -111,4 +156,24 @@ def _request(fields: dict[str, Any]) -> EngineRequest:
         params["allowed_token_ids"] = tuple(params["allowed_token_ids"])
     params["bad_words_ids"] = tuple(tuple(word) for word in params["bad_words_ids"])
     fields["params"] = SamplingParams(**params)
-    return EngineRequest(**fields)
+    request = EngineRequest(**fields)
+    for token_ids in (request.prompt_token_ids, request.emitted_token_ids):
+        array("i", token_ids)  # raises if one is no integer
+    _string(request.request_id), _string(request.ingress_id), _integer(request.priority)
+    return request
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"{value!r} is no integer")
+    return value
+
+
+# Reader of a message's value by kind; kinds are methods of Receiver.
+_READERS = {"submit": _request, "abort": _string, "wake": _integer}

@@ -1,11 +1,13 @@
-"""The stream of new tokens from a rank to an ingress: one small message a step, sent from the step loop itself.
+"""Streams of new tokens from ranks to an ingress: one small message a step, sent by the step loop itself.
 
-ZeroMQ over TCP: sending eight outputs costs the step loop 32 us and never blocks. As an item of a Ray generator the
-same message took 1.2 ms of a step, since the actor's event loop holds the interpreter lock for it.
+Sent over ZeroMQ: a message of eight outputs costs the step loop 32 us and never blocks. As an item of a Ray generator
+the message took 1.2 ms of a step, because the actor's event loop holds the interpreter lock for it. Every message
+carries its epoch, and a receiver drops messages of other epochs.
 """
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,42 +16,52 @@ import zmq
 from workers.wire.request import RequestOutput, RequestTimes, TokenLogprobs
 from workers.wire.secure_socket import Sender, StreamAddress, listen
 
+logger = logging.getLogger(__name__)
+
 MAX_MESSAGES_AT_ONCE = 64
-_NOTHING = (None, None, 0, None)  # what hardly any output has
+_DEFAULTS = (None, None, 0, None)  # of the last four fields, which few outputs have
 POLLIN = int(zmq.POLLIN)  # its enum takes 10 us for an `&`
 
 
 class TokenSender:
-    """The rank's end. `send` and `close` may be called from different threads."""
+    """The end of a rank. `send` and `close` may be called from different threads."""
 
-    def __init__(self, address: StreamAddress):
+    def __init__(self, address: StreamAddress, epoch: int):
         self._sender = Sender(address)
+        self._epoch = epoch
 
     def send(self, rank: int, load_of_others: int, outputs: list[RequestOutput]) -> None:
-        """Queue one message; after `close` it is dropped, nobody listens any more.
+        """Queue one message; after `close` it is dropped.
 
-        load_of_others   tokens of other ingresses that this rank has not finished
+        load_of_others   load of other ingresses on this rank, in tokens
         """
         fields = [_fields(output) for output in outputs]
-        self._sender.send(json.dumps((rank, load_of_others, fields)).encode())
+        message = json.dumps((self._epoch, rank, load_of_others, fields))
+        self._sender.send(message.encode())
 
     def close(self) -> None:
-        """Drop what is queued and disconnect."""
+        """Drop queued messages and disconnect."""
         self._sender.close()
 
 
 class TokenReceiver:
-    """The ingress's end, for all ranks; its messages are handed over in an asyncio loop."""
+    """The end of an ingress, for all ranks. It delivers messages in an asyncio loop.
 
-    def __init__(self, host: str):
+    epoch       epoch whose messages are delivered
+    num_stale   messages dropped because they carry another epoch
+    """
+
+    def __init__(self, host: str, epoch: int):
+        self.epoch = epoch
+        self.num_stale = 0
         self._context = zmq.Context()
         self._socket, self.address = listen(self._context, host)
         self._loop: asyncio.AbstractEventLoop | None = None  # until `listen`
 
     def listen(self, deliver: Callable[[int, int, list[RequestOutput]], None]) -> None:
-        """From now on `deliver` gets what each rank sends after each step, in the running loop.
+        """Call `deliver(rank, load_of_others, outputs)` for each message, in the running loop.
 
-        The socket is read when its descriptor says so: zmq.asyncio took 0.4 ms of the loop's time for a message.
+        The loop watches the socket's descriptor: zmq.asyncio took 0.4 ms of the loop's time for a message.
         """
         self._loop = asyncio.get_running_loop()
         self._deliver = deliver
@@ -57,13 +69,26 @@ class TokenReceiver:
         self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        """Hand over what is there. The descriptor tells of changes only, so nothing may be left."""
+        """Deliver all messages that are here, because the descriptor signals changes only."""
         for _ in range(MAX_MESSAGES_AT_ONCE):
             if self._socket.closed or not self._socket.get(zmq.EVENTS) & POLLIN:
                 return
-            rank, load_of_others, outputs = json.loads(self._socket.recv(zmq.NOBLOCK))
-            self._deliver(rank, load_of_others, [_output(fields) for fields in outputs])
-        self._loop.call_soon(self._drain)  # let the loop's other work have a turn
+            message = self._socket.recv(zmq.NOBLOCK)
+            try:
+                epoch, rank, load_of_others, outputs = json.loads(message)
+                if epoch == self.epoch:
+                    self._deliver(rank, load_of_others, [_output(fields) for fields in outputs])
+                else:
+                    self._count_stale(epoch)
+            except Exception:
+                logger.exception("a message of a rank was not delivered: %.200r", message)
+        assert self._loop is not None
+        self._loop.call_soon(self._drain)  # other work of the loop gets a turn first
+
+    def _count_stale(self, epoch: int) -> None:
+        self.num_stale += 1
+        if self.num_stale == 1:
+            logger.info("dropping messages of epoch %s; this is epoch %d", epoch, self.epoch)
 
     def close(self) -> None:
         """Stop listening."""
@@ -74,10 +99,10 @@ class TokenReceiver:
 
 
 def _fields(output: RequestOutput) -> tuple[Any, ...]:
-    """The fields in their order; what hardly any output has is left out when it is not there."""
+    """Return the fields in order; the last four are left out if they have their defaults."""
     fields = (output.request_id, output.token_ids, output.finish_reason, output.error)
     rest = (output.logprobs, output.prompt_logprobs, output.num_cached_tokens, output.times)
-    return fields if rest == _NOTHING else fields + rest
+    return fields if rest == _DEFAULTS else fields + rest
 
 
 def _output(fields: list[Any]) -> RequestOutput:
