@@ -134,15 +134,18 @@ def schema() -> None:
 @app.command("make-checkpoint")
 def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    family: Annotated[str, typer.Option(help="model_type of config.json.")] = "qwen3_moe",
     layers: Annotated[int, typer.Option(min=1)] = 4,
     hidden_size: Annotated[int, typer.Option(min=1)] = 128,
     experts: Annotated[int, typer.Option(min=1)] = 16,
     experts_per_tok: Annotated[int, typer.Option(min=1)] = 4,
     expert_size: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = 64,
-    dense_size: Annotated[int, typer.Option(min=1, help="Width of a layer without experts.")] = 256,
+    dense_size: Annotated[
+        int | None, typer.Option(min=1, help="Width of a layer without experts.")
+    ] = None,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     kv_heads: Annotated[int, typer.Option(min=1)] = 2,
-    head_dim: Annotated[int, typer.Option(min=2)] = 64,
+    head_dim: Annotated[int | None, typer.Option(min=2)] = None,
     vocab_size: Annotated[int, typer.Option(min=1)] = 512,
     max_len: Annotated[int, typer.Option(min=1, help="Longest sequence.")] = 4096,
     dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
@@ -154,7 +157,7 @@ def make_checkpoint(
     seed: int = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
 ) -> None:
-    """Write a small random Qwen3-MoE checkpoint with a byte-level tokenizer, offline."""
+    """Write a small random checkpoint with a byte-level tokenizer, offline."""
     from workers.weights import checkpoint
 
     if path.is_dir() and any(path.iterdir()) and not overwrite:
@@ -163,6 +166,7 @@ def make_checkpoint(
     with _user_errors(ValueError, OSError):
         folder = checkpoint.make_checkpoint(
             path,
+            family=family,
             num_layers=layers,
             hidden_size=hidden_size,
             num_experts=experts,

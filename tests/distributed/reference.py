@@ -29,8 +29,10 @@ def write_checkpoint(path: Path) -> Path:
     return path
 
 
-def generate_references(checkpoint: Path, device: str = "cpu") -> list[Reference]:
-    """Greedy answers of transformers in float32 to prompts of 1 to 600 tokens, a third with a shared prefix."""
+def generate_references(
+    checkpoint: Path, device: str = "cpu", count: int = NUM_PROMPTS
+) -> list[Reference]:
+    """Return transformers' greedy answers in float32 to prompts of 1 to 600 tokens, a third with a shared prefix."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().to(device)
@@ -50,7 +52,7 @@ def generate_references(checkpoint: Path, device: str = "cpu") -> list[Reference
         400,
     ]
     references = []
-    for index, length in enumerate(lengths):
+    for index, length in enumerate(lengths[:count]):
         own = generator.integers(0, 256, length).tolist()
         prompt = (shared + own)[:length] if index % 3 == 0 else own
         found = model.generate(

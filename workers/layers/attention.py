@@ -31,11 +31,15 @@ class AttentionBlock:
         self.qkv_QD = builder.empty(qkv_size, builder.hidden_size)
         self.qkv_bias_Q = builder.empty(qkv_size) if spec.qkv_bias else None
         self.num_qk_heads = spec.num_heads + spec.num_kv_heads
+        self._sizes = (spec.q_size, spec.kv_size, spec.kv_size)
         self._qkv_view = (-1, self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
         # q and k heads are normalised and rotated together: half as many operators
         self.qk_norm = (
             builder.norm(self.num_qk_heads, spec.head_dim) if spec.qk_norm == "head" else None
         )
+        full = spec.qk_norm == "full"
+        self.q_norm = builder.norm(spec.q_size) if full else None
+        self.k_norm = builder.norm(spec.kv_size) if full else None
         self.o_DQ = builder.empty(builder.hidden_size, spec.q_size)
         self.o_bias_D = builder.empty(builder.hidden_size) if spec.output_bias else None
 
@@ -54,11 +58,22 @@ class AttentionBlock:
         """residual_TD is overwritten."""
         residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
         qkv_TQ = linear(h_TD, self.qkv_QD, self.qkv_bias_Q)
+        if self.q_norm is not None or self.spec.clip_qkv is not None:
+            self._norm_and_clip(qkv_TQ)
         o_TQ = self._attend(qkv_TQ.view(self._qkv_view), rotation_T1d).flatten(1)
         if self.input_norm.triton is not None:
             return residual_TD, linear(o_TQ, self.o_DQ, self.o_bias_D)
         out_TD = linear(o_TQ, self.o_DQ, residual_TD)
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
+
+    def _norm_and_clip(self, qkv_TQ: torch.Tensor) -> None:
+        """Norm all of q and all of k, then bound all values; in place."""
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TQ, k_TQ, _ = qkv_TQ.split(self._sizes, dim=1)
+            self.q_norm.add(q_TQ, None, q_TQ)
+            self.k_norm.add(k_TQ, None, k_TQ)
+        if self.spec.clip_qkv is not None:
+            qkv_TQ.clamp_(-self.spec.clip_qkv, self.spec.clip_qkv)
 
     def _attend(self, qkv_TMd: torch.Tensor, rotation_T1d: torch.Tensor) -> torch.Tensor:
         norm, layer = self.qk_norm, self.layer

@@ -12,13 +12,14 @@ import torch
 from kernels.backends.select import Backends
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
+from workers.layers.mlp import SharedExpert
 from workers.layers.router import route_tokens
 from workers.models.specs import MoeSpec
 from workers.runner.forward_batch import ForwardBatch
 
 
 class MoeBlock:
-    """residual + the weighted sum of the chosen experts' MLPs of norm(residual)."""
+    """residual + the weighted sum of the chosen experts' MLPs + the shared expert's MLP, of norm(residual)."""
 
     def __init__(self, builder: LayerBuilder, spec: MoeSpec, layer: int):
         self.spec = spec
@@ -35,6 +36,7 @@ class MoeBlock:
             self.grouped_gemm.empty_weights, num_local, device=builder.device, dtype=builder.dtype
         )
         self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
+        self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
 
     def with_kernels(self, kernels: Backends) -> Self:
         """Return a view of the same weights that calls another all-to-all and grouped product of the same kinds."""
@@ -49,7 +51,10 @@ class MoeBlock:
         buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
         topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
-        expert_input = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK).wait()
+        pending = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK)
+        if self.shared is not None:  # while the rows travel
+            residual_TD = self.shared.add_to(residual_TD, h_TD)
+        expert_input = pending.wait()
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)
         y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)

@@ -64,13 +64,23 @@ class ConfigReader:
         return self._integer(key, self._defaults[key])
 
     def integer_or(self, key: str, default: int) -> int:
-        """A whole number >= 1, or `default` where the key is missing or null."""
-        return default if self.raw(key) is None else self._integer(key, default)
+        """A whole number >= 1, or `default` where the key is null, or missing and without a default of its own."""
+        if self._raw.get(key, self._defaults.get(key)) is None:
+            self.ignore(key)
+            return default
+        return self._integer(key, self._defaults.get(key, default))
 
     def number(self, key: str) -> float:
         """A number > 0."""
         default = self._defaults[key]
         return float(self._typed(key, default, lambda v: is_number(v) and v > 0, "a number > 0"))
+
+    def number_or_none(self, key: str) -> float | None:
+        """A number > 0, or None where the key is missing or null."""
+        if self.raw(key) is None:
+            return None
+        value: float = self._typed(key, 1.0, lambda v: is_number(v) and v > 0, "a number > 0")
+        return float(value)
 
     def boolean(self, key: str) -> bool:
         """true or false."""
@@ -93,6 +103,14 @@ class ConfigReader:
     def ignore(self, *keys: str) -> None:
         """Mark keys as known: they change nothing that a forward computes."""
         self._read.update(keys)
+
+    def layers_with_experts(self) -> tuple[bool, ...]:
+        """Which layers have experts, by `decoder_sparse_step` and `mlp_only_layers`."""
+        step, dense = self.integer("decoder_sparse_step"), self.integers("mlp_only_layers")
+        return tuple(
+            layer not in dense and (layer + 1) % step == 0
+            for layer in range(self.integer("num_hidden_layers"))
+        )
 
     def rope(self) -> RopeSpec:
         """The rotary embedding, in the old or the new form."""

@@ -21,6 +21,7 @@ class WeightNames:
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
+    shared: str = "shared_expert"
 
 
 def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
@@ -74,20 +75,20 @@ class _Layer:
         yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o_DQ", WeightKind.PROJECTION)
         if spec.output_bias:
             yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o_bias_D", WeightKind.BIAS)
+        yield from self._qk_norms(spec, head_dim)
+
+    def _qk_norms(self, spec: GqaSpec, head_dim: int) -> Weights:
+        """One norm of all heads of q and k with a row a head, or one of all of q and one of all of k."""
+        at, path = f"{self.disk}self_attn.", f"{self.path}attention."
+        kind = WeightKind.QK_NORM
+        heads, all_heads = spec.num_heads, spec.num_heads + spec.num_kv_heads
         if spec.qk_norm == "head":
-            all_heads = spec.num_heads + spec.num_kv_heads
-            for part, heads_of in (
-                ("q", (0, spec.num_heads)),
-                ("k", (spec.num_heads, all_heads)),
-            ):
-                yield WeightEntry(
-                    f"{at}{part}_norm.weight",
-                    (spec.head_dim,),
-                    f"{path}qk_norm",
-                    WeightKind.QK_NORM,
-                    heads_of,
-                    head_dim,
-                )
+            shape, parameter = (spec.head_dim,), f"{path}qk_norm"
+            for name, rows in (("q_norm", (0, heads)), ("k_norm", (heads, all_heads))):
+                yield WeightEntry(f"{at}{name}.weight", shape, parameter, kind, rows, head_dim)
+        elif spec.qk_norm == "full":
+            for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
+                yield WeightEntry(f"{at}{name}.weight", (size,), path + name, kind, None, head_dim)
 
     def dense(self, spec: MlpSpec) -> Weights:
         """An MLP in the place of experts."""
@@ -95,7 +96,7 @@ class _Layer:
         yield from self.gated("mlp.", "mlp.", spec.width)
 
     def moe(self, spec: MoeSpec, names: WeightNames) -> Weights:
-        """Router and experts."""
+        """Router, experts and shared expert."""
         at = f"{self.disk}{names.moe}."
         yield self.norm("post_attention_layernorm", "mlp.norm")
         shape = (spec.num_experts, self.dim)
@@ -114,6 +115,15 @@ class _Layer:
             yield WeightEntry(
                 f"{name}{names.expert_down}.weight", down, w2, down_kind, None, 0, expert
             )
+
+        if spec.shared is not None:
+            name = f"{names.moe}.{names.shared}"
+            yield from self.gated(f"{name}.", "mlp.shared.", spec.shared.width)
+            if spec.shared.gated:
+                parameter = f"{self.path}mlp.shared.gate_1D"
+                yield WeightEntry(
+                    f"{self.disk}{name}_gate.weight", (1, self.dim), parameter, WeightKind.GATE
+                )
 
     def gated(self, name: str, parameter: str, width: int) -> Weights:
         """gate, up and down of an MLP that is not a routed expert's."""

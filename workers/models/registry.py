@@ -25,7 +25,7 @@ class Family:
 
     @property
     def config(self) -> ModuleType:
-        """The module with `DEFAULTS`, `read_config` and `weight_map`; needs no torch."""
+        """The module with DEFAULTS, read_config, weight_map, CHECKPOINT_FIELDS and CHECKPOINT_NAMES; needs no torch."""
         return import_module(f"workers.models.{self.folder}.config")
 
 

@@ -1,4 +1,4 @@
-"""Write small random Qwen3-MoE checkpoints in the Hugging Face disk form, offline.
+"""Write small random checkpoints in the Hugging Face disk form, offline.
 
 `make_checkpoint` writes config.json, safetensors (each expert's tensors apart, as real checkpoints
 have them), a byte-level tokenizer with a ChatML template, and generation_config.json. It knows
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kernels.block_fp8 import quantise_blocks
-from workers.models.registry import parse_model_config, weight_map
+from workers.models.registry import FAMILIES, parse_model_config, weight_map
 from workers.models.specs import ModelConfig
 from workers.weights.initial_weights import NUM_BYTES, draw
 from workers.weights.quantization import SCALE_SUFFIX
@@ -51,22 +51,14 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-# config.json's own names of what has an argument of its own here.
+# config.json's names of fields that are parameters of `make_checkpoint` under other names.
 _RENAMED = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",
     "torch_dtype": "dtype",
 }
-_FIXED_FIELDS: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "hidden_act": "silu",
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "rms_norm_eps": 1e-6,
+_TOKENS = {
     "bos_token_id": None,
     "eos_token_id": NUM_BYTES + SPECIAL_TOKENS.index(IM_END),
     "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
@@ -83,15 +75,16 @@ _FP8 = {
 def make_checkpoint(
     path: str | Path,
     *,
+    family: str = "qwen3_moe",
     num_layers: int = 4,
     hidden_size: int = 128,
     num_experts: int = 16,
     num_experts_per_tok: int = 4,
     moe_intermediate_size: int = 64,
-    intermediate_size: int = 256,
+    intermediate_size: int | None = None,
     num_heads: int = 4,
     num_kv_heads: int = 2,
-    head_dim: int = 64,
+    head_dim: int | None = None,
     vocab_size: int = 512,
     max_position_embeddings: int = 4096,
     dtype: str = "float32",
@@ -103,20 +96,17 @@ def make_checkpoint(
     fp8: bool = False,
     **config_fields: Any,
 ) -> Path:
-    """Write a random Qwen3-MoE checkpoint to `path` and return the folder.
+    """Write a random checkpoint of a model family to `path` and return the folder.
 
-    `intermediate_size` is the width of the dense MLP of layers that have no experts
-    (`mlp_only_layers`, `decoder_sparse_step`). `config_fields` go into config.json as they are,
-    e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
+    `moe_intermediate_size` is the width of an expert, `intermediate_size` the width of the dense MLP of layers without
+    experts; None, as of `head_dim`: the family's own. `config_fields` go into config.json as they are, e.g.
+    `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
     `fp8`: projections are stored in FP8 with scales of 128 x 128 blocks, all else in `dtype`.
     Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
     `overwrite`. Impossible values raise ValueError by name.
     """
     _refuse_renamed(config_fields)
-    if num_shards < 1:
-        raise ValueError(f"num_shards: needs at least 1, got {num_shards}")
-    config: dict[str, Any] = {
-        **_FIXED_FIELDS,
+    sizes = {
         "num_hidden_layers": num_layers,
         "hidden_size": hidden_size,
         "num_experts": num_experts,
@@ -128,17 +118,40 @@ def make_checkpoint(
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position_embeddings,
-        "dtype": dtype,
-        "tie_word_embeddings": tie_word_embeddings,
     }
+    _validate(sizes | {"num_shards": num_shards})
+    config = _family_fields(family, sizes)
+    config |= {"dtype": dtype, "tie_word_embeddings": tie_word_embeddings, **_TOKENS}
     if "rope_parameters" not in config_fields:
         config["rope_theta"] = 1_000_000.0
     if fp8:
         config["quantization_config"] = _FP8
     config |= config_fields
-    _validate(config)
+    dense = config.get("mlp_only_layers", ())
+    if any(layer not in range(num_layers) for layer in dense):
+        raise ValueError(f"mlp_only_layers: {dense} names a layer that is not there")
     _write(Path(path), config, num_shards if weights else 0, seed, overwrite)
     return Path(path)
+
+
+def _family_fields(family: str, sizes: dict[str, int | None]) -> dict[str, Any]:
+    """Return the family's fields of config.json and the given sizes under the family's names."""
+    if family not in FAMILIES:
+        raise ValueError(f"family: {family!r} is none of {', '.join(FAMILIES)}")
+    module = FAMILIES[family].config
+    fields = {
+        "architectures": [FAMILIES[family].architecture],
+        "model_type": family,
+        "hidden_act": "silu",
+        **module.CHECKPOINT_FIELDS,
+    }
+    for name, size in sizes.items():
+        key = module.CHECKPOINT_NAMES.get(name, name)
+        if size is not None and key is None:
+            raise ValueError(f"{name}: {family} has no such field")
+        if size is not None:
+            fields[key] = size
+    return fields
 
 
 def _write(
@@ -202,41 +215,24 @@ def generation_config(special_ids: list[int]) -> dict[str, Any]:
     return {"eos_token_id": [im_end, end_of_text], "pad_token_id": end_of_text}
 
 
-def _validate(config: dict[str, Any]) -> None:
-    positive = (
-        "num_hidden_layers num_experts num_experts_per_tok hidden_size moe_intermediate_size "
-        "intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
-        "max_position_embeddings decoder_sparse_step"
-    )
-    for key in positive.split():
-        name, value = _RENAMED.get(key, key), config[key]
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def _validate(sizes: dict[str, int | None]) -> None:
+    """Refuse what the family's reader would not refuse under the name of the parameter."""
+    for key, value in sizes.items():
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
+            name = _RENAMED.get(key, key)
             raise ValueError(f"{name}: needs a whole number of at least 1, got {value!r}")
-    for key in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
-        if not isinstance(config[key], bool):
-            raise ValueError(f"{key}: needs true or false, got {config[key]!r}")
-    if config["num_experts_per_tok"] > config["num_experts"]:
+    heads, kv_heads, vocab_size = (
+        sizes[key] or 0 for key in ("num_attention_heads", "num_key_value_heads", "vocab_size")
+    )
+    if heads % kv_heads:
+        raise ValueError(f"num_kv_heads: {kv_heads} does not divide num_heads = {heads}")
+    if vocab_size < NUM_BYTES + len(SPECIAL_TOKENS):
         raise ValueError(
-            f"num_experts_per_tok: {config['num_experts_per_tok']} is more than "
-            f"num_experts = {config['num_experts']}"
-        )
-    if config["num_attention_heads"] % config["num_key_value_heads"]:
-        raise ValueError(
-            f"num_kv_heads: {config['num_key_value_heads']} does not divide "
-            f"num_heads = {config['num_attention_heads']}"
-        )
-    if config["head_dim"] % 2:
-        raise ValueError(f"head_dim: {config['head_dim']} is odd, rotary embedding needs pairs")
-    if config["vocab_size"] < NUM_BYTES + len(SPECIAL_TOKENS):
-        raise ValueError(
-            f"vocab_size: {config['vocab_size']} is less than the tokenizer's 256 bytes and "
+            f"vocab_size: {vocab_size} is less than the tokenizer's 256 bytes and "
             f"{len(SPECIAL_TOKENS)} special tokens"
         )
-    if config["dtype"] not in DTYPES:
-        raise ValueError(f"dtype: {config['dtype']!r} is none of {', '.join(DTYPES)}")
-    layers = config["mlp_only_layers"]
-    if any(layer not in range(config["num_hidden_layers"]) for layer in layers):
-        raise ValueError(f"mlp_only_layers: {layers} names a layer that is not there")
 
 
 def _write_weights(folder: Path, config: ModelConfig, num_shards: int, seed: int) -> None:

@@ -7,7 +7,7 @@ from workers.models.decoder_weights import WeightNames, decoder_weights
 from workers.models.specs import GqaSpec, LayerSpec, MlpSpec, ModelConfig, MoeSpec, RouterSpec
 from workers.weights.weight_map import WeightEntry
 
-DEFAULTS = {
+DEFAULTS = {  # as transformers has them
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
@@ -26,6 +26,17 @@ DEFAULTS = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
 }
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "rms_norm_eps": 1e-6,
+}
+CHECKPOINT_NAMES: dict[str, str | None] = {}
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -51,13 +62,9 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed("use_sliding_window", False, None)
     read.fixed("use_qk_norm", True, None)
     read.ignore("sliding_window", "max_window_layers")
-    step, without = read.integer("decoder_sparse_step"), read.integers("mlp_only_layers")
     layers = tuple(
-        LayerSpec(
-            attention=attention,
-            mlp=moe if layer not in without and (layer + 1) % step == 0 else dense,
-        )
-        for layer in range(read.integer("num_hidden_layers"))
+        LayerSpec(attention=attention, mlp=moe if has_experts else dense)
+        for has_experts in read.layers_with_experts()
     )
     return read.finish(layers, moe)
 
