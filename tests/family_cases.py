@@ -8,6 +8,10 @@ from workers.weights.checkpoint import make_checkpoint
 
 # Two variants of each family: untied and tied embeddings, and each switch of the family in both positions.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "mixtral": {
+        "untied": {},
+        "tied": {"tie_word_embeddings": True, "head_dim": 24},
+    },
     "qwen3_moe": {
         "untied": {"norm_topk_prob": False},
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_only_layers": [1]},

@@ -32,6 +32,15 @@ torch.set_num_threads(1)
 # config.json of releases, as the Hub has them.
 # fmt: off
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral": {  # Mixtral-8x7B-Instruct-v0.1
+        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
+    },
     "qwen3_moe": {  # Qwen3-30B-A3B
         "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
@@ -48,6 +57,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 # fmt: on
 # Values of one family's config.json that it cannot honour, and words of the refusal.
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("mixtral", {"sliding_window": 4096}, ["sliding_window is 4096", "null"]),
+    ("mixtral", {"num_local_experts": 1}, ["num_experts_per_tok is 3", "(1)"]),
     ("qwen3_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
 ]
 

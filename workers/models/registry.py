@@ -30,6 +30,7 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "mixtral": Family("mixtral", "MixtralForCausalLM"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 

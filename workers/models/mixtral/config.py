@@ -1,0 +1,56 @@
+"""Reads config.json of Mixtral and maps its weights. Needs no torch; knows nothing of ranks or devices."""
+
+from collections.abc import Iterator
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {"rms_norm_eps": 1e-5, "sliding_window": None}
+CHECKPOINT_NAMES = {
+    "num_experts": "num_local_experts",
+    "moe_intermediate_size": "intermediate_size",
+    "intermediate_size": None,
+}
+NAMES = WeightNames(moe="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2")
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    heads = read.integer("num_attention_heads")
+    attention = GqaSpec(
+        num_heads=heads,
+        num_kv_heads=read.integer_or("num_key_value_heads", heads),
+        head_dim=read.integer_or("head_dim", max(1, read.integer("hidden_size") // heads)),
+        rope=read.rope(),
+    )
+    moe = MoeSpec(
+        num_experts=read.integer("num_local_experts"),
+        width=read.integer("intermediate_size"),
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=True),
+    )
+    read.fixed("sliding_window", None)
+    read.ignore("router_jitter_noise")  # of training
+    layers = (LayerSpec(attention=attention, mlp=moe),) * read.integer("num_hidden_layers")
+    return read.finish(layers, moe)
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales."""
+    return decoder_weights(config, NAMES)
