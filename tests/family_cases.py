@@ -12,6 +12,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "untied": {},
         "tied": {"tie_word_embeddings": True, "head_dim": 24},
     },
+    "olmoe": {
+        "untied": {"clip_qkv": 0.5},
+        "tied": {"tie_word_embeddings": True, "attention_bias": True, "norm_topk_prob": True},
+    },
     "qwen3_moe": {
         "untied": {"norm_topk_prob": False},
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_only_layers": [1]},

@@ -41,6 +41,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
     },
+    "olmoe": {  # OLMoE-1B-7B-0924
+        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None,
+        "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+        "intermediate_size": 1024, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
+        "num_key_value_heads": 16, "output_router_logits": False, "pad_token_id": 1, "rope_scaling": None,
+        "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 50304,
+    },
     "qwen3_moe": {  # Qwen3-30B-A3B
         "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
@@ -59,6 +68,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mixtral", {"sliding_window": 4096}, ["sliding_window is 4096", "null"]),
     ("mixtral", {"num_local_experts": 1}, ["num_experts_per_tok is 3", "(1)"]),
+    ("olmoe", {"clip_qkv": -1}, ["clip_qkv is -1", "a number > 0"]),
+    ("olmoe", {"head_dim": 24}, ["head_dim is 24", "16"]),
     ("qwen3_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
 ]
 

@@ -31,6 +31,7 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "mixtral": Family("mixtral", "MixtralForCausalLM"),
+    "olmoe": Family("olmoe", "OlmoeForCausalLM"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 

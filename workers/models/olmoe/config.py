@@ -1,0 +1,68 @@
+"""Reads config.json of OLMoE and maps its weights. Needs no torch; knows nothing of ranks or devices."""
+
+from collections.abc import Iterator
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 50304,
+    "hidden_size": 2048,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "attention_bias": False,
+    "clip_qkv": None,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-5,
+}
+CHECKPOINT_NAMES = {
+    "moe_intermediate_size": "intermediate_size",
+    "intermediate_size": None,
+    "head_dim": None,
+}
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    heads, bias = read.integer("num_attention_heads"), read.boolean("attention_bias")
+    head_dim = max(1, read.integer("hidden_size") // heads)
+    read.fixed("head_dim", head_dim, None)  # transformers sizes the norms by it
+    attention = GqaSpec(
+        num_heads=heads,
+        num_kv_heads=read.integer_or("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rope=read.rope(),
+        qk_norm="full",
+        qkv_bias=bias,
+        output_bias=bias,
+        clip_qkv=read.number_or_none("clip_qkv"),
+    )
+    router = RouterSpec(
+        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+    )
+    moe = MoeSpec(
+        num_experts=read.integer("num_experts"),
+        width=read.integer("intermediate_size"),
+        router=router,
+    )
+    layers = (LayerSpec(attention=attention, mlp=moe),) * read.integer("num_hidden_layers")
+    return read.finish(layers, moe)
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales."""
+    return decoder_weights(config, WeightNames())
