@@ -16,6 +16,15 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "untied": {"clip_qkv": 0.5},
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "norm_topk_prob": True},
     },
+    "qwen2_moe": {
+        "untied": {"decoder_sparse_step": 2},
+        "tied": {
+            "tie_word_embeddings": True,
+            "qkv_bias": False,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+        },
+    },
     "qwen3_moe": {
         "untied": {"norm_topk_prob": False},
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_only_layers": [1]},

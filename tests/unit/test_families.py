@@ -50,6 +50,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 50304,
     },
+    "qwen2_moe": {  # Qwen1.5-MoE-A2.7B
+        "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+        "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192,
+        "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False,
+        "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+        "num_key_value_heads": 16, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0",
+        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
+    },
     "qwen3_moe": {  # Qwen3-30B-A3B
         "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
         "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
@@ -70,6 +81,8 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mixtral", {"num_local_experts": 1}, ["num_experts_per_tok is 3", "(1)"]),
     ("olmoe", {"clip_qkv": -1}, ["clip_qkv is -1", "a number > 0"]),
     ("olmoe", {"head_dim": 24}, ["head_dim is 24", "16"]),
+    ("qwen2_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
+    ("qwen2_moe", {"attention_bias": True}, ["attention_bias is true", "unknown"]),
     ("qwen3_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
 ]
 

@@ -32,6 +32,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "mixtral": Family("mixtral", "MixtralForCausalLM"),
     "olmoe": Family("olmoe", "OlmoeForCausalLM"),
+    "qwen2_moe": Family("qwen2_moe", "Qwen2MoeForCausalLM"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 

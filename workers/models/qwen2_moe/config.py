@@ -1,0 +1,81 @@
+"""Reads config.json of Qwen2-MoE and maps its weights. Needs no torch; knows nothing of ranks or devices."""
+
+from collections.abc import Iterator
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.specs import (
+    GqaSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelConfig,
+    MoeSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "qkv_bias": True,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": False,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "decoder_sparse_step": 1,
+    "intermediate_size": 256,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+    "qkv_bias": True,
+    "rms_norm_eps": 1e-6,
+    "shared_expert_intermediate_size": 96,
+}
+CHECKPOINT_NAMES: dict[str, str | None] = {}
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    heads = read.integer("num_attention_heads")
+    attention = GqaSpec(
+        num_heads=heads,
+        num_kv_heads=read.integer_or("num_key_value_heads", heads),
+        head_dim=read.integer_or("head_dim", max(1, read.integer("hidden_size") // heads)),
+        rope=read.rope(),
+        qkv_bias=read.boolean("qkv_bias"),
+    )
+    router = RouterSpec(
+        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+    )
+    moe = MoeSpec(
+        num_experts=read.integer("num_experts"),
+        width=read.integer("moe_intermediate_size"),
+        router=router,
+        shared=SharedExpertSpec(width=read.integer("shared_expert_intermediate_size"), gated=True),
+    )
+    dense = MlpSpec(width=read.integer("intermediate_size"))
+    read.fixed("use_sliding_window", False, None)
+    read.ignore("sliding_window", "max_window_layers")
+    layers = tuple(
+        LayerSpec(attention=attention, mlp=moe if has_experts else dense)
+        for has_experts in read.layers_with_experts()
+    )
+    return read.finish(layers, moe)
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales."""
+    return decoder_weights(config, WeightNames())
