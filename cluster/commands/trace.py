@@ -1,4 +1,4 @@
-"""`phalanx trace`: brings the ranks up as `serve` does, runs steps of one size whole and in slices, and draws them."""
+"""`phalanx trace`: start the ranks as `serve` does, run steps of one size whole and in ubatches, and draw them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 from cluster.commands import trace_drawing
 from cluster.config.phalanx_config import PhalanxConfig
-from workers.trace.spans import RankTrace, Schedule
+from workers.trace import hidden
+from workers.trace.spans import RankTrace, StepTrace
 
 Phase = Literal["prefill", "decode"]
 TOKENS = {"prefill": 1024, "decode": 32}
-HOST_BOUND = 0.9  # of a step that its launch takes: then the device waits for the host
+HOST_BOUND = 0.9  # share of a step that its launch takes; above it the device waits for the host
 
 
 def trace(
@@ -19,15 +20,15 @@ def trace(
     num_tokens: int | None,
     prefix: Path,
     num_layers: int,
-    say: Callable[[str], Any],
+    print_line: Callable[[str], Any],
 ) -> None:
-    """Write `prefix`.png, with so many layers, and .json; `say` what they show. The ranks are gone afterwards.
+    """Write `prefix`.json, `prefix`.png with `num_layers` layers, and a summary through `print_line`; stop the ranks.
 
-    Raises ValueError without matplotlib, ServerError when the ranks do not start or cannot run such a step.
+    Raises ValueError without matplotlib, ServerError if the ranks do not start or cannot run such a step.
     """
     trace_drawing.check_matplotlib()
     num_tokens = num_tokens or TOKENS[phase]
-    # Both forms are run whatever the server would choose.
+    # Both forms run, whichever the server would choose.
     overlap = config.overlap.model_copy(update={"mode": "on"})
     config = config.model_copy(update={"overlap": overlap})
     import ray
@@ -41,34 +42,35 @@ def trace(
         ray.shutdown()
     title = f"{phase} of {num_tokens} tokens a rank, {config.cluster.ranks} ranks, all-to-all {traces[0].all2all}"
     written = trace_drawing.write(traces, prefix, title, num_layers)
-    say(title)
+    print_line(title)
     for line in summary(traces):
-        say(line)
-    say("wrote " + " and ".join(map(str, written)))
+        print_line(line)
+    print_line("wrote " + " and ".join(map(str, written)))
 
 
 def summary(traces: Sequence[RankTrace]) -> list[str]:
-    """A line for each rank and form, and what to make of them."""
+    """Return a line for each rank and form, then the definitions of the shares."""
     lines = []
     for trace in traces:
-        for form, unrecorded in zip(trace_drawing.FORMS, trace.unrecorded, strict=True):
-            what = _figures(getattr(trace, form), unrecorded)
-            lines.append(f"rank {trace.rank} {form}: {what}")
-    lines.append(
-        "hidden: of the time that a rank waited for an exchange or computed beside one, the share that it computed"
-    )
-    return lines
+        plain, ubatched = trace.unrecorded
+        lines.append(f"rank {trace.rank} plain: {_figures(trace.plain, plain)}")
+        saved = trace.saved_share
+        share = "" if saved is None else f", {100 * saved:.0f} % saved"
+        lines.append(f"rank {trace.rank} ubatched: {_figures(trace.ubatched, ubatched, share)}")
+    return [*lines, hidden.COVERED, f"{hidden.SAVED}; here the time without compute"]
 
 
-def _figures(schedule: Schedule, unrecorded: float) -> str:
-    times = schedule.seconds, unrecorded, schedule.exposed, schedule.hidden
-    recorded, unrecorded, exposed, hidden = (f"{1e3 * seconds:.2f} ms" for seconds in times)
+def _figures(step: StepTrace, unrecorded: float, share: str = "") -> str:
+    times = step.seconds, unrecorded, step.exposed, step.covered
+    recorded, unrecorded_ms, exposed, covered = (f"{1e3 * seconds:.2f} ms" for seconds in times)
     text = (
-        f"{recorded} (unrecorded {unrecorded}), {exposed} waiting for exchanges, {hidden} computing beside them: "
-        f"{100 * schedule.hidden_share:.0f} % hidden"
+        f"{recorded} (unrecorded {unrecorded_ms}), {exposed} waiting for all-to-alls without compute, {covered} "
+        f"computing beside them: {100 * step.covered_share:.0f} % covered{share}"
     )
-    if (schedule.launched or 0) > HOST_BOUND * schedule.seconds:
-        text += f"; the GPU waited for its host, which took {1e3 * schedule.launched:.2f} ms to launch it"
+    if step.launched is not None and step.launched > HOST_BOUND * step.seconds:
+        text += (
+            f"; the GPU waited for its host, which took {1e3 * step.launched:.2f} ms to launch it"
+        )
     return text
 
 

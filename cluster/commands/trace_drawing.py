@@ -1,21 +1,21 @@
-"""Draws what `phalanx trace` recorded: a PNG for the eye, and Perfetto's JSON for a closer look (ui.perfetto.dev)."""
+"""Draws the spans that `phalanx trace` recorded: a PNG, and a JSON file for ui.perfetto.dev."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workers.trace.spans import AllToAllSpan, ComputeSpan, RankTrace, Schedule
+from workers.trace.spans import AllToAllSpan, ComputeSpan, RankTrace, StepTrace
 
 FORMS = ("plain", "ubatched")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:purple")
-WAITING, HIDDEN, ALONE, STANDING = "tab:red", "tab:green", "lightsteelblue", "lightgrey"
+WAITING, COVERED, ALONE, STANDING = "tab:red", "tab:green", "lightsteelblue", "lightgrey"
 LAYERS = 3
-LEGIBLE = 0.05  # of the width: a narrower bar has no room for its name
+LEGIBLE = 0.05  # share of the width that a bar needs to bear its name
 
 
 def check_matplotlib() -> None:
-    """Before all the work, and not after it. Raises ValueError."""
+    """Raise ValueError if matplotlib is missing; call it before the ranks start."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -23,22 +23,22 @@ def check_matplotlib() -> None:
 
 
 def perfetto(traces: Sequence[RankTrace]) -> dict[str, Any]:
-    """Chrome's trace format: a process for each rank and form, and two threads for each slice."""
+    """Return Chrome's trace format: a process for each rank and form, two threads for each ubatch."""
     events: list[dict[str, Any]] = []
     for trace in traces:
         for index, form in enumerate(FORMS):
             process = 2 * trace.rank + index
             name = f"rank {trace.rank}, {form}, {trace.num_tokens} tokens"
             events.append(_name(process, 0, "process_name", name))
-            schedule = getattr(trace, form)
-            for thread, spans in enumerate(_lanes(schedule).items()):
-                events.append(_name(process, thread, "thread_name", spans[0]))
-                events += [_span(process, thread, *span) for span in spans[1]]
+            lanes = _lanes(getattr(trace, form))
+            for thread, (lane, spans) in enumerate(lanes.items()):
+                events.append(_name(process, thread, "thread_name", lane))
+                events += [_span(process, thread, *span) for span in spans]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def draw(traces: Sequence[RankTrace], path: Path, title: str, num_layers: int = LAYERS) -> None:
-    """Write a PNG: `num_layers` from the middle of the slowest rank's steps, and a bar of each whole step."""
+    """Write a PNG: `num_layers` layers from the middle of the slowest rank's steps, and a bar for each step."""
     from matplotlib.figure import Figure
 
     slowest = max(traces, key=lambda trace: trace.ubatched.seconds)
@@ -47,9 +47,9 @@ def draw(traces: Sequence[RankTrace], path: Path, title: str, num_layers: int = 
     figure = Figure(figsize=(15, 1.5 + sum(heights)), layout="constrained")
     rows = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
     first = (slowest.plain.num_layers() - num_layers) // 2
-    spans = [getattr(slowest, form).span_of(first, num_layers) for form in FORMS]
-    width = max(end - begin for begin, end in spans)
-    for axis, form, (begin, end) in zip(rows, FORMS, spans, strict=False):
+    windows = [getattr(slowest, form).interval_of(first, num_layers) for form in FORMS]
+    width = max(end - begin for begin, end in windows)
+    for axis, form, (begin, end) in zip(rows, FORMS, windows, strict=False):
         _draw_window(axis, getattr(slowest, form), begin, width)
         axis.axvline(1e6 * (end - begin), color="black", ls="--", lw=1)
         axis.set_title(
@@ -63,9 +63,9 @@ def draw(traces: Sequence[RankTrace], path: Path, title: str, num_layers: int = 
     figure.savefig(path, dpi=110)
 
 
-def _draw_window(axis: Any, schedule: Schedule, begin: float, width: float) -> None:
-    """A lane for each slice's compute, with its waits, and one for its exchanges."""
-    num_ubatches = 1 + max(exchange.slice for exchange in schedule.exchanges)
+def _draw_window(axis: Any, step: StepTrace, begin: float, width: float) -> None:
+    """Draw a lane for each ubatch's compute, with its waits, and one for its all-to-alls."""
+    num_ubatches = 1 + max(span.ubatch for span in step.all2alls)
 
     def bar(lane: int, start: float, end: float, text: str, **style: Any) -> None:
         start, end = max(start, begin), min(end, begin + width)
@@ -77,16 +77,16 @@ def _draw_window(axis: Any, schedule: Schedule, begin: float, width: float) -> N
             middle = 1e6 * ((start + end) / 2 - begin)
             axis.text(middle, -lane, text, ha="center", va="center", fontsize=8, clip_on=True)
 
-    for compute in schedule.computes:
+    for compute in step.computes:
         alpha = 0.55 if compute.name == "attention" else 0.9
-        text = f"{compute.name} {compute.slice}" if compute.name != "end" else ""
-        bar(compute.slice, compute.begin, compute.end, text, color=_colour(compute), alpha=alpha)
-    for exchange in schedule.exchanges:
-        for start, end in exchange.waits:
-            bar(exchange.slice, start, end, "waits", color=STANDING, hatch="//")
-        alpha = 0.4 if exchange.operation == "dispatch" else 0.7
-        lane, name = num_ubatches + exchange.slice, exchange.operation
-        bar(lane, exchange.called, _done(exchange), name, color=_colour(exchange), alpha=alpha)
+        text = f"{compute.name} {compute.ubatch}" if compute.name != "end" else ""
+        bar(compute.ubatch, compute.begin, compute.end, text, color=_colour(compute), alpha=alpha)
+    for span in step.all2alls:
+        for start, end in span.waits:
+            bar(span.ubatch, start, end, "waits", color=STANDING, hatch="//")
+        alpha = 0.4 if span.operation == "dispatch" else 0.7
+        lane = num_ubatches + span.ubatch
+        bar(lane, span.called, span.end, span.operation, color=_colour(span), alpha=alpha)
     names = [f"{what} {index}" for what in ("compute", "exchange") for index in range(num_ubatches)]
     axis.set_yticks([-lane for lane in range(len(names))], names)
     axis.set_xlim(0, 1e6 * width)
@@ -95,17 +95,17 @@ def _draw_window(axis: Any, schedule: Schedule, begin: float, width: float) -> N
 
 
 def _draw_summary(axis: Any, traces: Sequence[RankTrace]) -> None:
-    """A bar of each rank and form: compute alone, compute beside an exchange, waiting; a mark where nothing records."""
-    labels = []
+    """Draw a bar for each rank and form: compute alone, beside an all-to-all, waiting; a line: the unrecorded step."""
+    labels: list[str] = []
     for trace in traces:
         for form, unrecorded in zip(FORMS, trace.unrecorded, strict=True):
-            schedule, lane = getattr(trace, form), -len(labels)
-            alone = schedule.seconds - schedule.exposed - schedule.hidden
+            step, lane = getattr(trace, form), -len(labels)
+            alone = step.seconds - step.exposed - step.covered
             left = 0.0
             for seconds, colour in (
                 (alone, ALONE),
-                (schedule.hidden, HIDDEN),
-                (schedule.exposed, WAITING),
+                (step.covered, COVERED),
+                (step.exposed, WAITING),
             ):
                 axis.barh(lane, 1e3 * seconds, left=left, color=colour, height=0.8)
                 left += 1e3 * seconds
@@ -114,34 +114,27 @@ def _draw_summary(axis: Any, traces: Sequence[RankTrace]) -> None:
     axis.set_yticks([-lane for lane in range(len(labels))], labels, fontsize=8)
     axis.set_xlabel("ms of the whole step")
     axis.set_title(
-        "compute alone (blue), beside an exchange (green), waiting for one (red); black: the step without recording",
+        "compute alone (blue), beside an all-to-all (green), waiting for one (red); black: the step without recording",
         loc="left",
     )
     axis.set_xlim(left=0)
 
 
 def _colour(part: ComputeSpan | AllToAllSpan) -> str:
-    return COLOURS[part.slice % len(COLOURS)]
+    return COLOURS[part.ubatch % len(COLOURS)]
 
 
-def _done(exchange: AllToAllSpan) -> float:
-    """The end of its rows' way, as far as it can be seen."""
-    if exchange.done is None:
-        return exchange.arrived
-    return min(max(exchange.done, exchange.sent), exchange.arrived)
-
-
-def _lanes(schedule: Schedule) -> dict[str, list[tuple[str, float, float]]]:
-    """(name, begin, end) in seconds of each thread's spans; no two of a thread overlap."""
+def _lanes(step: StepTrace) -> dict[str, list[tuple[str, float, float]]]:
+    """Return (name, begin, end) in seconds of each thread's spans; no two spans of a thread overlap."""
     lanes: dict[str, list[tuple[str, float, float]]] = {}
-    for compute in schedule.computes:
-        spans = lanes.setdefault(f"slice {compute.slice}", [])
-        spans.append((compute.name, compute.begin, compute.end))
-    for exchange in schedule.exchanges:
-        spans = lanes.setdefault(f"slice {exchange.slice}", [])
-        spans += [(f"waits for {exchange.operation}", *wait) for wait in exchange.waits]
-        spans = lanes.setdefault(f"exchanges of slice {exchange.slice}", [])
-        spans.append((exchange.operation, exchange.called, _done(exchange)))
+    for compute in step.computes:
+        lane = lanes.setdefault(f"ubatch {compute.ubatch}", [])
+        lane.append((compute.name, compute.begin, compute.end))
+    for span in step.all2alls:
+        lane = lanes.setdefault(f"ubatch {span.ubatch}", [])
+        lane += [(f"waits for {span.operation}", *wait) for wait in span.waits]
+        lane = lanes.setdefault(f"all-to-alls of ubatch {span.ubatch}", [])
+        lane.append((span.operation, span.called, span.end))
     return lanes
 
 
@@ -157,7 +150,7 @@ def _span(process: int, thread: int, name: str, begin: float, end: float) -> dic
 def write(
     traces: Sequence[RankTrace], prefix: Path, title: str, num_layers: int = LAYERS
 ) -> list[Path]:
-    """Both files, `prefix` with .json and .png; which were written."""
+    """Write `prefix`.json and `prefix`.png; return both paths."""
     json_path, png_path = (prefix.with_name(f"{prefix.name}.{end}") for end in ("json", "png"))
     prefix.parent.mkdir(parents=True, exist_ok=True)
     json_path.write_text(json.dumps(perfetto(traces)))

@@ -56,13 +56,13 @@ def test_both_forms_of_a_step_are_traced(
         assert trace.ubatched.order() == one_layer * LAYERS
         assert 0 < trace.plain.exposed < trace.plain.seconds
         assert all(seconds > 0 for seconds in trace.unrecorded)
-        for schedule in (trace.plain, trace.ubatched):
-            assert schedule.num_layers() == LAYERS and 0 <= schedule.hidden_share < 1
-            assert schedule.exposed + schedule.hidden <= schedule.seconds
-            begin, end = schedule.span_of(1, 1)
-            assert 0 < begin < end <= schedule.seconds
+        for step in (trace.plain, trace.ubatched):
+            assert step.num_layers() == LAYERS and 0 <= step.covered_share < 1
+            assert step.exposed + step.covered <= step.seconds
+            begin, end = step.interval_of(1, 1)
+            assert 0 < begin < end <= step.seconds
     check_files(found, tmp_path)
-    assert len(summary(found)) == 5 and "% hidden" in summary(found)[1]
+    assert len(summary(found)) == 6 and "% covered" in summary(found)[1]
 
 
 def check_files(found: list[RankTrace], folder: Path) -> None:
@@ -71,7 +71,7 @@ def check_files(found: list[RankTrace], folder: Path) -> None:
     events = json.loads(json_path.read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    lanes = {f"{what}slice {index}" for what in ("", "exchanges of ") for index in range(2)}
+    lanes = {f"{what}ubatch {index}" for what in ("", "all-to-alls of ") for index in range(2)}
     assert lanes <= names
     assert {event["pid"] for event in spans} == {0, 1, 2, 3}
     threads: dict[tuple[int, int], float] = {}

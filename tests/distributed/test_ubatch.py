@@ -1,4 +1,4 @@
-"""Alternating slices over real exchanges: the same numbers, the promised order, and communication that is hidden."""
+"""Alternating slices over real exchanges: the same numbers, the promised order, and communication that is covered."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.distributed.ubatch_ranks import STEPS, SlicedRank, batch_of, rows_of,
 from workers.config import RankConfig
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
-from workers.trace.recorder import ScheduleRecorder
+from workers.trace.recorder import SpanRecorder
 from workers.weights.checkpoint import make_checkpoint
 
 EXCHANGES = [
@@ -88,11 +88,11 @@ def test_slices_compute_what_a_whole_step_does(
             # What a cut changes is rounding: matrix products of other shapes add in another order.
 
 
-def schedules(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
+def traces(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
     """Recorded orders of a ubatched step and of a plain one."""
-    recorder = ScheduleRecorder(torch.device("cpu"))
-    slices = [recorder.kernels(kernels, i) for i, kernels in enumerate(sliced.slices)]
-    whole = recorder.kernels(sliced.whole, 0)
+    recorder = SpanRecorder(torch.device("cpu"))
+    slices = [recorder.record(kernels, i) for i, kernels in enumerate(sliced.slices)]
+    whole = recorder.record(sliced.whole, 0)
     batch = batch_of("mixed", rank, rows_of("mixed", num_ranks, num_ubatches))
     recorder.start()
     sliced.ubatched(batch, slices)
@@ -108,36 +108,35 @@ def schedules(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
 @pytest.mark.parametrize("num_ubatches", [2, 4])
 def test_the_order_of_operations(rank_pool, checkpoint, num_ranks, all2all, num_ubatches):
     config = config_of(checkpoint, num_ranks, all2all)
-    for ubatched, plain in on_ranks(rank_pool, schedules, config, num_ubatches):
+    for ubatched, plain in on_ranks(rank_pool, traces, config, num_ubatches):
         one_layer = [(x, i) for x in ("dispatch", "combine") for i in range(num_ubatches)]
         assert ubatched.order() == one_layer * LAYERS
         assert plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
         led_to = {"dispatch": "attention", "combine": "experts"}
         computes = [x for x in ubatched.computes if x.name in led_to.values()]
-        computed = [(x.name, x.slice) for x in computes]
+        computed = [(x.name, x.ubatch) for x in computes]
         assert computed == [(led_to[x], i) for x, i in ubatched.order()]
-        for exchange in (*ubatched.exchanges, *plain.exchanges):
-            assert exchange.called <= exchange.sent <= exchange.asked
-            assert exchange.asked <= exchange.awaited <= exchange.arrived
-        # While a slice's exchange is under way the next slice computes.
-        for exchange in ubatched.exchanges[: num_ubatches - 1]:
-            others = [x for x in computes if x.slice == exchange.slice + 1]
-            assert any(exchange.sent <= x.begin and x.end <= exchange.awaited for x in others)
+        for span in (*ubatched.all2alls, *plain.all2alls):
+            assert span.called <= span.sent <= span.asked <= span.awaited <= span.arrived
+        # While an all-to-all of a ubatch is in flight the next ubatch computes.
+        for span in ubatched.all2alls[: num_ubatches - 1]:
+            others = [x for x in computes if x.ubatch == span.ubatch + 1]
+            assert any(span.sent <= x.begin and x.end <= span.awaited for x in others)
 
 
 def timings(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
-    """Seconds of a plain forward with delay, of ubatched ones with and without; and the share that was hidden."""
+    """Seconds of a plain forward with delay, of ubatched ones with and without; and the share that was covered."""
     batch = batch_of("extend", rank, rows_of("extend", num_ranks, num_ubatches))
-    recorder = ScheduleRecorder(torch.device("cpu"))
+    recorder = SpanRecorder(torch.device("cpu"))
     whole = slowed(sliced.whole, compute=num_ubatches * COMPUTE, delay=DELAY)
     sliced.ubatched(batch)  # what is slow the first time
     recorder.start()
-    sliced.plain(batch, recorder.kernels(whole, 0))
+    sliced.plain(batch, recorder.record(whole, 0))
     plain = recorder.finish()
     found = {}
     for delay in (0.0, DELAY):
         slices = [
-            recorder.kernels(slowed(kernels, compute=COMPUTE, delay=delay), i)
+            recorder.record(slowed(kernels, compute=COMPUTE, delay=delay), i)
             for i, kernels in enumerate(sliced.slices)
         ]
         tries = []
@@ -145,16 +144,16 @@ def timings(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
             recorder.start()
             sliced.ubatched(batch, slices)
             tries.append(recorder.finish())
-        found[delay] = min(tries, key=lambda schedule: schedule.seconds)
-    hidden = found[DELAY].hidden_share
-    return plain.seconds, found[0.0].seconds, found[DELAY].seconds, hidden
+        found[delay] = min(tries, key=lambda trace: trace.seconds)
+    covered = found[DELAY].covered_share
+    return plain.seconds, found[0.0].seconds, found[DELAY].seconds, covered
 
 
 @pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
 def test_communication_disappears_behind_compute(rank_pool, checkpoint, all2all):
     config = config_of(checkpoint, 2, all2all)
     total_delay = 2 * LAYERS * DELAY
-    for plain, compute, delayed, hidden in on_ranks(rank_pool, timings, config, 2):
+    for plain, compute, delayed, covered in on_ranks(rank_pool, timings, config, 2):
         assert plain > compute + 0.8 * total_delay, "the delay shows nowhere"
         assert delayed < compute + 0.3 * total_delay
-        assert hidden > 0.5, "beside the delay, counts and rows really travel"
+        assert covered > 0.5, "beside the delay, counts and rows really travel"

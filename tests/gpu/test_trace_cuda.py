@@ -12,7 +12,7 @@ from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank import Rank
-from workers.trace.spans import RankTrace, Schedule
+from workers.trace.spans import RankTrace, StepTrace
 from workers.trace.trace_step import trace_step
 from workers.weights.checkpoint import make_checkpoint
 
@@ -45,13 +45,13 @@ def traced(
         rank.close()
 
 
-def check_times(schedule: Schedule, graphs: bool) -> None:
-    """Marks in the order in which the compute stream came to them; of a graph where steps replay one."""
-    assert (schedule.launched is None) == graphs, schedule.launched
-    spent = schedule.exposed + schedule.hidden
-    assert 0 <= spent <= 1.001 * schedule.seconds, (spent, schedule.seconds)
-    for x in schedule.exchanges:
-        times = [0.0, x.called, x.sent, x.asked, x.awaited, x.arrived, schedule.seconds]
+def check_times(step: StepTrace, graphs: bool) -> None:
+    """Check that moments are in the order of the compute stream, and from a graph where steps replay graphs."""
+    assert (step.launched is None) == graphs, step.launched
+    spent = step.exposed + step.covered
+    assert 0 <= spent <= 1.001 * step.seconds, (spent, step.seconds)
+    for x in step.all2alls:
+        times = [0.0, x.called, x.sent, x.asked, x.awaited, x.arrived, step.seconds]
         assert times == sorted(times), x
 
 
@@ -83,8 +83,8 @@ def test_both_forms_are_traced(checkpoint: Path, all2all: str, graphs: bool):
             assert trace.ubatched.order() == one_layer * LAYERS
             check_times(trace.plain, graphs)
             check_times(trace.ubatched, graphs)
-            ends = [x.done is not None for x in trace.ubatched.exchanges]
+            ends = [x.done is not None for x in trace.ubatched.all2alls]
             assert all(ends) if all2all == "copy_engine" else not any(ends), ends
     # So small a model keeps no GPU busy without graphs: the rank that comes last finds its rows there already.
-    hidden = [prefill.ubatched.hidden for prefill, _ in found]
-    assert min(hidden) > 0 if graphs else max(hidden) > 0, hidden
+    covered = [prefill.ubatched.covered for prefill, _ in found]
+    assert min(covered) > 0 if graphs else max(covered) > 0, covered

@@ -16,9 +16,9 @@ from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.model_runner import ModelRunner
-from workers.trace import recorder as schedule_recorder
+from workers.trace import recorder as span_recorder
 from workers.trace import trace_step
-from workers.trace.recorder import ScheduleRecorder
+from workers.trace.recorder import SpanRecorder
 from workers.weights.checkpoint import make_checkpoint
 
 LAYERS = 2
@@ -139,9 +139,9 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Rank]:
         made.append(runner.graphs)
 
     monkeypatch.setattr(ModelRunner, "make_graphs", make_graphs)
-    monkeypatch.setattr(schedule_recorder, "torch", SimpleNamespace(cuda=cuda))
-    on_cuda = ScheduleRecorder(torch.device("cuda"))
-    monkeypatch.setattr(trace_step, "ScheduleRecorder", lambda device: on_cuda)
+    monkeypatch.setattr(span_recorder, "torch", SimpleNamespace(cuda=cuda))
+    on_cuda = SpanRecorder(torch.device("cuda"))
+    monkeypatch.setattr(trace_step, "SpanRecorder", lambda device: on_cuda)
     rank.engine.runner.make_graphs(GraphSizes((2, 4, 8, 16), (16, 64, 256)))
     yield rank
     rank.close()
@@ -155,11 +155,11 @@ def test_the_marks_of_both_forms_have_the_times_of_replays(rank, phase, num_toke
     assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
     one_layer = [(operation, index) for operation in ("dispatch", "combine") for index in range(2)]
     assert trace.ubatched.order() == one_layer * LAYERS
-    for schedule in (trace.plain, trace.ubatched):
-        assert schedule.launched is None, "the trace is not that of a graph"
-        assert schedule.seconds > 0
-        for x in schedule.exchanges:
-            assert 0 < x.called < x.sent < x.asked < x.awaited < x.arrived < schedule.seconds
+    for step in (trace.plain, trace.ubatched):
+        assert step.launched is None, "the trace is not that of a graph"
+        assert step.seconds > 0
+        for x in step.all2alls:
+            assert 0 < x.called < x.sent < x.asked < x.awaited < x.arrived < step.seconds
 
 
 def test_graphs_end_with_a_trace_that_fails(rank, monkeypatch):

@@ -1,8 +1,8 @@
-"""What a forward did when: its exchanges and the compute between them, slice by slice. Free where none is made.
+"""Records when each ubatch of a forward computed and when its all-to-alls were in flight. Costs nothing unless used.
 
-A recorder wraps the all-to-alls of the kernels that a forward is run with. Marks lie on the thread that computes, or on
-a GPU on the stream that the slice computes on; what passes between two of a slice's exchanges is its compute. In a CUDA
-graph the marks are nodes of it: each replay sets them anew.
+A recorder wraps the all-to-alls of the backends that a forward runs with. It records times on the thread that computes,
+or on a GPU events on the stream that the ubatch computes on; the time between two all-to-alls of a ubatch is its
+compute. In a CUDA graph the events are nodes of the graph: each replay sets them anew.
 """
 
 import time
@@ -16,160 +16,165 @@ import torch
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.backends.select import Backends
 from kernels.pending import Pending
-from workers.trace.spans import AllToAllSpan, ComputeSpan, Operation, Schedule
+from workers.trace.spans import AllToAllSpan, ComputeSpan, Operation, StepTrace
 
-StreamEvent = float | torch.cuda.Event
-NEXT_MARK_S = 2e-5  # between two marks with nothing but the model's Python in between, at most
+# A time by the host's clock, or an event on the device.
+Moment = float | torch.cuda.Event
+NEXT_MOMENT_S = (
+    2e-5  # longest time between two moments with nothing but the model's Python in between
+)
 
 
-class ScheduleRecorder:
-    """Records forwards that run with what `kernels` returned, one between `start` and `stop` at a time."""
+class SpanRecorder:
+    """Records forwards that run with the result of `record`, one forward between `start` and `stop` at a time."""
 
     def __init__(self, device: torch.device):
         self._on_cuda = device.type == "cuda"
-        self._marks: list[_Marks] = []
+        self._recorded: list[_AllToAllMoments] = []
         self._num_rows = 0
-        self._start: StreamEvent = 0.0
+        self._start: Moment = 0.0
         self._started_s = 0.0
 
-    def kernels(self, kernels: Backends, index: int) -> Backends:
-        """The same, whose exchanges are recorded as those of slice `index`."""
-        return replace(kernels, all2all=_Recorded(kernels.all2all, index, self))
+    def record(self, backends: Backends, ubatch: int) -> Backends:
+        """Return the same backends; all-to-alls made with them are recorded for this ubatch."""
+        return replace(backends, all2all=_RecordedAllToAll(backends.all2all, ubatch, self))
 
     def start(self, num_rows: int = 0) -> None:
-        """Forget what was recorded; times are counted from here. The forward is of so many rows."""
-        self._marks, self._num_rows = [], num_rows
+        """Discard earlier records and begin to record a forward of `num_rows` rows."""
+        self._recorded, self._num_rows = [], num_rows
         self._started_s = time.perf_counter()
-        self._start = self.mark()
+        self._start = self.now()
 
     def stop(self) -> "Recording":
-        """What happened since `start`."""
+        """Return what was recorded since `start`."""
         captured = self._on_cuda and torch.cuda.is_current_stream_capturing()
-        end = self.mark()
+        end = self.now()
         launched = None
         if self._on_cuda and not captured:
             launched = time.perf_counter() - self._started_s
-        return Recording(self._marks, self._num_rows, self._start, end, launched, captured)
+        return Recording(self._recorded, self._num_rows, self._start, end, launched, captured)
 
-    def finish(self) -> Schedule:
-        """What happened since `start`; on CUDA this waits for the device."""
-        return self.stop().schedule()
+    def finish(self) -> StepTrace:
+        """Return the spans since `start`; on CUDA this waits for the device."""
+        return self.stop().trace()
 
-    def mark(self, stream: torch.cuda.Stream | None = None) -> StreamEvent:
-        """Now, or on CUDA when `stream`, or else the current one, is there."""
+    def now(self, stream: torch.cuda.Stream | None = None) -> Moment:
+        """Return the time; on CUDA an event on `stream`, or on the current stream."""
         if not self._on_cuda:
             return time.perf_counter()
         # Only an external event becomes a node of a graph.
         external = torch.cuda.is_current_stream_capturing()
-        event = torch.cuda.Event(enable_timing=True, external=external)
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True, external=external)  # type: ignore[no-untyped-call]
         event.record(stream or torch.cuda.current_stream())
         return event
 
     def follow(
-        self, operation: Operation, index: int, inner: AllToAll, call: Callable[[], Pending]
-    ) -> Pending:
-        """Make an exchange of slice `index`, with marks around what it does."""
-        called = self.mark()
+        self,
+        operation: Operation,
+        ubatch: int,
+        inner: AllToAll,
+        call: Callable[[], Pending[Any]],
+    ) -> Pending[Any]:
+        """Start an all-to-all of a ubatch and record its moments."""
+        called = self.now()
         pending = call()
         stream = inner.stream if inner.runs_on_stream else None
-        done = None if stream is None else self.mark(stream)
-        marks = _Marks(operation, index, [called, self.mark()], done)
-        self._marks.append(marks)
-        return _Followed(pending, lambda: marks.times.append(self.mark()))
+        done = None if stream is None else self.now(stream)
+        moments = _AllToAllMoments(operation, ubatch, [called, self.now()], done)
+        self._recorded.append(moments)
+        return _RecordedPending(pending, lambda: moments.times.append(self.now()))
 
 
-class _Followed(Pending):
-    """A result under way, with marks where its slice asks for it, goes on and has it."""
+class _RecordedPending(Pending[Any]):
+    """A pending result; records when its ubatch asks for it, when the ubatch continues, and when it has the result."""
 
-    def __init__(self, pending: Pending, mark: Callable[[], None]):
-        super().__init__(self._finish_marked)
-        self._pending, self._mark = pending, mark
+    def __init__(self, pending: Pending[Any], record: Callable[[], None]):
+        super().__init__(self._finish_recorded)
+        self._pending, self._record = pending, record
 
     def wait(self) -> Any:
         if self._finish is not None:
-            self._mark()
+            self._record()
         return super().wait()
 
-    def _finish_marked(self) -> Any:
-        self._mark()
+    def _finish_recorded(self) -> Any:
+        self._record()
         result = self._pending.result()
-        self._mark()
+        self._record()
         return result
 
 
 @dataclass
-class _Marks:
-    """An exchange under way, its times in the order of AllToAllSpan's fields."""
+class _AllToAllMoments:
+    """The moments of one all-to-all; `times` in the order of AllToAllSpan's fields, called to arrived."""
 
     operation: Operation
-    slice: int
-    times: list[StreamEvent]
-    done: StreamEvent | None
+    ubatch: int
+    times: list[Moment]
+    done: Moment | None
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The marks of one forward; those in a CUDA graph (`captured`) have the times of its last replay."""
+    """The moments of one forward; in a CUDA graph (`captured`) they have the times of its last replay."""
 
-    marks: list[_Marks]
+    all2alls: list[_AllToAllMoments]
     num_rows: int
-    start: StreamEvent
-    end: StreamEvent
+    start: Moment
+    end: Moment
     launched: float | None
     captured: bool
 
     def happened(self) -> bool:
-        """Whether the marks have times: those of a graph that was never replayed have none."""
+        """Return whether the moments have times; the moments of a graph without a replay have none."""
         try:
             return self._seconds(self.end) > 0
         except RuntimeError:
             return False
 
-    def schedule(self) -> Schedule:
-        """Waits for the device."""
+    def trace(self) -> StepTrace:
+        """Return the spans; waits for the device."""
         if not isinstance(self.end, float):
             self.end.synchronize()
-        exchanges = [
-            AllToAllSpan(
-                marks.operation,
-                marks.slice,
-                *map(self._seconds, marks.times),
-                None if marks.done is None else self._seconds(marks.done),
-            )
-            for marks in self.marks
-        ]
+        all2alls = []
+        for found in self.all2alls:
+            called, sent, asked, awaited, arrived = map(self._seconds, found.times)
+            done = None if found.done is None else self._seconds(found.done)
+            times = (called, sent, asked, awaited, arrived, done)
+            all2alls.append(AllToAllSpan(found.operation, found.ubatch, *times))
         seconds = self._seconds(self.end)
-        # In a graph slices have streams of their own.
-        computes = _computes(exchanges, seconds, apart=self.captured)
-        computes = sorted(computes, key=lambda one: one.begin)
-        return Schedule(exchanges, computes, seconds, self.launched)
+        # In a graph each ubatch has a stream of its own.
+        computes = compute_spans(all2alls, seconds, side_by_side=self.captured)
+        in_order = sorted(computes, key=lambda one: one.begin)
+        return StepTrace(all2alls, in_order, seconds, self.launched)
 
-    def _seconds(self, mark: StreamEvent) -> float:
-        if isinstance(mark, float):
-            return mark - self.start
-        return self.start.elapsed_time(mark) / 1e3
+    def _seconds(self, moment: Moment) -> float:
+        if isinstance(moment, float) or isinstance(self.start, float):
+            assert isinstance(moment, float) and isinstance(self.start, float)
+            return moment - self.start
+        return float(self.start.elapsed_time(moment)) / 1e3
 
 
-class _Recorded(AllToAll):
-    """Another all-to-all, whose exchanges a recorder follows."""
+class _RecordedAllToAll(AllToAll):
+    """Another all-to-all whose calls a recorder follows."""
 
-    def __init__(self, inner: AllToAll, index: int, recorder: ScheduleRecorder):
+    def __init__(self, inner: AllToAll, ubatch: int, recorder: SpanRecorder):
         self.name, self.layout, self.graph = inner.name, inner.layout, inner.graph
         self.needs_equal_tokens, self.stream = inner.needs_equal_tokens, inner.stream
-        self._inner, self._slice, self._recorder = inner, index, recorder
+        self._inner, self._ubatch, self._recorder = inner, ubatch, recorder
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput]:
         call = partial(self._inner.dispatch, x_TD, topk_idx_TK, topk_weights_TK)
-        return self._recorder.follow("dispatch", self._slice, self._inner, call)
+        return self._recorder.follow("dispatch", self._ubatch, self._inner, call)
 
     def dispatch_buffer(self, num_rows: int) -> torch.Tensor | None:
         return self._inner.dispatch_buffer(num_rows)
 
     def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
         call = partial(self._inner.combine, y_RD, handle)
-        return self._recorder.follow("combine", self._slice, self._inner, call)
+        return self._recorder.follow("combine", self._ubatch, self._inner, call)
 
     def set_num_sms(self, num_sms: int | None) -> None:
         self._inner.set_num_sms(num_sms)
@@ -178,22 +183,25 @@ class _Recorded(AllToAll):
         self._inner.close()
 
 
-_LEADS_TO: dict[str, Any] = {"dispatch": "attention", "combine": "experts"}
+_PRECEDES: dict[str, Any] = {"dispatch": "attention", "combine": "experts"}
 
 
-def _computes(
-    exchanges: list[AllToAllSpan], seconds: float, *, apart: bool
+def compute_spans(
+    all2alls: list[AllToAllSpan], seconds: float, *, side_by_side: bool
 ) -> Iterator[ComputeSpan]:
-    """The time between exchanges, slice by slice. Slices that do not compute apart begin one after the other."""
+    """Yield the time between all-to-alls, ubatch by ubatch.
+
+    side_by_side   all ubatches begin with the forward; otherwise each begins where the one before first waits
+    """
     begin = 0.0
-    for index in range(1 + max((x.slice for x in exchanges), default=0)):
-        own = [x for x in exchanges if x.slice == index]
+    for ubatch in range(1 + max((x.ubatch for x in all2alls), default=0)):
+        own = [x for x in all2alls if x.ubatch == ubatch]
         end = begin
         for x in own:
-            yield ComputeSpan(_LEADS_TO[x.operation], index, end, x.called)
-            if x.asked - x.sent > NEXT_MARK_S:
-                yield ComputeSpan("rest", index, x.sent, x.asked)
+            yield ComputeSpan(_PRECEDES[x.operation], ubatch, end, x.called)
+            if x.asked - x.sent > NEXT_MOMENT_S:
+                yield ComputeSpan("rest", ubatch, x.sent, x.asked)
             end = x.arrived
-        if not apart and own:
+        if not side_by_side and own:
             begin = own[0].asked
-    yield ComputeSpan("end", index, end, seconds)
+    yield ComputeSpan("end", ubatch, end, seconds)

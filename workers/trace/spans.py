@@ -1,25 +1,27 @@
-"""A forward as it ran on one rank: which slice exchanged and computed when. Plain data."""
+"""A forward as it ran on one rank: when each ubatch computed and when its all-to-alls were in flight. Plain data."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from workers.trace import hidden
+
 Operation = Literal["dispatch", "combine"]
-Span = tuple[float, float]  # begin and end
+Interval = tuple[float, float]  # begin and end, in seconds
 
 
 @dataclass(frozen=True)
 class AllToAllSpan:
-    """One exchange of one slice, in seconds since the recording began.
+    """One all-to-all of one ubatch, in seconds since the recording began.
 
-    called, sent       when it was started, and when the compute side could go on
-    asked              when the slice had nothing else to do
-    awaited, arrived   when it was its turn again, and when it had the result
-    done               when the rows were there; None where that cannot be seen
+    called, sent       begin of the call, and when the compute side could continue
+    asked              when the ubatch had nothing else to do
+    awaited, arrived   when it was the ubatch's turn again, and when it had the result
+    done               when the rows had arrived; None where that cannot be recorded
     """
 
     operation: Operation
-    slice: int
+    ubatch: int
     called: float
     sent: float
     asked: float
@@ -28,82 +30,88 @@ class AllToAllSpan:
     done: float | None = None
 
     @property
-    def in_flight(self) -> Span:
-        """While rows travel beside whatever the rank does: until `done`, or where that is unknown until arrived."""
-        done = self.arrived if self.done is None else min(self.done, self.arrived)
-        return self.sent, max(self.sent, done)
+    def end(self) -> float:
+        """The end of the transfer: `done`, or `arrived` where `done` is unknown."""
+        if self.done is None:
+            return self.arrived
+        return max(self.sent, min(self.done, self.arrived))
 
     @property
-    def waits(self) -> tuple[Span, Span]:
-        """When its slice stood still for its sake."""
+    def in_flight(self) -> Interval:
+        """When rows travel while the rank is free to compute."""
+        return self.sent, max(self.sent, self.end)
+
+    @property
+    def waits(self) -> tuple[Interval, Interval]:
+        """When the ubatch stands still for this all-to-all."""
         return (self.called, self.sent), (self.awaited, self.arrived)
 
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """ComputeSpan of one slice between two exchanges: `attention` leads to a dispatch, `experts` to a combine.
+    """Compute of one ubatch between two all-to-alls: `attention` precedes a dispatch, `experts` a combine.
 
-    `rest` is what it does beside its own exchange. In a CUDA graph slices compute side by side.
+    `rest` runs beside the ubatch's own all-to-all. In a CUDA graph ubatches compute side by side.
     """
 
     name: Literal["attention", "experts", "rest", "end"]
-    slice: int
+    ubatch: int
     begin: float
     end: float
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """A forward of one rank: its exchanges in the order they were called, its compute in the order it began.
+class StepTrace:
+    """The spans of one forward on one rank: all-to-alls in the order of their calls, compute in the order it began.
 
-    launched   when the host had given all of it to the GPU; near `seconds`, the GPU waited for it. None without one
+    launched   when the host had launched all of it on the GPU, in seconds; near `seconds`, the GPU waited for the
+               host. None on a CPU and for CUDA graphs
     """
 
-    exchanges: list[AllToAllSpan]
+    all2alls: list[AllToAllSpan]
     computes: list[ComputeSpan]
     seconds: float
     launched: float | None = None
 
     @property
     def exposed(self) -> float:
-        """Seconds in which a slice stood still for an exchange and no other computed."""
-        waits = list(union(wait for exchange in self.exchanges for wait in exchange.waits))
+        """Seconds in which a ubatch waited for an all-to-all and no ubatch computed."""
+        waits = list(union(wait for span in self.all2alls for wait in span.waits))
         return sum(end - begin for begin, end in waits) - overlapping(waits, self._computing())
 
     @property
-    def hidden(self) -> float:
-        """Seconds in which the rank computed while an exchange was under way."""
-        in_flight = list(union(exchange.in_flight for exchange in self.exchanges))
+    def covered(self) -> float:
+        """Seconds in which the rank computed while an all-to-all was in flight."""
+        in_flight = list(union(span.in_flight for span in self.all2alls))
         return overlapping(in_flight, self._computing())
 
-    def _computing(self) -> list[Span]:
-        """When any slice computed."""
+    @property
+    def covered_share(self) -> float:
+        """`hidden.covered_share` of this forward, 0 to 1; 0 without an all-to-all."""
+        return hidden.covered_share(self.covered, self.exposed)
+
+    def _computing(self) -> list[Interval]:
+        """When any ubatch computed."""
         return list(union((compute.begin, compute.end) for compute in self.computes))
 
-    @property
-    def hidden_share(self) -> float:
-        """Of the time in which it waited for an exchange or computed beside one, the share that it computed; 0 to 1."""
-        total = self.exposed + self.hidden
-        return self.hidden / total if total else 0.0
-
     def order(self) -> list[tuple[str, int]]:
-        """(operation, slice) as the exchanges were called."""
-        return [(exchange.operation, exchange.slice) for exchange in self.exchanges]
+        """Return (operation, ubatch) of the all-to-alls in the order of their calls."""
+        return [(span.operation, span.ubatch) for span in self.all2alls]
 
     def num_layers(self) -> int:
-        """Layers with an exchange each way."""
-        return sum(x.operation == "combine" and x.slice == 0 for x in self.exchanges)
+        """Return the number of layers that have all-to-alls."""
+        return sum(x.operation == "combine" and x.ubatch == 0 for x in self.all2alls)
 
-    def span_of(self, first: int, count: int) -> Span:
-        """From where slice 0 enters layer `first` to where it leaves the `count`-th from there."""
-        ends = [x.arrived for x in self.exchanges if x.slice == 0 and x.operation == "combine"]
+    def interval_of(self, first: int, count: int) -> Interval:
+        """Return from where ubatch 0 enters layer `first` to where it leaves the `count`-th layer from there."""
+        ends = [x.arrived for x in self.all2alls if x.ubatch == 0 and x.operation == "combine"]
         return ends[first - 1] if first else 0.0, ends[first + count - 1]
 
 
-def union(spans: Iterable[Span]) -> Iterator[Span]:
-    """The same time in spans that are in order and apart."""
-    last: Span | None = None
-    for begin, end in sorted(spans):
+def union(intervals: Iterable[Interval]) -> Iterator[Interval]:
+    """Return the same time as intervals that are in order and disjoint."""
+    last: Interval | None = None
+    for begin, end in sorted(intervals):
         if last is None or begin > last[1]:
             if last is not None:
                 yield last
@@ -114,8 +122,8 @@ def union(spans: Iterable[Span]) -> Iterator[Span]:
         yield last
 
 
-def overlapping(first: Iterable[Span], second: Iterable[Span]) -> float:
-    """Seconds that are in a span of both; the spans of each are in order and apart."""
+def overlapping(first: Iterable[Interval], second: Iterable[Interval]) -> float:
+    """Return the seconds that lie in an interval of both; each side is in order and disjoint."""
     seconds, others = 0.0, list(second)
     at = 0
     for begin, end in first:
@@ -128,16 +136,21 @@ def overlapping(first: Iterable[Span], second: Iterable[Span]) -> float:
     return seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankTrace:
-    """One rank's step of `num_tokens`, whole and in slices, over the exchange named.
+    """One rank's step of `num_tokens` over the all-to-all named, whole and in ubatches.
 
-    unrecorded   seconds of such a step, whole and in slices, as the engine runs it: without marks
+    unrecorded   seconds of the same step without recording, whole and in ubatches
     """
 
     rank: int
     num_tokens: int
     all2all: str
-    plain: Schedule
-    ubatched: Schedule
+    plain: StepTrace
+    ubatched: StepTrace
     unrecorded: tuple[float, float]
+
+    @property
+    def saved_share(self) -> float | None:
+        """`hidden.saved_share`, where an all-to-all adds the seconds that the rank waits for it without computing."""
+        return hidden.saved_share(self.ubatched.exposed, self.plain.exposed)

@@ -1,4 +1,4 @@
-"""Runs steps of one size on a rank, whole and in slices, and says when what ran. Collective."""
+"""Runs steps of one size on a rank, whole and in ubatches, and records their spans. Collective."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -9,19 +9,22 @@ import torch
 from workers.rank.rank import Rank
 from workers.runner.forward_batch import ForwardBatch
 from workers.runner.model_runner import ModelRunner
-from workers.trace.recorder import Recording, ScheduleRecorder
-from workers.trace.spans import RankTrace, Schedule
+from workers.trace.recorder import Recording, SpanRecorder
+from workers.trace.spans import RankTrace, StepTrace
 from workers.ubatch.policy import PHASES
 
-# Recordings of whole forwards, and of those in slices.
+# Recordings of whole forwards, and of forwards in ubatches.
 Found = tuple[list[Recording], list[Recording]]
 
 
 def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
-    """A step of each form, after the rank's stages; its engine must not run, then or later.
+    """Return the trace of a step of each form. The rank has passed all stages; its engine must not run then or later.
 
-    phase   decode or prefill; num_tokens is of each rank. Steps that replay CUDA graphs are traced in new ones.
-    Raises ValueError where the limits or the cache allow no step of this size.
+    phase        decode or prefill
+    num_tokens   tokens of each rank
+
+    Steps that replay CUDA graphs are traced in new graphs. Raises ValueError if the limits or the cache allow no step
+    of this size.
     """
     assert phase in PHASES, phase
     if rank.engine is None:
@@ -31,27 +34,33 @@ def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
     _check_size(rank, phase, num_tokens)
     timer = rank.overlap.timer(engine.runner, engine.scheduler, rank.max_model_len)
     unrecorded = timer(phase, num_tokens, False), timer(phase, num_tokens, True)
-    recorder = ScheduleRecorder(rank.device)
-    # By form, and kept to the end: a graph sets the events of its marks at each replay, whoever asked for it.
+    recorder = SpanRecorder(rank.device)
+    # By form. Kept to the end, because a graph sets its events at each replay, also after the timer has returned.
     found: Found = ([], [])
     runner = _recorded(rank, engine.runner, recorder, found)
     timer = rank.overlap.timer(runner, engine.scheduler, rank.max_model_len)
-    schedules = []
+    traces = []
     try:
         for ubatch in (False, True):
             timer(phase, num_tokens, ubatch)
-            schedules.append(_typical(found[ubatch], num_tokens))
+            traces.append(_typical(found[ubatch], num_tokens))
     finally:
         runner.close()  # a failure would keep graphs alive beyond their communicator
-    return RankTrace(rank.rank, num_tokens, rank.kernels.all2all.name, *schedules, unrecorded)
+    plain, ubatched = traces
+    return RankTrace(
+        rank=rank.rank,
+        num_tokens=num_tokens,
+        all2all=rank.kernels.all2all.name,
+        plain=plain,
+        ubatched=ubatched,
+        unrecorded=unrecorded,
+    )
 
 
-def _recorded(
-    rank: Rank, runner: ModelRunner, recorder: ScheduleRecorder, found: Found
-) -> ModelRunner:
-    """Another runner over the same sequences, whose forwards add what was recorded to `found`."""
+def _recorded(rank: Rank, runner: ModelRunner, recorder: SpanRecorder, found: Found) -> ModelRunner:
+    """Return another runner over the same sequences; each of its forwards adds a recording to `found`."""
     assert runner.ubatches is not None
-    whole = rank.model.with_kernels(recorder.kernels(rank.kernels, 0))
+    whole = rank.model.with_kernels(recorder.record(rank.kernels, 0))
     recorded = copy(runner)
     recorded.model = _followed(whole, recorder, found[False])
     recorded.ubatches = _followed(runner.ubatches.recorded(recorder), recorder, found[True])
@@ -61,15 +70,15 @@ def _recorded(
     return recorded
 
 
-def _typical(recordings: Sequence[Recording], num_tokens: int) -> Schedule:
-    """Of all that was recorded, the last graph's last replay, or else the step of this size of median length."""
+def _typical(recordings: Sequence[Recording], num_tokens: int) -> StepTrace:
+    """Return the last replay of the last graph, or without graphs the step of this size of median length."""
     for recording in reversed(recordings):
-        # A graph of another form, captured beside the one that these batches replay, has no times.
+        # A graph of a form that these batches do not replay has no times.
         if recording.captured and recording.num_rows >= num_tokens and recording.happened():
-            return recording.schedule()
-    schedules = [one.schedule() for one in recordings if one.num_rows == num_tokens]
+            return recording.trace()
+    traces = [one.trace() for one in recordings if one.num_rows == num_tokens]
     # Lower median: the first step of a size is slow.
-    return sorted(schedules, key=lambda schedule: schedule.seconds)[(len(schedules) - 1) // 2]
+    return sorted(traces, key=lambda trace: trace.seconds)[(len(traces) - 1) // 2]
 
 
 def _check_size(rank: Rank, phase: str, num_tokens: int) -> None:
@@ -83,13 +92,13 @@ def _check_size(rank: Rank, phase: str, num_tokens: int) -> None:
         )
 
 
-def _followed(model: Any, recorder: ScheduleRecorder, found: list[Recording]) -> Any:
-    """`model`, each of whose forwards adds what was recorded of it to `found`."""
+def _followed(model: Any, recorder: SpanRecorder, found: list[Recording]) -> Any:
+    """Return `model`; each of its forwards now adds a recording to `found`."""
     forward = model.forward
 
     def recording(batch: ForwardBatch) -> torch.Tensor:
         recorder.start(len(batch.input_ids))
-        hidden_TD = forward(batch)
+        hidden_TD: torch.Tensor = forward(batch)
         found.append(recorder.stop())
         return hidden_TD
 

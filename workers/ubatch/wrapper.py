@@ -25,7 +25,7 @@ from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.backends.select import Backends
 from kernels.pending import can_yield_ubatch, set_yield_ubatch
 from workers.runner.forward_batch import ForwardBatch
-from workers.trace.recorder import ScheduleRecorder
+from workers.trace.recorder import SpanRecorder
 from workers.ubatch.batch_cuts import cut, ubatch_rows
 
 T = TypeVar("T")
@@ -73,9 +73,9 @@ class UBatchWrapper:
         """How many slices a step is cut into."""
         return len(self._kernels)
 
-    def recorded(self, recorder: ScheduleRecorder) -> "UBatchWrapper":
-        """The same, whose exchanges `recorder` follows."""
-        kernels = [recorder.kernels(own, index) for index, own in enumerate(self._kernels)]
+    def recorded(self, recorder: SpanRecorder) -> "UBatchWrapper":
+        """Return the same wrapper with all-to-alls that `recorder` follows."""
+        kernels = [recorder.record(own, ubatch) for ubatch, own in enumerate(self._kernels)]
         return UBatchWrapper(
             self._model, kernels, comm_sms=self.comm_sms, total_sms=self._total_sms
         )
