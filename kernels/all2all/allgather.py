@@ -87,3 +87,6 @@ class AllGatherAllToAll(AllToAll):
             return out_TD
 
         return Pending(finish)
+
+    def close(self) -> None:
+        del self._group  # gloo's sockets stay open while anything refers to their group

@@ -186,5 +186,8 @@ class AllToAll(Backend):
     def set_num_sms(self, num_sms: int | None) -> None:
         """Limit the SMs the exchange may use, where the backend can; None: as it likes."""
 
+    def abort(self) -> None:
+        """End all waits for peers on the device, now and later, from any thread; results are then undefined."""
+
     def close(self) -> None:
         """Release buffers shared with other ranks."""

@@ -118,6 +118,9 @@ class TorchDistAllToAll(AllToAll):
 
         return Pending(finish)
 
+    def close(self) -> None:
+        del self._group  # gloo's sockets stay open while anything refers to their group
+
     def _exchange_counts(self, wanted_rT: torch.Tensor) -> _Route:
         """Tell each rank how many rows it will get. wanted_rT: token t has experts on rank r."""
         send_r = wanted_rT.sum(1)

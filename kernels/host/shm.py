@@ -126,7 +126,7 @@ class SharedMemoryGroup:
         self.timeout_s = timeout_s
         self.peers = [peer for peer in range(num_ranks) if peer != rank]
         self._row_timeout_s = timeout_s if row_timeout_s is None else row_timeout_s
-        self._closed = False
+        self._closed = self._left = False
         self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         offsets, size = _layout(num_ranks, slot_bytes)
         attach_timeout_s = timeout_s if attach_timeout_s is None else attach_timeout_s
@@ -167,12 +167,18 @@ class SharedMemoryGroup:
         self.wait_words(self._peers_row_words, seq, self._row_timeout_s, "send its row")
         return rows[:, :length].copy()
 
+    def abort(self) -> None:
+        """Leave from any thread: waits of this rank, and waits of peers for this rank, raise PeerLeftError."""
+        self._left = True
+        self.words[self.rank * LINE + 1] = 1
+
     def close(self) -> None:
-        """Leave: others that wait for this rank, and waits of this rank in other threads, raise."""
+        """Leave and release the memory, when no thread of this rank waits any more. Safe to call twice."""
         if self._closed:
             return
+        self.abort()
         self._closed = True
-        self.words[self.rank * LINE + 1] = 1
+        self.channels = []  # a channel and its group refer to each other
         os.close(self._fd)
 
     def wait_words(self, words: Sequence[int], least: int, timeout_s: float, what: str) -> None:
@@ -190,7 +196,7 @@ class SharedMemoryGroup:
         while late := [
             rank for rank, word in zip(self.peers, words, strict=True) if memory[word] < least
         ]:
-            if self._closed:
+            if self._left:
                 raise PeerLeftError("this rank left the group while it waited")
             waited = time.monotonic() - start
             if waited > timeout_s:

@@ -10,7 +10,8 @@ import time
 
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
@@ -18,12 +19,12 @@ from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 class Loop:
     """A closed loop on an engine: who is answered asks again."""
 
-    def __init__(self, rank: Rank, input_len: int, output_len: int, seed: int):
+    def __init__(self, epoch: Epoch, input_len: int, output_len: int, seed: int):
         self._random = random.Random(seed)
         self._input_len, self._output_len = input_len, output_len
         self._sent = self._left = 0
-        rank.start_engine(self._on_outputs, lambda step: None)
-        self._engine = rank.engine
+        epoch.start_engine(self._on_outputs, lambda step: None)
+        self._engine = epoch.engine
 
     def run(self, requests: int, concurrency: int) -> float:
         """Output tok/s of a round."""
@@ -62,10 +63,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     options = parser.parse_args()
     config = resolve_rank_config(load_config(options.config, [*options.set, "cluster.ranks=1"]))
-    rank = Rank(0, config)
-    rank.join_group(Rendezvous("", 0, "bench-engine"), timeout_s=60)
-    rank.load()
-    loop = Loop(rank, options.input_len, options.output_len, options.seed)
+    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "bench-engine"), timeout_s=60)
+    epoch.load()
+    loop = Loop(epoch, options.input_len, options.output_len, options.seed)
     loop.run(2 * options.concurrency, options.concurrency)  # warm-up
     rates = [loop.run(options.requests, options.concurrency) for _ in range(options.rounds)]
     print(json.dumps([round(rate, 1) for rate in rates]))

@@ -36,7 +36,8 @@ from scripts.bench.processes import Limits, Report, add_limits, limits_from_now,
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
 from workers.config import RankConfig
 from workers.rank import process_group
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.ubatch.tuning import decode_context
 from workers.ubatch.wrapper import alternate
@@ -102,15 +103,14 @@ class ResidentRows(AllGatherAllToAll):
 class Measurement:
     """One rank of a started group: its timer, and the slowest rank's seconds."""
 
-    def __init__(self, task: Task, rank: Rank, report: Report):
-        self._task, self._rank, self._report = task, rank, report
-        self._found: dict[str, Any] = {"backends": rank.selection.names()}
-        assert rank._sized is not None
-        runner, scheduler = rank._sized
+    def __init__(self, task: Task, epoch: Epoch, report: Report):
+        self._task, self._epoch, self._report = task, epoch, report
+        self._found: dict[str, Any] = {"backends": epoch.process.selection.names()}
+        runner, scheduler = epoch.runner, epoch.scheduler
         assert runner.ubatches is not None
         self._wrapper, self._limit = runner.ubatches, runner.limit_exchange
-        self._timer = rank.overlap.timer(runner, scheduler, rank.max_model_len)
-        largest = rank.overlap.largest(scheduler, rank.max_model_len)
+        self._timer = epoch.ubatches.timer(runner, scheduler, epoch.process.max_model_len)
+        largest = epoch.ubatches.largest(scheduler, epoch.process.max_model_len)
         self._sizes = [
             (phase, size)
             for phase in ("prefill", "decode")
@@ -138,7 +138,7 @@ class Measurement:
         for size in self._sweep:
             for form in ("whole", "sliced"):
                 self._say(f"clock of a prefill of {size}, {form}")
-                with gpu_clock.clock_samples(self._rank.device) as samples:
+                with gpu_clock.clock_samples(self._epoch.process.device) as samples:
                     for _ in range(CLOCKED):
                         self._timer("prefill", size, form == "sliced")
                 gpus = process_group.gather_objects(gpu_clock.medians(samples))
@@ -190,14 +190,15 @@ class Measurement:
 
     def _hand_over(self) -> dict[str, float]:
         """What turns of empty slices cost in a step: each waits twice a layer."""
-        layers, slices = self._rank.model_config.num_layers, self._wrapper.num_ubatches
+        layers = self._epoch.process.model_config.num_layers
+        slices = self._wrapper.num_ubatches
 
         def waits() -> None:
             for _ in range(2 * layers):
                 Pending(lambda: None).wait()
 
         def in_turns() -> None:
-            alternate([waits] * slices, self._rank.device)
+            alternate([waits] * slices, self._epoch.process.device)
 
         def one_by_one() -> None:
             for _ in range(slices):
@@ -235,33 +236,32 @@ def _median_seconds(run: Callable[[], None]) -> float:
     return statistics.median(found)
 
 
-def start_rank(index: int, task: Task, rendezvous: Rendezvous, say: Say) -> Rank:
+def start_rank(index: int, task: Task, rendezvous: Rendezvous, say: Say) -> Epoch:
     """A rank with weights and cache; its kernels compile when they are first timed."""
     if task.config.device == "cuda":
         torch.cuda.set_device(index)
-    rank = Rank(index, task.config)
+    process = RankProcess(index, task.config)
     if task.backend == RESIDENT:
         ResidentRows.max_num_tokens = task.config.scheduler.max_num_batched_tokens
-        ResidentRows.num_experts = rank.model_config.num_experts
+        ResidentRows.num_experts = process.model_config.num_experts
         registry.ALL2ALL["allgather"] = f"{__name__}.{ResidentRows.__name__}"
     say("joining the group")
-    rank.join_group(rendezvous, 60)
+    epoch = Epoch(process, rendezvous, 60)
     say("weights")
-    rank.load()
-    rank.overlap.tune = lambda *args, **kwargs: None  # type: ignore[method-assign] # measured here instead
+    epoch.load()
+    epoch.ubatches.tune = lambda *args, **kwargs: None  # type: ignore[method-assign] # measured here instead
     say("cache")
-    rank.size_cache()
-    if rank._graph_sizes:
-        assert rank._sized is not None
-        rank._sized[0].make_graphs(rank._graph_sizes)  # captured when they are first timed
-    return rank
+    epoch.size_cache()
+    if epoch.graph_sizes:
+        epoch.runner.make_graphs(epoch.graph_sizes)  # captured when they are first timed
+    return epoch
 
 
 def work(index: int, report: Report, _folder: Path, task: Task, rendezvous: Rendezvous) -> None:
     """One rank's process; rank 0 reports {"stage": text} as it goes on, and {"found": figures} after each round."""
-    rank = start_rank(index, task, rendezvous, lambda text: report({"stage": text}))
-    Measurement(task, rank, report).run()
-    rank.close()
+    epoch = start_rank(index, task, rendezvous, lambda text: report({"stage": text}))
+    Measurement(task, epoch, report).run()
+    epoch.process.close()
 
 
 def figures_of(task: Task, limits: Limits) -> dict[str, Any]:

@@ -28,10 +28,11 @@ from scripts.bench.timeline_events import (
     summarise,
 )
 from workers.config import RankConfig
-from workers.engine import vote_transport as exchange
 from workers.engine.engine import Engine
 from workers.engine.scheduler import Scheduler
-from workers.rank.rank import Rank
+from workers.engine.vote_transport import AbortableVote
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous, start_stages
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.host_copy import HostCopies
@@ -80,16 +81,16 @@ def run_rank(
     """A rank's process: all stages, then all states. Rank 0 reports each stage, the start, and what all found."""
     if config.device == "cuda":
         torch.cuda.set_device(index)
-    rank, stages = Rank(index, config), {}
-    rank.join_group(rendezvous, JOIN_TIMEOUT_S)
+    stages, process = {}, RankProcess(index, config)
+    epoch = Epoch(process, rendezvous, JOIN_TIMEOUT_S)
     for stage in start_stages(config.device):
         started = time.perf_counter()
-        rank.run_stage(stage, lambda done, total: None)
+        epoch.run_stage(stage, lambda done, total: None)
         stages[stage] = round(time.perf_counter() - started, 1)
         report({"stage": stage})
-    info = rank.start_engine(lambda ingress_id, outputs: None, lambda step: None)
+    info = epoch.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     report({"start": {"backends": info.backends, "stages_s": stages}})
-    loop = Loop(rank, folder / f"trace-{index}.json")
+    loop = Loop(epoch, folder / f"trace-{index}.json")
     # Ranks that vote over shared memory have left torch.distributed by now.
     store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False)
     for number, state in enumerate(states):
@@ -99,19 +100,18 @@ def run_rank(
         report({"state": state.title, "ranks": [json.loads(store.get(key)) for key in keys]})
         if index == 0:
             print(f"{state.title}: {found['step_ms']:.3f} ms a step", file=sys.stderr, flush=True)
-    rank.close()
+    epoch.process.close()
 
 
 class Loop:
     """The steps of one rank. All ranks take the same number of them, with sequences of the same lengths."""
 
-    def __init__(self, rank: Rank, trace: Path):
-        assert rank.engine is not None
-        self._rank, self._engine, self._trace = rank, rank.engine, trace
-        self._vocab_size = rank.model_config.vocab_size
-        self._chance = random.Random(rank.rank)
+    def __init__(self, epoch: Epoch, trace: Path):
+        self._epoch, self._engine, self._trace = epoch, epoch.engine, trace
+        self._vocab_size = epoch.process.model_config.vocab_size
+        self._chance = random.Random(epoch.process.rank)
         self._names: list[str] = []
-        self._annotated = Annotations(rank)
+        self._annotated = Annotations(epoch)
 
     def measure(self, state: State) -> dict[str, Any]:
         """Median milliseconds of a step by the wall, the parts of profiled ones, and what was in them."""
@@ -135,12 +135,12 @@ class Loop:
             },
             "shape": asdict(shape),
             "device": summarise(trace),
-            **({"drawing": one_step(trace)} if self._rank.rank == 0 else {}),
+            **({"drawing": one_step(trace)} if self._epoch.process.rank == 0 else {}),
         }
 
     def _fill(self, state: State) -> Callable[[], None]:
         """Compute all prompts; of lengths that make contexts as they should be over the steps to come."""
-        limits = self._rank.config.scheduler
+        limits = self._epoch.process.config.scheduler
         # Sequences that are done with their prompts decode beside the others.
         for_prompts = limits.max_num_batched_tokens - state.seqs
         fill = -(-state.seqs * state.longest // for_prompts) + 2
@@ -196,7 +196,7 @@ class Loop:
         return StepShape(state.seqs, context / state.seqs, context, state.seqs)
 
     def _profile(self, state: State, bring: Callable[[], None]) -> Trace:
-        activities, device = [ProfilerActivity.CPU], self._rank.device
+        activities, device = [ProfilerActivity.CPU], self._epoch.process.device
         if device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.synchronize(device)
@@ -221,18 +221,12 @@ class Loop:
 class Annotations:
     """Names the host's phases in a profile, while it is entered."""
 
-    def __init__(self, rank: Rank):
-        attention = type(rank.kernels.attention)
-        transports = (
-            exchange.LocalVoteTransport,
-            exchange.SharedMemoryVoteTransport,
-            exchange.DeviceVoteTransport,
-            exchange.GlooVoteTransport,
-        )
+    def __init__(self, epoch: Epoch):
+        attention = type(epoch.kernels.attention)
         self._methods = [
             (Engine, "step", STEP),
             (Scheduler, "schedule", "schedule"),
-            *((transport, "all_gather", EXCHANGE) for transport in transports),
+            (AbortableVote, "all_gather", EXCHANGE),
             (ModelRunner, "launch", "launch"),
             (ForwardBatchBuilder, "build", "build"),
             *((attention, name, "plan") for name in ("plan", "plan_graph")),

@@ -92,7 +92,8 @@ def _run_rank(
     keep_logits: bool,
     max_steps: int,
 ) -> RankResult:
-    from workers.rank.rank import Rank
+    from workers.rank.epoch import Epoch
+    from workers.rank.process import RankProcess
 
     if config.device == "cuda":
         from tests.devices import take_gpu
@@ -116,41 +117,41 @@ def _run_rank(
             if output.error:
                 result.errors[output.request_id] = output.error
 
-    rank = Rank(rank_index, config)
+    process = RankProcess(rank_index, config)
     try:
-        rank.join_group(rendezvous, 30)
-        rank.load()
-        rank.start_engine(publish, lambda step: None)
+        epoch = Epoch(process, rendezvous, 30)
+        epoch.load()
+        epoch.start_engine(publish, lambda step: None)
         if keep_logits:
-            _record_logits(rank.engine, result)
-        _step_to_the_end(rank, events, max_steps, result)
-        kinds = rank.engine.stats.kinds.items()
+            _record_logits(epoch.engine, result)
+        _step_to_the_end(epoch, events, max_steps, result)
+        kinds = epoch.engine.stats.kinds.items()
         result.num_microbatched = sum(count for (_, _, cut), count in kinds if cut == "True")
-        result.num_preemptions = rank.engine.scheduler.num_preemptions
-        result.prefix_cache_hits = rank.engine.scheduler.prefixes.num_hits
-        pool = rank.engine.scheduler.pool
+        result.num_preemptions = epoch.engine.scheduler.num_preemptions
+        result.prefix_cache_hits = epoch.engine.scheduler.prefixes.num_hits
+        pool = epoch.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks, "blocks leaked"
     finally:
-        rank.close()
+        process.close()
     return result
 
 
-def _step_to_the_end(rank: Any, events: list[Event], max_steps: int, result: RankResult) -> None:
+def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: RankResult) -> None:
     """All ranks see the same plans, so all leave after the same step."""
     last_event = max((event.step for event in events), default=0)
     mine: dict[int, list[Event]] = {}
     for event in events:
-        if event.rank == rank.rank:
+        if event.rank == epoch.process.rank:
             mine.setdefault(event.step, []).append(event)
     for step in range(max_steps):
         for event in mine.get(step, []):
             if event.request is not None:
-                rank.engine.submit(event.request)
+                epoch.engine.submit(event.request)
             else:
-                rank.engine.abort(event.abort)
-        plan = rank.engine.step()
+                epoch.engine.abort(event.abort)
+        plan = epoch.engine.step()
         result.num_steps += plan.run
-        rank.grammars.wait()
+        epoch.process.grammars.wait()
         # The grammars that a step has seen are compiled by the next one, which may be the first to run.
         if step > last_event and not plan.run:
             return

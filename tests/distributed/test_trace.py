@@ -24,16 +24,16 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def _trace(rank_index, num_ranks, info, config, rendezvous, phase, num_tokens) -> RankTrace:
-    from workers.rank.rank import Rank
+    from workers.rank.epoch import Epoch
+    from workers.rank.process import RankProcess
     from workers.trace.trace_step import trace_step
 
-    rank = Rank(rank_index, config)
-    rank.join_group(rendezvous, 30)
+    epoch = Epoch(RankProcess(rank_index, config), rendezvous, 30)
     try:
-        rank.load()
-        return trace_step(rank, phase, num_tokens)
+        epoch.load()
+        return trace_step(epoch, phase, num_tokens)
     finally:
-        rank.close()
+        epoch.process.close()
 
 
 def traces(pool, config: RankConfig, phase: str, num_tokens: int) -> list[RankTrace]:

@@ -1,6 +1,5 @@
 """Whole engines whose steps run in ubatches: the tokens of transformers, and errors that hang nobody."""
 
-import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,38 +120,37 @@ def _fail_and_live_again(
     failing_slice: int,
     prompt: list[int],
 ) -> Outcome:
-    from workers.rank.rank import Rank
+    from workers.rank.epoch import Epoch
+    from workers.rank.process import RankProcess
 
-    rank = Rank(rank_index, config)
-    rank.join_group(rendezvous[0], 30)
-    rank.load()
-    rank.start_engine(lambda ingress, outputs: None, lambda step: None)
-    slices = rank.engine.runner.ubatches
+    process = RankProcess(rank_index, config)
+    epoch = Epoch(process, rendezvous[0], 30)
+    epoch.load()
+    epoch.start_engine(lambda ingress, outputs: None, lambda step: None)
+    slices = epoch.engine.runner.ubatches
     layer = slices._models[failing_slice].layers[1][1]
     failing = layer.grouped_gemm = Failing(layer.grouped_gemm, 2)
     if rank_index != 1:
         failing.calls = 10**9
     for index in range(3):  # decodes of one row are not cut
-        rank.engine.submit(make_request(f"first {index}", prompt, max_tokens=50))
+        epoch.engine.submit(make_request(f"first {index}", prompt, max_tokens=50))
     started = time.monotonic()
     try:
         for _ in range(50):
-            rank.engine.step()
+            epoch.engine.step()
         raise AssertionError("no error")
     except (RuntimeError, OSError) as error:
         seconds = time.monotonic() - (failing.failed_at or started)
         told = f"{type(error).__name__}: {error}"
-    rank.close()
-    del rank, slices, layer, failing
-    gc.collect()  # as if this process had ended: its sockets close
-
-    second, later = Rank(rank_index, config), RankResult()
+    epoch.abort()
+    epoch.close()
+    later = RankResult()
 
     def publish(ingress: str, outputs: list) -> None:
         for output in outputs:
             later.tokens.setdefault(output.request_id, []).extend(output.token_ids)
 
-    second.join_group(rendezvous[1], 30)
+    second = Epoch(process, rendezvous[1], 30)
     second.load()
     second.start_engine(publish, lambda step: None)
     try:
@@ -160,7 +158,7 @@ def _fail_and_live_again(
         while second.engine.step().run:
             pass
     finally:
-        second.close()
+        process.close()
     return Outcome(told, seconds, later)
 
 

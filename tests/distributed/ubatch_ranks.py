@@ -13,7 +13,8 @@ from kernels.grouped_gemm.base import GroupedGemm
 from kernels.pending import Pending
 from tests.unit.model_case import BLOCKS_PER_SEQ, make_batch
 from workers.config import RankConfig
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.forward_batch import ForwardBatch
 from workers.ubatch.batch_cuts import cut
@@ -50,20 +51,20 @@ class SlicedRank:
     """One rank's model, with kernels for whole steps and for slices over the same caches."""
 
     def __init__(self, rank: int, config: RankConfig, rendezvous: Rendezvous, num_ubatches: int):
-        self._rank = Rank(rank, config)
-        self._rank.join_group(rendezvous, 30)
-        self._rank.load()
-        self.model = self._rank.model
-        self.whole = self._rank.kernels
-        self.caches = self._rank._caches(MAX_SEQS * BLOCKS_PER_SEQ)
-        context = self._rank._kernel_context()
-        self.slices = build_ubatch_backends(self._rank.selection, context, self.whole, num_ubatches)
+        self._epoch = Epoch(RankProcess(rank, config), rendezvous, 30)
+        self._epoch.load()
+        self.model = self._epoch.model
+        self.whole = self._epoch.kernels
+        process = self._epoch.process
+        self.caches = process.caches(MAX_SEQS * BLOCKS_PER_SEQ)
+        context = process.kernel_context(self._epoch._shared_memory)
+        self.slices = build_ubatch_backends(process.selection, context, self.whole, num_ubatches)
         for kernels in (self.whole, *self.slices):
             kernels.attention.bind(self.caches)
 
     def fill_caches(self) -> None:
         """The same keys and values whenever it is called."""
-        generator = torch.Generator().manual_seed(self._rank.rank)
+        generator = torch.Generator().manual_seed(self._epoch.process.rank)
         for cache in self.caches:
             cache.copy_(torch.randn(cache.shape, generator=generator))
 
@@ -94,7 +95,7 @@ class SlicedRank:
         return torch.cat(found)
 
     def close(self) -> None:
-        self._rank.close()
+        self._epoch.process.close()
 
 
 class Delayed(AllToAll):

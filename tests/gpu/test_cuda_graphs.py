@@ -22,8 +22,9 @@ from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
 from workers.config import RankConfig
 from workers.engine.step_sync import StepPlan
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
-from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
 from workers.weights.checkpoint import make_checkpoint
 
@@ -119,12 +120,12 @@ def serve(
     """Run one rank to the end of all events. With `no_waiting` a launch that waits for the device raises."""
     take_gpu(rank_index)
     answers = Answers()
-    rank = Rank(rank_index, config)
+    process = RankProcess(rank_index, config)
     try:
-        rank.join_group(rendezvous, 60)
-        rank.load()
-        rank.start_engine(answers.publish, lambda step: None)
-        engine = rank.engine
+        epoch = Epoch(process, rendezvous, 60)
+        epoch.load()
+        epoch.start_engine(answers.publish, lambda step: None)
+        engine = epoch.engine
         if no_waiting:
             _forbid_waiting(engine.runner)
         last = max(event.step for event in events)
@@ -141,7 +142,7 @@ def serve(
         answers.num_preemptions = engine.scheduler.num_preemptions
         assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     finally:
-        rank.close()
+        process.close()
     return answers
 
 

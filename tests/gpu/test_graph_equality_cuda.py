@@ -23,7 +23,8 @@ from tests.distributed.engine_harness import make_request, rank_config
 from workers.config import RankConfig
 from workers.engine.scheduler import ScheduledBatch
 from workers.engine.step_sync import GRAPH_ROWS, GraphMode, StepPlan
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.forward_batch import ForwardBatch
 from workers.runner.graph_sizes import GraphKey
@@ -168,25 +169,24 @@ class Compared:
 def compare(config: RankConfig) -> Compared:
     """Serve all waves on one rank and compare its steps."""
     ends: list[str] = []
-    rank = Rank(0, config)
-    rank.join_group(Rendezvous("", 0, "alone"), 30)
+    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "alone"), 30)
     try:
-        rank.load()
-        rank.start_engine(
+        epoch.load()
+        epoch.start_engine(
             lambda _, outputs: ends.extend(filter(None, (o.finish_reason for o in outputs))),
             lambda step: None,
         )
-        runner = rank.engine.runner
+        runner = epoch.engine.runner
         compared = Compared(runner)
         runner.launch = compared.launch
         for wave in waves():
             for request in wave:
-                rank.engine.submit(request)
-            while rank.engine.step().run:
+                epoch.engine.submit(request)
+            while epoch.engine.step().run:
                 pass
         del runner.launch  # a cycle, which would hold the GPU's memory
     finally:
-        rank.close()
+        epoch.process.close()
     assert ends == ["length"] * sum(map(len, waves()))
     return compared
 

@@ -18,7 +18,8 @@ from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
 from workers.models.registry import load_model_config
 from workers.rank.device_memory import OutOfDeviceMemoryError
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous, start_stages
 from workers.weights.checkpoint import make_checkpoint
 from workers.weights.loader import load_weights
@@ -86,17 +87,16 @@ def configure(
 
 def failed_start(config: RankConfig) -> tuple[type[Exception], str]:
     """What the start of a rank raises. Of the error itself nothing is kept: it would hold the rank's memory."""
-    rank = Rank(0, config)
-    rank.join_group(Rendezvous("", 0, "alone"), 30)
+    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "alone"), 30)
     try:
         for stage in start_stages("cuda"):
-            rank.run_stage(stage, lambda done, total: None)
+            epoch.run_stage(stage, lambda done, total: None)
     except Exception as error:
         return type(error), str(error)
     finally:
-        if rank._attention_compiled is not None:  # its thread goes on, and takes memory
-            wait([rank._attention_compiled])
-        rank.close()
+        if epoch._attention_compiled is not None:  # its thread goes on, and takes memory
+            wait([epoch._attention_compiled])
+        epoch.process.close()
     raise AssertionError("there was room for everything")
 
 
@@ -131,7 +131,7 @@ def test_no_room_to_read_a_checkpoint(checkpoint: Path, monkeypatch: pytest.Monk
         with crowded(24 * MIB):
             load_weights(*args, **options)
 
-    monkeypatch.setattr("workers.rank.rank.load_weights", read_in_a_crowd)
+    monkeypatch.setattr("workers.rank.process.load_weights", read_in_a_crowd)
     # sdpa takes no memory meanwhile.
     found = failed_start(configure(checkpoint, attention="sdpa", num_blocks=64))
     check_error(found, (0, 33 * MIB), "the weights", "cluster.ranks", "model.dtype")

@@ -100,31 +100,31 @@ def test_no_traffic_takes_memory_that_is_not_there(model: Path, num_blocks: int 
 
 
 def _serve(rank_index: int, num_ranks: int, info: Any, config: RankConfig) -> Result:
-    from workers.rank.rank import Rank
+    from workers.rank.epoch import Epoch
+    from workers.rank.process import RankProcess
     from workers.rank.rank_info import Rendezvous, start_stages
 
-    rank = Rank(rank_index, config)
-    rank.join_group(Rendezvous("", 0, "service"), 30)
+    epoch = Epoch(RankProcess(rank_index, config), Rendezvous("", 0, "service"), 30)
     try:
         for stage in start_stages("cuda"):
-            rank.run_stage(stage, lambda done, total: None)
+            epoch.run_stage(stage, lambda done, total: None)
         client = Client()
-        rank.start_engine(client.publish, lambda step: None)
-        client.engine = rank.engine
+        epoch.start_engine(client.publish, lambda step: None)
+        client.engine = epoch.engine
         room = _room(config)
         with crowded(room):
             before = torch.cuda.memory_reserved()
             torch.cuda.reset_peak_memory_stats()
-            _send_traffic(client, rank.engine.scheduler.pool.num_blocks)
+            _send_traffic(client, epoch.engine.scheduler.pool.num_blocks)
             torch.cuda.synchronize()
             growth = torch.cuda.max_memory_reserved() - before
-        pool = rank.engine.scheduler.pool
+        pool = epoch.engine.scheduler.pool
         if pool.num_free < pool.num_blocks:
             client.wrong.append(f"{pool.num_blocks - pool.num_free} KV blocks are still held")
-        num_preemptions = rank.engine.scheduler.num_preemptions
+        num_preemptions = epoch.engine.scheduler.num_preemptions
         return Result(client.wrong, len(client.aborted), num_preemptions, room, growth)
     finally:
-        rank.close()
+        epoch.process.close()
 
 
 def _room(config: RankConfig) -> int:

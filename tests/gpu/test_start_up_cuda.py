@@ -112,28 +112,28 @@ def _serve(
     for name in CACHES[:2]:  # a rank's own: it finds nothing there that another one has compiled
         os.environ[name] = str(Path(os.environ[name]) / str(rank_index))
     share_compiled_kernels(os.environ)
-    from workers.rank.rank import Rank
+    from workers.rank.epoch import Epoch
+    from workers.rank.process import RankProcess
     from workers.rank.rank_info import start_stages
 
-    rank = Rank(rank_index, config)
-    rank.join_group(rendezvous, 30)
+    epoch = Epoch(RankProcess(rank_index, config), rendezvous, 30)
     try:
         for stage in start_stages("cuda"):
-            rank.run_stage(stage, lambda done, total: None)
+            epoch.run_stage(stage, lambda done, total: None)
         tokens: list[int] = []
 
         def publish(ingress_id: str, outputs: list[Any]) -> None:
             assert not any(output.error for output in outputs), outputs
             tokens.extend(token for output in outputs for token in output.token_ids)
 
-        rank.start_engine(publish, lambda step: None)
+        epoch.start_engine(publish, lambda step: None)
         before = _compiled()
-        _send_traffic(rank.engine, rank_index, num_ranks)
+        _send_traffic(epoch.engine, rank_index, num_ranks)
         torch.cuda.synchronize()
-        cut = {graph for _, graph, cut in rank.engine.stats.kinds if cut == "True"}
+        cut = {graph for _, graph, cut in epoch.engine.stats.kinds if cut == "True"}
         return Served(before, _compiled(), len(tokens), cut)
     finally:
-        rank.close()
+        epoch.process.close()
 
 
 def _send_traffic(engine: Any, rank: int, num_ranks: int) -> None:

@@ -10,8 +10,9 @@ from kernels.backends.select import probe
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
-from workers.rank.rank import Rank
 from workers.trace.spans import RankTrace, StepTrace
 from workers.trace.trace_step import trace_step
 from workers.weights.checkpoint import make_checkpoint
@@ -34,15 +35,15 @@ def traced(
 ) -> list[RankTrace]:
     """A prefill and a decode of one rank, each in both forms."""
     take_gpu(index)
-    rank = Rank(index, config)
+    process = RankProcess(index, config)
     try:
-        rank.join_group(rendezvous, 60)
-        rank.load()
-        traces = [trace_step(rank, "prefill", 1024), trace_step(rank, "decode", 8)]
-        assert (rank.engine.runner.graphs is not None) == graphs
+        epoch = Epoch(process, rendezvous, 60)
+        epoch.load()
+        traces = [trace_step(epoch, "prefill", 1024), trace_step(epoch, "decode", 8)]
+        assert (epoch.engine.runner.graphs is not None) == graphs
         return traces
     finally:
-        rank.close()
+        process.close()
 
 
 def check_times(step: StepTrace, graphs: bool) -> None:

@@ -15,8 +15,9 @@ from tests.distributed.test_ubatch_engine import Failing
 from tests.gpu.pools import Pools
 from tests.gpu.test_cuda_graphs import checkpoint, configure, judge, serve
 from workers.config import RankConfig
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
-from workers.rank.rank import Rank
 from workers.rank.rank_info import Rendezvous
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
@@ -36,19 +37,18 @@ def fail(
     The processes end as actors do: without a word to their GPUs.
     """
     take_gpu(index)
-    rank = Rank(index, config)
-    _kept.append(rank)
-    rank.join_group(rendezvous, 60)
-    rank.load()
-    rank.start_engine(lambda ingress, outputs: None, lambda step: None)
-    block = rank.engine.runner.ubatches._models[failing].layers[1][1]
+    epoch = Epoch(RankProcess(index, config), rendezvous, 60)
+    _kept.append(epoch)
+    epoch.load()
+    epoch.start_engine(lambda ingress, outputs: None, lambda step: None)
+    block = epoch.engine.runner.ubatches._models[failing].layers[1][1]
     product = block.grouped_gemm = Failing(block.grouped_gemm, 2 if index == 1 else 10**9)
     for name in map(str, range(4)):
-        rank.engine.submit(make_request(name, [1, 2, 3], max_tokens=50))
+        epoch.engine.submit(make_request(name, [1, 2, 3], max_tokens=50))
     started = time.monotonic()
     try:
         for _ in range(20):
-            rank.engine.step()
+            epoch.engine.step()
     except (RuntimeError, OSError) as error:
         _kept.append(error)
         seconds = time.monotonic() - (product.failed_at or started)

@@ -12,6 +12,7 @@ from tests.distributed.rank_pool import RankPool
 from tests.gpu.pools import Pools
 from workers.engine.step_sync import NUM_FIELDS, LockstepError
 from workers.engine.vote_transport import DeviceVoteTransport, make_vote_transport
+from workers.parallel import ParallelDims
 from workers.rank import process_group
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
@@ -33,7 +34,7 @@ def join(
 ) -> DeviceVoteTransport:
     """The exchange of a rank in a fresh group without shared memory; collective."""
     device = take_gpu(rank)
-    process_group.join(rendezvous, rank, num_ranks, device, 60)
+    process_group.join(rendezvous, rank, ParallelDims(num_ranks=num_ranks), device, 60)
     exchange = make_vote_transport(num_ranks, device, timeout_s, None)
     assert isinstance(exchange, DeviceVoteTransport)
     return exchange
@@ -60,7 +61,7 @@ def vote(
         times.append((came, time.monotonic()))
         assert found.dtype == np.int64
         assert np.array_equal(found, expected), (number, found.tolist(), expected.tolist())
-    process_group.leave(None)
+    process_group.leave()
     return times
 
 
@@ -78,7 +79,7 @@ def vote_beside_compute(rank: int, num_ranks: int, _info: Any, rendezvous: Rende
     running = not done.query()
     assert np.array_equal(found, second)
     torch.cuda.synchronize()
-    process_group.leave(None)
+    process_group.leave()
     return running
 
 

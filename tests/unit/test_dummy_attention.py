@@ -1,5 +1,6 @@
 """Steps with a stand-in for attention: what else they run, and that the kernels of attention are not waited for."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from kernels.attention.dummy import DummyAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.attention.spec import AttentionSpec
 from workers.config import RankConfig
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous
 from workers.runner.model_runner import ModelRunner
 from workers.weights.checkpoint import make_checkpoint
@@ -49,7 +51,7 @@ def test_a_stand_in_answers_with_zeros_in_the_shape_of_the_query() -> None:
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Rank:
+def epoch(tmp_path: Path) -> Iterator[Epoch]:
     folder = make_checkpoint(tmp_path / "tiny", num_layers=2, hidden_size=32)
     config = RankConfig(
         model={"path": str(folder), "dtype": "float32", "max_model_len": 64},
@@ -61,19 +63,18 @@ def rank(tmp_path: Path) -> Rank:
         threads=1,
         vote_timeout_s=5,
     )
-    rank = Rank(0, config)
-    rank.join_group(Rendezvous("", 0, "stand-in"), timeout_s=5)
-    rank.run_stage(WEIGHTS, lambda done, total: None)
-    yield rank
-    rank.close()
+    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "stand-in"), timeout_s=5)
+    epoch.run_stage(WEIGHTS, lambda done, total: None)
+    yield epoch
+    epoch.process.close()
 
 
 def test_steps_run_before_attention_is_compiled(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
+    epoch: Epoch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: Future[None] = Future()
-    rank._attention_compiled = compiled
-    attention: Attention = rank.kernels.attention
+    epoch._attention_compiled = compiled
+    attention: Attention = epoch.kernels.attention
     order: list[str] = []
 
     def refuse(*args: object) -> None:
@@ -93,13 +94,13 @@ def test_steps_run_before_attention_is_compiled(
     monkeypatch.setattr(type(attention), "__call__", refuse)
     monkeypatch.setattr(ModelRunner, "launch", launch_and_look)
     monkeypatch.setattr(compiled, "result", wait)
-    rank.run_stage(KERNELS, lambda done, total: None)
+    epoch.run_stage(KERNELS, lambda done, total: None)
     assert order.index("attention") == len(order) - 1 > 6, order
-    assert rank._attention_compiled is None
+    assert epoch._attention_compiled is None
 
 
-def test_the_forward_with_a_stand_in_is_finite(rank: Rank) -> None:
-    runner, scheduler = rank._runner(8, DummyAttention(rank.kernels.attention))
+def test_the_forward_with_a_stand_in_is_finite(epoch: Epoch) -> None:
+    runner, scheduler = epoch.make(8, DummyAttention(epoch.kernels.attention))
     hidden: list[torch.Tensor] = []
     forward = runner.model.forward
 
@@ -108,7 +109,7 @@ def test_the_forward_with_a_stand_in_is_finite(rank: Rank) -> None:
         return hidden[-1]
 
     runner.model.forward = keep
-    rank._warm_up_steps().prefill(runner, scheduler, 16)
+    epoch.make.warm_up_steps().prefill(runner, scheduler, 16)
     assert [len(rows) for rows in hidden] == [16, 1], "a prefill and a decode"
     assert all(rows.isfinite().all() and rows.any() for rows in hidden)
-    assert not rank.kernels.attention.kv_caches, "attention itself was not touched"
+    assert not epoch.kernels.attention.kv_caches, "attention itself was not touched"

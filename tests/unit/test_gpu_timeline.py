@@ -16,7 +16,8 @@ from scripts.bench.processes import Outcome
 from scripts.bench.results import load
 from scripts.bench.timeline_events import Span, find_gaps, one_step, part_of, read_trace, summarise
 from scripts.bench.timeline_ranks import Loop, State
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 
 FLASHINFER = (
@@ -205,16 +206,15 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     config = resolve_rank_config(load_config(ROOT / "configs" / "local.yaml", overrides))
     states = [State("decode", 2, 4, 90), State("prefill", 2, 20, 20)]
     timeline.check(config, states)
-    rank = Rank(0, config)
-    rank.join_group(Rendezvous("", 0, "alone"), 30)
-    rank.load()
-    backends = rank.start_engine(lambda ingress, outputs: None, lambda step: None).backends
+    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "alone"), 30)
+    epoch.load()
+    backends = epoch.start_engine(lambda ingress, outputs: None, lambda step: None).backends
     try:
-        loop = Loop(rank, tmp_path / "trace.json")
+        loop = Loop(epoch, tmp_path / "trace.json")
         found = [loop.measure(state) for state in states]
-        assert not rank.engine.scheduler.has_work
+        assert not epoch.engine.scheduler.has_work
     finally:
-        rank.close()
+        epoch.process.close()
     for state, measured in zip(states, found, strict=True):
         assert sum(measured["kinds"].values()) == measured["steps"]
         phases = {phase for phase, _, _ in measured["drawing"]["host"]}

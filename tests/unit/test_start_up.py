@@ -16,7 +16,8 @@ from kernels.host.cuda_environment import (
 )
 from workers.config import RankConfig
 from workers.rank.device_memory import OutOfDeviceMemoryError, memory_for
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
 from workers.rank.warm_up import DENSE_TOKENS, warm_up_sizes
 from workers.weights.checkpoint import make_checkpoint
@@ -78,7 +79,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 @pytest.fixture(scope="module")
-def rank(tmp_path_factory: pytest.TempPathFactory) -> Rank:
+def rank(tmp_path_factory: pytest.TempPathFactory) -> RankProcess:
     folder: Path = make_checkpoint(
         tmp_path_factory.mktemp("model") / "tiny", num_layers=1, hidden_size=32
     )
@@ -92,24 +93,24 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> Rank:
         threads=1,
         vote_timeout_s=5,
     )
-    return Rank(0, config)
+    return RankProcess(0, config)
 
 
-def test_the_stages_of_a_rank(rank: Rank) -> None:
-    rank.join_group(Rendezvous("", 0, "stages"), timeout_s=5)
+def test_the_stages_of_a_rank(rank: RankProcess) -> None:
+    epoch = Epoch(rank, Rendezvous("", 0, "stages"), timeout_s=5)
     told: dict[str, list[tuple[int, int]]] = {stage: [] for stage in start_stages("cuda")}
     for stage, heard in told.items():
-        rank.run_stage(stage, lambda done, total, heard=heard: heard.append((done, total)))
+        epoch.run_stage(stage, lambda done, total, heard=heard: heard.append((done, total)))
         if stage == KERNELS:
-            assert not rank.kernels.attention.kv_caches, "the warm-up's small cache is gone"
+            assert not epoch.kernels.attention.kv_caches, "the warm-up's small cache is gone"
     done, total = told[WEIGHTS][-1]
     assert done == total > 0
     assert told[KERNELS] == [(n, 10) for n in range(11)], "100, 64, 32 .. 1, sampling, attention"
-    info = rank.start_engine(lambda ingress_id, outputs: None, lambda step: None)
+    info = epoch.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     assert info.num_blocks == 32
-    assert rank.engine is not None and not rank.engine.scheduler.has_work
-    assert rank.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
-    rank.close()
+    assert epoch.engine is not None and not epoch.engine.scheduler.has_work
+    assert epoch.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
+    epoch.process.close()
 
 
 @pytest.mark.parametrize(

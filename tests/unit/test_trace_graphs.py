@@ -12,7 +12,8 @@ import torch
 
 from tests.distributed.engine_harness import rank_config
 from workers.engine.scheduler import ScheduledBatch
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.model_runner import ModelRunner
@@ -123,35 +124,34 @@ class FakeGraphs:
 
 
 @pytest.fixture
-def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Rank]:
+def epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Epoch]:
     """A rank that believes in its graphs, after its stages."""
     sizes = {"num_layers": LAYERS, "hidden_size": 64, "num_experts": 6, "head_dim": 32}
     config = rank_config(make_checkpoint(tmp_path / "model", **sizes), 1, overlap={"mode": "on"})
-    rank = Rank(0, config)
-    rank.join_group(Rendezvous("", 0, "trace"), 30)
-    rank.load()
-    rank.start_engine(lambda ingress, outputs: None, lambda step: None)
+    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "trace"), 30)
+    epoch.load()
+    epoch.start_engine(lambda ingress, outputs: None, lambda step: None)
     cuda = FakeCuda()
     made: list[FakeGraphs] = []
 
     def make_graphs(runner: ModelRunner, sizes: GraphSizes) -> None:
-        runner.graphs = FakeGraphs(cuda, runner, rank.model, sizes)
+        runner.graphs = FakeGraphs(cuda, runner, epoch.model, sizes)
         made.append(runner.graphs)
 
     monkeypatch.setattr(ModelRunner, "make_graphs", make_graphs)
     monkeypatch.setattr(span_recorder, "torch", SimpleNamespace(cuda=cuda))
     on_cuda = SpanRecorder(torch.device("cuda"))
     monkeypatch.setattr(trace_step, "SpanRecorder", lambda device: on_cuda)
-    rank.engine.runner.make_graphs(GraphSizes((2, 4, 8, 16), (16, 64, 256)))
-    yield rank
-    rank.close()
+    epoch.engine.runner.make_graphs(GraphSizes((2, 4, 8, 16), (16, 64, 256)))
+    yield epoch
+    epoch.process.close()
     assert len(made) > 1 and all(graphs.closed for graphs in made)
 
 
 @pytest.mark.parametrize(("phase", "num_tokens"), [("prefill", 200), ("decode", 8)])
-def test_the_marks_of_both_forms_have_the_times_of_replays(rank, phase, num_tokens):
+def test_the_marks_of_both_forms_have_the_times_of_replays(epoch, phase, num_tokens):
     """Prompts before measured decodes replay whole graphs also when those in slices are traced."""
-    trace = trace_step.trace_step(rank, phase, num_tokens)
+    trace = trace_step.trace_step(epoch, phase, num_tokens)
     assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
     one_layer = [(operation, index) for operation in ("dispatch", "combine") for index in range(2)]
     assert trace.ubatched.order() == one_layer * LAYERS
@@ -162,7 +162,7 @@ def test_the_marks_of_both_forms_have_the_times_of_replays(rank, phase, num_toke
             assert 0 < x.called < x.sent < x.asked < x.awaited < x.arrived < step.seconds
 
 
-def test_graphs_end_with_a_trace_that_fails(rank, monkeypatch):
+def test_graphs_end_with_a_trace_that_fails(epoch, monkeypatch):
     """A communicator cannot be left while graphs hold its operations, and a traceback keeps what failed alive."""
 
     def fail(*_: Any) -> None:
@@ -170,4 +170,4 @@ def test_graphs_end_with_a_trace_that_fails(rank, monkeypatch):
 
     monkeypatch.setattr(trace_step, "_typical", fail)
     with pytest.raises(RuntimeError, match="no times"):
-        trace_step.trace_step(rank, "decode", 8)
+        trace_step.trace_step(epoch, "decode", 8)

@@ -1,4 +1,4 @@
-"""The Ray actor shell of a rank: inbox, senders, life cycle. Everything else is in the Rank that it holds.
+"""The Ray actor shell of a rank: inbox, senders, life cycle. The rest is in its RankProcess and the open Epoch.
 
 The event loop answers calls; the stages of start-up and the step loop run on threads of their own. torch is imported
 only in the actor itself, so that a supervisor can create it quickly.
@@ -54,7 +54,9 @@ class RankActor:
         set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
         self._index, self._config = rank, config
         self._epoch = -1  # until join_group
-        self._rank: Any = None
+        self._process: Any = None
+        self._current: Any = None  # the open Epoch
+        self._step_loop: threading.Thread | None = None
         self._store: Any = None
         self._progress = (0, 0)
         self._address = node_address()
@@ -87,6 +89,8 @@ class RankActor:
     ) -> None:
         """Collective: meet the peers, compare settings, build the backends. Enters the rendezvous's epoch.
 
+        It may be called again after `close_epoch`: the process keeps its weights, compiled kernels and KV memory.
+
         gpus    Ray's ids of the GPUs that this process sees, its own first: that is device 0
         """
         self._epoch = rendezvous.epoch
@@ -95,17 +99,44 @@ class RankActor:
     def _join_group(
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
     ) -> None:
-        if gpus:
+        if self._process is None and gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        from workers.rank.rank import Rank  # it may start CUDA, which looks at that once
+        # They start CUDA, which reads the variable once.
+        from workers.rank.epoch import Epoch
+        from workers.rank.process import RankProcess
 
-        self._rank = Rank(self._index, self._config)
-        self._rank.join_group(rendezvous, timeout_s)
+        if self._process is None:
+            self._process = RankProcess(self._index, self._config)
+        self._current = Epoch(self._process, rendezvous, timeout_s)
+
+    async def close_epoch(self, epoch: int) -> None:
+        """End the step loop, if it still runs, and leave the group. Peers that wait for this rank fail at once."""
+        self._check_epoch(epoch)
+        self._epoch = -1
+        if self._logging is not None:
+            self._logging.cancel()
+            self._logging = None
+        await asyncio.to_thread(self._close_epoch)
+        for connection in (*self._peers, *self._senders.values()):
+            connection.close()
+        self._peers, self._senders = [], {}
+
+    def _close_epoch(self) -> None:
+        current, self._current = self._current, None
+        if current is None:
+            return
+        if self._step_loop is not None:
+            if self._step_loop.is_alive():
+                current.abort()
+            self._step_loop.join()
+            self._step_loop = None
+        current.close()
+        self._store = None
 
     async def run_stage(self, name: str) -> None:
         """Collective: one of start_stages."""
         self._progress = (0, 0)
-        await asyncio.to_thread(self._rank.run_stage, name, self._set_progress)
+        await asyncio.to_thread(self._current.run_stage, name, self._set_progress)
 
     async def progress(self) -> tuple[int, int]:
         """Done and total of the stage, in bytes of weights or pieces of work; (0, 0) if unknown."""
@@ -115,7 +146,7 @@ class RankActor:
         """Collective, in place of `start`: run a step of `num_tokens` tokens, whole and in ubatches."""
         from workers.trace.trace_step import trace_step
 
-        return await asyncio.to_thread(trace_step, self._rank, phase, num_tokens)
+        return await asyncio.to_thread(trace_step, self._current, phase, num_tokens)
 
     async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
         """Collective: start the step loop. `peers` are the inboxes of the other ranks."""
@@ -124,7 +155,7 @@ class RankActor:
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
         info: RankInfo = await asyncio.to_thread(
-            self._rank.start_engine, self._publish, self._wake_peers
+            self._current.start_engine, self._publish, self._wake_peers
         )
         self._info = {
             "block_size": info.block_size,
@@ -134,7 +165,10 @@ class RankActor:
         }
         self._inbox.deliver_to(self._engine, epoch)
         self._logging = asyncio.create_task(self._log_stats())
-        threading.Thread(target=self._run, args=(loop,), name="step-loop", daemon=True).start()
+        self._step_loop = threading.Thread(
+            target=self._run, args=(loop, self._current, self._done), name="step-loop", daemon=True
+        )
+        self._step_loop.start()
         return info
 
     async def done(self, epoch: int) -> None:
@@ -179,9 +213,9 @@ class RankActor:
 
     @property
     def _engine(self) -> Any:
-        if self._rank is None or self._rank.engine is None:
+        if self._current is None or not self._current.started:
             raise RankFailedError("it is not started")
-        return self._rank.engine
+        return self._current.engine
 
     async def _log_stats(self) -> None:
         """Log the work of each interval of INTERVAL_S seconds, if there was any."""
@@ -208,12 +242,12 @@ class RankActor:
             others = self._engine.open_requests.report_load(stream_id)
             sender.send(self._index, others, outputs)
 
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The step loop's thread."""
-        done = self._done
-        assert done is not None
+    def _run(
+        self, loop: asyncio.AbstractEventLoop, current: Any, done: "asyncio.Future[None]"
+    ) -> None:
+        """Run the step loop of the epoch `current`; `done` gets its outcome."""
         try:
-            self._engine.run()
+            current.run()
         except BaseException as error:
             lost_a_peer = isinstance(error, PeerLeftError) or (
                 isinstance(error, LockstepError) and error.__cause__ is None
@@ -223,7 +257,7 @@ class RankActor:
             failure = kind(f"{type(error).__name__}: {error}")
             loop.call_soon_threadsafe(done.set_exception, failure)
         else:
-            self._rank.close()
+            current.close()
             loop.call_soon_threadsafe(done.set_result, None)
 
 

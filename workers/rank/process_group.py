@@ -1,4 +1,4 @@
-"""Joins the ranks of one epoch: the rendezvous, torch.distributed, and shared memory between ranks of one host."""
+"""Joins the ranks of one epoch: the rendezvous store and torch.distributed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kernels.host.shm import SharedMemoryGroup
+from workers.parallel import ParallelDims
 from workers.rank.rank_info import Rendezvous
 
 # A lost rank is noticed by the vote; this only bounds collectives of a group that is dying.
@@ -27,7 +27,7 @@ def local_rendezvous() -> Iterator[Rendezvous]:
 
 
 def join(
-    rendezvous: Rendezvous, rank: int, num_ranks: int, device: torch.device, timeout_s: float
+    rendezvous: Rendezvous, rank: int, dims: ParallelDims, device: torch.device, timeout_s: float
 ) -> None:
     """Enter the process group: gloo for host tensors, and NCCL beside it on GPUs.
 
@@ -45,7 +45,7 @@ def join(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=dist.PrefixStore(rendezvous.name, store),
         rank=rank,
-        world_size=num_ranks,
+        world_size=dims.num_ranks,
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if on_gpu else None,
     )
@@ -58,9 +58,16 @@ def gather_objects(value: object) -> list[object]:
     return values
 
 
-def leave(shared_memory: SharedMemoryGroup | None) -> None:
-    """Leave the group; safe to call twice."""
-    if shared_memory is not None:
-        shared_memory.close()
+def leave() -> None:
+    """Destroy the process group, with all its communicators; safe to call twice."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort(device: torch.device) -> None:
+    """End the collectives of a GPU's communicators, from any thread; they cannot be used again.
+
+    gloo ends a rank's collectives when a peer closes its sockets, which `leave` does.
+    """
+    if device.type == "cuda" and dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()

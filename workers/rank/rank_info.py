@@ -1,12 +1,14 @@
-"""What a rank and its supervisor tell each other. Imports nothing heavy: an ingress needs no torch."""
+"""Messages between a rank and its supervisor. Imports nothing heavy, because an ingress needs no torch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 WEIGHTS = "weights"
 KERNELS = "kernels"
 KV_CACHE = "KV cache"
 GRAPHS = "CUDA graphs"
+
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank says of itself when it is ready."""
+    """What a rank reports when its engine is made. `stage_seconds` is the time of each stage of this epoch."""
 
     rank: int
     backends: dict[str, str]
@@ -29,15 +31,16 @@ class RankInfo:
     block_size: int
     max_model_len: int
     memory_bytes: dict[str, int] = field(default_factory=dict)
+    stage_seconds: dict[str, float] = field(default_factory=dict)
 
 
 def start_stages(device: str) -> tuple[str, ...]:
-    """What a rank does between meeting the others and its first step, in this order on all ranks."""
+    """The stages between joining the group and the first step, in this order on all ranks."""
     return (WEIGHTS, KERNELS, KV_CACHE, GRAPHS) if device == "cuda" else (WEIGHTS, KV_CACHE)
 
 
 def total_progress(stage: str, of_ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Done and total of a stage: each rank reads weights of its own, all else they do together."""
+    """Done and total of a stage: each rank reads its own weights; the ranks run every other stage together."""
     if not of_ranks:
         return 0, 0
     if stage != WEIGHTS:

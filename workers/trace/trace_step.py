@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from workers.rank.rank import Rank
+from workers.rank.epoch import Epoch
 from workers.runner.forward_batch import ForwardBatch
 from workers.runner.model_runner import ModelRunner
 from workers.trace.recorder import Recording, SpanRecorder
@@ -17,7 +17,7 @@ from workers.ubatch.policy import PHASES
 Found = tuple[list[Recording], list[Recording]]
 
 
-def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
+def trace_step(epoch: Epoch, phase: str, num_tokens: int) -> RankTrace:
     """Return the trace of a step of each form. The rank has passed all stages; its engine must not run then or later.
 
     phase        decode or prefill
@@ -27,18 +27,18 @@ def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
     of this size.
     """
     assert phase in PHASES, phase
-    if rank.engine is None:
-        rank.start_engine(lambda ingress, outputs: None, lambda step: None)
-    engine = rank.engine
-    assert engine is not None and engine.runner.ubatches is not None, "overlap.mode: on"
-    _check_size(rank, phase, num_tokens)
-    timer = rank.overlap.timer(engine.runner, engine.scheduler, rank.max_model_len)
+    if not epoch.started:
+        epoch.start_engine(lambda ingress, outputs: None, lambda step: None)
+    engine = epoch.engine
+    assert engine.runner.ubatches is not None, "overlap.mode: on"
+    _check_size(epoch, phase, num_tokens)
+    timer = epoch.ubatches.timer(engine.runner, engine.scheduler, epoch.process.max_model_len)
     unrecorded = timer(phase, num_tokens, False), timer(phase, num_tokens, True)
-    recorder = SpanRecorder(rank.device)
+    recorder = SpanRecorder(epoch.process.device)
     # By form. Kept to the end, because a graph sets its events at each replay, also after the timer has returned.
     found: Found = ([], [])
-    runner = _recorded(rank, engine.runner, recorder, found)
-    timer = rank.overlap.timer(runner, engine.scheduler, rank.max_model_len)
+    runner = _recorded(epoch, engine.runner, recorder, found)
+    timer = epoch.ubatches.timer(runner, engine.scheduler, epoch.process.max_model_len)
     traces = []
     try:
         for ubatch in (False, True):
@@ -48,19 +48,21 @@ def trace_step(rank: Rank, phase: str, num_tokens: int) -> RankTrace:
         runner.close()  # a failure would keep graphs alive beyond their communicator
     plain, ubatched = traces
     return RankTrace(
-        rank=rank.rank,
+        rank=epoch.process.rank,
         num_tokens=num_tokens,
-        all2all=rank.kernels.all2all.name,
+        all2all=epoch.kernels.all2all.name,
         plain=plain,
         ubatched=ubatched,
         unrecorded=unrecorded,
     )
 
 
-def _recorded(rank: Rank, runner: ModelRunner, recorder: SpanRecorder, found: Found) -> ModelRunner:
+def _recorded(
+    epoch: Epoch, runner: ModelRunner, recorder: SpanRecorder, found: Found
+) -> ModelRunner:
     """Return another runner over the same sequences; each of its forwards adds a recording to `found`."""
     assert runner.ubatches is not None
-    whole = rank.model.with_kernels(recorder.record(rank.kernels, 0))
+    whole = epoch.model.with_kernels(recorder.record(epoch.kernels, 0))
     recorded = copy(runner)
     recorded.model = _followed(whole, recorder, found[False])
     recorded.ubatches = _followed(runner.ubatches.recorded(recorder), recorder, found[True])
@@ -81,10 +83,9 @@ def _typical(recordings: Sequence[Recording], num_tokens: int) -> StepTrace:
     return sorted(traces, key=lambda trace: trace.seconds)[(len(traces) - 1) // 2]
 
 
-def _check_size(rank: Rank, phase: str, num_tokens: int) -> None:
-    assert rank.engine is not None
-    smallest = rank.config.overlap.num_ubatches
-    largest = rank.overlap.largest(rank.engine.scheduler, rank.max_model_len)[phase]
+def _check_size(epoch: Epoch, phase: str, num_tokens: int) -> None:
+    smallest = epoch.process.config.overlap.num_ubatches
+    largest = epoch.ubatches.largest(epoch.engine.scheduler, epoch.process.max_model_len)[phase]
     if not smallest <= num_tokens <= largest:
         raise ValueError(
             f"--tokens: a {phase} step has {smallest} to {largest} tokens with this configuration, got {num_tokens}; "

@@ -156,6 +156,11 @@ class EpochUbatches:
             ),
         }
 
+    def abort(self) -> None:
+        """End all waits of the ubatches' all-to-alls; see AllToAll.abort."""
+        for own in list(self._backends):
+            own.all2all.abort()
+
     def close(self) -> None:
         """Release the memory that the ubatches' all-to-alls share with other ranks."""
         backends, self._backends = self._backends, []

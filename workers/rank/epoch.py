@@ -1,0 +1,329 @@
+"""One epoch of a rank: all that it shares with its peers, and the engine. Built from a RankProcess, closed as a whole.
+
+The stages are collective: every rank goes through them in the same order. Knows nothing of Ray.
+"""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from kernels.attention.dummy import DummyAttention
+from kernels.backends.memory import backend_memory
+from kernels.backends.select import Backends
+from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
+from workers.engine.engine import Engine, Publish
+from workers.engine.scheduler import Scheduler
+from workers.engine.step_sync import PlanConfig, compare_settings
+from workers.engine.vote_transport import AbortableVote, make_vote_transport
+from workers.models.causal_lm import CausalLM
+from workers.rank import process_group
+from workers.rank.backend_choice import graphs_off
+from workers.rank.device_memory import memory_for
+from workers.rank.epoch_runner import RunnerMaker
+from workers.rank.process import RankProcess
+from workers.rank.rank_info import (
+    GRAPHS,
+    KERNELS,
+    KV_CACHE,
+    WEIGHTS,
+    Progress,
+    RankInfo,
+    Rendezvous,
+)
+from workers.rank.warm_up import warm_up_sizes
+from workers.rank.warm_up_steps import bind_beside
+from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
+from workers.runner.model_runner import ModelRunner
+from workers.stats.stats import EngineStats
+from workers.ubatch.epoch_ubatches import EpochUbatches
+
+logger = logging.getLogger(__name__)
+
+# Attributes that hold memory of the device or of the group; a closed epoch has none of them.
+_HELD = ("kernels", "ubatches", "model", "make", "runner", "scheduler", "engine", "_vote")
+
+
+class Epoch:
+    """The group that this rank belongs to, and its part of it. Building it meets the peers. Collective.
+
+    kernels     the backends of whole steps
+    ubatches    the backends of ubatches, and the policy
+    model       the weights of the process, run with `kernels`
+    runner      with `scheduler` over the KV memory of the process, once KV_CACHE has run
+    engine      once `start_engine` has run
+    seconds     time of each stage
+    failed      an error ended the engine, or `abort` was called: peers may still wait for this rank
+    """
+
+    kernels: Backends
+    ubatches: EpochUbatches
+    model: CausalLM
+    make: RunnerMaker
+    runner: ModelRunner
+    scheduler: Scheduler
+    engine: Engine
+
+    def __init__(self, process: RankProcess, rendezvous: Rendezvous, timeout_s: float):
+        self.process, self.rendezvous = process, rendezvous
+        self.seconds: dict[str, float] = {}
+        self.closed = self.failed = False
+        self.graph_sizes = GraphSizes()
+        self._shared_memory: SharedMemoryGroup | None = None
+        self._vote: AbortableVote
+        self._attention_compiled: Future[None] | None = None
+        self._graph_bytes = 0
+        self._closing = ExitStack()
+        process.enter(self)
+        try:
+            with self._timed("process group"):
+                self._meet(timeout_s)
+            with self._timed("all-to-all"):
+                self._build_kernels()
+        except BaseException:
+            self.failed = True
+            self.close()
+            raise
+
+    def _meet(self, timeout_s: float) -> None:
+        """Join the process group; compare settings; take over what peers of earlier epochs have measured."""
+        process, self._warm = self.process, self.process.warm
+        if process.dims.alone:
+            return
+        with memory_for("the ranks' group"):
+            self._closing.callback(process_group.leave)
+            process_group.join(
+                self.rendezvous, process.rank, process.dims, process.device, timeout_s
+            )
+        found = process_group.gather_objects((process.settings(), process.warm, process.num_blocks))
+        settings, warm, num_blocks = zip(*found, strict=True)
+        compare_settings(settings)
+        self._warm = all(warm)
+        process.num_blocks = max(num_blocks)
+        self._shared_memory = self._share_memory()
+
+    def _share_memory(self) -> SharedMemoryGroup | None:
+        """Memory of all ranks of one host, for the votes and for the all-to-all `shm`; None across hosts."""
+        process = self.process
+        if not process.dims.on_one_host or shared_memory_unavailable():
+            return None
+        shared = SharedMemoryGroup(
+            self.rendezvous.name,
+            process.rank,
+            process.dims.num_ranks,
+            slot_bytes=process.selection.all2all_class.shared_memory_slots(process.shape),
+            timeout_s=process.config.vote_timeout_s,
+        )
+        self._closing.callback(shared.close)
+        return shared
+
+    def _build_kernels(self) -> None:
+        process, config = self.process, self.process.config
+        takes = backend_memory(
+            process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
+        )
+        context = process.kernel_context(self._shared_memory)
+        with memory_for("the exchange's buffers", takes.kept):
+            self.kernels = process.build_kernels(context)
+            self._closing.callback(self.kernels.all2all.close)
+        with memory_for("ubatches", takes.ubatches):
+            self.ubatches = EpochUbatches(
+                process.overlap, config, process.selection, context, self.kernels
+            )
+            self._closing.callback(self.ubatches.close)
+
+    def run_stage(self, name: str, progress: Progress) -> None:
+        """One of rank_info.start_stages, which all ranks go through in their order.
+
+        Stages whose result every process has kept from an earlier epoch do nothing.
+        """
+        stages = {
+            WEIGHTS: self.load,
+            KERNELS: self.compile_kernels,
+            KV_CACHE: self.size_cache,
+            GRAPHS: self.capture_graphs,
+        }
+        with self._timed(name):
+            stages[name](progress)
+
+    def load(self, progress: Progress | None = None) -> None:
+        """Read the weights, in the first epoch; attention's kernels are compiled meanwhile."""
+        process = self.process
+        if process.device.type == "cuda" and not self._warm:
+            with memory_for("attention's workspace"):
+                self._attention_compiled = bind_beside(self.kernels.attention, process.caches(1))
+        process.load(progress)
+        assert process.model is not None
+        self.model = process.model.with_kernels(self.kernels)
+        self.make = RunnerMaker(process, self.model, self.kernels, self.ubatches)
+
+    def compile_kernels(self, progress: Progress | None = None) -> None:
+        """Run all that compiles at first use, at every size of step that has kernels of its own. Collective.
+
+        Attention's kernels take longest. They are compiled in the background while DummyAttention takes their place.
+        """
+        if self._warm:
+            return
+        max_tokens = self.process.config.scheduler.max_num_batched_tokens
+        sizes = warm_up_sizes(max_tokens, dense=self.kernels.grouped_gemm.compiles_by_rows)
+        steps, total = self.make.warm_up_steps(), len(sizes) + 2
+        report_progress = progress or (lambda done, total: None)
+        dummy = DummyAttention(self.kernels.attention)
+        with memory_for("a step"):
+            dummy.bind(self.process.caches(1))
+            runner, scheduler = self.make(steps.num_blocks, dummy)
+            for done, size in enumerate(sizes):
+                report_progress(done, total)
+                steps.prefill(runner, scheduler, size)
+            report_progress(len(sizes), total)
+            steps.sample(runner, scheduler)
+        report_progress(total - 1, total)
+        self._wait_for_attention()
+        report_progress(total, total)
+        self.ubatches.bind(())
+
+    def size_cache(self, progress: Progress | None = None) -> None:
+        """Size and allocate the KV cache, and run a step with it, in the first epoch; bind it. Collective."""
+        self._wait_for_attention()
+        process, steps = self.process, self.make.warm_up_steps()
+        with memory_for("attention's workspace"):
+            self.ubatches.bind(process.kv_caches)
+        self.graph_sizes = graphs_to_capture(
+            process.config.scheduler,
+            process.selection,
+            process.device,
+            mixed=self.kernels.attention.mixed_graph,
+        )
+        if not process.num_blocks:
+            process.num_blocks = self.make.num_kv_blocks(self.graph_sizes)
+        with memory_for("the KV cache", process.num_blocks * process.block_bytes()):
+            if not process.kv_caches:
+                process.kv_caches = process.caches(process.num_blocks)
+                self.ubatches.bind(process.kv_caches)
+            self.runner, self.scheduler = self.make(process.num_blocks)
+            self._closing.callback(self.runner.close)
+            if not self._warm:
+                num_tokens = min(64, process.config.scheduler.max_num_batched_tokens)
+                steps.prefill(self.runner, self.scheduler, num_tokens)
+        if not self.graph_sizes:
+            self._tune(None)
+
+    def capture_graphs(self, progress: Progress | None = None) -> None:
+        """Capture the forwards of steps, if the kernels can and the configuration wants it. Collective."""
+        process, sizes = self.process, self.graph_sizes
+        if not sizes:
+            if process.device.type == "cuda" and process.rank == 0:
+                wanted = process.config.scheduler.cuda_graphs
+                logger.info("no CUDA graphs: %s", graphs_off(wanted, process.selection, "cuda"))
+            return
+        with memory_for("CUDA graphs"):
+            graphs = self.runner.make_graphs(sizes)
+            self._graph_bytes = graphs.capture(sizes.whole_steps(), progress)
+        logger.info("captured CUDA graphs of %s: %.2f GB", sizes, self._graph_bytes / 1e9)
+        self._tune(progress)
+
+    def _tune(self, progress: Progress | None) -> None:
+        process = self.process
+        with memory_for("ubatches"):
+            self.ubatches.tune(
+                self.runner, self.scheduler, process.max_model_len, process.settings(), progress
+            )
+
+    def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
+        """Make the engine, after all stages before it; sizes the cache first if that stage was left out."""
+        if not hasattr(self, "runner"):
+            self.run_stage(KV_CACHE, lambda done, total: None)
+            self.run_stage(GRAPHS, lambda done, total: None)
+        process = self.process
+        with self._timed("engine"):
+            self._vote = make_vote_transport(
+                process.dims.num_ranks,
+                process.device,
+                process.config.vote_timeout_s,
+                self._shared_memory,
+            )
+            self._closing.callback(self._vote.close)
+            if not process.selection.all2all_class.needs_process_group:
+                # Sockets were needed to meet; gloo's thread would go on polling them 100 times a second.
+                process_group.leave()
+            self.engine = Engine(
+                self.scheduler,
+                self.runner,
+                self._vote,
+                PlanConfig(
+                    self.kernels.all2all.needs_equal_tokens, process.config.overlap.num_ubatches
+                ),
+                epoch=self.rendezvous.epoch,
+                publish=publish,
+                wake_peers=wake_peers,
+                stats=EngineStats(self.kernels.expert_load),
+                grammars=process.grammars,
+                asynchronous=process.asynchronous,
+                graph_sizes=self.graph_sizes,
+                overlap=self.ubatches.policy,
+            )
+        process.warm = True
+        graph_bytes = self._graph_bytes + self.ubatches.graph_bytes
+        return process.info(graph_bytes, self.seconds)
+
+    @property
+    def started(self) -> bool:
+        """Whether the engine has been made."""
+        return "engine" in vars(self)
+
+    def run(self) -> None:
+        """The engine's loop, until the group stops. An error, which is raised, aborts this rank's epoch."""
+        try:
+            self.engine.run()
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """End all waits of this rank for its peers, on the host and on the GPU, and theirs for it. From any thread.
+
+        Results of steps in flight are then undefined. The engine raises LockstepError at its next vote.
+        """
+        self.failed = True
+        if "_vote" in vars(self):
+            self._vote.abort()
+        if self._shared_memory is not None:
+            self._shared_memory.abort()
+        if "ubatches" in vars(self):
+            self.ubatches.abort()
+        if "kernels" in vars(self):
+            self.kernels.all2all.abort()
+        process_group.abort(self.process.device)
+        if self.started:
+            self.engine.stop()  # an engine that sleeps goes to the vote
+
+    def close(self) -> None:
+        """Leave the group and free what this epoch holds; the engine must have ended. Safe to call twice."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.failed:
+            self.abort()
+        self._closing.close()
+        for name in _HELD:
+            vars(self).pop(name, None)
+        self._shared_memory = None
+        if self.process.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _wait_for_attention(self) -> None:
+        if self._attention_compiled is not None:
+            with memory_for("attention's workspace"):
+                self._attention_compiled.result()
+            self._attention_compiled = None
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started

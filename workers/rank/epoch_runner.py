@@ -1,0 +1,110 @@
+"""Runners and schedulers of one epoch: for warm-up, for measuring the memory of a step, and for serving."""
+
+from dataclasses import dataclass, replace
+
+from kernels.attention.base import Attention
+from kernels.backends.select import Backends
+from workers.engine.scheduler import Scheduler
+from workers.models.causal_lm import CausalLM
+from workers.rank import process_group
+from workers.rank.device_memory import memory_for
+from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_room, own_bytes
+from workers.rank.process import RankProcess
+from workers.rank.warm_up_steps import WarmUpSteps
+from workers.runner.graph_sizes import GraphSizes
+from workers.runner.model_runner import ModelRunner
+from workers.ubatch.epoch_ubatches import EpochUbatches
+
+
+@dataclass(frozen=True)
+class RunnerMaker:
+    """Makes runners over KV caches that are bound to the attention already."""
+
+    process: RankProcess
+    model: CausalLM
+    kernels: Backends
+    ubatches: EpochUbatches
+
+    def __call__(
+        self, num_blocks: int, attention: Attention | None = None
+    ) -> tuple[ModelRunner, Scheduler]:
+        """A runner and its scheduler, which hands out `num_blocks` KV blocks.
+
+        attention   takes the place of the attention of whole steps
+        """
+        process, config, model, kernels = (
+            self.process,
+            self.process.config,
+            self.model,
+            self.kernels,
+        )
+        if attention is not None:
+            kernels = replace(kernels, attention=attention)
+            model = model.with_kernels(kernels)
+        scheduler = Scheduler(
+            config.scheduler,
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            max_model_len=process.max_model_len,
+            prefix_caching=config.cache.prefix_caching,
+        )
+        runner = ModelRunner(
+            model,
+            kernels,
+            scheduler.table,
+            rank=process.rank,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            num_threads=config.threads,
+            device=process.device,
+            asynchronous=process.asynchronous,
+            ubatches=self.ubatches.wrapper(self.model),
+        )
+        return runner, scheduler
+
+    def warm_up_steps(self) -> WarmUpSteps:
+        """Steps that all ranks run alike, before there are requests."""
+        config = self.process.config
+        return WarmUpSteps(
+            self.process.dims,
+            self.kernels.all2all.needs_equal_tokens,
+            self.process.max_model_len,
+            config.scheduler,
+            config.cache.block_size,
+        )
+
+    def num_kv_blocks(self, graph_sizes: GraphSizes) -> int:
+        """KV blocks of every rank: as configured, or what a profiling forward leaves of the GPU. Collective."""
+        process, cache = self.process, self.process.config.cache
+        if cache.num_blocks != "auto":
+            return cache.num_blocks
+        assert process.device.type == "cuda", "on CPU the configuration says how many blocks"
+        own = self._own_bytes(graph_sizes)
+        fitting = blocks_that_fit(
+            process.device,
+            cache.memory_fraction,
+            block_bytes=process.block_bytes(),
+            own_bytes=own.total,
+        )
+        if not process.dims.alone:
+            of_ranks = process_group.gather_objects((fitting, own))
+            fitting, own = min(of_ranks, key=lambda found: found[0])
+        check_room(fitting, process.max_model_len, cache.block_size, own)
+        return fitting
+
+    def _own_bytes(self, graph_sizes: GraphSizes) -> OwnBytes:
+        """Measured with a small KV cache, which is gone afterwards."""
+        process, steps = self.process, self.warm_up_steps()
+        with memory_for("a step"):
+            self.ubatches.bind(process.caches(steps.num_blocks))
+            runner, scheduler = self(steps.num_blocks)
+        own = own_bytes(
+            steps,
+            runner,
+            scheduler,
+            graph_sizes,
+            weight_bytes=process.weight_bytes(),
+            kv_bytes=steps.num_blocks * process.block_bytes(),
+        )
+        self.ubatches.bind(())
+        return own

@@ -1,0 +1,193 @@
+"""What one rank keeps for the life of its process: configuration, weights, grammars, KV memory and what was measured.
+
+An Epoch is built from it as often as needed; no epoch loads weights, compiles kernels or sizes the KV cache again.
+Knows nothing of Ray, peers or requests.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from kernels.all2all.unbound import UnboundAllToAll
+from kernels.attention.dummy import DummyAttention
+from kernels.attention.kv_layout import KVGroup, kv_block_bytes
+from kernels.backends import select
+from kernels.backends.context import BackendContext
+from kernels.host.shm import SharedMemoryGroup
+from workers.config import RankConfig, not_for_answers
+from workers.engine.kv_caches import allocate_kv_caches
+from workers.models.causal_lm import CausalLM
+from workers.models.registry import load_model_config, model_class
+from workers.models.specs import ModelConfig
+from workers.rank.backend_choice import backend_shape, forced_routing
+from workers.rank.device_memory import memory_for
+from workers.rank.rank_info import Progress, RankInfo
+from workers.sampling.grammar import GrammarCompiler
+from workers.ubatch.rank_overlap import RankOverlap
+from workers.weights.initial_weights import draw_weights
+from workers.weights.loader import load_weights
+from workers.weights.tensors import rank_weight_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class ClosableEpoch(Protocol):
+    """The part of an Epoch that a process uses."""
+
+    closed: bool
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+class RankProcess:
+    """One data-parallel rank without its peers.
+
+    kernels      grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
+    model        the weights; an epoch runs them with its own kernels
+    num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
+    kv_caches    one tensor a layer, allocated once
+    warm         every kernel that a step may need has been compiled here
+    overlap      the ubatch policy, which the first epoch tunes
+    epoch        the last epoch
+    """
+
+    def __init__(self, rank: int, config: RankConfig):
+        self.rank, self.config, self.dims = rank, config, config.dims
+        self.model_config: ModelConfig = load_model_config(config.model.path)
+        self.device = torch.device(config.device)
+        if config.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        wanted = config.scheduler.async_scheduling
+        self.asynchronous = self.device.type == "cuda" if wanted == "auto" else wanted
+        self.dtype: torch.dtype = getattr(torch, str(config.model.dtype))
+        self.max_model_len = int(config.model.max_model_len)
+        self.placement = self.dims.expert_placement(self.model_config.num_experts)
+        self.shape = backend_shape(config, self.model_config)
+        self.selection = select.select(config.kernels, select.probe(self.device), self.shape)
+        self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
+        self.grammars: GrammarCompiler | None = None
+        self.kernels: select.Backends | None = None
+        self.model: CausalLM | None = None
+        self.num_blocks = 0
+        self.kv_caches: list[torch.Tensor] = []
+        self.warm = False
+        self.epoch: ClosableEpoch | None = None
+        torch.set_num_threads(config.threads)
+
+    def enter(self, epoch: ClosableEpoch) -> None:
+        """Begin `epoch`; the epoch before must be closed, because its memory is needed."""
+        assert self.epoch is None or self.epoch.closed, "the last epoch is still open"
+        self.epoch = epoch
+
+    def build_kernels(self, context: BackendContext) -> select.Backends:
+        """Collective: the backends of an epoch, with the grouped GEMM that the weights were made for."""
+        built = select.build(self.selection, context)
+        if self.kernels is None:
+            self.kernels = replace(
+                built, all2all=UnboundAllToAll(), attention=DummyAttention(built.attention)
+            )
+        kept = self.kernels
+        return replace(built, grouped_gemm=kept.grouped_gemm, expert_load=kept.expert_load)
+
+    def load(self, progress: Progress | None = None) -> None:
+        """Build the model and read this rank's weights, unless an epoch before has done so."""
+        if self.model is not None:
+            return
+        assert self.kernels is not None, "build_kernels comes first"
+        self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
+        with memory_for("the weights", self.weight_bytes()):
+            self.model = self._load(self.kernels, progress)
+
+    def _load(self, kernels: select.Backends, progress: Progress | None) -> CausalLM:
+        model = model_class(self.model_config)(
+            self.model_config,
+            kernels,
+            placement=self.placement,
+            rank=self.rank,
+            device=self.device,
+            dtype=self.dtype,
+            max_positions=self.max_model_len,
+            forced_routing=forced_routing(self.config, self.model_config, self.rank, self.device),
+        )
+        if self.rank == 0:
+            for warning in not_for_answers(self.config.model):
+                logger.warning("%s", warning)
+        where: dict[str, Any] = {"config": self.model_config, "placement": self.placement}
+        where |= {"rank": self.rank, "device": self.device, "progress": progress}
+        if self.config.model.weights == "dummy":
+            draw_weights(model, **where)
+        else:
+            load_weights(model, self.config.model.path, **where)
+        return model
+
+    def kernel_context(self, shared_memory: SharedMemoryGroup | None) -> BackendContext:
+        """What the backends of this rank are built from, inside the current process group."""
+        return BackendContext(
+            shape=self.shape,
+            device=self.device,
+            rank=self.rank,
+            group=None if self.dims.alone else torch.distributed.group.WORLD,
+            shared_memory=shared_memory,
+            placement=self.placement,
+            block_size=self.config.cache.block_size,
+        )
+
+    def caches(self, num_blocks: int) -> list[torch.Tensor]:
+        """New KV caches, one a layer."""
+        size = self.config.cache.block_size
+        return allocate_kv_caches(self._kv_groups(), num_blocks, size, self.dtype, self.device)
+
+    def _kv_groups(self) -> tuple[KVGroup, ...]:
+        return self.selection.attention_class.kv_groups(self.model_config.attention_specs)
+
+    def settings(self) -> dict[str, object]:
+        """Everything that must be equal on all ranks, flat, with dotted names."""
+        config = self.config
+        flat: dict[str, object] = {"torch": torch.__version__}
+        for section in ("model", "scheduler", "cache", "kernels", "overlap"):
+            values = getattr(config, section).model_dump()
+            flat.update({f"{section}.{key}": value for key, value in values.items()})
+        flat.update({f"backend.{key}": name for key, name in self.selection.names().items()})
+        flat.update(num_ranks=config.num_ranks, device=config.device)
+        return flat
+
+    def block_bytes(self) -> int:
+        """Bytes of one KV block of all layers."""
+        size = self.config.cache.block_size
+        return kv_block_bytes(self._kv_groups(), size, self.dtype.itemsize)
+
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights."""
+        return rank_weight_bytes(
+            self.model_config,
+            self.placement,
+            self.rank,
+            self.config.model.dtype,
+            fp8_experts=self.selection.fp8_experts,
+        )
+
+    def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:
+        """Describe this rank to the supervisor."""
+        return RankInfo(
+            rank=self.rank,
+            backends=self.selection.names(),
+            num_blocks=self.num_blocks,
+            block_size=self.config.cache.block_size,
+            max_model_len=self.max_model_len,
+            memory_bytes={
+                "weights": self.weight_bytes(),
+                "kv_cache": self.num_blocks * self.block_bytes(),
+                "cuda_graphs": graph_bytes,
+            },
+            stage_seconds=dict(stage_seconds),
+        )
+
+    def close(self) -> None:
+        """Close the open epoch, and stop the thread that compiles grammars."""
+        if self.epoch is not None:
+            self.epoch.close()
+        if self.grammars is not None:
+            self.grammars.close()
