@@ -1,12 +1,8 @@
-"""The FastAPI application: routes and the one place where errors become answers.
-
-`create_app` takes a way to reach the engine, a tokenizer and limits, so tests run it on a fake
-engine. Knows nothing of Ray.
-"""
+"""The FastAPI application: routes, and the one place where errors become answers. Knows nothing of Ray."""
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -14,14 +10,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster.api.answer.chunks import error_body, to_json
-from cluster.api.answer.respond import JobResponse
+from cluster.api.admission import AdmissionGate, AdmittedResponse
+from cluster.api.answer.events import error_body, to_json
+from cluster.api.answer.generation import Generation
 from cluster.api.auth import ApiKeyAuth
 from cluster.api.backend import EngineBackend
-from cluster.api.gate import AdmittedResponse, Gate
 from cluster.api.middleware import RequestContext
 from cluster.api.record import Recorder
-from cluster.api.request.job import JobFactory
+from cluster.api.request.generation_factory import GenerationFactory
 from cluster.api.request.json_body import read_json_object
 from cluster.api.request.protocol import (
     ChatRequest,
@@ -30,6 +26,7 @@ from cluster.api.request.protocol import (
     parse_chat,
     parse_completion,
 )
+from cluster.api.response import GenerationResponse
 from cluster.api.routes.metrics_routes import add_metrics_routes
 from cluster.api.routes.openapi import body_schema, complete_openapi
 from cluster.api.routes.page import add_page_routes
@@ -41,22 +38,23 @@ from cluster.errors import BadRequestError, ClientTimeoutError, NotFoundError, S
 from cluster.metrics.metrics import IngressMetrics
 
 BackendProvider = Callable[[], EngineBackend]
+_Request = TypeVar("_Request", CompletionRequest, ChatRequest)
 
 
 def create_app(
     backend_provider: BackendProvider,
     tokenizer: ServingTokenizer,
     settings: ApiSettings | None = None,
-    gate: Gate | None = None,
+    gate: AdmissionGate | None = None,
     recorder: Recorder | None = None,
 ) -> FastAPI:
-    """An application that serves the provider's engine.
+    """Build an application that serves the engine of `backend_provider`.
 
-    The provider is called for every request; it may raise EngineDeadError while nothing is ready.
-    Who holds the gate can close it and wait for the requests that are under way.
+    The provider is called for every request; it may raise EngineDeadError until an engine is ready.
+    The owner of `gate` can close it and wait for the open requests.
     """
     settings = settings or ApiSettings()
-    gate = gate or Gate(settings.max_open_choices)
+    gate = gate or AdmissionGate(settings.max_open_choices)
     recorder = recorder or Recorder(IngressMetrics())
     metrics = recorder.metrics
     # The pages that FastAPI would add load their scripts from other servers.
@@ -69,8 +67,8 @@ def create_app(
     )
     _add_middleware(app, settings, metrics)
     _add_error_handlers(app)
-    jobs = JobFactory(tokenizer, settings)
-    _add_generation_routes(app, backend_provider, jobs, settings, recorder, gate)
+    factory = GenerationFactory(tokenizer, settings)
+    _add_generation_routes(app, backend_provider, factory, settings, recorder, gate)
     _add_model_routes(app, backend_provider)
     add_tokenization_routes(app, backend_provider, tokenizer, settings)
     add_utility_routes(app, backend_provider, settings, gate)
@@ -81,7 +79,7 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics) -> None:
-    """The last one is the outermost."""
+    """Add the middleware; the last added is the outermost."""
     if settings.api_key_digests:
         app.add_middleware(ApiKeyAuth, digests=settings.api_key_digests)
     app.add_middleware(RequestContext, metrics=metrics)
@@ -98,42 +96,46 @@ def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics
 def _add_generation_routes(
     app: FastAPI,
     backend_provider: BackendProvider,
-    jobs: JobFactory,
+    factory: GenerationFactory,
     settings: ApiSettings,
     recorder: Recorder,
-    gate: Gate,
+    gate: AdmissionGate,
 ) -> None:
-    async def answer(request: Request, parse: Callable, make_job: Callable) -> Response:
-        gate.check()  # first of all: a refusal must be cheap
+    async def answer(
+        request: Request,
+        parse: Callable[[dict[str, Any]], _Request],
+        make: Callable[[_Request, EngineBackend, Mapping[str, str]], Awaitable[Generation]],
+    ) -> Response:
+        gate.check()  # before all other work, because a refusal must be cheap
         body = await read_json_object(request, settings)
         backend = backend_provider()
         recorder.metrics.set_model_name(backend.model_name)
         parsed = parse(body)
         ticket = gate.admit(_num_choices(parsed))
         try:
-            job = await make_job(parsed, backend, request.headers)
+            generation = await make(parsed, backend, request.headers)
         except BaseException:
             ticket.release()
             raise
-        response = JobResponse(job, backend, recorder)
+        response = GenerationResponse(generation, backend, recorder)
         return AdmittedResponse(response, gate, ticket, settings.request_timeout_s)
 
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        return await answer(request, parse_completion, jobs.completion)
+        return await answer(request, parse_completion, factory.completion)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, parse_chat, jobs.chat)
+        return await answer(request, parse_chat, factory.chat)
 
 
 def _num_choices(request: GenerationRequest) -> int:
-    """Sequences that the request will run; what is wrong with its prompt is found later."""
+    """Return the number of sequences of a request. Errors of its prompt are found later."""
     prompt = getattr(request, "prompt", None)
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return (len(prompt) if several else 1) * (request.n or 1)
+    return (len(prompt) if isinstance(prompt, list) and several else 1) * (request.n or 1)
 
 
 def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.api.answer.chunks import error_body
+from cluster.api.answer.events import error_body
 from cluster.config.api_keys import digest
 from cluster.errors import AuthenticationError
 

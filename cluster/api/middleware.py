@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.gate import BODY_SEND, STARTED
+from cluster.api.admission import BODY_SEND, STARTED
 from cluster.api.record import REQUEST_ID
 from cluster.metrics.metrics import IngressMetrics
 
@@ -46,7 +46,8 @@ class RequestContext:
 
 
 def _request_id(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    for name, value in headers:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return value
     return uuid.uuid4().hex.encode("ascii")

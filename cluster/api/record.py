@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.types import Scope
 
-from cluster.api.request.job import Choice, Job
+from cluster.api.answer.generation import Choice, Generation
 from cluster.metrics.metrics import IngressMetrics
 from workers.wire.request import RequestOutput, RequestTimes
 
@@ -22,7 +22,7 @@ REQUEST_ID = "phalanx.request_id"
 class Tracer(Protocol):
     """Told of each request at its end."""
 
-    def record(self, record: "JobRecord") -> None:
+    def record(self, record: "RequestRecord") -> None:
         """Make a span of it."""
         ...
 
@@ -37,16 +37,16 @@ class Recorder:
         self.tracer = tracer
         self.level = logging.INFO if access_log else logging.DEBUG
 
-    def begin(self, job: Job, scope: Scope) -> "JobRecord":
+    def begin(self, generation: Generation, scope: Scope) -> "RequestRecord":
         """A request is about to run."""
-        return JobRecord(self, job, scope)
+        return RequestRecord(self, generation, scope)
 
 
-class JobRecord:
+class RequestRecord:
     """One request of a client, with all its choices."""
 
-    def __init__(self, recorder: Recorder, job: Job, scope: Scope) -> None:
-        self.job = job
+    def __init__(self, recorder: Recorder, generation: Generation, scope: Scope) -> None:
+        self.generation = generation
         self.scope = scope
         self.choices: list[ChoiceRecord] = []
         self.error: BaseException | None = None
@@ -55,11 +55,11 @@ class JobRecord:
     @property
     def request_id(self) -> str:
         """What the answer's x-request-id says."""
-        return self.scope.get(REQUEST_ID, "")
+        return str(self.scope.get(REQUEST_ID, ""))
 
     def choice(self, choice: Choice) -> "ChoiceRecord":
         """One of its choices begins."""
-        record = ChoiceRecord(self._recorder.metrics, self.job.started, choice)
+        record = ChoiceRecord(self._recorder.metrics, self.generation.started, choice)
         self.choices.append(record)
         return record
 
@@ -78,11 +78,12 @@ class JobRecord:
             recorder.tracer.record(self)
 
     def _line(self, reason: str, error: BaseException | None) -> str:
-        job = self.job
+        generation = self.generation
         first = min((c.first_token_s for c in self.choices if c.first_token_s), default=0.0)
         line = (
-            f"{job.response_id} {reason}: {job.num_prompt_tokens} + {job.num_completion_tokens} tokens, "
-            f"first after {first:.3f} s, {time.perf_counter() - job.started:.3f} s"
+            f"{generation.response_id} {reason}: "
+            f"{generation.num_prompt_tokens} + {generation.num_completion_tokens} tokens, "
+            f"first after {first:.3f} s, {time.perf_counter() - generation.started:.3f} s"
         )
         return line if error is None else f"{line}: {type(error).__name__}: {error}"
 

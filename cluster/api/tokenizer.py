@@ -114,7 +114,7 @@ class ServingTokenizer:
                 for message in messages
             ]
         try:
-            return self._hf.apply_chat_template(
+            text: str = self._hf.apply_chat_template(
                 messages,
                 tools=tools,
                 documents=documents,
@@ -123,6 +123,7 @@ class ServingTokenizer:
                 tokenize=False,
                 **template_kwargs,
             )
+            return text
         except Exception as error:  # templates raise whatever they like about what they are given
             reason = str(error) or type(error).__name__
             raise BadRequestError(
@@ -142,10 +143,11 @@ def _grammar_token_ids(added: dict[int, AddedToken]) -> dict[str, int]:
     probe.decoder = decoders.ByteLevel()
     probe.add_tokens(list(added.values()))
     tokenizer = LLTokenizer(probe.to_str())
+    probe_ids = probe.get_vocab()
     return {
         token.content: token_id
         for token_id, token in added.items()
-        if tokenizer.is_special_token(probe.token_to_id(token.content))
+        if tokenizer.is_special_token(probe_ids[token.content])
     }
 
 
@@ -192,4 +194,5 @@ def load_default_sampling(folder: str | Path) -> dict[str, Any]:
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    return json.loads(file.read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content

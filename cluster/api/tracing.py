@@ -18,7 +18,7 @@ from cluster.config.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
-    from cluster.api.record import JobRecord
+    from cluster.api.record import RequestRecord
     from cluster.config.serve_section import TracingConfig
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -100,12 +100,12 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("phalanx")
         self._propagator = TraceContextTextMapPropagator()
 
-    def record(self, record: "JobRecord") -> None:
+    def record(self, record: "RequestRecord") -> None:
         """A request has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now = time.time_ns()
-        started = now - int((time.perf_counter() - record.job.started) * NANO)
+        started = now - int((time.perf_counter() - record.generation.started) * NANO)
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in record.scope.get("headers", ())
@@ -134,30 +134,30 @@ class RequestTracer:
         sending.join(CLOSE_S)
 
 
-def _first_token_s(record: "JobRecord") -> float | None:
+def _first_token_s(record: "RequestRecord") -> float | None:
     return min((c.first_token_s for c in record.choices if c.first_token_s), default=None)
 
 
-def _attributes(record: "JobRecord", total_s: float) -> dict[str, Any]:
-    job = record.job
-    params = job.choices[0].params
-    completion_tokens = job.num_completion_tokens
+def _attributes(record: "RequestRecord", total_s: float) -> dict[str, Any]:
+    generation = record.generation
+    params = generation.choices[0].params
+    completion_tokens = generation.num_completion_tokens
     attributes: dict[str, Any] = {
-        "gen_ai.operation.name": "chat" if job.is_chat else "text_completion",
+        "gen_ai.operation.name": "chat" if generation.is_chat else "text_completion",
         "gen_ai.provider.name": "phalanx",
-        "gen_ai.request.model": job.model,
-        "gen_ai.response.model": job.model,
-        "gen_ai.request.id": record.request_id or job.response_id,
-        "gen_ai.response.id": job.response_id,
-        "gen_ai.request.n": len(job.choices),
+        "gen_ai.request.model": generation.model,
+        "gen_ai.response.model": generation.model,
+        "gen_ai.request.id": record.request_id or generation.response_id,
+        "gen_ai.response.id": generation.response_id,
+        "gen_ai.request.n": len(generation.choices),
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.response.finish_reasons": [choice.reason for choice in record.choices],
-        "gen_ai.usage.num_sequences": len(job.choices),
-        "gen_ai.usage.prompt_tokens": job.num_prompt_tokens,
+        "gen_ai.usage.num_sequences": len(generation.choices),
+        "gen_ai.usage.prompt_tokens": generation.num_prompt_tokens,
         "gen_ai.usage.completion_tokens": completion_tokens,
-        "gen_ai.usage.input_tokens": job.num_prompt_tokens,
+        "gen_ai.usage.input_tokens": generation.num_prompt_tokens,
         "gen_ai.usage.output_tokens": completion_tokens,
         "gen_ai.latency.e2e": total_s,
     }

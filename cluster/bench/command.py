@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -97,7 +97,8 @@ def make_load(given: dict[str, Any]) -> "Load":
 
     path = given["prompts"]
     records = [] if path is None else read_prompts(str(path))
-    endpoint = "chat" if any(record.messages for record in records) else "completions"
+    chats = any(record.messages for record in records)
+    endpoint: Literal["chat", "completions"] = "chat" if chats else "completions"
     concurrency = given["concurrency"]
     if concurrency is None and given["request_rate"] is None:
         concurrency = DEFAULT_CONCURRENCY

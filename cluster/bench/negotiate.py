@@ -93,7 +93,7 @@ class Prober:
                 "OPENAI_API_KEY, or into the one that --api-key-env names"
             )
         try:
-            return json.loads(response.body)["data"][0]["id"]
+            return str(json.loads(response.body)["data"][0]["id"])
         except (ValueError, LookupError, TypeError):
             raise BenchError(
                 f"{self._name}: /v1/models answered HTTP {response.status} without a model; "

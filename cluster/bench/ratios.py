@@ -51,4 +51,5 @@ def ratio_name(key: str, part: str | None) -> str:
 
 def _pick(figures: dict[str, Any], key: str, part: str | None) -> float | None:
     value = figures[key]
-    return value if part is None or value is None else value[part]
+    found: float | None = value if part is None or value is None else value[part]
+    return found

@@ -39,7 +39,7 @@ def build_report(load: Load, session: Session, with_requests: bool = False) -> d
     settings = asdict(load)
     if load.request_rate is not None and isinf(load.request_rate):
         settings["request_rate"] = "inf"  # JSON has no infinity
-    servers = []
+    servers: list[dict[str, Any]] = []
     for server in session.servers:
         results = server.results(load.goodput)
         target = server.target

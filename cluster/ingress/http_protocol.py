@@ -7,7 +7,7 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from cluster.api.answer.chunks import error_body
+from cluster.api.answer.events import error_body
 from cluster.errors import BadRequestError
 
 MAX_HEAD_BYTES = 64 * 1024

@@ -11,8 +11,8 @@ from typing import Any
 from ray import serve
 from ray.exceptions import RayError
 
+from cluster.api.admission import AdmissionGate
 from cluster.api.app import create_app
-from cluster.api.gate import Gate
 from cluster.api.record import Recorder
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import load_default_sampling, load_tokenizer
@@ -62,7 +62,7 @@ class Ingress:
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         settings = _settings(config, api_key_digests)
-        self._gate = Gate(settings.max_open_choices)
+        self._gate = AdmissionGate(settings.max_open_choices)
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         await connected
         self._drain_timeout_s = config.serve.drain_timeout_s

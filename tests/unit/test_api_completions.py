@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.api.request.job import choice_seed
+from cluster.api.request.generation_factory import choice_seed
 from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, events, says, usage
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.request.job import JobFactory
+from cluster.api.request.generation_factory import GenerationFactory
 from tests.unit.api_fakes import IM_END, Api, FakeBackend, events, says
 
 
@@ -239,15 +239,15 @@ class Bracketed:
 @pytest.fixture
 def parsed(monkeypatch):
     """Every chat choice gets a parser."""
-    chat = JobFactory.chat
+    chat = GenerationFactory.chat
 
     async def with_parser(self, request, backend, headers):
-        job = await chat(self, request, backend, headers)
-        for choice in job.choices:
+        generation = await chat(self, request, backend, headers)
+        for choice in generation.choices:
             choice.parser = Bracketed()
-        return job
+        return generation
 
-    monkeypatch.setattr(JobFactory, "chat", with_parser)
+    monkeypatch.setattr(GenerationFactory, "chat", with_parser)
 
 
 @pytest.mark.parametrize("size", [1, 2, 50])

@@ -63,6 +63,11 @@ ORDER = {
         ("config",),
         ("metrics",),
         ("group",),
+        # The text of an answer knows nothing of the request, and the formats of calls nothing of either.
+        ("api/tools", "api/settings.py", "api/backend.py"),
+        ("api/answer",),
+        ("api/tokenizer.py",),
+        ("api/request",),
         ("api",),
         ("ingress", "bench"),
         ("app.py", "commands"),

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from cluster.api.admission import AdmissionGate
 from cluster.api.app import create_app
-from cluster.api.gate import Gate
 from cluster.api.request.json_body import is_deeper
 from cluster.config.serve_section import ServeConfig, open_choices_limit
 from cluster.errors import BadRequestError, EngineDeadError, OverloadedError
@@ -21,9 +21,9 @@ def hanging(**settings) -> Api:
     return api
 
 
-def gated() -> tuple[Api, Gate]:
+def gated() -> tuple[Api, AdmissionGate]:
     """An API and its gate."""
-    api, gate = Api(), Gate()
+    api, gate = Api(), AdmissionGate()
     api.app = create_app(lambda: api.backend, tiny_tokenizer(), gate=gate)
     return api, gate
 
@@ -106,8 +106,8 @@ class TestQueue:
 
     def test_retry_after_follows_the_rate(self, monkeypatch):
         now = [100.0]
-        monkeypatch.setattr("cluster.api.gate.time.monotonic", lambda: now[0])
-        gate = Gate(4)
+        monkeypatch.setattr("cluster.api.admission.time.monotonic", lambda: now[0])
+        gate = AdmissionGate(4)
         for _ in range(3):  # a choice each 5 s
             ticket = gate.admit(1)
             now[0] += 5
@@ -121,7 +121,7 @@ class TestQueue:
         assert error.value.retry_after_s == 14
 
     def test_releasing_twice_counts_once(self):
-        gate = Gate(2)
+        gate = AdmissionGate(2)
         ticket, other = gate.admit(1), gate.admit(1)
         ticket.release(), ticket.release()
         assert (gate.num_choices, gate.num_requests) == (1, 1)

@@ -5,7 +5,7 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from cluster.api.answer.reasoning import Thinking, ThinkSplitter, thinking_after
+from cluster.api.answer.reasoning import ReasoningSplitter, Thinking, thinking_after
 from tests.unit.api_fakes import (
     IM_END,
     Api,
@@ -42,7 +42,7 @@ CASES = [
 def test_the_split_does_not_depend_on_how_the_text_comes(begins, text, reasoning, content):
     rng = random.Random(text)
     for size in (len(text) or 1, 1, *[0] * 20):
-        splitter = ThinkSplitter(begins)
+        splitter = ReasoningSplitter(begins)
         found, rest = ["", ""], text
         while rest:
             cut = size or rng.randint(1, 9)
@@ -53,7 +53,7 @@ def test_the_split_does_not_depend_on_how_the_text_comes(begins, text, reasoning
 
 
 def test_thoughts_are_shown_as_they_come():
-    splitter = ThinkSplitter(OPENED)
+    splitter = ReasoningSplitter(OPENED)
     shown = "".join(splitter.push(char)[0] for char in "one two th")
     assert shown == "one two th"
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from cluster.api.answer.chat_parser import ChatParser
+from cluster.api.answer.message_parser import MessageParser
 from cluster.api.tools import FORMATS, choose_format
 
 WEATHER = {
@@ -182,7 +182,7 @@ def test_auto_takes_the_format_of_the_template():
 
 
 def message_of(name, text, **options):
-    parser = ChatParser(calls=FORMATS[name].parser(NAMES), **options)
+    parser = MessageParser(calls=FORMATS[name].parser(NAMES), **options)
     parser.push(text, last=True)
     return parser
 

@@ -6,16 +6,18 @@ as a whole. Knows nothing of sockets or engines.
 
 from typing import Any
 
-from cluster.api.answer.chunks import head_of, to_json, usage, usage_of
-from cluster.api.request.job import Choice, Job
+from cluster.api.answer.events import head_of, to_json, usage, usage_of
+from cluster.api.answer.generation import Choice, Generation
 
 
 class DetailedEventWriter:
-    """Builds the stream items of one job."""
+    """Builds the stream items of one generation."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._head = head_of(job, "chat.completion.chunk" if job.is_chat else "text_completion")
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._head = head_of(
+            generation, "chat.completion.chunk" if generation.is_chat else "text_completion"
+        )
         self._opened: set[int] = set()
 
     def role(self, choice: Choice) -> bytes:
@@ -31,14 +33,16 @@ class DetailedEventWriter:
         Nothing while a parser holds the text back, but what is shown of tokens goes out at once.
         """
         last = choice.text.finish_reason is not None
-        if not self._job.is_chat:
+        if not self._generation.is_chat:
             contents: list[dict[str, Any]] = [{"text": text}]
         elif choice.parser is None:
             contents = [{"delta": {"content": text}}]
         else:
             deltas = choice.parser.push(text, last=last)
             contents = [{"delta": delta} for delta in deltas]
-            if not contents and (last or choice.report is not None or self._job.continuous_usage):
+            if not contents and (
+                last or choice.report is not None or self._generation.continuous_usage
+            ):
                 contents = [{"delta": {}}]
         if not contents:
             return b""
@@ -54,22 +58,22 @@ class DetailedEventWriter:
         if choice.report is None:
             return {"logprobs": None}
         fields = choice.report.take()
-        if not self._job.is_chat and choice.index not in self._opened:
+        if not self._generation.is_chat and choice.index not in self._opened:
             self._opened.add(choice.index)
             fields |= choice.report.prompt()
         return fields
 
     def usage(self) -> bytes:
         """The item after all choices, when the client asked for it."""
-        return _event(self._head | {"choices": [], "usage": usage_of(self._job)})
+        return _event(self._head | {"choices": [], "usage": usage_of(self._generation)})
 
     def _event(self, choice: Choice, fields: dict[str, Any], beside: dict[str, Any]) -> bytes:
         item = self._head | {"choices": [{"index": choice.index, **fields}]} | beside
-        if self._job.continuous_usage:
+        if self._generation.continuous_usage:
             item["usage"] = usage(
                 len(choice.prompt_token_ids), choice.text.num_tokens, choice.num_cached_tokens
             )
-        elif self._job.include_usage:
+        elif self._generation.include_usage:
             item["usage"] = None
         return _event(item)
 

@@ -26,7 +26,7 @@ def thinking_after(prompt_end: str, unfinished: str | None) -> Thinking:
     return Thinking.CLOSED if end.endswith(CLOSE) else Thinking.POSSIBLE
 
 
-class ThinkSplitter:
+class ReasoningSplitter:
     """Takes one answer apart as it comes. White space next to the tags belongs to neither side."""
 
     def __init__(self, begins: Thinking) -> None:

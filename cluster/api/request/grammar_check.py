@@ -1,18 +1,18 @@
-"""Joins the parts of an output into one grammar and has llguidance check it. Knows nothing of requests' fields.
+"""Joins the parts of an output into one grammar and checks it with llguidance. Knows nothing of requests' fields.
 
-A check takes 1 to 100 ms, in the worst case seconds, and so runs on a thread of its own; the same grammar is checked
-once.
+A check takes 1 to 100 ms, in the worst case seconds, so it runs on a thread of its own. The result is cached.
 """
 
 import asyncio
 import json
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher
 
-from cluster.api.request.schema_place import find_place
+from cluster.api.request.schema_path import SchemaPath, find_error_path
 from cluster.api.request.structured import Constraint, Node
 from cluster.errors import BadRequestError
 from workers.sampling.grammar import compile_thread, limits, plain
@@ -34,14 +34,14 @@ def single_grammar(node: Node) -> str:
 
 
 class GrammarChecker:
-    """Refuses what llguidance cannot compile."""
+    """Refuses grammars that llguidance cannot compile."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None  # most servers never need it
         self._good: OrderedDict[str, None] = OrderedDict()
 
     async def check(self, grammar: str, constraints: list[Constraint]) -> None:
-        """Raise a BadRequestError that names the place when `grammar`, made of `constraints`, is wrong."""
+        """Raise a BadRequestError that names the wrong field if `grammar`, made of `constraints`, does not compile."""
         if grammar in self._good:
             self._good.move_to_end(grammar)
             return
@@ -61,22 +61,25 @@ def _check(grammar: str, constraints: list[Constraint]) -> None:
         message = _error_of(single_grammar(constraint.node))
         if not message:
             continue
-        place: tuple[str | int, ...] = ()
+        path: SchemaPath = ()
         if constraint.schema is not None:
-            place = find_place(
-                constraint.schema,
-                message,
-                lambda part, node_of=constraint.of_part: _error_of(single_grammar(node_of(part))),
-            )
-        param = ".".join([constraint.param, *map(str, place)])
+            path = find_error_path(constraint.schema, message, partial(_part_error, constraint))
+        param = ".".join([constraint.param, *map(str, path)])
         raise BadRequestError(
             f"{param[:300]}: {message}", param=param[:300], code="invalid_grammar"
         )
-    param = constraints[0].param  # each is right by itself: together they are too much
+    param = constraints[
+        0
+    ].param  # each constraint compiles by itself, but together they exceed a limit
     raise BadRequestError(f"{param}: {_error_of(grammar)}", param=param, code="invalid_grammar")
 
 
+def _part_error(constraint: Constraint, part: dict[str, Any]) -> str:
+    """Return the error of a part of the constraint's schema by itself; "" for none."""
+    return _error_of(single_grammar(constraint.of_part(part)))
+
+
 def _error_of(grammar: str) -> str:
-    """What is wrong with it, "" when nothing is. Special tokens are left to the rank, which has a tokenizer."""
+    """Return the error of a grammar; "" for none. The rank checks token ids, because a tokenizer is needed for them."""
     wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits())
     return plain(messages[0])[:_MAX_MESSAGE] if wrong else ""

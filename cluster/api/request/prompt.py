@@ -90,14 +90,14 @@ class PromptEncoder:
     def _encode(
         self, prompt: str | list[int], special: bool, keep: int | None, echo: bool
     ) -> Prompt:
-        ids = prompt
-        if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt, add_special_tokens=special)
+        if isinstance(prompt, list):
+            kept = _last(prompt, keep)
+            return Prompt(kept, self._tokenizer.decode(kept) if echo else "")
+        ids = self._tokenizer.encode(prompt, add_special_tokens=special)
         kept = _last(ids, keep)
         if not echo:
             return Prompt(kept)
-        whole = isinstance(prompt, str) and len(kept) == len(ids)
-        return Prompt(kept, prompt if whole else self._tokenizer.decode(kept))
+        return Prompt(kept, prompt if len(kept) == len(ids) else self._tokenizer.decode(kept))
 
     async def _maybe_in_thread(self, call: Callable[[], _Result], num_chars: int) -> _Result:
         if num_chars <= self._inline_chars:

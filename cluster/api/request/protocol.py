@@ -7,7 +7,7 @@ Unknown fields are ignored, as other servers do; `unsupported` refuses known one
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
 
 from cluster.api.request.messages import ROLES, parse_messages
 from cluster.api.request.unsupported import CHAT, COMPLETION, refuse_unsupported
@@ -23,9 +23,13 @@ _Count = Annotated[
 _Request = TypeVar("_Request", bound="GenerationRequest")
 
 # For the OpenAPI document: what the code below checks of fields that pydantic takes as they are.
-_STRINGS = {"type": "array", "items": {"type": "string"}}
-TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_PROMPT = {
+_STRINGS: dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
+TOKEN_IDS: dict[str, JsonValue] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+_PROMPT: dict[str, JsonValue] = {
     "anyOf": [
         {"type": "string"},
         {**_STRINGS, "minItems": 1},
@@ -33,25 +37,27 @@ _PROMPT = {
         {"type": "array", "items": TOKEN_IDS, "minItems": 1},
     ]
 }
-_TEXT_PART = {
+_TEXT_PART: dict[str, JsonValue] = {
     "type": "object",
     "required": ["type", "text"],
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
-_MESSAGE = {
+_MESSAGE: dict[str, JsonValue] = {
     "type": "object",
     "required": ["role"],
     "properties": {
-        "role": {"enum": list(ROLES)},
+        "role": {"enum": [*ROLES]},
         "content": {
             "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
         },
     },
 }
-MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
-_STOP = {"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}
-_TOOLS = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
-_TOOL_CHOICE = {
+MESSAGES: dict[str, JsonValue] = {"type": "array", "items": _MESSAGE, "minItems": 1}
+_STOP: dict[str, JsonValue] = {"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}
+_TOOLS: dict[str, JsonValue] = {
+    "anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]
+}
+_TOOL_CHOICE: dict[str, JsonValue] = {
     "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]
 }
 
@@ -166,7 +172,8 @@ class GenerationRequest(BaseModel):
     @property
     def continuous_usage(self) -> bool:
         """Whether every item of a stream says how many tokens there are so far."""
-        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
 
 
 class CompletionRequest(GenerationRequest):

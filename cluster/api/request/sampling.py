@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from cluster.api.answer.detokenizer import StopRules
-from cluster.api.request.protocol import CompletionRequest, GenerationRequest, check_text
+from cluster.api.request.protocol import ChatRequest, CompletionRequest, check_text
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError
@@ -22,7 +22,7 @@ class SamplingBuilder:
         self._settings = settings
 
     async def params(
-        self, request: GenerationRequest, grammar: str | None = None
+        self, request: CompletionRequest | ChatRequest, grammar: str | None = None
     ) -> SamplingParams:
         """Return the parameters of all choices, without max_tokens (here 1) and the seed."""
         bad_words_ids = await self._bad_words_ids(request.bad_words)
@@ -64,7 +64,9 @@ class SamplingBuilder:
             grammar=grammar,
         )
 
-    def stop_rules(self, request: GenerationRequest, params: SamplingParams) -> StopRules:
+    def stop_rules(
+        self, request: CompletionRequest | ChatRequest, params: SamplingParams
+    ) -> StopRules:
         """What ends the text of each choice."""
         return StopRules(
             strings=self._stop_strings(request.stop),
@@ -74,7 +76,9 @@ class SamplingBuilder:
             min_tokens=params.min_tokens,
         )
 
-    def _prompt_logprobs(self, request: GenerationRequest, logprobs: int | None) -> int | None:
+    def _prompt_logprobs(
+        self, request: CompletionRequest | ChatRequest, logprobs: int | None
+    ) -> int | None:
         """What the client asks for, and what the logprobs of an echo need."""
         asked = self._count(request.prompt_logprobs, "prompt_logprobs")
         if isinstance(request, CompletionRequest) and request.echo and logprobs is not None:
@@ -204,5 +208,5 @@ def _check_some_token_is_left(
         )
 
 
-def _logprobs_param(request: GenerationRequest) -> str:
+def _logprobs_param(request: CompletionRequest | ChatRequest) -> str:
     return "logprobs" if isinstance(request, CompletionRequest) else "top_logprobs"

@@ -95,11 +95,6 @@ def check_schema_limits(schema: Any, param: str, settings: ApiSettings) -> int:
     return size
 
 
-def lark_string(text: str) -> str:
-    """`text` as a string of a Lark grammar."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def _wishes(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     """(param, kind, value) of everything the request asks for."""
     response_format = request.response_format

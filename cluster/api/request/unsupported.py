@@ -48,4 +48,4 @@ def refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]
 def _same(value: Any, neutral: Any) -> bool:
     if isinstance(value, bool) or isinstance(neutral, bool):  # 0 == False in Python, not in JSON
         return value is neutral
-    return value == neutral
+    return bool(value == neutral)

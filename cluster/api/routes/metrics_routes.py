@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from cluster.api.answer.chunks import to_json
+from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError

@@ -83,7 +83,7 @@ class Readiness:
 
 
 def _busy(stats: dict[str, Any]) -> int:
-    return stats.get("steps", 0) - stats.get("idle_steps", 0)
+    return int(stats.get("steps", 0) - stats.get("idle_steps", 0))
 
 
 async def _one_token(backend: EngineBackend, rank: int) -> None:

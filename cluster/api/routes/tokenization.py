@@ -11,9 +11,9 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
-from cluster.api.answer.chunks import to_json
+from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
-from cluster.api.request.job import check_model
+from cluster.api.request.generation_factory import check_model
 from cluster.api.request.json_body import read_json_object
 from cluster.api.request.prompt import PromptEncoder
 from cluster.api.request.protocol import (
@@ -23,10 +23,10 @@ from cluster.api.request.protocol import (
     parse_chat,
     parse_completion,
 )
+from cluster.api.request.tool_options import parse_tool_options
 from cluster.api.routes.openapi import body_schema
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
-from cluster.api.tools.offer import read_offer
 from cluster.errors import BadRequestError
 
 _INLINE_TOKENS = 4096
@@ -124,7 +124,7 @@ async def _token_ids(
         if asked.prompt is not None:
             raise BadRequestError("prompt and messages exclude each other", param="prompt")
         request = parse_chat(body)
-        offer = read_offer(request, settings)
+        offer = parse_tool_options(request, settings)
         tools = None if offer is None else offer.definitions
         return (await prompts.chat(request, None, tools)).token_ids
     found = await prompts.completion(parse_completion(body), keep=None)
@@ -133,7 +133,7 @@ async def _token_ids(
     return found[0].token_ids
 
 
-def _parse(model: type, body: dict[str, Any]) -> Any:
+def _parse(model: type[BaseModel], body: dict[str, Any]) -> Any:
     try:
         return model.model_validate(body)
     except ValidationError as error:

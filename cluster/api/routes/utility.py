@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from cluster.api.answer.chunks import to_json
+from cluster.api.admission import AdmissionGate
+from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
-from cluster.api.gate import Gate
 from cluster.api.routes.docs_page import render_docs
 from cluster.api.routes.readiness import Readiness
 from cluster.api.settings import ApiSettings, package_version
@@ -22,7 +22,7 @@ def add_utility_routes(
     app: FastAPI,
     backend_provider: Callable[[], EngineBackend],
     settings: ApiSettings,
-    gate: Gate,
+    gate: AdmissionGate,
 ) -> None:
     """Add the routes. Probes may be HEAD requests, too."""
     readiness = Readiness(backend_provider, settings)

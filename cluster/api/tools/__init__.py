@@ -1,4 +1,4 @@
-"""Tool calls: what the client offers, how models write calls, one file for each format."""
+"""Tool calls in the text of models. Knows nothing of requests."""
 
 from cluster.api.tools.base import CallFormat
 from cluster.api.tools.hermes import HERMES, OPEN
@@ -8,7 +8,7 @@ FORMATS = {"hermes": HERMES, "json": JSON}
 
 
 def choose_format(name: str, chat_template: str) -> CallFormat:
-    """The format of that name; auto is what the chat template writes itself."""
+    """Return the format `name`; `auto` selects the format that the chat template writes."""
     if name == "auto":
         name = "hermes" if OPEN in chat_template else "json"
     return FORMATS[name]

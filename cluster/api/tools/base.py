@@ -1,5 +1,9 @@
-"""The interface of the parsers that find tool calls in a model's text. One file per format beside this one."""
+"""The interface of tool call formats: a parser of a model's text, and a grammar. Each format has its own file.
 
+Knows nothing of requests or messages.
+"""
+
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -7,10 +11,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that the model may call: as the client defined it, and what of it is used here.
+    """A function that the model may call; `definition` is the client's JSON.
 
-    parameters   the JSON schema of its arguments, None = it takes none
-    strict       arguments that a grammar makes must match all of the schema, not only what grammars can say
+    parameters   the JSON schema of the arguments; None = no arguments
+    strict       a grammar must enforce all of the schema; otherwise keywords without a grammar are left out
     """
 
     name: str
@@ -21,7 +25,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A piece of the call number `index`. The first one has the name; arguments add up to the JSON text."""
+    """A part of call number `index`. The first part has the name; the arguments of all parts join to the JSON text."""
 
     index: int
     name: str | None = None
@@ -29,32 +33,37 @@ class CallDelta:
 
 
 Piece = str | CallDelta
-"""What a parser makes of text: content to show, or a part of a call."""
+"""Content to show, or a part of a call."""
 
 
 class CallParser(Protocol):
-    """Takes one answer apart as it comes. What is no call is content, character for character."""
+    """Splits one answer into content and calls as its text arrives. Text outside calls is content, unchanged."""
 
     def push(self, text: str) -> list[Piece]:
-        """What this text completes."""
+        """Return the content and calls that `text` completes."""
         ...
 
     def flush(self) -> list[Piece]:
-        """No more text comes: what was held back."""
+        """Return the text that was held back. Called after the last `push`."""
         ...
 
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a family of models writes calls.
+    """The way in which a family of models writes calls.
 
-    parser   makes a parser of one answer, given the names of the tools
-    lark     Lark rules of which `calls` matches one call of these tools, or any number when the second argument is
-             true; @args_0, @args_1 ... are the grammars of their arguments. The last argument writes a marker
-             such as <tool_call> for the grammar: models have it as text or as a special token.
-    markers  texts that only calls have
+    parser   makes a parser of one answer; its argument holds the names of the tools
+    lark     makes Lark rules; the rule `calls` matches one call of the tools, or any number if the second argument is
+             true. @args_0, @args_1 ... are the grammars of the arguments. The third argument writes a marker such as
+             <tool_call> for the grammar, because some models have it as text and some as a token.
+    markers  texts that occur in calls only
     """
 
     parser: Callable[[frozenset[str]], CallParser]
     lark: Callable[[Sequence[Tool], bool, Callable[[str], str]], str]
     markers: tuple[str, ...] = ()
+
+
+def lark_string(text: str) -> str:
+    """Return `text` as a string literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from cluster.api.request.structured import lark_string
-from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool
+from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string
 from cluster.api.tools.call_scanner import CallScanner
 
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})

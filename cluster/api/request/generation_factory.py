@@ -1,20 +1,19 @@
-"""Turn a checked request into a job: tokenised prompts, sampling parameters, one text per choice.
+"""Makes a `Generation` of a checked request: tokenised prompts, sampling parameters, one text for each choice.
 
 Knows nothing of HTTP responses or of how the engine runs the choices.
 """
 
 import random
-import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from cluster.api.answer.detokenizer import NoText, TextStream
+from cluster.api.answer.generation import Choice, Generation
 from cluster.api.answer.logprobs import Shown, TokenReport
-from cluster.api.answer.message_parser import MessageParser
 from cluster.api.backend import EngineBackend
-from cluster.api.request.output_form import OutputForm, OutputForms
+from cluster.api.request.output_format import OutputFormat, OutputFormats
 from cluster.api.request.prompt import Prompt, PromptEncoder
 from cluster.api.request.protocol import (
     ChatRequest,
@@ -33,77 +32,7 @@ RANK_HEADER = "x-data-parallel-rank"
 _SEED_MASK = 2**63 - 1
 
 
-@dataclass(slots=True)
-class Choice:
-    """One sequence to generate and its text so far.
-
-    echo    shown before the first token
-    report  what is shown of its tokens beside the text; None = nothing
-    parser  makes a chat message of the text; None = the text is its content
-    """
-
-    index: int
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    text: TextStream | NoText
-    echo: str = ""
-    report: TokenReport | None = None
-    parser: MessageParser | None = None
-    num_cached_tokens: int = 0
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it ended, as the client is told; None while it runs."""
-        reason = self.text.finish_reason
-        if reason is None or self.parser is None:
-            return reason
-        return self.parser.finish_reason(reason)
-
-
-@dataclass(slots=True, kw_only=True)
-class Job:
-    """One request of a client, ready to run.
-
-    continuous_usage  every item of the stream says how many tokens there are
-    routing           what `EngineBackend.generate` is told beside the prompt and its parameters
-    grammar_param     the field that asks for the output's form, if one does
-    """
-
-    response_id: str
-    is_chat: bool
-    model: str
-    system_fingerprint: str
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    choices: list[Choice]
-    num_choices_per_prompt: int
-    num_prompt_tokens: int
-    routing: dict[str, Any]
-    grammar_param: str | None = None
-    created: int = field(default_factory=lambda: int(time.time()))
-    started: float = field(default_factory=time.perf_counter)
-
-    @property
-    def has_details(self) -> bool:
-        """Whether stream items carry more than text and how it ended."""
-        choice = self.choices[0]
-        return self.continuous_usage or choice.report is not None or choice.parser is not None
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Of all choices so far."""
-        return sum(choice.text.num_tokens for choice in self.choices)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompts that were found in the prefix cache; each prompt counts once."""
-        firsts = self.choices[:: self.num_choices_per_prompt]
-        return sum(choice.num_cached_tokens for choice in firsts)
-
-
-class JobFactory:
+class GenerationFactory:
     """Makes jobs of one ingress's tokenizer and settings."""
 
     def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
@@ -111,51 +40,51 @@ class JobFactory:
         self._settings = settings
         self._prompts = PromptEncoder(tokenizer, settings)
         self._sampling = SamplingBuilder(tokenizer, settings)
-        self._forms = OutputForms(tokenizer, settings)
+        self._formats = OutputFormats(tokenizer, settings)
 
     async def completion(
         self,
         request: CompletionRequest,
         backend: EngineBackend,
         headers: Mapping[str, str],
-    ) -> Job:
-        """A job of /v1/completions. Choices of prompt p are numbered from p * n."""
+    ) -> Generation:
+        """A generation of /v1/completions. Choices of prompt p are numbered from p * n."""
         check_model(request.model, backend)
         self._check_choices(len(request.prompts()), request.n or 1)
         keep = self._num_kept(request, backend)
         prompts = await self._prompts.completion(request, keep)
-        form = await self._forms.of_completion(request)
-        params = await self._sampling.params(request, form.grammar)
-        return self._job(request, backend, headers, prompts, form, params)
+        output = await self._formats.for_completion(request)
+        params = await self._sampling.params(request, output.grammar)
+        return self._make(request, backend, headers, prompts, output, params)
 
     async def chat(
         self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str]
-    ) -> Job:
-        """A job of /v1/chat/completions."""
+    ) -> Generation:
+        """A generation of /v1/chat/completions."""
         check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
-        offer = self._forms.offer(request)
-        tools = None if offer is None else offer.definitions
+        options = self._formats.tool_options(request)
+        tools = None if options is None else options.definitions
         prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
-        form = await self._forms.of_chat(request, offer, prompt)
-        params = await self._sampling.params(request, form.grammar)
-        return self._job(request, backend, headers, [prompt], form, params)
+        output = await self._formats.for_chat(request, options, prompt)
+        params = await self._sampling.params(request, output.grammar)
+        return self._make(request, backend, headers, [prompt], output, params)
 
-    def _job(
+    def _make(
         self,
         request: CompletionRequest | ChatRequest,
         backend: EngineBackend,
         headers: Mapping[str, str],
         prompts: list[Prompt],
-        form: OutputForm,
+        output: OutputFormat,
         params: SamplingParams,
-    ) -> Job:
+    ) -> Generation:
         is_chat = isinstance(request, ChatRequest)
         unique = uuid.uuid4().hex
         response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request.request_id or unique}"
         # The ranks rely on it that no two requests have the same id.
         run_id = f"{response_id}-{unique}" if request.request_id else response_id
-        return Job(
+        return Generation(
             response_id=response_id,
             is_chat=is_chat,
             model=backend.model_name,
@@ -163,11 +92,11 @@ class JobFactory:
             stream=bool(request.stream),
             include_usage=request.include_usage,
             continuous_usage=request.continuous_usage,
-            choices=self._choices(request, backend, prompts, form, params, run_id),
+            choices=self._choices(request, backend, prompts, output, params, run_id),
             num_choices_per_prompt=request.n or 1,
             num_prompt_tokens=sum(len(prompt.token_ids) for prompt in prompts),
             routing=_routing(request, backend, headers),
-            grammar_param=form.param,
+            grammar_param=output.param,
         )
 
     def _choices(
@@ -175,7 +104,7 @@ class JobFactory:
         request: CompletionRequest | ChatRequest,
         backend: EngineBackend,
         prompts: list[Prompt],
-        form: OutputForm,
+        output: OutputFormat,
         params: SamplingParams,
         run_id: str,
     ) -> list[Choice]:
@@ -183,7 +112,7 @@ class JobFactory:
         shown = _shown(request)
         seed = request.seed if request.seed is not None else random.getrandbits(63)
         decoders = self._tokenizer.decoders
-        skip = request.skip_special_tokens is not False and not form.keeps_special
+        skip = request.skip_special_tokens is not False and not output.keeps_special
         choices: list[Choice] = []
         for prompt in prompts:
             ids = prompt.token_ids
@@ -200,7 +129,7 @@ class JobFactory:
                         NoText() if request.only_echo else TextStream(decoder, stop),
                         prompt.echo,
                         TokenReport(shown, decoders, ids, prompt.echo) if shown else None,
-                        form.new_parser() if form.new_parser is not None else None,
+                        output.new_parser() if output.new_parser is not None else None,
                     )
                 )
         return choices

@@ -1,4 +1,4 @@
-"""The tools of a chat request: `tools`, `tool_choice`, `parallel_tool_calls`, checked. Knows no format of calls."""
+"""Checks `tools`, `tool_choice` and `parallel_tool_calls` of a chat request. Knows nothing of call formats."""
 
 import re
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")  # OpenAI's own rule is stricter:
 
 
 @dataclass(frozen=True)
-class ToolOffer:
-    """What the model may call, and whether it has to.
+class ToolOptions:
+    """The tools of one request.
 
-    tools      all of them, for the prompt
-    callable   those it may call
-    required   it has to call one of them
-    named      the client named the one to call
-    parallel   it may call several
+    tools      all tools, for the prompt
+    callable   the tools that the model may call
+    required   the model must call one of `callable`
+    named      the client named the tool to call
+    parallel   the model may call several tools
     """
 
     tools: list[Tool]
@@ -36,8 +36,8 @@ class ToolOffer:
         return [tool.definition for tool in self.tools]
 
 
-def read_offer(request: ChatRequest, settings: ApiSettings) -> ToolOffer | None:
-    """The request's tools; None when there are none or the model may call none."""
+def parse_tool_options(request: ChatRequest, settings: ApiSettings) -> ToolOptions | None:
+    """Return the tools of a request; None if it has none or forbids calls."""
     choice = request.tool_choice
     if not request.tools:
         if request.tools not in (None, []):
@@ -49,7 +49,7 @@ def read_offer(request: ChatRequest, settings: ApiSettings) -> ToolOffer | None:
     chosen = _chosen(choice, tools)
     if choice == "none":
         return None
-    return ToolOffer(
+    return ToolOptions(
         tools=tools,
         callable=tools if chosen is None else [chosen],
         required=choice == "required" or chosen is not None,
@@ -113,7 +113,7 @@ def _tool(value: Any, where: str, settings: ApiSettings) -> Tool:
 
 
 def _chosen(choice: Any, tools: list[Tool]) -> Tool | None:
-    """The tool that tool_choice names; None when it names none."""
+    """Return the tool that tool_choice names; None if it names none."""
     if choice is None or choice in ("none", "auto", "required"):
         return None
     function = choice.get("function") if isinstance(choice, dict) else None

@@ -1,6 +1,6 @@
-"""Run a job and send its answer: a plain ASGI response, whole or as a stream of server-sent events.
+"""Run a generation and send its answer: a plain ASGI response, whole or as a stream of server-sent events.
 
-One task runs the job, another waits for the client to go away; whichever ends first ends the other.
+One task runs the generation, another waits for the client to go away; whichever ends first ends the other.
 Leaving a choice early closes its generator, which aborts the request in its rank. Headers leave
 with the first token, so that a request the engine refuses still gets its status. Knows nothing of
 parsing.
@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.answer.chunks import DONE, EventWriter, error_event, full_body
+from cluster.api.admission import BODY_SEND
 from cluster.api.answer.detailed_events import DetailedEventWriter
+from cluster.api.answer.events import DONE, EventWriter, error_event, full_body
+from cluster.api.answer.generation import Choice, Generation
 from cluster.api.backend import EngineBackend
-from cluster.api.gate import BODY_SEND
-from cluster.api.record import JobRecord, Recorder
-from cluster.api.request.job import Choice, Job
+from cluster.api.record import Recorder, RequestRecord
 from cluster.errors import BadRequestError, EngineDeadError, ServingError
 from workers.sampling.grammar import GRAMMAR_FAILED
 from workers.wire.request import RequestOutput
@@ -34,20 +34,20 @@ _STREAM_HEADERS = [
 ]
 
 
-class JobResponse(Response):
+class GenerationResponse(Response):
     """The answer to one generation request. Errors before the first byte are raised, not sent."""
 
-    def __init__(self, job: Job, backend: EngineBackend, recorder: Recorder) -> None:
+    def __init__(self, generation: Generation, backend: EngineBackend, recorder: Recorder) -> None:
         super().__init__()
-        self._job = job
+        self._generation = generation
         self._backend = backend
         self._recorder = recorder
-        self._record: JobRecord | None = None
+        self._record: RequestRecord | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the answer until it is complete or the client is gone."""
-        record = self._record = self._recorder.begin(self._job, scope)
-        answer = self._stream(scope, send) if self._job.stream else self._collect(send)
+        record = self._record = self._recorder.begin(self._generation, scope)
+        answer = self._stream(scope, send) if self._generation.stream else self._collect(send)
         work = asyncio.create_task(answer)
         gone = asyncio.create_task(_wait_for_disconnect(receive))
         try:
@@ -57,19 +57,19 @@ class JobResponse(Response):
             await asyncio.gather(*running, return_exceptions=True)
             record.end(None if work.cancelled() else work.exception())
         if not work.cancelled():
-            work.result()  # raises what the job raised
+            work.result()  # raises what the generation raised
 
     async def _collect(self, send: Send) -> None:
-        texts = [choice.echo for choice in self._job.choices]
+        texts = [choice.echo for choice in self._generation.choices]
 
         def emit(choice: Choice, text: str) -> None:
             texts[choice.index] += text
 
         await self._run_all(emit)
-        if self._job.has_details:  # logprobs of a long prompt take up to a second to write
-            body = await asyncio.to_thread(full_body, self._job, texts)
+        if self._generation.has_details:  # logprobs of a long prompt take up to a second to write
+            body = await asyncio.to_thread(full_body, self._generation, texts)
         else:
-            body = full_body(self._job, texts)
+            body = full_body(self._generation, texts)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode("ascii")),
@@ -78,9 +78,11 @@ class JobResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, scope: Scope, send: Send) -> None:
-        job = self._job
+        generation = self._generation
         send_body = send
-        writer = DetailedEventWriter(job) if job.has_details else EventWriter(job)
+        writer = (
+            DetailedEventWriter(generation) if generation.has_details else EventWriter(generation)
+        )
         opened: set[int] = set()
 
         async def begin(choice: Choice, text: str) -> None:
@@ -92,7 +94,7 @@ class JobResponse(Response):
                 send_body = scope.get(BODY_SEND, send)
             opened.add(choice.index)
             body = writer.text(choice, choice.echo + text)
-            if job.is_chat:
+            if generation.is_chat:
                 body = writer.role(choice) + body
             await send_body({"type": "http.response.body", "body": body, "more_body": True})
 
@@ -107,18 +109,18 @@ class JobResponse(Response):
 
         try:
             await self._run_all(emit)
-            last = writer.usage() + DONE if job.include_usage else DONE
+            last = writer.usage() + DONE if generation.include_usage else DONE
         except Exception as error:
             if not opened:
                 raise
             if not isinstance(error, ServingError):
-                logger.exception("stream %s broke", job.response_id)
+                logger.exception("stream %s broke", generation.response_id)
                 error = ServingError("internal error; the server's log has the details")
             last = error_event(error) + DONE
         await send({"type": "http.response.body", "body": last})
 
     async def _run_all(self, emit: Emit) -> None:
-        choices = self._job.choices
+        choices = self._generation.choices
         if len(choices) == 1:
             await self._run(choices[0], emit)
             return
@@ -135,12 +137,12 @@ class JobResponse(Response):
         record = self._record.choice(choice)
         text, report = choice.text, choice.report
         outputs = self._backend.generate(
-            choice.request_id, choice.prompt_token_ids, choice.params, **self._job.routing
+            choice.request_id, choice.prompt_token_ids, choice.params, **self._generation.routing
         )
         try:
             async for output in outputs:
                 if output.finish_reason in ("error", "abort"):
-                    raise _failure(self._job, output)
+                    raise _failure(self._generation, output)
                 if not record.first_token_s:
                     choice.num_cached_tokens = output.num_cached_tokens
                 if report is None:
@@ -166,11 +168,11 @@ class JobResponse(Response):
             record.end()
 
 
-def _failure(job: Job, output: RequestOutput) -> ServingError:
+def _failure(generation: Generation, output: RequestOutput) -> ServingError:
     """What the client is told of a request that its rank gave up."""
     message = output.error or "the engine ended this request"
-    if job.grammar_param is not None and message.startswith(GRAMMAR_FAILED):
-        return BadRequestError(message, param=job.grammar_param, code="invalid_grammar")
+    if generation.grammar_param is not None and message.startswith(GRAMMAR_FAILED):
+        return BadRequestError(message, param=generation.grammar_param, code="invalid_grammar")
     return EngineDeadError(message)
 
 

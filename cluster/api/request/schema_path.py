@@ -1,4 +1,4 @@
-"""Where in a JSON schema an error is, found by trying its parts. Knows nothing of llguidance or HTTP."""
+"""Finds the part of a JSON schema that causes an error, by trying its parts. Knows nothing of llguidance or HTTP."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,31 +8,33 @@ _LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 _SINGLE = ("items", "additionalProperties")
 _MAX_TRIES = 500
 
-Place = tuple[str | int, ...]
+SchemaPath = tuple[str | int, ...]
 
 
-def find_place(schema: dict[str, Any], message: str, error_of: Callable[[Any], str]) -> Place:
-    """The way to the innermost part of `schema` that by itself gives the same `message`; () for the whole.
+def find_error_path(
+    schema: dict[str, Any], message: str, error_of: Callable[[Any], str]
+) -> SchemaPath:
+    """Return the path of the innermost part of `schema` that by itself has the error `message`; () for the whole.
 
-    error_of tells what is wrong with a schema, "" when nothing is.
+    error_of returns the error of a schema, "" for none. At most 500 parts are tried.
     """
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    place: Place = ()
+    path: SchemaPath = ()
     tries = 0
     parts = _parts(schema)
     while (step := next(parts, None)) is not None:
         tries += 1
         if tries > _MAX_TRIES:
             break
-        way, part = step
+        step_path, part = step
         if error_of({**shared, **part}) == message:
-            place += way
+            path += step_path
             parts = _parts(part)
-    return place
+    return path
 
 
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """The schemas directly within one, definitions first: what refers to a broken one is broken too."""
+def _parts(schema: dict[str, Any]) -> Iterator[tuple[SchemaPath, dict[str, Any]]]:
+    """Yield the parts of a schema; definitions first, because a broken one breaks each schema that refers to it."""
     for keyword in _NAMED:
         named = schema.get(keyword)
         if isinstance(named, dict):

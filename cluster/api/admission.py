@@ -12,7 +12,7 @@ from contextlib import suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.answer.chunks import DONE, error_event
+from cluster.api.answer.events import DONE, error_event
 from cluster.errors import (
     BadRequestError,
     EngineDeadError,
@@ -31,7 +31,7 @@ _MAX_RETRY_AFTER_S = 30
 class Ticket:
     """A request that was let in; `release` it when it has ended, however it ended."""
 
-    def __init__(self, gate: "Gate", num_choices: int) -> None:
+    def __init__(self, gate: "AdmissionGate", num_choices: int) -> None:
         self._gate = gate
         self.num_choices = num_choices
         self.arrived = time.monotonic()
@@ -42,7 +42,7 @@ class Ticket:
         self._gate._release(self)
 
 
-class Gate:
+class AdmissionGate:
     """One for each ingress. Lives in its event loop."""
 
     def __init__(self, max_open_choices: int | None = None) -> None:
@@ -130,7 +130,7 @@ class AdmittedResponse(Response):
     """An answer with a ticket, within the time that it may take."""
 
     def __init__(
-        self, answer: Response, gate: Gate, ticket: Ticket, timeout_s: float | None
+        self, answer: Response, gate: AdmissionGate, ticket: Ticket, timeout_s: float | None
     ) -> None:
         super().__init__()
         self._answer = answer
@@ -144,10 +144,11 @@ class AdmittedResponse(Response):
         if left is None and self._timeout_s is not None:
             left = self._timeout_s - (time.monotonic() - self._ticket.arrived)
         try:
-            async with asyncio.timeout(left) as self._ticket.timeout:
+            async with asyncio.timeout(left) as timeout:
+                self._ticket.timeout = timeout
                 await self._answer(scope, receive, send)
         except TimeoutError:
-            if not self._ticket.timeout.expired():
+            if not timeout.expired():
                 raise
             if STARTED not in scope:
                 raise self._error() from None

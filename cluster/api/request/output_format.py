@@ -1,37 +1,37 @@
-"""The form of a request's answers: the grammar that holds them to it, and the parser that takes them apart.
+"""The output format of a request: the grammar that constrains its answers, and the parser that splits them.
 
-Brings together what the client wants (`structured`), the tools it offers (`tools`) and the model's habit to think
-first (`reasoning`). Knows nothing of prompts' text or of sampling.
+Joins the constraint of the client (`structured`), its tools (`tool_options`) and the thoughts of the model
+(`reasoning`). Knows nothing of prompts' text or of sampling.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.api.answer.chat_parser import ChatParser
 from cluster.api.answer.message_parser import MessageParser
-from cluster.api.answer.reasoning import CLOSE, OPEN, Thinking, ThinkSplitter, thinking_after
+from cluster.api.answer.reasoning import CLOSE, OPEN, ReasoningSplitter, Thinking, thinking_after
 from cluster.api.request.grammar_check import GrammarChecker, join_grammars, single_grammar
 from cluster.api.request.prompt import Prompt
 from cluster.api.request.protocol import ChatRequest, CompletionRequest
-from cluster.api.request.structured import Constraint, arguments_node, find_constraint, lark_string
+from cluster.api.request.structured import Constraint, arguments_node, find_constraint
+from cluster.api.request.tool_options import ToolOptions, parse_tool_options
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.tools import choose_format
-from cluster.api.tools.offer import ToolOffer, read_offer
+from cluster.api.tools.base import lark_string
 from cluster.errors import BadRequestError
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
-class OutputForm:
-    """Of all choices of one request.
+class OutputFormat:
+    """The format of all choices of one request.
 
-    grammar        what they have to match; None = anything
-    param          the field of the request that asks for that
+    grammar        constrains the output; None = any text
+    param          the field of the request that the grammar comes from
     new_parser     makes the parser of one choice; None = the text is the content
-    keeps_special  special tokens stay in the text, because the parser looks for some
+    keeps_special  special tokens stay in the text, because the parser searches for some of them
     """
 
     grammar: str | None = None
@@ -40,95 +40,95 @@ class OutputForm:
     keeps_special: bool = False
 
 
-PLAIN = OutputForm()
+PLAIN = OutputFormat()
 
 
-class OutputForms:
-    """Makes the forms of one ingress's requests."""
+class OutputFormats:
+    """Makes the output formats of the requests of one ingress."""
 
     def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
         self._tokenizer = tokenizer
         self._settings = settings
         template = tokenizer.chat_template
-        self._knows_tools = "tools" in template
+        self._template_has_tools = "tools" in template
         self._format = choose_format(settings.tool_parser, template)
         parser = settings.reasoning_parser
         self._thinks = parser == "think" or (parser == "auto" and CLOSE in template)
         self._checker = GrammarChecker()
 
-    async def of_completion(self, request: CompletionRequest) -> OutputForm:
-        """The form of a completion's texts."""
+    async def for_completion(self, request: CompletionRequest) -> OutputFormat:
+        """Return the format of a completion's choices. Raises BadRequestError for a grammar that does not compile."""
         constraint = find_constraint(request, self._settings)
         if constraint is None:
             return PLAIN
         grammar = single_grammar(constraint.node)
         await self._checker.check(grammar, [constraint])
-        return OutputForm(grammar, constraint.param)
+        return OutputFormat(grammar, constraint.param)
 
-    def offer(self, request: ChatRequest) -> ToolOffer | None:
-        """The tools that a chat request offers; refuses those that the model could not learn of."""
-        offer = read_offer(request, self._settings)
-        if offer is not None and not self._knows_tools:
+    def tool_options(self, request: ChatRequest) -> ToolOptions | None:
+        """Return the tools of a chat request. Raises BadRequestError if the chat template does not take tools."""
+        options = parse_tool_options(request, self._settings)
+        if options is not None and not self._template_has_tools:
             raise BadRequestError(
                 "this model's chat template does not take tools", param="tools", code="no_tools"
             )
-        return offer
+        return options
 
-    async def of_chat(
-        self, request: ChatRequest, offer: ToolOffer | None, prompt: Prompt
-    ) -> OutputForm:
-        """The form of the answers to `prompt`."""
+    async def for_chat(
+        self, request: ChatRequest, tools: ToolOptions | None, prompt: Prompt
+    ) -> OutputFormat:
+        """Return the format of the answers to `prompt`. Raises BadRequestError for a grammar that does not compile."""
         constraint = find_constraint(request, self._settings)
-        if constraint is None and offer is None and not self._thinks:
+        if constraint is None and tools is None and not self._thinks:
             return PLAIN
         begins = Thinking.CLOSED
         if self._thinks:
             begins = thinking_after(prompt.end, prompt.unfinished)
         grammar = param = None
-        if constraint is not None or (offer is not None and offer.required):
-            grammar = await self._grammar(constraint, offer, begins)
+        if constraint is not None or (tools is not None and tools.required):
+            grammar = await self._grammar(constraint, tools, begins)
             param = "tools" if constraint is None else constraint.param
-        if offer is None and not self._thinks:
-            return OutputForm(grammar, param)
-        # What is echoed goes through the parser too, so that it sees the beginning of a thought.
+        if tools is None and not self._thinks:
+            return OutputFormat(grammar, param)
+        # The parser reads the echo too, because a thought may begin there.
         seen = Thinking.POSSIBLE if prompt.echo else begins
-        markers = (OPEN, CLOSE) if self._thinks else ()
-        if offer is not None:
+        markers: tuple[str, ...] = (OPEN, CLOSE) if self._thinks else ()
+        if tools is not None:
             markers += self._format.markers
         hidden = any(self._tokenizer.is_hidden(marker) for marker in markers)
-        return OutputForm(grammar, param, lambda: self._parser(request, offer, seen), hidden)
+        return OutputFormat(grammar, param, lambda: self._parser(request, tools, seen), hidden)
 
     def _parser(
-        self, request: ChatRequest, offer: ToolOffer | None, begins: Thinking
-    ) -> ChatParser:
-        thoughts = ThinkSplitter(begins) if self._thinks else None
+        self, request: ChatRequest, tools: ToolOptions | None, begins: Thinking
+    ) -> MessageParser:
+        thoughts = ReasoningSplitter(begins) if self._thinks else None
         shows = request.include_reasoning is not False
-        if offer is None:
-            return ChatParser(thoughts=thoughts, shows_reasoning=shows)
-        names = frozenset(tool.name for tool in offer.callable)
-        return ChatParser(
+        if tools is None:
+            return MessageParser(thoughts=thoughts, shows_reasoning=shows)
+        names = frozenset(tool.name for tool in tools.callable)
+        return MessageParser(
             thoughts=thoughts,
             calls=self._format.parser(names),
-            max_calls=None if offer.parallel else 1,
+            max_calls=None if tools.parallel else 1,
             shows_reasoning=shows,
-            reports_calls=not offer.named,
+            reports_calls=not tools.named,
         )
 
     async def _grammar(
-        self, constraint: Constraint | None, offer: ToolOffer | None, begins: Thinking
+        self, constraint: Constraint | None, tools: ToolOptions | None, begins: Thinking
     ) -> str:
-        """Thoughts are free; then come calls, or what the client wants, or either."""
+        """Return the grammar of free thoughts, followed by calls or by the constrained answer, or by either."""
         parts = {} if constraint is None else {"answer": constraint}
-        if offer is not None and offer.required:
-            parts = {}  # text is no way to answer
+        if tools is not None and tools.required:
+            parts = {}  # a call is required: text is no answer
         ways = [f"@{name}" for name in parts]
         lark = ""
-        if offer is not None:
+        if tools is not None:
             ways.insert(0, "calls")
-            lark = self._format.lark(offer.callable, offer.parallel, self._marker) + "\n"
-            for i, tool in enumerate(offer.callable):
+            lark = self._format.lark(tools.callable, tools.parallel, self._marker) + "\n"
+            for i, tool in enumerate(tools.callable):
                 schema = {"type": "object", **(tool.parameters or _NO_PARAMETERS)}
-                where = f"tools.{offer.tools.index(tool)}.function.parameters"
+                where = f"tools.{tools.tools.index(tool)}.function.parameters"
                 node_of = partial(arguments_node, strict=tool.strict)
                 parts[f"args_{i}"] = Constraint(where, node_of(schema), schema, node_of)
         nodes = {name: part.node for name, part in parts.items()}
@@ -138,7 +138,9 @@ class OutputForms:
             lark += f"start: {self._thought(begins)} answer\nanswer: {' | '.join(ways)}\n"
             lark += self._thought_rules(begins)
             grammar = join_grammars(lark, nodes)
-        if constraint is not None and "answer" not in parts:  # not used, but no less wrong
+        if (
+            constraint is not None and "answer" not in parts
+        ):  # unused, but an error in it is an error
             await self._checker.check(single_grammar(constraint.node), [constraint])
         await self._checker.check(grammar, list(parts.values()))
         return grammar
@@ -149,7 +151,7 @@ class OutputForms:
         return "thought" if begins is Thinking.OPENED else ""
 
     def _thought_rules(self, begins: Thinking) -> str:
-        """Any text to the tag that ends it, and a little space behind."""
+        """Return the rules of a thought: any text up to the closing tag, and up to 8 white spaces behind it."""
         if begins is Thinking.CLOSED:
             return ""
         space = "THOUGHT_SPACE: /[ \\t\\n\\r]{1,8}/\n"

@@ -9,7 +9,7 @@ import json
 from json.encoder import encode_basestring_ascii as json_string  # json.dumps of a str, 6x faster
 from typing import Any
 
-from cluster.api.request.job import Choice, Job
+from cluster.api.answer.generation import Choice, Generation
 from cluster.errors import ServingError
 
 DONE = b"data: [DONE]\n\n"
@@ -39,9 +39,11 @@ def error_event(error: ServingError) -> bytes:
     return b"data: " + error_body(error) + b"\n\n"
 
 
-def usage_of(job: Job) -> dict[str, Any]:
+def usage_of(generation: Generation) -> dict[str, Any]:
     """Token counts so far."""
-    return usage(job.num_prompt_tokens, job.num_completion_tokens, job.num_cached_tokens)
+    return usage(
+        generation.num_prompt_tokens, generation.num_completion_tokens, generation.num_cached_tokens
+    )
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
@@ -54,22 +56,25 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
     }
 
 
-def full_body(job: Job, texts: list[str]) -> bytes:
+def full_body(generation: Generation, texts: list[str]) -> bytes:
     """The answer of a request that does not stream; texts by choice index."""
-    body = head_of(job, "chat.completion" if job.is_chat else "text_completion") | {
+    body = head_of(generation, "chat.completion" if generation.is_chat else "text_completion") | {
         "choices": [
-            _full_choice(job, choice, text) for choice, text in zip(job.choices, texts, strict=True)
+            _full_choice(generation, choice, text)
+            for choice, text in zip(generation.choices, texts, strict=True)
         ],
-        "usage": usage_of(job),
+        "usage": usage_of(generation),
     }
-    if job.is_chat and job.choices[0].report is not None:
-        body |= job.choices[0].report.prompt()  # one prompt: its fields stand beside the choices
+    if generation.is_chat and generation.choices[0].report is not None:
+        body |= generation.choices[
+            0
+        ].report.prompt()  # one prompt: its fields stand beside the choices
     return to_json(body)
 
 
-def _full_choice(job: Job, choice: Choice, text: str) -> dict[str, Any]:
+def _full_choice(generation: Generation, choice: Choice, text: str) -> dict[str, Any]:
     content: dict[str, Any] = {"text": text}
-    if job.is_chat:
+    if generation.is_chat:
         message = {"role": "assistant", "content": text, "refusal": None}
         if choice.parser is not None:
             choice.parser.push(text, last=True)
@@ -78,7 +83,7 @@ def _full_choice(job: Job, choice: Choice, text: str) -> dict[str, Any]:
     details: dict[str, Any] = {"logprobs": None}
     if choice.report is not None:
         details = choice.report.take()
-        if not job.is_chat:
+        if not generation.is_chat:
             details |= choice.report.prompt()
     return {
         "index": choice.index,
@@ -89,30 +94,30 @@ def _full_choice(job: Job, choice: Choice, text: str) -> dict[str, Any]:
     }
 
 
-def head_of(job: Job, kind: str) -> dict[str, Any]:
+def head_of(generation: Generation, kind: str) -> dict[str, Any]:
     """The fields that begin an answer and each of its stream items."""
     return {
-        "id": job.response_id,
+        "id": generation.response_id,
         "object": kind,
-        "created": job.created,
-        "model": job.model,
-        "system_fingerprint": job.system_fingerprint,
+        "created": generation.created,
+        "model": generation.model,
+        "system_fingerprint": generation.system_fingerprint,
     }
 
 
 class EventWriter:
-    """Builds the stream items of one job."""
+    """Builds the stream items of one generation."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._kind = "chat.completion.chunk" if job.is_chat else "text_completion"
-        head = to_json(head_of(job, self._kind)).decode("ascii")
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+        self._kind = "chat.completion.chunk" if generation.is_chat else "text_completion"
+        head = to_json(head_of(generation, self._kind)).decode("ascii")
         opening = f'data: {head[:-1]},"choices":[{{"index":'
-        tail = '"usage":null}' if job.include_usage else ""
+        tail = '"usage":null}' if generation.include_usage else ""
         closing = f"}}],{tail}\n\n" if tail else "}]}\n\n"
-        before_text = '"delta":{"content":' if job.is_chat else '"text":'
-        after_text = '},"logprobs":null,' if job.is_chat else ',"logprobs":null,'
-        self._prefixes = [f"{opening}{i},{before_text}" for i in range(len(job.choices))]
+        before_text = '"delta":{"content":' if generation.is_chat else '"text":'
+        after_text = '},"logprobs":null,' if generation.is_chat else ',"logprobs":null,'
+        self._prefixes = [f"{opening}{i},{before_text}" for i in range(len(generation.choices))]
         self._suffix = f'{after_text}"finish_reason":null{closing}'
         self._last_parts = (f'{after_text}"finish_reason":', closing)
         self._role_parts = (
@@ -138,5 +143,8 @@ class EventWriter:
 
     def usage(self) -> bytes:
         """The item after all choices, when the client asked for it."""
-        content = head_of(self._job, self._kind) | {"choices": [], "usage": usage_of(self._job)}
+        content = head_of(self._generation, self._kind) | {
+            "choices": [],
+            "usage": usage_of(self._generation),
+        }
         return b"data: " + to_json(content) + b"\n\n"

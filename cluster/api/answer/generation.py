@@ -1,0 +1,80 @@
+"""The answer to one request of a client while the engine generates it. Knows nothing of engines or HTTP."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.api.answer.detokenizer import NoText, TextStream
+from cluster.api.answer.logprobs import TokenReport
+from cluster.api.answer.message_parser import MessageParser
+from workers.wire.request import SamplingParams
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence of a request, and its text so far.
+
+    echo    shown before the first token
+    report  the logprobs and ids shown beside the text; None = none
+    parser  makes a chat message of the text; None = the text is the content
+    """
+
+    index: int
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    text: TextStream | NoText
+    echo: str = ""
+    report: TokenReport | None = None
+    parser: MessageParser | None = None
+    num_cached_tokens: int = 0
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The finish reason of the answer; None while the engine generates."""
+        reason = self.text.finish_reason
+        if reason is None or self.parser is None:
+            return reason
+        return self.parser.finish_reason(reason)
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """All choices of one request, ready to run.
+
+    continuous_usage  every item of the stream has token counts
+    routing           the options of `EngineBackend.generate`
+    grammar_param     the field of the request that the grammar comes from, if there is a grammar
+    """
+
+    response_id: str
+    is_chat: bool
+    model: str
+    system_fingerprint: str
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    choices: list[Choice]
+    num_choices_per_prompt: int
+    num_prompt_tokens: int
+    routing: dict[str, Any]
+    grammar_param: str | None = None
+    created: int = field(default_factory=lambda: int(time.time()))
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def has_details(self) -> bool:
+        """Whether stream items carry more than text and finish reason."""
+        choice = self.choices[0]
+        return self.continuous_usage or choice.report is not None or choice.parser is not None
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Output tokens of all choices so far."""
+        return sum(choice.text.num_tokens for choice in self.choices)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache; each prompt counts once."""
+        firsts = self.choices[:: self.num_choices_per_prompt]
+        return sum(choice.num_cached_tokens for choice in firsts)
