@@ -53,7 +53,7 @@ class MessageParser:
         return deltas
 
     def message(self) -> dict[str, Any]:
-        """Return the fields of the message, after the last `push`. Content is null if there are only reasoning or calls."""
+        """Return the fields of the message, after the last `push`. Content is null beside reasoning or calls alone."""
         reasoning = "".join(self._reasoning) or None
         content = "".join(self._content)
         message: dict[str, Any] = {"content": content}
