@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 ERROR_DELIVERY_S = 1.0  # for the error messages of requests that did not finish in time
 # Time between the drain's end and the end of a replica by Serve: closing connections takes a few seconds at worst.
 KILL_AFTER_S = 10.0
+# Serve replaces a replica after three failed checks. Its own period of 10 s would let a failed group stay for 30 s.
+HEALTH_CHECK_PERIOD_S = 1.0
 
 
 @serve.deployment(
@@ -138,6 +140,7 @@ def deploy(
     options = deployment.options(
         ray_actor_options=actor_options,
         num_replicas=config.serve.replicas,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         graceful_shutdown_timeout_s=config.serve.drain_timeout_s + KILL_AFTER_S,
     )
     app: serve.Application = options.bind(config, listen=listen, api_key_digests=api_key_digests)
