@@ -218,5 +218,5 @@ class Supervisor:
 
 
 def _kill_own_actor() -> None:
-    """End this process. `ray.actor.exit_actor` would only end the asyncio task that calls it."""
+    """End this process. `ray.actor.exit_actor` would wait for ever for calls that wait, such as `drain_requested`."""
     ray.kill(ray.get_runtime_context().current_actor)
