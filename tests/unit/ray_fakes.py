@@ -105,8 +105,8 @@ class FakeRank:
         await self._note("open_stream", epoch, stream_id)
         if self._inbox is None:
             self._inbox = Inbox("127.0.0.1")
-            self._inbox.deliver_to(self)
-        self._senders[stream_id] = TokenSender(address)
+            self._inbox.deliver_to(self, epoch)
+        self._senders[stream_id] = TokenSender(address, epoch)
         return self._inbox.address
 
     async def close_stream(self, epoch: int, stream_id: str) -> None:

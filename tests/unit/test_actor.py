@@ -1,7 +1,6 @@
 """The actor shell of a rank without Ray: multicast refused, calls of other epochs refused, streams."""
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

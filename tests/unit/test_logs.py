@@ -155,6 +155,24 @@ def test_only_our_processes_reach_the_console(capsys):
     ]
 
 
+def test_harmless_warnings_of_libraries_are_left_out(capsys):
+    harmless = (
+        "[W1122 16:03:17.123456789 socket.cpp:767] [c10d] The client socket cannot be initialized to connect to "
+        "[host]:4711 (errno: 97 - Address family not supported by protocol).",
+        "[W socket.cpp:464] [c10d] The server socket cannot be initialized on [::]:29500 (errno: 97).",
+        "The tokenizer you are loading from '/model' with an incorrect regex pattern: https://huggingface.co/x",
+    )
+    real = (
+        "[E1122 16:03:17.123456789 socket.cpp:1027] [c10d] The client socket has timed out after 300s",
+        "[W1122 16:03:17.123456789 ProcessGroupNCCL.cpp:1250] Warning: something else",
+        "RuntimeError: The client socket cannot be initialized",
+    )
+    console_logs.print_batch(
+        batch("RankActor", harmless[0], real[0], *harmless[1:], *real[1:]), "text"
+    )
+    assert capsys.readouterr().err.splitlines() == list(real)
+
+
 def test_json_stays_json(capsys):
     console_logs.print_batch(batch("RankActor", '{"level": "info"}', "Fatal: segfault"), "json")
     ours, wrapped = map(json.loads, capsys.readouterr().err.splitlines())
