@@ -43,9 +43,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     },
     "stops": {"temperature": 1.5, "seed": 11, "stop_token_ids": frozenset(range(0, 384, 12))},
     "biased": {"logit_bias": ((7, 3.0), (300, -100.0)), "temperature": 0.7, "seed": 3},
+    "words": {
+        "bad_words_ids": tuple((token, token) for token in range(384)),
+        "allowed_token_ids": tuple(range(0, 384, 3)),
+    },
     "prompt-logprobs": {"temperature": 1.0, "seed": 1, "logprobs": 1, "prompt_logprobs": 2},
     "grammar": {
-        "grammar": "start: /[a-c]{4}[0-9]{4}(xy|z){3,9}/",
+        "grammar": "start: /[a-c]{4}[0-9]{4}(xy|z){3,5}/",
         "temperature": 1.0,
         "seed": 12,
         "stop_token_ids": ENDS,

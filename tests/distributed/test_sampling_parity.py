@@ -32,6 +32,12 @@ FEATURES: list[dict[str, Any]] = [
     {"repetition_penalty": 1.2, "frequency_penalty": -0.1, "logprobs": 4, "prompt_logprobs": 0},
     {"logit_bias": ((7, 3.0), (300, -100.0)), "presence_penalty": 1.0, "logprobs": 2},
     {"min_tokens": 9, "stop_token_ids": frozenset(range(0, 384, 3))},
+    {"bad_words_ids": tuple((token, token) for token in range(384)), "logprobs": 1},
+    {
+        "bad_words_ids": (*((token,) for token in range(0, 384, 2)), (1, 3, 5), (9,) * 5),
+        "allowed_token_ids": (*range(60), *range(200, 384, 3)),
+        "repetition_penalty": 1.1,
+    },
     {"temperature": 0.8, "top_k": 40, "seed": 5, "logprobs": 5, "prompt_logprobs": 1},
 ]
 
@@ -133,6 +139,13 @@ def _check(request: EngineRequest, result: RankResult, logits_of) -> None:
 def _edited(request: EngineRequest, output: list[int], logits_V: torch.Tensor) -> torch.Tensor:
     params = request.params
     edited_V = logits_V.clone()
+    if params.allowed_token_ids is not None:
+        allowed = torch.zeros(len(edited_V), dtype=torch.bool)
+        allowed[list(params.allowed_token_ids)] = True
+        edited_V[~allowed] = -torch.inf
+    for *prefix, last in params.bad_words_ids:
+        if not prefix or output[-len(prefix) :] == prefix:
+            edited_V[last] = -torch.inf
     if len(output) < params.min_tokens:
         edited_V[list(params.stop_token_ids)] = -torch.inf
     for token, bias in params.logit_bias:

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from workers.engine.sequence import Sequence, SequenceTable
-from workers.sampling.logits_processors import GrammarBitmask
 from workers.sampling.sampler import Sampler
+from workers.sampling.token_bitmask import TokenBitmask
 from workers.wire.request import EngineRequest, SamplingParams
 
 pytestmark = [
@@ -27,7 +27,7 @@ PARAMS = [
 
 def run(device: str) -> tuple[list[list[int]], list[list[tuple]]]:
     table = SequenceTable(len(PARAMS), max_model_len=64, block_size=4)
-    picker = Sampler(table, len(PARAMS), V, torch.device(device))
+    sampler = Sampler(table, len(PARAMS), V, torch.device(device))
     seqs = []
     for index, params in enumerate(PARAMS):
         request = EngineRequest(
@@ -38,16 +38,16 @@ def run(device: str) -> tuple[list[list[int]], list[list[tuple]]]:
         )
         seqs.append(Sequence.from_request(request))
         table.add(seqs[-1])
-        picker.admit(seqs[-1])
+        sampler.admit(seqs[-1])
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(2**31), 2**31, (2, -(-V // 32)), generator=generator)
-    mask = GrammarBitmask(torch.tensor([0, 4]), words.to(torch.int32))
+    mask = TokenBitmask(torch.tensor([0, 4]), words.to(torch.int32))
     rows, told = np.array([seq.row for seq in seqs]), []
     for _ in range(STEPS):
         # Favourites make repeats likely, the spread keeps the order the same on both devices.
         logits = torch.randn(len(seqs), V, generator=generator) + 4 * (torch.arange(V) % 50 == 3)
         positions = np.array([seq.num_tokens for seq in seqs])
-        tokens, logprobs = picker.pick(logits.to(device), rows, positions, mask).lists()
+        tokens, logprobs = sampler.sample(logits.to(device), rows, positions, mask).lists()
         for seq, token in zip(seqs, tokens, strict=True):
             table.append_token(seq, token)
         told.append([entry and tuple(entry) for entry in logprobs])

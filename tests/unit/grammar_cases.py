@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from workers.sampling.draw import SamplingBatch, sample
 from workers.sampling.grammar import Grammar, GrammarCompiler
 from workers.sampling.grammar_bitmask import GrammarBitmasks
+from workers.sampling.token_sampling import SamplingBatch, sample_tokens
 from workers.weights.checkpoint import (
     SPECIAL_TOKENS,
     byte_tokenizer,
@@ -168,7 +168,7 @@ class RandomModel:
                 SamplingParams(max_tokens=1, temperature=0.8, top_p=0.95, seed=i) for i in running
             ]
             batch = SamplingBatch.from_rows(params, np.full(len(running), position))
-            for i, token in zip(running, sample(logits_BV, batch).tolist(), strict=True):
+            for i, token in zip(running, sample_tokens(logits_BV, batch).tolist(), strict=True):
                 assert token >= 0
                 assert grammars[i].advance(token) is None
                 tokens[i].append(token)

@@ -22,7 +22,7 @@ BLOCK, MAX_LEN = 4, 40
 
 
 class PagedRunner:
-    """Runs a PagedModel; `waited` outputs were read. Marks as the picker does who needs its last token."""
+    """Runs a PagedModel; `waited` outputs were read. Marks as the sampler does who needs its last token."""
 
     def __init__(self, scheduler: Scheduler, invalid: frozenset[str] = frozenset()):
         self.model = PagedModel(scheduler)

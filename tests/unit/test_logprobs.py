@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from workers.engine.sequence import Sequence, SequenceTable
 from workers.runner.step_output import StepOutput
 from workers.sampling import logprobs as logprobs_module
-from workers.sampling.logits_processors import GrammarBitmask
 from workers.sampling.logprobs import PromptLogprobs, token_logprobs
 from workers.sampling.sampler import Sampler
+from workers.sampling.token_bitmask import TokenBitmask
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 torch.set_num_threads(1)
@@ -31,13 +31,13 @@ def sequence(row: int, prompt: list[int], **params) -> Sequence:
     return seq
 
 
-def picker_of(seqs: list[Sequence]) -> Sampler:
+def sampler_of(seqs: list[Sequence]) -> Sampler:
     table = SequenceTable(len(seqs), max_model_len=16, block_size=4)
-    picker = Sampler(table, len(seqs), V, CPU)
+    sampler = Sampler(table, len(seqs), V, CPU)
     for seq in seqs:
         table.add(seq)
-        picker.admit(seq)
-    return picker
+        sampler.admit(seq)
+    return sampler
 
 
 def check(found: TokenLogprobs, logits_V: torch.Tensor, token: int, num_top: int) -> None:
@@ -75,27 +75,27 @@ def test_raw_logits_for_the_rows_that_ask():
         sequence(3, [1, 4], logprobs=5, repetition_penalty=9.0, presence_penalty=2.0),
         sequence(4, [1], logprobs=2),
     ]
-    picker = picker_of(seqs)
+    sampler = sampler_of(seqs)
     logits = torch.randn(5, V, generator=torch.Generator().manual_seed(0))
     allowed = torch.zeros(1, 2, dtype=torch.int32)
     allowed[0, 0] = 1 << 9
-    mask = GrammarBitmask(torch.tensor([4]), allowed)
+    mask = TokenBitmask(torch.tensor([4]), allowed)
     positions = np.array([seq.num_tokens for seq in seqs])
-    tokens, found = picker.pick(logits.clone(), np.arange(5), positions, mask).lists()
+    tokens, found = sampler.sample(logits.clone(), np.arange(5), positions, mask).lists()
     assert tokens[1] == 7 and tokens[4] == 9
     assert found is not None and found[0] is None
     for row, num_top in ((1, 3), (2, 0), (3, 5), (4, 2)):
         check(found[row], logits[row], tokens[row], num_top)
     # The slot of row 2 goes to somebody who does not ask.
-    picker.admit(sequence(2, [1]))
-    assert picker.pick(logits[[2]], np.array([2]), positions[[2]]).logprobs is None
+    sampler.admit(sequence(2, [1]))
+    assert sampler.sample(logits[[2]], np.array([2]), positions[[2]]).logprobs is None
 
 
 def test_an_invalid_row_does_not_disturb_the_others():
-    picker = picker_of([sequence(row, [1], logprobs=1) for row in range(2)])
+    sampler = sampler_of([sequence(row, [1], logprobs=1) for row in range(2)])
     logits = torch.randn(2, V, generator=torch.Generator().manual_seed(0))
     logits[0, 3] = torch.nan
-    tokens, found = picker.pick(logits.clone(), np.arange(2), np.array([1, 1])).lists()
+    tokens, found = sampler.sample(logits.clone(), np.arange(2), np.array([1, 1])).lists()
     assert tokens[0] == -1
     check(found[1], logits[1], tokens[1], 1)
     outputs = [RequestOutput("0", [], "error", "NaN"), RequestOutput("1", [tokens[1]])]

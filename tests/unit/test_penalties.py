@@ -1,4 +1,4 @@
-"""Mask, min_tokens, logit_bias and penalties: equal to a plain reference in any batch, slot and after preemption."""
+"""Logits processors: equal to a plain reference in any batch, in any slot and after preemption."""
 
 import random
 from dataclasses import dataclass, field
@@ -15,8 +15,9 @@ from transformers import (
 )
 
 from workers.engine.sequence import Sequence, SequenceTable
-from workers.sampling.logits_processors import GrammarBitmask, LogitsProcessors
+from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.sampler import Sampler
+from workers.sampling.token_bitmask import TokenBitmask
 from workers.wire.request import EngineRequest, SamplingParams
 
 torch.set_num_threads(1)
@@ -33,9 +34,18 @@ def reference(
 ) -> list[float]:
     """The same, token by token."""
     result = list(logits)
+    forbidden = {
+        word[-1]
+        for word in params.bad_words_ids
+        if len(word) == 1 or tuple(output[1 - len(word) :]) == word[:-1]
+    }
     for token in range(V):
         value = np.float32(result[token])
         if allowed is not None and token not in allowed:
+            value = np.float32(-np.inf)
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            value = np.float32(-np.inf)
+        if token in forbidden:
             value = np.float32(-np.inf)
         if len(output) < params.min_tokens and token in params.stop_token_ids:
             value = np.float32(-np.inf)
@@ -58,7 +68,14 @@ def pack(allowed: list[set[int]]) -> torch.Tensor:
 
 
 sparse = st.integers(0, V + 20)  # some beyond the vocabulary
-edits = st.builds(
+few = st.integers(0, 2)  # of which outputs repeat words
+words = st.one_of(
+    st.tuples(few),
+    st.tuples(sparse),
+    st.lists(few, min_size=2, max_size=4).map(tuple),
+    st.tuples(few, sparse),
+)
+processed = st.builds(
     make,
     presence_penalty=st.sampled_from([0.0, 0.0, 0.5, -1.5]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.25, -2.0]),
@@ -68,25 +85,32 @@ edits = st.builds(
     ),
     min_tokens=st.integers(0, 3),
     stop_token_ids=st.frozensets(sparse, max_size=3),
+    bad_words_ids=st.lists(words, max_size=3).map(tuple),
+    allowed_token_ids=st.one_of(
+        st.none(),
+        st.sets(st.integers(0, V - 1), max_size=3).map(
+            lambda left_out: tuple(sorted({*range(V + 3)} - left_out))
+        ),
+    ),
 )
-tokens = st.lists(st.integers(0, V - 1), max_size=6)
+tokens = st.one_of(st.lists(st.integers(0, V - 1), max_size=6), st.lists(few, max_size=6))
 
 
 @settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
-            st.one_of(st.just(make()), edits),
+            st.one_of(st.just(make()), processed),
             tokens.filter(bool),
             tokens,
-            st.one_of(st.none(), st.sets(st.integers(0, V - 1), min_size=7)),
+            st.one_of(st.none(), st.sets(st.integers(0, V - 1), min_size=12)),
         ),
         min_size=1,
         max_size=5,
     ),
     st.integers(0, 2**32 - 1),
 )
-def test_edits_equal_the_reference(rows, seed):
+def test_processors_equal_the_reference(rows, seed):
     logits = torch.randn(len(rows), V, generator=torch.Generator().manual_seed(seed)) * 4
     expected = torch.tensor(
         [
@@ -102,8 +126,8 @@ def test_edits_equal_the_reference(rows, seed):
         token_ids[slot, : len(prompt + output)] = prompt + output
     masked = [row for row, (*_, allowed) in enumerate(rows) if allowed is not None]
     if masked:
-        GrammarBitmask(torch.tensor(masked), pack([rows[row][3] for row in masked])).apply(logits)
-    found = table.of(np.array(slots))
+        TokenBitmask(torch.tensor(masked), pack([rows[row][3] for row in masked])).apply(logits)
+    found = table.batch(np.array(slots))
     if found is not None:
         positions = np.array([len(prompt) + len(output) for _, prompt, output, _ in rows])
         table.apply(logits, found, positions, token_ids)
@@ -111,22 +135,22 @@ def test_edits_equal_the_reference(rows, seed):
 
 
 class Rows:
-    """A picker and the table of the sequences that it picks for."""
+    """A sampler and the table of its sequences."""
 
     def __init__(self, num_rows: int):
         self.table = SequenceTable(num_rows, max_model_len=64, block_size=4)
-        self.picker = Sampler(self.table, num_rows, V, CPU)
+        self.sampler = Sampler(self.table, num_rows, V, CPU)
 
     def admit(self, *requests: "Request") -> "Rows":
         for request in requests:
             self.table.add(request.seq)
-            self.picker.admit(request.seq)
+            self.sampler.admit(request.seq)
         return self
 
-    def pick(self, requests: list["Request"], logits: torch.Tensor, mask=None) -> list[int]:
+    def sample(self, requests: list["Request"], logits: torch.Tensor, mask=None) -> list[int]:
         rows = np.array([request.seq.row for request in requests])
         positions = np.array([request.seq.num_tokens for request in requests])
-        found, logprobs = self.picker.pick(logits.clone(), rows, positions, mask).lists()
+        found, logprobs = self.sampler.sample(logits.clone(), rows, positions, mask).lists()
         assert logprobs is None
         return found
 
@@ -156,7 +180,7 @@ class Request:
 
 
 arrivals = st.lists(
-    st.tuples(st.one_of(st.just(make()), edits), tokens.filter(bool)), min_size=1, max_size=8
+    st.tuples(st.one_of(st.just(make()), processed), tokens.filter(bool)), min_size=1, max_size=8
 )
 
 
@@ -178,7 +202,7 @@ def test_tokens_with_preemption_and_reused_slots(arrivals, chance):
         if not batch:
             break
         logits, expected = zip(*(request.next() for request in batch), strict=True)
-        assert rows.pick(batch, torch.stack(logits)) == list(expected)
+        assert rows.sample(batch, torch.stack(logits)) == list(expected)
         for request, token in zip(batch, expected, strict=True):
             rows.table.append_token(request.seq, token)
             fate = chance.random()
@@ -189,7 +213,7 @@ def test_tokens_with_preemption_and_reused_slots(arrivals, chance):
                     waiting.append(request)
 
 
-@given(st.lists(st.tuples(edits, tokens.filter(bool), tokens), min_size=1, max_size=5))
+@given(st.lists(st.tuples(processed, tokens.filter(bool), tokens), min_size=1, max_size=5))
 @settings(max_examples=40, deadline=None)
 def test_a_row_does_not_depend_on_the_others(rows):
     logits = torch.randn(len(rows) + 1, V, generator=torch.Generator().manual_seed(1))
@@ -200,7 +224,7 @@ def test_a_row_does_not_depend_on_the_others(rows):
 
     def pick(indices: list[int]) -> list[int]:
         batch = [requests[index] for index in indices]
-        return Rows(len(batch)).admit(*batch).pick(batch, logits[indices])
+        return Rows(len(batch)).admit(*batch).sample(batch, logits[indices])
 
     order = list(range(len(requests)))
     assert pick(order) == [pick([index])[0] for index in order] == pick(order[::-1])[::-1]
@@ -225,7 +249,7 @@ def test_repetition_and_min_tokens_equal_transformers(penalty):
     for _ in range(12):
         logits = torch.randn(1, V, generator=generator) + 4 * (torch.arange(V) % 9 == 2)
         expected = processors(ids, logits.clone()).argmax(-1)
-        assert rows.pick([request], logits) == expected.tolist()
+        assert rows.sample([request], logits) == expected.tolist()
         rows.table.append_token(request.seq, int(expected))
         ids = torch.cat((ids, expected[None]), dim=1)
     assert len(set(ids[0, 9:].tolist()) & {2, 11, 20}) > 0, "no stop token came: a useless test"
@@ -238,15 +262,15 @@ def test_min_tokens_gives_way_when_only_the_end_is_left():
         for row, stops in enumerate([{5}, set(range(V))])
     ]
     logits = torch.linspace(0, 1, V).repeat(2, 1)
-    mask = GrammarBitmask(torch.tensor([0]), pack([{5}]))
-    assert Rows(2).admit(*requests).pick(requests, logits, mask) == [5, V - 1]
+    mask = TokenBitmask(torch.tensor([0]), pack([{5}]))
+    assert Rows(2).admit(*requests).sample(requests, logits, mask) == [5, V - 1]
 
 
 def test_a_mask_without_a_token_ends_its_row_only():
     requests = [Request.make(row, make(), [1]) for row in range(2)]
     logits = torch.linspace(0, 1, V).repeat(2, 1)
-    mask = GrammarBitmask(torch.tensor([1]), pack([set()]))
-    assert Rows(2).admit(*requests).pick(requests, logits, mask) == [V - 1, -1]
+    mask = TokenBitmask(torch.tensor([1]), pack([set()]))
+    assert Rows(2).admit(*requests).sample(requests, logits, mask) == [V - 1, -1]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -256,15 +280,36 @@ def test_bad_logits_end_their_row_only(bad):
     rows = Rows(3).admit(*requests)
     logits = torch.linspace(0, 1, V).repeat(3, 1)
     logits[1, 7] = bad
-    mask = GrammarBitmask(torch.arange(3), pack([set(range(7))] * 3))  # does not hide it
+    mask = TokenBitmask(torch.arange(3), pack([set(range(7))] * 3))  # does not hide it
     for _ in range(2):  # the second time after an invalid token was counted
-        assert rows.pick(requests, logits, mask) == [3, -1, 3]
+        assert rows.sample(requests, logits, mask) == [3, -1, 3]
 
 
-def test_batches_without_edits_do_not_touch_the_state():
+def test_batches_without_processors_do_not_touch_the_state():
     table = LogitsProcessors(4, V, CPU)
-    assert table.of(np.arange(4)) is None
+    assert table.batch(np.arange(4)) is None
     table.set(2, make(presence_penalty=1.0), [1], [])
-    assert table.of(np.array([0, 1, 3])) is None and table.of(np.array([0, 2])) is not None
+    assert table.batch(np.array([0, 1, 3])) is None and table.batch(np.array([0, 2])) is not None
     table.set(2, make(), [1], [])
-    assert table.of(np.array([0, 2])) is None
+    assert table.batch(np.array([0, 2])) is None
+
+
+def test_bad_words_match_output_only_and_the_row_may_have_no_token_left():
+    """The prompt ends with the beginning of a word; its output does so later."""
+    params = make(bad_words_ids=((3, 4), (5,)), allowed_token_ids=(3, 4, 5))
+    request = Request.make(0, params, [1, 3])
+    rows = Rows(1).admit(request)
+    assert request.seq.needs_last_token
+    best_is_4 = torch.full((1, V), -1.0).index_fill_(1, torch.tensor([4]), 1.0)
+    assert rows.sample([request], best_is_4) == [4]
+    rows.table.append_token(request.seq, 3)
+    assert rows.sample([request], best_is_4) == [3]
+    nothing = Request.make(1, make(bad_words_ids=((7,),), allowed_token_ids=(7,)), [1])
+    other = Request.make(2, make(), [1])
+    assert not nothing.seq.needs_last_token
+    assert Rows(2).admit(nothing, other).sample([nothing, other], best_is_4.repeat(2, 1)) == [-1, 4]
+
+
+def test_allowed_tokens_beyond_the_vocabulary_allow_nothing():
+    request = Request.make(0, make(allowed_token_ids=(V, V + 30, 2**31 - 1)), [1])
+    assert Rows(1).admit(request).sample([request], torch.zeros(1, V)) == [-1]

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.sampling.draw import (
+from workers.sampling.token_sampling import (
     ALL_GREEDY,
     INVALID,
     SamplingBatch,
     SamplingTable,
     filter_weights,
-    sample,
+    sample_tokens,
     uniforms,
 )
 from workers.wire.request import SamplingParams
@@ -27,13 +27,13 @@ def make(**fields: float) -> SamplingParams:
 
 
 def draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
-    return sample(logits, SamplingBatch.from_rows(params, np.array(positions))).tolist()
+    return sample_tokens(logits, SamplingBatch.from_rows(params, np.array(positions))).tolist()
 
 
 def draw_many(logits_V: torch.Tensor, params: SamplingParams, count: int) -> torch.Tensor:
     """Tokens at positions 0 .. count - 1 of one request with the same logits everywhere."""
     batch = SamplingBatch.from_rows([params] * count, np.arange(count))
-    return sample(logits_V.expand(count, -1), batch)
+    return sample_tokens(logits_V.expand(count, -1), batch)
 
 
 def reference_kept(weights_V: np.ndarray, params: SamplingParams) -> np.ndarray:
@@ -63,6 +63,19 @@ any_params = st.builds(
     min_p=st.sampled_from([0.0, 0.013, 0.2, 1.0]),
     seed=st.integers(-(2**70), 2**70),
 )
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.5, 1), (0.5000001, 2), (0.75, 2), (0.7500001, 3), (0.875, 3), (0.9, 4)]
+)
+def test_top_p_at_an_exact_boundary_keeps_no_token_too_many(top_p, kept):
+    """The sum of the kept weights reaches top_p exactly: the token that reaches it is the last one."""
+    weights = torch.tensor([[1.0, 0.5, 0.25, 0.125, 0.125]])
+    values = SamplingTable(1)
+    values.set(0, make(top_p=top_p))
+    batch = values.batch(np.array([0]), np.array([0]))
+    found = filter_weights(weights, torch.from_numpy(batch.values), batch.filters)
+    assert (found > 0).tolist() == [[index < kept or (kept == 4) for index in range(5)]]
 
 
 @given(
@@ -226,7 +239,7 @@ def test_slots_are_reused() -> None:
     batch = table.batch(np.array([2, 0]), np.array([7, 7]))
     assert batch.filters is None
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(4))
-    assert sample(logits, batch).tolist() == [
+    assert sample_tokens(logits, batch).tolist() == [
         draw(logits[:1], [make(seed=5)], [7])[0],
         int(logits[1].argmax()),
     ]
@@ -235,7 +248,7 @@ def test_slots_are_reused() -> None:
 def test_no_rows() -> None:
     table = SamplingTable(1)
     none = np.empty(0, np.int64)
-    assert sample(torch.empty(0, 10), table.batch(none, none)).tolist() == []
+    assert sample_tokens(torch.empty(0, 10), table.batch(none, none)).tolist() == []
 
 
 def test_all_greedy_is_cheap() -> None:

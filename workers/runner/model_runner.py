@@ -21,12 +21,12 @@ from workers.runner.host_copy import HostCopies, StepClock
 from workers.runner.step_output import RunTimes, StepOutput
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
-from workers.sampling.sampler import Picked, Sampler
+from workers.sampling.sampler import SampledTokens, Sampler
 from workers.ubatch.wrapper import UBatchWrapper
 
 # hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that are looked at.
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-_NONE_PICKED = Picked(torch.empty(0, dtype=torch.int64), [])
+_NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 
 
 class ModelRunner:
@@ -61,7 +61,7 @@ class ModelRunner:
         self._expert_load = kernels.expert_load
         self._rank = rank
         self._device = device
-        self._picker = Sampler(table, max_num_seqs, model.config.vocab_size, device)
+        self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
         self._prompt_logprobs = PromptLogprobs()
         self._masks = GrammarBitmasks(model.config.vocab_size, num_threads)
         self._met_grammar = False
@@ -90,9 +90,26 @@ class ModelRunner:
         prepare = time.perf_counter() - started
         clock = StepClock(self._device)
         clock.mark()
-        hidden_TD, logits_LV, offs_Le = forward()
+        forwarded = forward()
         clock.mark()
-        picked = _NONE_PICKED if logits_LV is None else self._pick(logits_LV, batch, mask)
+        try:
+            return self._finish(scheduled, batch, forwarded, mask, clock, prepare)
+        except Exception as error:
+            # The collectives are over: the error is raised when the step is committed, and then voted.
+            return _failed(error)
+
+    def _finish(
+        self,
+        scheduled: ScheduledBatch,
+        batch: ForwardBatch,
+        forwarded: Forwarded,
+        mask: PendingBitmask | None,
+        clock: StepClock,
+        prepare: float,
+    ) -> Pending[StepOutput]:
+        """Sample the tokens of a forward and start to copy its outputs to the host."""
+        hidden_TD, logits_LV, offs_Le = forwarded
+        sampled = _NO_TOKENS if logits_LV is None else self._sample(logits_LV, batch, mask)
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
             scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
@@ -100,7 +117,7 @@ class ModelRunner:
         clock.mark()
 
         copy = HostCopies(self._copy_stream)
-        picked = picked.to(copy)
+        sampled = sampled.to(copy)
         prompts = {name: parts.to(copy) for name, parts in (prompts or {}).items()}
         offs_Le = None if offs_Le is None else copy(offs_Le)
         copy.finish()
@@ -108,7 +125,7 @@ class ModelRunner:
         def read() -> StepOutput:
             copy.wait()
             return StepOutput(
-                *picked.lists(),
+                *sampled.lists(),
                 {name: parts.lists() for name, parts in prompts.items()} or None,
                 RunTimes(prepare, *clock.seconds()),
                 None if offs_Le is None else LoadSample.of(offs_Le),
@@ -118,7 +135,7 @@ class ModelRunner:
 
     def _admit(self, scheduled: ScheduledBatch) -> None:
         for seq in scheduled.admitted:
-            self._picker.admit(seq)
+            self._sampler.admit(seq)
             self._prompt_logprobs.admit(seq)
             self._met_grammar |= seq.grammar is not None
 
@@ -187,19 +204,26 @@ class ModelRunner:
             return None
         return self.model.compute_logits(hidden_TD[batch.logits_indices])
 
-    def _pick(
+    def _sample(
         self, logits_LV: torch.Tensor, batch: ForwardBatch, mask: PendingBitmask | None
-    ) -> Picked:
+    ) -> SampledTokens:
         allowed = None if mask is None else mask.wait()
-        picked = self._picker.pick(
+        sampled = self._sampler.sample(
             logits_LV, batch.sampling_rows_cpu, batch.sampling_positions_cpu, allowed
         )
         if self._last_tokens is not None:
             # What follows an invalid token is thrown away with it.
-            self._last_tokens.index_copy_(0, batch.sampling_rows, picked.token_B.clamp(min=0))
-        return picked
+            self._last_tokens.index_copy_(0, batch.sampling_rows, sampled.token_B.clamp(min=0))
+        return sampled
 
     def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
         """Begin to compute what the sampling sequences with a grammar may say."""
         pairs = zip(scheduled.seqs, scheduled.samples.tolist(), strict=True)
         return self._masks.start(seq.grammar for seq, samples in pairs if samples)
+
+
+def _failed(error: Exception) -> Pending[StepOutput]:
+    def read() -> StepOutput:
+        raise error
+
+    return Pending(read)

@@ -1,4 +1,4 @@
-"""Computes which tokens constrained rows may have next, beside the model's forward. Knows nothing of requests.
+"""Computes the tokens that grammars allow next, beside the model's forward. Knows nothing of requests.
 
 G constrained rows of a batch, W = ceil(V / 32) words of 32 tokens, V vocabulary.
 """
@@ -12,25 +12,25 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from workers.sampling.grammar import Grammar
-from workers.sampling.logits_processors import GrammarBitmask
+from workers.sampling.token_bitmask import TokenBitmask
 
 _MAX_THREADS = 8
 
 
 class PendingBitmask:
-    """A GrammarBitmask that is being computed."""
+    """A TokenBitmask that is being computed."""
 
     def __init__(self, rows: list[int], words: "Future[np.ndarray]"):
         self._rows = rows
         self._words = words
 
-    def wait(self) -> GrammarBitmask:
-        """The mask; by then the forward has mostly covered its cost."""
-        return GrammarBitmask(torch.tensor(self._rows), torch.from_numpy(self._words.result()))
+    def wait(self) -> TokenBitmask:
+        """Return the mask; the forward usually covers the time to compute it."""
+        return TokenBitmask(torch.tensor(self._rows), torch.from_numpy(self._words.result()))
 
 
 class GrammarBitmasks:
-    """Computes masks beside the forward."""
+    """Computes bitmasks on a thread of its own."""
 
     def __init__(self, vocab_size: int, num_threads: int):
         self._num_words = -(-vocab_size // 32)
@@ -39,11 +39,12 @@ class GrammarBitmasks:
         self._executor: LLExecutor | None = None
 
     def start(self, grammars: Iterable[Grammar | None]) -> PendingBitmask | None:
-        """Compute what each row of a batch may have next; None when no row has a grammar.
+        """Compute the tokens that each row's grammar allows next; None if no row has a grammar.
 
         The grammars may not advance before `wait` has returned.
         """
-        rows, matchers = [], []
+        rows: list[int] = []
+        matchers: list[tuple[LLMatcher, int]] = []
         for row, grammar in enumerate(grammars):
             if grammar is not None:
                 matchers.append((grammar.matcher, len(rows)))
@@ -57,8 +58,10 @@ class GrammarBitmasks:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _fill(self, matchers: list[tuple[LLMatcher, int]]) -> np.ndarray:
-        """int32 [G, W]; the interpreter lock is free meanwhile."""
-        if self._executor is None:  # starts threads, which most ranks never need
+        """Return int32 [G, W]. llguidance releases the interpreter lock meanwhile."""
+        if (
+            self._executor is None
+        ):  # created late, because it starts threads that most ranks never need
             self._executor = LLExecutor(self._num_threads)
         words_GW = np.zeros((len(matchers), self._num_words), dtype=np.int32)
         fill_next_token_bitmask_par(self._executor, matchers, words_GW)

@@ -1,71 +1,38 @@
-"""What changes logits before a token is drawn: a mask, min_tokens, logit_bias, penalties, in this order.
+"""Logits processors: allowed tokens, bad words, min_tokens, logit_bias and penalties, in this order.
 
-The order is vLLM's. Edits happen in place on float32 logits, before temperature, and hold for greedy rows too.
-Knows nothing of the model or of who made the mask.
+The order is vLLM's. They change float32 logits in place, before temperature, and apply to greedy rows too. Knows
+nothing of the model or of grammars.
 
-B rows, G masked rows, W = ceil(V / 32) words, V vocabulary, N single logits, P penalised rows, S slots, L tokens.
+B rows, V vocabulary, N single logits, P penalised rows, S slots, L positions.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 
 from workers.runner.host_copy import to_device
+from workers.sampling.bad_words import BadWords, BadWordsTable
 from workers.sampling.penalties import PenalisedRows, Penalties, has_penalties
+from workers.sampling.token_bitmask import FORBIDDEN, TokenBitmask, pack_tokens
 from workers.wire.request import SamplingParams
-
-FORBIDDEN = float("-inf")
-
-
-@dataclass(frozen=True)
-class GrammarBitmask:
-    """Tokens that some rows of a batch may draw.
-
-    rows_G      int64, where the rows are in the batch
-    allowed_GW  int32, bit v % 32 of word v // 32 is 1 when token v is allowed; on any device
-    """
-
-    rows_G: torch.Tensor
-    allowed_GW: torch.Tensor
-
-    def apply(self, logits_BV: torch.Tensor) -> None:
-        """-inf where a token is not allowed; what is NaN stays it."""
-        # Added, eight tokens a look-up: filling or choosing by a bool takes ten times as long on a CPU.
-        device = logits_BV.device
-        bytes_GX = _moved(self.allowed_GW.contiguous(), device).view(torch.uint8)
-        penalty_GV = _byte_penalties(device)[bytes_GX.long()].flatten(1)
-        logits_BV.index_add_(0, _moved(self.rows_G, device), penalty_GV[:, : logits_BV.shape[1]])
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """On `device`, without waiting for it."""
-    return tensor if tensor.device == device else to_device(tensor.numpy(), device)
-
-
-@cache
-def _byte_penalties(device: torch.device) -> torch.Tensor:
-    """float32 [256, 8]: 0 for the 1 bits of each byte, -inf for its 0 bits, lowest bit first."""
-    bits = (torch.arange(256).unsqueeze(1) >> torch.arange(8)) & 1
-    return torch.zeros(256, 8).masked_fill_(bits == 0, FORBIDDEN).to(device)
-
 
 # By slot: int64 token ids, and a number for each.
 _BySlot = dict[int, tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
-class _Entries:
-    """Single logits of a batch: token ids_N[n] of row rows_N[n], and a number for it. On the host."""
+class _LogitEntries:
+    """Single logits of a batch, on the host: token ids_N[n] of row rows_N[n], and a number for it."""
 
     rows_N: np.ndarray
     ids_N: np.ndarray
     values_N: np.ndarray
 
     @classmethod
-    def of(cls, slots: list[int], by_slot: _BySlot) -> "_Entries | None":
+    def gather(cls, slots: list[int], by_slot: _BySlot) -> "_LogitEntries | None":
+        """Return the entries of a batch whose rows are in `slots`; None if there are none."""
         found = [(row, *by_slot[slot]) for row, slot in enumerate(slots) if slot in by_slot]
         if not found:
             return None
@@ -76,114 +43,133 @@ class _Entries:
             np.concatenate(values),
         )
 
-    def where(self, chosen_N: np.ndarray) -> "_Entries":
-        """Only those with True."""
-        return _Entries(self.rows_N[chosen_N], self.ids_N[chosen_N], self.values_N[chosen_N])
-
-    def index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """To index logits [B, V] with."""
-        return to_device(self.rows_N, device), to_device(self.ids_N, device)
-
 
 @dataclass(frozen=True)
-class Edits:
-    """What the rows of a batch ask for. Changes only with the rows.
+class BatchProcessors:
+    """Processors of the rows of a batch; they change only with the rows.
 
-    stops  tokens that end a row; the number is the position from which on they may
-    bias   the number is added
+    stops  tokens that end a row, with the first position at which they may be drawn
+    bias   numbers that are added
     """
 
-    stops: _Entries | None
-    bias: _Entries | None
+    allowed: TokenBitmask | None
+    bad_words: BadWords | None
+    stops: _LogitEntries | None
+    bias: _LogitEntries | None
     penalties: PenalisedRows | None
 
 
 class LogitsProcessors:
-    """The edits of running sequences by slot, so that a step only looks them up."""
+    """Processors of the running sequences by slot, so that a step only looks them up."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device):
         self._vocab_size = vocab_size
+        self._device = device
         self._on_host = device.type == "cpu"
         self._penalties = Penalties(max_num_seqs, vocab_size, device)
+        self._bad_words = BadWordsTable(vocab_size)
+        self._allowed: dict[int, np.ndarray] = {}  # by slot: words of a bitmask
         self._bias: _BySlot = {}
         self._stops: _BySlot = {}
-        # Slots with any edit, until another sequence moves in.
-        self._edited: set[int] = set()
+        self._used: set[int] = set()  # slots with any processor, until another sequence moves in
         self._last_key: bytes | None = None
-        self._last: Edits | None = None
+        self._last: BatchProcessors | None = None
 
     def set(
         self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """A sequence moves into `slot`, with what it has generated so far."""
-        edited = bool(params.min_tokens or params.logit_bias) or has_penalties(params)
-        if not edited and slot not in self._edited:
+        """A sequence with the output so far moves into `slot`."""
+        used = (
+            bool(params.min_tokens or params.logit_bias or params.bad_words_ids)
+            or params.allowed_token_ids is not None
+            or has_penalties(params)
+        )
+        if not used and slot not in self._used:
             return
         self._last_key = None
-        (self._edited.add if edited else self._edited.discard)(slot)
+        (self._used.add if used else self._used.discard)(slot)
         self._penalties.set(slot, params, prompt, output)
+        self._bad_words.set(slot, params.bad_words_ids, len(prompt))
+        self._allowed.pop(slot, None)
+        if params.allowed_token_ids is not None:
+            self._allowed[slot] = pack_tokens(params.allowed_token_ids, self._vocab_size)
         self._put(self._bias, slot, dict(params.logit_bias))
         may_stop_at = len(prompt) + params.min_tokens
         stops = params.stop_token_ids if params.min_tokens else ()
         self._put(self._stops, slot, dict.fromkeys(stops, may_stop_at))
 
-    def reads_tokens(self, params: SamplingParams) -> bool:
-        """Whether `apply` needs the last token of a sequence of such parameters on the host."""
-        return self._on_host and has_penalties(params)
+    def needs_last_token(self, params: SamplingParams) -> bool:
+        """Return whether `apply` reads the last token of a sequence with these parameters on the host."""
+        reads_words = any(len(word) > 1 for word in params.bad_words_ids)
+        return reads_words or (self._on_host and has_penalties(params))
 
-    def of(self, slots_B: np.ndarray) -> Edits | None:
-        """The edits of a batch whose rows are in these slots; None when there are none."""
-        if not self._edited:
+    def batch(self, slots_B: np.ndarray) -> BatchProcessors | None:
+        """Return the processors of a batch whose rows are in `slots_B`; None if there are none."""
+        if not self._used:
             return None
         key = slots_B.tobytes()
-        if key != self._last_key:  # the same rows decode step after step
+        if key != self._last_key:  # one set of rows usually decodes for many steps
             self._last_key, self._last = key, self._gather(slots_B.tolist())
         return self._last
 
     def apply(
         self,
         logits_BV: torch.Tensor,
-        edits: Edits,
+        processors: BatchProcessors,
         positions_B: np.ndarray,
         token_ids_SL: np.ndarray,
     ) -> None:
-        """Edit in place.
+        """Change the logits in place.
 
-        positions_B   the position that each row's new token will have
-        token_ids_SL  each slot's tokens, of which those before that position matter
+        positions_B   position of each row's new token
+        token_ids_SL  tokens of each slot, of which those before that position are read
         """
-        if edits.stops is not None:
-            too_early_N = positions_B[edits.stops.rows_N] < edits.stops.values_N
-            if too_early_N.any():
-                _forbid(logits_BV, edits.stops.where(too_early_N))
-        if edits.bias is not None:
-            bias_N = to_device(edits.bias.values_N, logits_BV.device)
-            logits_BV[edits.bias.index(logits_BV.device)] += bias_N
-        if edits.penalties is not None and self._on_host:
-            which = edits.penalties
-            known_PL = token_ids_SL[which.slots, : positions_B[which.rows].max()]
-            # Behind a shorter row's tokens may stand the mark of one that was pending there.
+        device = logits_BV.device
+        if processors.allowed is not None:
+            processors.allowed.apply(logits_BV)
+        if processors.bad_words is not None:
+            _forbid(logits_BV, *processors.bad_words.find(positions_B, token_ids_SL))
+        stops, bias, penalised = processors.stops, processors.bias, processors.penalties
+        if stops is not None:
+            too_early_N = positions_B[stops.rows_N] < stops.values_N
+            _forbid_stops(logits_BV, stops.rows_N[too_early_N], stops.ids_N[too_early_N])
+        if bias is not None:
+            index = to_device(bias.rows_N, device), to_device(bias.ids_N, device)
+            logits_BV[index] += to_device(bias.values_N, device)
+        if penalised is not None and self._on_host:
+            known_PL = token_ids_SL[penalised.slots, : positions_B[penalised.rows].max()]
+            # Behind the tokens of a shorter row, the mark of an earlier pending token may remain.
             token_ids_PL = torch.from_numpy(known_PL).to(torch.int64).clamp_(min=0)
-            self._penalties.apply(logits_BV, which, token_ids_PL)
-        elif edits.penalties is not None:
-            self._penalties.apply_everywhere(logits_BV, edits.penalties)
+            self._penalties.apply(logits_BV, penalised, token_ids_PL)
+        elif penalised is not None:
+            self._penalties.apply_everywhere(logits_BV, penalised)
 
-    def drawn(self, token_B: torch.Tensor, edits: Edits) -> None:
-        """The batch got these tokens."""
-        if edits.penalties is not None:
-            self._penalties.count(token_B, edits.penalties)
+    def count_tokens(self, token_B: torch.Tensor, processors: BatchProcessors) -> None:
+        """Count the new tokens of the batch for the penalties."""
+        if processors.penalties is not None:
+            self._penalties.count(token_B, processors.penalties)
 
-    def _gather(self, slots: list[int]) -> Edits | None:
-        if self._edited.isdisjoint(slots):
+    def _gather(self, slots: list[int]) -> BatchProcessors | None:
+        if self._used.isdisjoint(slots):
             return None
-        return Edits(
-            _Entries.of(slots, self._stops),
-            _Entries.of(slots, self._bias),
+        return BatchProcessors(
+            self._gather_allowed(slots),
+            self._bad_words.batch(slots),
+            _LogitEntries.gather(slots, self._stops),
+            _LogitEntries.gather(slots, self._bias),
             self._penalties.rows(slots),
         )
 
+    def _gather_allowed(self, slots: list[int]) -> TokenBitmask | None:
+        rows = [row for row, slot in enumerate(slots) if slot in self._allowed]
+        if not rows:
+            return None
+        words_GW = np.stack([self._allowed[slots[row]] for row in rows])
+        rows_G = np.array(rows, dtype=np.int64)
+        return TokenBitmask(to_device(rows_G, self._device), to_device(words_GW, self._device))
+
     def _put(self, by_slot: _BySlot, slot: int, numbers: dict[int, float]) -> None:
-        """Ids beyond the vocabulary are harmless: the model cannot draw them."""
+        """Keep a number for each token; ids beyond the vocabulary are left out, the model cannot draw them."""
         known = {token: n for token, n in numbers.items() if 0 <= token < self._vocab_size}
         by_slot.pop(slot, None)
         if known:
@@ -193,11 +179,19 @@ class LogitsProcessors:
             )
 
 
-def _forbid(logits_BV: torch.Tensor, entries: _Entries) -> None:
-    """-inf, but for rows that would have no token left: a grammar that is at its end allows only the end."""
-    rows_N, ids_N = entries.index(logits_BV.device)
-    before_N = logits_BV[rows_N, ids_N]
-    # A number assigned by index would wait for the device.
-    logits_BV[rows_N, ids_N] = torch.full_like(before_N, FORBIDDEN)
+def _forbid(logits_BV: torch.Tensor, rows_M: np.ndarray, ids_M: np.ndarray) -> None:
+    if len(rows_M):
+        index = to_device(rows_M, logits_BV.device), to_device(ids_M, logits_BV.device)
+        # Assigning a number by index would wait for the device.
+        logits_BV[index] = logits_BV.new_full((len(rows_M),), FORBIDDEN)
+
+
+def _forbid_stops(logits_BV: torch.Tensor, rows_M: np.ndarray, ids_M: np.ndarray) -> None:
+    """Forbid tokens, except in rows that would have none left: a grammar at its end allows only the end."""
+    if not len(rows_M):
+        return
+    index = to_device(rows_M, logits_BV.device), to_device(ids_M, logits_BV.device)
+    before_M = logits_BV[index]
+    logits_BV[index] = torch.full_like(before_M, FORBIDDEN)
     empty_B = logits_BV.amax(dim=-1) == FORBIDDEN
-    logits_BV[rows_N, ids_N] = torch.where(empty_B[rows_N], before_N, FORBIDDEN)
+    logits_BV[index] = torch.where(empty_B[index[0]], before_M, FORBIDDEN)

@@ -1,8 +1,8 @@
-"""From logits to tokens for the running sequences, with all that their parameters ask for. Knows no model.
+"""From logits to tokens for the running sequences, with all their sampling parameters. Knows no model.
 
-A batch in which nobody asks for edits or log-probabilities goes straight to the sampler.
+A batch without logits processors and log-probabilities goes straight to `sample_tokens`.
 
-B rows, N rows that want log-probabilities, V vocabulary.
+B rows, N rows with log-probabilities, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -12,40 +12,42 @@ import torch
 
 from workers.engine.sequence import Sequence, SequenceTable
 from workers.runner.host_copy import to_device
-from workers.sampling.draw import SamplingTable, sample
-from workers.sampling.logits_processors import GrammarBitmask, LogitsProcessors
+from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.logprobs import LogprobTensors, ToHost, token_logprobs
+from workers.sampling.token_bitmask import TokenBitmask
+from workers.sampling.token_sampling import SamplingTable, sample_tokens
 from workers.wire.request import TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Picked:
-    """A token for each row of a batch, and log-probabilities of those in the rows `asking`.
+class SampledTokens:
+    """A token for each row of a batch, and log-probabilities of some rows.
 
-    token_B   int64, -1 where logits are not finite
+    token_B        int64, -1 where logits are not finite or all tokens are forbidden
+    logprobs_rows  indices of the rows with log-probabilities
     """
 
     token_B: torch.Tensor
-    asking: list[int]
+    logprobs_rows: list[int]
     logprobs: LogprobTensors | None = None
 
-    def to(self, copy: ToHost) -> "Picked":
-        """The same, elsewhere."""
+    def to(self, copy: ToHost) -> "SampledTokens":
+        """Return a copy whose tensors are copied by `copy`."""
         logprobs = None if self.logprobs is None else self.logprobs.to(copy)
-        return Picked(copy(self.token_B), self.asking, logprobs)
+        return SampledTokens(copy(self.token_B), self.logprobs_rows, logprobs)
 
     def lists(self) -> tuple[list[int], list[TokenLogprobs | None] | None]:
-        """The tokens, and one log-probability for each, None for rows that did not ask; None when none did."""
+        """Return the tokens, and their log-probabilities: None for rows without, None if no row has any."""
         if self.logprobs is None:
             return self.token_B.tolist(), None
         found: list[TokenLogprobs | None] = [None] * len(self.token_B)
-        for row, logprobs in zip(self.asking, self.logprobs.lists(), strict=True):
+        for row, logprobs in zip(self.logprobs_rows, self.logprobs.lists(), strict=True):
             found[row] = logprobs
         return self.token_B.tolist(), found
 
 
 class Sampler:
-    """Parameters and state of the running sequences by their row in the SequenceTable, here called slot."""
+    """Parameters and state of the running sequences by slot: their row in the SequenceTable."""
 
     def __init__(
         self, table: SequenceTable, max_num_seqs: int, vocab_size: int, device: torch.device
@@ -53,50 +55,51 @@ class Sampler:
         self._table = table
         self._device = device
         self._sampling = SamplingTable(max_num_seqs)
-        self._edits = LogitsProcessors(max_num_seqs, vocab_size, device)
+        self._processors = LogitsProcessors(max_num_seqs, vocab_size, device)
         self._num_logprobs: dict[int, int] = {}
 
     def admit(self, seq: Sequence) -> None:
         """`seq` moved into its row: for the first time, or again after it was preempted."""
         params, num_prompt = seq.request.params, len(seq.request.prompt_token_ids)
+        prompt, output = seq.token_ids[:num_prompt], seq.token_ids[num_prompt:]
         self._sampling.set(seq.row, params)
-        self._edits.set(seq.row, params, seq.token_ids[:num_prompt], seq.token_ids[num_prompt:])
-        seq.needs_last_token = seq.grammar is not None or self._edits.reads_tokens(params)
+        self._processors.set(seq.row, params, prompt, output)
+        seq.needs_last_token = seq.grammar is not None or self._processors.needs_last_token(params)
         self._num_logprobs.pop(seq.row, None)
         if params.logprobs is not None:
             self._num_logprobs[seq.row] = params.logprobs
 
-    def pick(
+    def sample(
         self,
         logits_BV: torch.Tensor,
         slots_B: np.ndarray,
         positions_B: np.ndarray,
-        mask: GrammarBitmask | None = None,
-    ) -> Picked:
-        """Draw a token for each row, and look up the log-probabilities of those that ask for any.
+        mask: TokenBitmask | None = None,
+    ) -> SampledTokens:
+        """Draw a token for each row, and compute the log-probabilities of rows that want them.
 
-        float32 logits, which are overwritten; positions int64, where each new token will stand. Does not wait for the
-        device.
+        The float32 logits are overwritten. positions_B int64: position of each new token. Does not wait for the device.
         """
-        asking = self._asking(slots_B)
-        rows_N = to_device(np.array(list(asking)), self._device) if asking else None
+        num_logprobs = self._num_logprobs_of(slots_B)
+        rows_N = to_device(np.array(list(num_logprobs)), self._device) if num_logprobs else None
         raw_NV = None if rows_N is None else logits_BV.index_select(0, rows_N)
         if mask is not None:
             mask.apply(logits_BV)
-        edits = self._edits.of(slots_B)
-        if edits is not None:
-            self._edits.apply(logits_BV, edits, positions_B, self._table.token_ids)
-        token_B = sample(logits_BV, self._sampling.batch(slots_B, positions_B))
-        if edits is not None:
-            self._edits.drawn(token_B, edits)
+        processors = self._processors.batch(slots_B)
+        if processors is not None:
+            self._processors.apply(logits_BV, processors, positions_B, self._table.token_ids)
+        token_B = sample_tokens(logits_BV, self._sampling.batch(slots_B, positions_B))
+        if processors is not None:
+            self._processors.count_tokens(token_B, processors)
         if rows_N is None or raw_NV is None:
-            return Picked(token_B, [])
-        # An invalid row's are thrown away with it.
+            return SampledTokens(token_B, [])
+        # The log-probabilities of an invalid row are dropped with the row.
         token_N = token_B.index_select(0, rows_N).clamp_(min=0)
-        return Picked(token_B, list(asking), token_logprobs(raw_NV, token_N, list(asking.values())))
+        logprobs = token_logprobs(raw_NV, token_N, list(num_logprobs.values()))
+        return SampledTokens(token_B, list(num_logprobs), logprobs)
 
-    def _asking(self, slots_B: np.ndarray) -> dict[int, int]:
-        """Rows that want log-probabilities, and how many tokens beside the one drawn."""
+    def _num_logprobs_of(self, slots_B: np.ndarray) -> dict[int, int]:
+        """Return the rows with log-probabilities, and their number of tokens beside the token drawn."""
         if not self._num_logprobs:
             return {}
         counts = (self._num_logprobs.get(slot, -1) for slot in slots_B.tolist())

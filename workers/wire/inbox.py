@@ -152,9 +152,9 @@ def _request(fields: dict[str, Any]) -> EngineRequest:
     params = fields["params"]
     params["stop_token_ids"] = frozenset(params["stop_token_ids"])
     params["logit_bias"] = tuple((token, bias) for token, bias in params["logit_bias"])
-    if params["allowed_token_ids"] is not None:
-        params["allowed_token_ids"] = tuple(params["allowed_token_ids"])
-    params["bad_words_ids"] = tuple(tuple(word) for word in params["bad_words_ids"])
+    allowed, words = params["allowed_token_ids"], params["bad_words_ids"]
+    params["allowed_token_ids"] = None if allowed is None else tuple(array("i", allowed))
+    params["bad_words_ids"] = tuple(tuple(array("i", word)) for word in words)
     fields["params"] = SamplingParams(**params)
     request = EngineRequest(**fields)
     for token_ids in (request.prompt_token_ids, request.emitted_token_ids):

@@ -1,31 +1,31 @@
-"""What travels between an ingress and a rank: plain, picklable, small."""
+"""Messages between an ingress and a rank: plain, picklable, small."""
 
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 MAX_EXPECTED_OUTPUT = 512
-"""max_tokens is a limit, and most answers end long before a large one: a chat without any is allowed the rest of the
-context, and would count as much as a dozen others."""
+"""Bounds the output that a request is expected to have, because most answers end long before a large max_tokens: a chat
+without max_tokens may fill the context, and would count as much as a dozen other requests."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How to pick tokens. Validated at the ingress; the rank trusts it.
+    """Sampling parameters of a request. The ingress validates them; the rank trusts them.
 
-    temperature 0 is greedy. top_k 0 and top_p 1 and min_p 0 switch that filter off. The random number of a
-    token depends on (seed, its position in the sequence) alone.
+    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch their filter off. The random number of a token depends
+    on its seed and its position in the sequence alone.
 
-    min_tokens       stop_token_ids cannot be drawn before so many tokens are there
-    presence_penalty, frequency_penalty   taken off the logits of output tokens (0 = off)
-    repetition_penalty   logits of prompt and output tokens are divided by it, or multiplied when negative (1 = off)
-    logit_bias       (token id, bias) pairs added to the logits
+    min_tokens          output tokens before which no token of stop_token_ids can be drawn
+    presence_penalty, frequency_penalty   subtracted from the logits of output tokens (0 = off)
+    repetition_penalty  divides positive logits of prompt and output tokens, multiplies negative ones (1 = off)
+    logit_bias          (token id, bias) pairs added to the logits
     allowed_token_ids   the only tokens that can be drawn, in rising order; None = all
-    bad_words_ids    token ids of words: the last token cannot be drawn where the output ends with the tokens before it
-    logprobs         alternatives to report for each output token; 0 = the token alone, None = nothing
-    prompt_logprobs  the same for the prompt's tokens
-    grammar          what the output must match, as llguidance's JSON grammar; None = anything
+    bad_words_ids       token ids of words: the last token cannot be drawn where the output ends with the tokens before
+    logprobs            alternatives to report for each output token; 0 = the token alone, None = nothing
+    prompt_logprobs     alternatives to report for each prompt token; 0 = the token alone, None = nothing
+    grammar             llguidance's JSON grammar that the output matches; None = any output
     """
 
     max_tokens: int
@@ -67,7 +67,7 @@ class EngineRequest:
 
 
 class TokenLogprobs(NamedTuple):
-    """A token's natural log-probability, before temperature and filters, and the most probable tokens beside it.
+    """Natural log-probability of a token, before temperature and filters, and the most probable tokens.
 
     rank is 1 for the most probable token of the vocabulary; top_ids and top_logprobs are in falling order.
     """
@@ -79,7 +79,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class RequestTimes(NamedTuple):
-    """Seconds of one request in its rank: until it first ran, from there to its first token, from there to its end."""
+    """Seconds of one request in its rank: arrival to first step, first step to first token, first token to end."""
 
     queue: float
     prefill: float
@@ -90,14 +90,14 @@ class RequestTimes(NamedTuple):
     slots=True
 )  # Not frozen: one is made for each token on either side, and `frozen` takes 0.7 us of 0.9.
 class RequestOutput:
-    """What one step gave one request. The last one of a request has a finish_reason.
+    """Output of one step for one request. The last output of a request has a finish_reason.
 
     A token of `stop_token_ids` ends the request and is the last of `token_ids`; `error` explains finish_reason "error".
 
-    logprobs           one for each of `token_ids`, when asked for
-    prompt_logprobs    with the first output, when asked for: one for each prompt token, None for the first
-    num_cached_tokens  with the first output: prompt tokens that were found in the prefix cache
-    times              with the last output of a request that gave tokens
+    logprobs           one entry for each of `token_ids`, if requested
+    prompt_logprobs    in the first output, if requested: one entry for each prompt token, None for the first token
+    num_cached_tokens  in the first output: prompt tokens found in the prefix cache
+    times              in the last output of a request with tokens
     """
 
     request_id: str
@@ -111,7 +111,7 @@ class RequestOutput:
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:
-    """Successive outputs of one request as one."""
+    """Return successive outputs of one request as one output."""
     first, last = outputs[0], outputs[-1]
     logprobs = [item for output in outputs for item in output.logprobs or ()]
     return RequestOutput(
@@ -127,5 +127,5 @@ def merge(outputs: list[RequestOutput]) -> RequestOutput:
 
 
 def expected_output(params: SamplingParams) -> int:
-    """Output tokens that a request is counted with where the load of ranks is compared."""
+    """Return the output tokens with which a request counts in the load of a rank."""
     return min(params.max_tokens, MAX_EXPECTED_OUTPUT)

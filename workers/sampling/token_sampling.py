@@ -1,9 +1,9 @@
 """Draws the next token of every row. Knows nothing of requests, batches of tokens or the model.
 
-A row's token depends on its logits, its parameters, and one random number hashed from (seed, position):
-never on the other rows, on their order, or on what was drawn before. Tokens are drawn by inverting the
-cumulative distribution in the order of the vocabulary. In order of probability two tokens that are
-almost equally likely would change places with the last bit of a logit, and with it half of the draws.
+The token of a row depends on its logits, its parameters, and one random number hashed from seed and position: never on
+other rows, their order, or earlier draws. A draw inverts the cumulative distribution in the order of the vocabulary. In
+order of probability, two almost equally likely tokens would change places with the last bit of a logit, and half of the
+draws would change with them.
 
 B rows, F rows with a filter, V vocabulary, S sorted candidates of a row.
 """
@@ -19,10 +19,10 @@ from workers.wire.request import SamplingParams
 
 INVALID = -1
 
-# Columns of the numbers that travel to the device together, all float64.
+# Columns of the numbers that are copied to the device together, all float64.
 _TEMPERATURE, _GREEDY, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _NUM_COLUMNS = range(7)
-_ALL = 2**31  # top_k of a row that has none
-# Rows that are filtered at a time: some 70 bytes for each token of the vocabulary, 0.7 GB for 64 rows of 152k.
+_ALL = 2**31  # top_k of a row without top_k
+# Rows filtered at a time: each takes some 70 bytes per token of the vocabulary, 64 rows of 152k tokens 0.7 GB.
 _FILTER_ROWS = 64
 
 # Constants of the SplitMix64 generator: the step of its counter and its finaliser.
@@ -34,9 +34,9 @@ _UNUSED_BITS = np.uint64(11)
 
 @dataclass(frozen=True)
 class Filters:
-    """Whether any of the F filtered rows has top_k, top_p: what no row has is not computed.
+    """Whether any of the F filtered rows has top_k or top_p; a filter that no row has is not computed.
 
-    max_top_k bounds every row's: below the size of the vocabulary, no full sort is needed.
+    max_top_k is the largest top_k: below the size of the vocabulary, no full sort is needed.
     """
 
     top_k: bool
@@ -46,11 +46,11 @@ class Filters:
 
 @dataclass(frozen=True)
 class SamplingBatch:
-    """What `sample` needs for B rows, on the host.
+    """Parameters of `sample_tokens` for B rows, on the host.
 
-    values    float64 [B, 6] (see the columns above), or None when all rows are greedy
-    rows      int64 [F], the rows that sample with a filter; only when there are some
-    filters   what those rows have; None when there are none
+    values    float64 [B, 6] (see the columns above), or None if all rows are greedy
+    rows      int64 [F], the rows that sample with a filter; None without `filters`
+    filters   filters of these rows; None if no row has a filter
     """
 
     values: np.ndarray | None = None
@@ -59,7 +59,7 @@ class SamplingBatch:
 
     @classmethod
     def from_rows(cls, params: Sequence[SamplingParams], positions: np.ndarray) -> "SamplingBatch":
-        """For callers without slots: positions int [B], one for each of `params`."""
+        """Return a batch without slots: positions int [B], one for each of `params`."""
         table = SamplingTable(len(params))
         for row, row_params in enumerate(params):
             table.set(row, row_params)
@@ -70,7 +70,7 @@ ALL_GREEDY = SamplingBatch()
 
 
 class SamplingTable:
-    """The parameters of running requests by slot, so that a step only gathers them."""
+    """Parameters of the running sequences by slot, so that a step only gathers them."""
 
     def __init__(self, max_num_seqs: int):
         self._values = np.zeros((max_num_seqs, _NUM_COLUMNS - 1))
@@ -82,7 +82,7 @@ class SamplingTable:
         self._last = ALL_GREEDY
 
     def set(self, row: int, params: SamplingParams) -> None:
-        """A request moves into slot `row`."""
+        """A sequence with `params` moves into slot `row`."""
         greedy = params.temperature == 0
         self._greedy[row] = greedy
         self._filtered[row] = not greedy and (
@@ -100,18 +100,20 @@ class SamplingTable:
         self._last_key = None
 
     def batch(self, rows: np.ndarray, positions: np.ndarray) -> SamplingBatch:
-        """rows int64 [B] slots; positions int64 [B], the position that each new token will have."""
+        """Return the parameters of a batch: rows int64 [B] slots, positions int64 [B] of the new tokens."""
         key = rows.tobytes()
-        if key != self._last_key:  # the same rows decode step after step
+        if key != self._last_key:  # one set of rows usually decodes for many steps
             self._last_key, self._last = key, self._gather(rows)
         if self._last.values is None:
             return ALL_GREEDY
-        values = self._last.values.copy()  # the last one may still be on its way to the device
+        values = (
+            self._last.values.copy()
+        )  # the array of the last step may still be copied to the device
         values[:, _UNIFORM] = uniforms(self._keys[rows], positions)
         return SamplingBatch(values, self._last.rows, self._last.filters)
 
     def _gather(self, rows: np.ndarray) -> SamplingBatch:
-        """All but the random numbers."""
+        """Return the parameters without random numbers."""
         if self._greedy[rows].all():
             return ALL_GREEDY
         values = np.empty((len(rows), _NUM_COLUMNS))
@@ -128,11 +130,11 @@ class SamplingTable:
         return SamplingBatch(values, filtered_rows, filters)
 
 
-def sample(logits_BV: torch.Tensor, params: SamplingBatch) -> torch.Tensor:
-    """Token ids int64 [B] from float32 logits; INVALID where a row's logits are NaN or infinite.
+def sample_tokens(logits_BV: torch.Tensor, params: SamplingBatch) -> torch.Tensor:
+    """Return token ids int64 [B] from float32 logits; INVALID where a row's logits are NaN or infinite.
 
-    -inf forbids a token; a row without an allowed token is INVALID. Temperature comes first, then
-    min_p, top_k and top_p on the distribution it gave. Tokens tied with the last one kept are kept.
+    -inf forbids a token; a row without an allowed token is INVALID. Temperature comes first, then min_p, top_k and
+    top_p on the resulting distribution. Tokens tied with the last kept token are kept.
     """
     best_B, token_B = logits_BV.max(dim=-1)  # NaN wins a maximum
     if params.values is not None:
@@ -143,15 +145,16 @@ def sample(logits_BV: torch.Tensor, params: SamplingBatch) -> torch.Tensor:
 def _draw(
     logits_BV: torch.Tensor, best_B: torch.Tensor, greedy_B: torch.Tensor, params: SamplingBatch
 ) -> torch.Tensor:
-    """Random tokens, and `greedy_B` in greedy rows. int64 [B]."""
+    """Return int64 [B]: random tokens, and `greedy_B` in greedy rows."""
+    assert params.values is not None, "all rows are greedy"
     values_B6 = to_device(params.values, logits_BV.device)
     # Weights relative to the best token, which has 1: a tiny temperature cannot overflow.
     scaled_BV = (logits_BV - best_B[:, None]).div_(values_B6[:, :1].float())
     weights_BV = scaled_BV.exp_()
-    if params.filters is not None:
+    if params.filters is not None and params.rows is not None:
         weights_BV = _filter_rows(weights_BV, values_B6, params.rows, params.filters)
     cumulative_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
-    # Below the sum for every uniform below 1, so a token of weight 0 is never hit.
+    # Below the sum for every uniform below 1, so a token of weight 0 is never drawn.
     target_B = values_B6[:, _UNIFORM] * cumulative_BV[:, -1]
     drawn_B = torch.searchsorted(cumulative_BV, target_B.unsqueeze(1), right=True).squeeze(1)
     return torch.where(values_B6[:, _GREEDY] > 0, greedy_B, drawn_B)
@@ -160,7 +163,7 @@ def _draw(
 def _filter_rows(
     weights_BV: torch.Tensor, values_B6: torch.Tensor, rows: np.ndarray, filters: Filters
 ) -> torch.Tensor:
-    """`filter_weights` on int64 `rows` of the batch, not too many at a time. weights may be overwritten."""
+    """Apply `filter_weights` to int64 `rows` of the batch, _FILTER_ROWS at a time. May overwrite the weights."""
     if len(rows) == len(weights_BV) <= _FILTER_ROWS:
         return filter_weights(weights_BV, values_B6, filters)
     for rows_F in to_device(rows, weights_BV.device).split(_FILTER_ROWS):
@@ -172,15 +175,15 @@ def _filter_rows(
 def filter_weights(
     weights_FV: torch.Tensor, values_F6: torch.Tensor, filters: Filters
 ) -> torch.Tensor:
-    """Weights float32 [F, V] with those of the tokens that are filtered out set to 0.
+    """Return weights float32 [F, V] in which filtered tokens have 0.
 
-    weights are relative to the row's largest, which is 1. values_F6 float64 as in SamplingBatch;
-    top_k _ALL, top_p 1 and min_p 0 let everything pass.
+    Weights are relative to the largest of their row, which is 1. values_F6 float64 as in SamplingBatch; top_k _ALL,
+    top_p 1 and min_p 0 keep all tokens.
     """
     floor_F = values_F6[:, _MIN_P].float()
     if filters.top_k or filters.top_p:
         sorted_FS = _sort_descending(weights_FV, filters.max_top_k)
-        last_F1 = None  # index of the last candidate that top_k leaves, if any row has one
+        last_F1 = None  # index of the last candidate that top_k keeps, if any row has top_k
         if filters.top_k:
             last_F1 = (values_F6[:, _TOP_K] - 1).clamp_(max=sorted_FS.shape[1] - 1).long()[:, None]
             floor_F = torch.maximum(floor_F, sorted_FS.gather(1, last_F1).squeeze(1))
@@ -196,9 +199,9 @@ def _nucleus_floor(
     floor_F: torch.Tensor,
     last_F1: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Smallest weight that top_p leaves, float32 [F]; 0 in rows without top_p.
+    """Return the smallest weight that top_p keeps, float32 [F]; 0 in rows without top_p.
 
-    It counts in what the other filters left: candidates up to `last`, down to the floor.
+    top_p refers to the candidates that the other filters kept: up to index `last`, down to the floor.
     """
     left_FS = sorted_FS >= floor_F[:, None]
     if last_F1 is not None:
@@ -206,28 +209,28 @@ def _nucleus_floor(
     candidates_FS = (sorted_FS * left_FS).double()
     cumulative_FS = candidates_FS.cumsum(dim=-1)
     enough_F1 = (top_p_F * cumulative_FS[:, -1]).unsqueeze(1)
-    # The first candidate at which the sum is enough is the last one needed.
+    # The first candidate whose cumulative weight is enough is the last candidate to keep.
     needed_F1 = torch.searchsorted(cumulative_FS, enough_F1).clamp_(max=left_FS.shape[1] - 1)
     return torch.where(top_p_F < 1, sorted_FS.gather(1, needed_F1).squeeze(1), 0.0)
 
 
 def _sort_descending(weights_FV: torch.Tensor, max_top_k: int) -> torch.Tensor:
-    """Values only; the `max_top_k` largest suffice."""
+    """Return the `max_top_k` largest values of each row, or all of them, in falling order."""
     if max_top_k < weights_FV.shape[1]:
         return weights_FV.topk(max_top_k).values
-    if weights_FV.device.type == "cpu":  # numpy has vector instructions for it: 9 us against 40
+    if weights_FV.device.type == "cpu":  # numpy sorts with vector instructions: 9 us instead of 40
         return torch.from_numpy(-np.sort(-weights_FV.numpy(), axis=-1))
     return weights_FV.sort(dim=-1, descending=True).values
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 [B] in [0, 1) with 53 random bits, from uint64 keys (hashed seeds) and positions."""
+    """Return float64 [B] in [0, 1) with 53 random bits, from uint64 keys (hashed seeds) and positions."""
     counter = keys + (positions.astype(np.uint64) + np.uint64(1)) * _STEP
     return (_mix(counter) >> _UNUSED_BITS) * 2.0**-53
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64's finaliser: every input bit changes every output bit half of the time."""
+    """Apply SplitMix64's finaliser: every input bit changes every output bit half of the time."""
     x = (x ^ (x >> _SHIFT[0])) * _MULTIPLY[0]
     x = (x ^ (x >> _SHIFT[1])) * _MULTIPLY[1]
     return x ^ (x >> _SHIFT[2])
