@@ -1,6 +1,7 @@
-"""Weights in FP8 with a scale per block of 128 x 128, as DeepSeek's and Qwen3's releases hold them.
+"""Weights in FP8 with a scale for each block of 128 x 128, the format of DeepSeek's and Qwen3's releases.
 
-A value is its e4m3 times its block's scale; blocks at the lower and right edges may be cut. Plain torch, on any device.
+A value is its e4m3 times the scale of its block; blocks at the lower and right edges may be smaller. Plain torch, on
+any device.
 
 N rows, K columns; leading dimensions are those of the caller.
 """
@@ -24,7 +25,7 @@ class BlockWeights:
 
     @classmethod
     def empty(cls, *shape: int, device: torch.device | str) -> "BlockWeights":
-        """Uninitialised."""
+        """Return uninitialised values and scales."""
         scales = (*shape[:-2], *(num_blocks(size) for size in shape[-2:]))
         return cls(
             torch.empty(shape, dtype=torch.float8_e4m3fn, device=device),
@@ -41,12 +42,12 @@ class BlockWeights:
 
 
 def num_blocks(size: int) -> int:
-    """How many blocks a row or column of `size` values has."""
+    """Return the number of blocks of a row or column of `size` values."""
     return -(-size // BLOCK)
 
 
 def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
-    """Round [..., N, K] of any floating dtype, matrix by matrix: little memory on top of the result."""
+    """Return [..., N, K] of any floating dtype in FP8, rounded one matrix at a time to save memory."""
     result = BlockWeights.empty(*weights.shape, device=weights.device)
     matrices = (weights, result.values, result.scales)
     flat = (tensor.view(-1, *tensor.shape[-2:]) for tensor in matrices)
@@ -62,7 +63,7 @@ def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
 
 
 def dequantise(values_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """float32 [N, K] of e4m3 values and scales of any floating dtype."""
+    """Return float32 [N, K] of e4m3 values and scales of any floating dtype."""
     rows, columns = values_NK.shape
     scale_NK = scales.float().repeat_interleave(BLOCK, 0)[:rows]
     return values_NK.float() * scale_NK.repeat_interleave(BLOCK, 1)[:, :columns]

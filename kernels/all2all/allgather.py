@@ -1,6 +1,6 @@
-"""Every rank gets every row: all-gather, then reduce-scatter of the ranks' partial sums.
+"""An all-to-all by all-gather of all rows, then reduce-scatter of the ranks' partial sums.
 
-Simple, with nothing to read on the host before it starts; all ranks must bring the same number of rows.
+The host reads no counts before it starts. All ranks must dispatch the same number of rows.
 
 T tokens of a rank, N = ranks * T, D hidden, K experts per token, W bytes of a row, R routed rows.
 """
@@ -56,13 +56,13 @@ class AllGatherAllToAll(AllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        order: Permutation,
+        permutation: Permutation,
         row_format: RowFormat,
     ):
         self._group = group
         self._num_ranks = group.size()
         self._format = row_format
-        self._order = order
+        self._permutation = permutation
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
@@ -73,7 +73,7 @@ class AllGatherAllToAll(AllToAll):
 
         def finish() -> ExpertInput:
             work.wait()
-            return permute_local(*self._format.fields(rows_NW), self._order, None)
+            return permute_local(*self._format.fields(rows_NW), self._permutation, None)
 
         return Pending(finish)
 

@@ -1,7 +1,7 @@
-"""The seam between the router and the experts: dispatch rows to experts, combine their answers.
+"""The seam between the router and the experts: dispatch rows to their experts, combine the experts' outputs.
 
-T tokens of this rank, D hidden, K experts per token, R routed rows on this rank, e local experts, N rows
-that came here, M rows an expert has room for, S scales of a row.
+T tokens of this rank, D hidden, K experts per token, R rows in expert order on this rank, e local experts, N gathered
+rows, M rows of an expert's array, S scales of a row.
 """
 
 from abc import abstractmethod
@@ -15,13 +15,13 @@ from kernels.backends.backend import Backend, BackendShape
 from kernels.backends.context import BackendContext
 from kernels.host.triton_version import triton_unavailable
 from kernels.pending import Pending
-from kernels.routing.device_routing import DeviceRouting, routing_in_order
+from kernels.routing.device_routing import DeviceRouting, identity_routing
 
 Layout = Literal["contiguous", "masked"]
 
 
 def sum_partials(sums: torch.Tensor) -> torch.Tensor:
-    """[T, D] of what `combine` gives: parts [P, T, D] are added in float32."""
+    """Return [T, D] of a result of `combine`: partial sums [P, T, D] are added in float32."""
     return sums if sums.dim() == 2 else sums.sum(0, dtype=torch.float32).to(sums.dtype)
 
 
@@ -29,13 +29,12 @@ def sum_partials(sums: torch.Tensor) -> torch.Tensor:
 class ExpertInput:
     """Rows for this rank's experts, grouped by local expert in ascending order: the `contiguous` layout.
 
-    x_RD      rows in the model's dtype; one per (token, local expert) pair. With `routing`, the rows
-              as they came, [N, D], each once: the product fetches them, or asks for `in_order`
-    offs_e    int32 on x_RD's device: end of each local expert's rows (exclusive prefix ends);
-              equal neighbours mean an expert without rows, and offs_e[-1] is how many there are:
-              R, or with `routing` at most R
-    handle    what `combine` of the same backend needs; opaque to everybody else
-    routing   on GPUs: which row goes where, known to the device alone
+    x_RD      rows in the model's dtype, one per (token, local expert) pair. With `routing` the gathered rows [N, D],
+              each once: the grouped GEMM reads them through the routing, or takes `permuted_rows`
+    offs_e    int32 on x_RD's device: end of each local expert's rows. Equal neighbours mean an expert without rows.
+              offs_e[-1] is the number of rows: R, or with `routing` at most R
+    handle    input of `combine` of the same backend; opaque to other code
+    routing   on GPUs: the permutation into expert order, which the host cannot read without waiting
     """
 
     x_RD: torch.Tensor
@@ -43,27 +42,27 @@ class ExpertInput:
     handle: Any
     routing: DeviceRouting | None = None
 
-    def in_order(self) -> torch.Tensor:
-        """The rows in expert order; with `routing` each at its places, what lies at others is undefined."""
+    def permuted_rows(self) -> torch.Tensor:
+        """Return the rows in expert order; with `routing` the content of unused rows is undefined."""
         if self.routing is None:
             return self.x_RD
         from kernels.triton.scatter_rows import scatter_rows
 
-        return scatter_rows(self.x_RD, self.routing.permuted_idx_NK, self.routing.num_places)
+        return scatter_rows(self.x_RD, self.routing.permuted_idx_NK, self.routing.num_permuted)
 
-    def places(self) -> DeviceRouting:
-        """`routing`, or that of rows which are in order already."""
-        return self.routing or routing_in_order(self.offs_e, self.x_RD.shape[0])
+    def device_routing(self) -> DeviceRouting:
+        """Return `routing`, or the identity for rows that are in expert order already."""
+        return self.routing or identity_routing(self.offs_e, self.x_RD.shape[0])
 
 
 @dataclass(frozen=True)
 class MaskedInput:
-    """Rows for this rank's experts, each expert's in its own array: the `masked` layout.
+    """Rows for this rank's experts, those of each expert in an array of its own: the `masked` layout.
 
     x_eMD       rows in the model's dtype, or e4m3 with scales
-    scale_eMS   float32 scale of each 128 values of e4m3 rows, an expert's M contiguous; else None
-    counts_e    int32: how many of the M each expert has; what lies beyond is undefined
-    expected    mean of the counts if routing were even: what the host goes by to choose a kernel
+    scale_eMS   float32 scale of each 128 values of e4m3 rows, contiguous along M; None for rows in the model's dtype
+    counts_e    int32: used rows of each expert; the content of the rows beyond is undefined
+    expected    mean of the counts if routing were even; the host chooses kernels by it
     handle      as in ExpertInput
     """
 
@@ -75,7 +74,7 @@ class MaskedInput:
 
     @property
     def offs_e(self) -> torch.Tensor:
-        """As in ExpertInput: where each expert's rows would end if they lay one after the other."""
+        """Ends of the experts' rows if they lay one behind another, as in ExpertInput."""
         return self.counts_e.cumsum(0, dtype=torch.int32)
 
 
@@ -161,33 +160,36 @@ class AllToAll(Backend):
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput] | Pending[MaskedInput]:
-        """Send each row to the ranks of its experts; what comes back has the form that `layout` names.
+        """Send each row to the ranks of its experts; return the rows of this rank's experts in `layout`.
 
-        x_TD model dtype; topk_idx_TK int64 global expert ids, -1 = none; topk_weights_TK float32.
-        T may be 0 (unless `needs_equal_tokens`) and may differ between ranks.
+        x_TD              in the model's dtype
+        topk_idx_TK       int64 expert ids of all ranks; -1 for none
+        topk_weights_TK   float32
+        T may be 0, and may differ between ranks unless `needs_equal_tokens`.
         """
 
     @abstractmethod
     def combine(self, y_RD: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
-        """Weighted sum over each token's experts, back at its rank, in y's dtype.
+        """Return the weighted sum over the experts of each token of this rank, in y's dtype.
 
-        It is [T, D], or parts [P, T, D] that are still to be added (`sum_partials`), which may lie in the exchange's
-        own memory: there until the next dispatch. y_RD are the experts' outputs in expert order; a token without
-        experts gets zeros.
+        y_RD   outputs of the experts in expert order
+        The result is [T, D], or partial sums [P, T, D] for `sum_partials`. Partial sums may lie in memory of the
+        all-to-all, valid until the next dispatch. A token without experts gets zeros.
         """
 
     def dispatch_buffer(self, num_rows: int) -> torch.Tensor | None:
-        """[T, D] in the model's dtype, rows maybe strided, where T rows spare `dispatch` to bring them; None: nowhere.
+        """Return a buffer that `dispatch` sends without a copy; None if the backend has no such buffer.
 
-        It may be written once somebody has waited for the combine of the dispatch before.
+        [T, D] in the model's dtype, rows may be strided. It may be written after the combine of the previous dispatch
+        was waited for.
         """
         return None
 
     def set_num_sms(self, num_sms: int | None) -> None:
-        """Limit the SMs the exchange may use, where the backend can; None: as it likes."""
+        """Limit the SMs of dispatch and combine, where the backend has a limit; None: no limit."""
 
     def abort(self) -> None:
         """End all waits for peers on the device, now and later, from any thread; results are then undefined."""
 
     def close(self) -> None:
-        """Release buffers shared with other ranks."""
+        """Release buffers that other ranks can access."""

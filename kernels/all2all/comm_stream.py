@@ -1,8 +1,8 @@
-"""Work on the stream that the exchanges of a slice have to themselves, or on the current one.
+"""Work on the stream of a ubatch's all-to-all, or on the current one.
 
-Tensors made on a side stream need no `record_stream`: whoever reuses their memory works on that stream too, and
-every entry waits for what the slice's compute had been given by then, which is all that read them. So the inputs
-must stay alive until somebody waited for the results.
+Tensors made on a comm stream need no `record_stream`: their memory is only reused by work on the same stream, and each
+entry waits for the ubatch's compute so far, which contains every reader. The inputs of an all-to-all must therefore
+stay alive until its result was waited for.
 """
 
 from collections.abc import Iterator
@@ -13,25 +13,26 @@ import torch
 
 
 class CommStream(torch.cuda.Stream):
-    """A stream for exchanges, before the compute where both are ready.
+    """A stream for all-to-alls; their kernels have priority over those of the compute.
 
-    others   side streams whose exchanges must not run beside this one's: ranks then agree on the order of all
+    others   comm streams whose all-to-alls must not run beside those of this stream, so that their order is equal on
+             all ranks
     """
 
     others: tuple["CommStream", ...] = ()
 
 
 def comm_streams(device: torch.device, count: int) -> list[CommStream]:
-    """Streams that take turns, in the order in which they are given work."""
-    streams = [CommStream(device, -1) for _ in range(count)]
+    """Return streams that run one at a time, in the order of their work."""
+    streams: list[CommStream] = [CommStream(device, -1) for _ in range(count)]  # type: ignore[no-untyped-call]
     for stream in streams:
-        stream.others = tuple(other for other in streams if other is not stream)
+        stream.others = tuple(x for x in streams if x is not stream)
     return streams
 
 
 @contextmanager
 def on_comm_stream(stream: CommStream | None) -> Iterator[None]:
-    """Enqueue what follows on `stream`, behind all that the current stream was given; None: on the current one."""
+    """Enqueue the work of the block on `stream`, behind the current stream's work; None: on the current stream."""
     if stream is None:
         yield
         return
@@ -42,14 +43,14 @@ def on_comm_stream(stream: CommStream | None) -> Iterator[None]:
 
 
 class StreamEvent:
-    """Everything on `stream` so far, with the inputs it reads; on the current stream (None) nothing has to wait."""
+    """The end of the work on `stream` so far; keeps alive the inputs of that work. None: the current stream."""
 
     def __init__(self, stream: CommStream | None, *inputs: Any):
         self._event = None if stream is None else stream.record_event()
         self._inputs = inputs
 
     def wait(self) -> None:
-        """Make the current stream wait; the host goes on at once, and the inputs may go."""
+        """Make the current stream wait for the work, without waiting on the host, and release the inputs."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         self._inputs = ()

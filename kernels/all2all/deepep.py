@@ -1,13 +1,13 @@
-"""DeepEP's normal mode: a row travels once to each rank that has any of its experts, over NVLink, on few SMs.
+"""DeepEP's normal mode: a row is sent once to each rank that has any of its experts, over NVLink, on few SMs.
 
-Nothing waits on the host: what is received is as long as it can get (`num_worst_tokens`), so all ranks bring equally
-many rows, and dispatch and combine can be captured into CUDA graphs. What arrives is put into expert order by our own
-kernels; weights are applied here too, because DeepEP's combine only adds.
+The host never waits: receive buffers have the largest possible number of rows (`num_worst_tokens`). So all ranks must
+dispatch the same number of rows, and CUDA graphs can hold dispatch and combine. Our own kernels permute received rows
+and apply the weights, because DeepEP's combine only adds.
 
-Both generations are known: `Buffer` of 1.2.1 is what our tests ran on. 2.x is used through the same class, which it
-still has; that is written after its source and was never run. Its `ElasticBuffer` is not used.
+`Buffer` of DeepEP 1.2.1 is tested. DeepEP 2.x has the same class; its use here follows the source and was never run.
+`ElasticBuffer` of 2.x is not used.
 
-T tokens of this rank, N = ranks * T rows there is room for, D hidden, K experts per token, R places.
+T tokens of this rank, N = ranks * T received rows, D hidden, K experts per token, R permuted rows.
 """
 
 import functools
@@ -40,7 +40,7 @@ from kernels.routing.permute import Permutation
 NEEDED_VERSION = "1.2.1"
 MIN_CAPABILITY = (9, 0)
 DISTRIBUTIONS = ("deep_ep", "sgl-deep-ep")
-NEEDED = {  # of Buffer: method to a parameter that came late
+NEEDED = {  # method of Buffer to a parameter that early versions lack
     "__init__": "explicitly_destroy",
     "dispatch": "num_worst_tokens",
     "combine": "config",
@@ -52,11 +52,11 @@ CLOSE_TIMEOUT_S = 5.0
 
 
 class DeepEpUnavailableError(RuntimeError):
-    """DeepEP cannot be used here; the message says why, with the version found and the one needed."""
+    """DeepEP cannot be used here. The message has the reason, the version found and the version needed."""
 
 
 def load_deep_ep() -> Any:
-    """The module `deep_ep`. Raises DeepEpUnavailableError where it is missing, broken or too old."""
+    """Return the module `deep_ep`. Raises DeepEpUnavailableError where it is missing, broken or too old."""
     needed = f"{NEEDED_VERSION} or newer is needed"
     if "deep_ep" not in sys.modules and find_spec("deep_ep") is None:
         raise DeepEpUnavailableError(f"deep_ep is not installed, {needed}")
@@ -81,12 +81,12 @@ def load_deep_ep() -> Any:
 
 
 def generation(deep_ep: Any) -> int:
-    """1: NVSHMEM's `Buffer` alone. 2: `ElasticBuffer` over NCCL beside it."""
+    """Return 1 for `Buffer` over NVSHMEM alone, 2 with `ElasticBuffer` over NCCL."""
     return 2 if hasattr(deep_ep, "ElasticBuffer") else 1
 
 
 def recognised() -> str:
-    """Version and generation of what loads here. Raises DeepEpUnavailableError as `load_deep_ep`."""
+    """Return version and generation of the module. Raises DeepEpUnavailableError like `load_deep_ep`."""
     found = generation(load_deep_ep())
     how = {1: "1.x (Buffer alone)", 2: "2.x, whose Buffer is used; Phalanx never ran on it"}
     return f"deep_ep {_installed_version()}, recognised as {how[found]}"
@@ -103,7 +103,7 @@ def deep_ep_unavailable() -> str | None:
 
 
 def peers_are_here(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks come here within seconds. DeepEP's own end would spin 100 s for one that died."""
+    """Return whether all ranks call this within CLOSE_TIMEOUT_S. DeepEP would wait 100 s for a dead rank."""
     try:
         work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
@@ -111,7 +111,7 @@ def peers_are_here(group: dist.ProcessGroup, device: torch.device) -> bool:
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)
-        work.wait()  # raises where it ended because a peer did
+        work.wait()  # raises if a peer failed
     except RuntimeError:
         return False
     return True
@@ -119,7 +119,7 @@ def peers_are_here(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Way:
-    """How the rows came, which is how their sums go back: DeepEP's handle, and the SMs it was made for."""
+    """The way back of the sums: DeepEP's handle of the dispatch, and the combine configuration for its SMs."""
 
     handle: Any
     combine_config: Any
@@ -128,8 +128,8 @@ class _Way:
 class DeepEpAllToAll(AllToAll):
     """`Buffer.dispatch` and `Buffer.combine` in one host's NVLink domain.
 
-    group     2, 4 or 8 ranks, a GPU each, that can reach each other's memory
-    order     of this rank's experts by their local ids 0 .., int64
+    group         2, 4 or 8 ranks; their GPUs can access each other's memory
+    permutation   of this rank's experts by their local ids 0 .., int64
     """
 
     name = "deepep"
@@ -177,13 +177,13 @@ class DeepEpAllToAll(AllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        order: Permutation,
+        permutation: Permutation,
         *,
         num_experts: int,
         hidden_size: int,
         device: torch.device,
     ):
-        self._deep_ep, self._group, self._order = load_deep_ep(), group, order
+        self._deep_ep, self._group, self._permutation = load_deep_ep(), group, permutation
         self._device = device
         self._num_ranks, self._num_experts = group.size(), num_experts
         self._topk_idx_dtype = getattr(self._deep_ep, "topk_idx_t", torch.int64)
@@ -195,7 +195,7 @@ class DeepEpAllToAll(AllToAll):
         self._buffer = self._deep_ep.Buffer(group, num_bytes, explicitly_destroy=True)
 
     def set_num_sms(self, num_sms: int | None) -> None:
-        """From the next dispatch on; rounded down to a multiple of two, at most MAX_SMS, which None means too.
+        """Limit the SMs from the next dispatch on: an even number of at most MAX_SMS; None for MAX_SMS.
 
         Two H200, 4096 tokens each, hidden 2048, top-8 of 128: dispatch and combine take 602 + 444 us on 8 SMs,
         340 + 248 on 16, 251 + 178 on 24, 204 + 140 on 32; up to 32 tokens 29 + 20 us on any number.
@@ -203,7 +203,7 @@ class DeepEpAllToAll(AllToAll):
         num_sms = MAX_SMS if num_sms is None else num_sms
         assert num_sms > 0, num_sms
         buffer = self._deep_ep.Buffer
-        # The number is the class's, and read only when a Config is made of it.
+        # DeepEP keeps the number on the class and reads it only when a Config is made.
         buffer.set_num_sms(max(2, min(num_sms, MAX_SMS) // 2 * 2))
         self._configs = (
             buffer.get_dispatch_config(self._num_ranks),
@@ -219,14 +219,14 @@ class DeepEpAllToAll(AllToAll):
             topk_weights_TK.contiguous(),
         )
         if not len(x_TD):  # then on all ranks
-            return Pending.ready(permute_local(*inputs, self._order, None))
+            return Pending.ready(permute_local(*inputs, self._permutation, None))
         with on_comm_stream(self.stream):
             received = self._send(*inputs)
         sent = StreamEvent(self.stream, inputs)
 
         def finish() -> ExpertInput:
             sent.wait()
-            return permute_local(*received[:3], self._order, received[3])
+            return permute_local(*received[:3], self._permutation, received[3])
 
         return Pending(finish)
 
@@ -241,7 +241,8 @@ class DeepEpAllToAll(AllToAll):
 
         def finish() -> torch.Tensor:
             sent.wait()
-            return out_TD
+            result: torch.Tensor = out_TD
+            return result
 
         return Pending(finish)
 
@@ -252,7 +253,7 @@ class DeepEpAllToAll(AllToAll):
     def _send(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Way]:
-        """x_ND, local topk_idx_NK (-1 in rows nobody sent), topk_weights_NK, and the way back."""
+        """Return x_ND, local topk_idx_NK (-1 in unused rows), topk_weights_NK, and the way back."""
         num_rows = self._num_ranks * len(x_TD)
         dispatch_config, combine_config = self._configs
         per_rank, per_rdma_rank, per_expert, in_rank_TR, _ = self._buffer.get_dispatch_layout(

@@ -1,4 +1,4 @@
-"""What DeepEP's kernels refuse, with the numbers, and how much memory they take. Imports nothing of DeepEP.
+"""The limits of DeepEP's kernels, and the bytes of their buffers. Imports nothing of DeepEP.
 
 T tokens of a rank, H hidden, E experts of all ranks, K experts per token.
 """
@@ -8,13 +8,13 @@ import torch
 from kernels.backends.backend import BackendShape
 
 RANKS = (2, 4, 8)  # the kernels are compiled for these
-MAX_SMS = 32  # a normal exchange gets no more; its queues are sized for as many
+MAX_SMS = 32  # of the normal mode; its queues are sized for this number
 MAX_TOP_K, MAX_TOP_K_LOW_LATENCY = 32, 11
 MAX_EXPERTS, MAX_LOCAL_EXPERTS = 1024, 128
 # A warp sums a row 512 bytes at a time with all its lanes, and stages half of it in 8 KiB beside a barrier.
 HIDDEN_MULTIPLE, MAX_HIDDEN = 256, 7936
 LOW_LATENCY_HIDDEN = (2048, 2560, 4096, 5120, 6144, 7168, 8192)  # one instance of the kernels each
-# It keeps room for all tokens of all ranks at each expert: 2.3 GB of buffers for 128 experts, hidden 2048.
+# Each expert has buffers for all tokens of all ranks: 2.3 GB for 128 experts, hidden 2048.
 MAX_TOKENS_LOW_LATENCY = 1024
 QUEUED_TOKENS = 256  # per channel (two SMs) and rank
 
@@ -27,7 +27,7 @@ def unsupported_reason(shape: BackendShape) -> str | None:
         return f"DeepEP sums bfloat16 only, model.dtype is {shape.dtype_name}"
     if shape.num_experts % shape.num_ranks:
         return (
-            f"DeepEP needs as many experts on each rank, {shape.num_experts} do not divide by "
+            f"DeepEP needs an equal number of experts on each rank, {shape.num_experts} do not divide by "
             f"cluster.ranks, which is {shape.num_ranks}"
         )
     return None
@@ -58,7 +58,7 @@ def low_latency_unsupported_reason(shape: BackendShape) -> str | None:
         )
     if shape.max_num_tokens > MAX_TOKENS_LOW_LATENCY:
         return (
-            f"it keeps room for every token of a step at each expert, {MAX_TOKENS_LOW_LATENCY} at most, and "
+            f"it has buffers for every token of a step at each expert, {MAX_TOKENS_LOW_LATENCY} at most, and "
             f"scheduler.max_num_batched_tokens is {shape.max_num_tokens}; set that to "
             f"{MAX_TOKENS_LOW_LATENCY} or less"
         )
@@ -72,17 +72,17 @@ def _too_many_experts_per_token(shape: BackendShape, most: int) -> str | None:
 
 
 def normal_buffer_bytes(hidden_size: int, num_ranks: int) -> int:
-    """Bytes of a rank's queues in normal mode, nearly: rows, and room for 128 experts and scales of each."""
+    """Return the approximate bytes of a rank's queues in normal mode: rows, with 128 experts and scales each."""
     row = 2 * hidden_size + 128 * (8 + 4 + 4) + 8
     return MAX_SMS // 2 * num_ranks * QUEUED_TOKENS * row
 
 
 def low_latency_rows(max_num_tokens: int) -> int:
-    """Rows per rank that each expert has room for: TMA wants multiples of four."""
+    """Return the rows of each rank in an expert's array: a multiple of four, which TMA needs."""
     return -(-max(1, max_num_tokens) // 4) * 4
 
 
 def low_latency_buffer_bytes(hidden_size: int, num_experts: int, max_num_tokens: int) -> int:
-    """Bytes of a rank's two buffers to send from and two to receive in, nearly."""
+    """Return the approximate bytes of a rank's two send and two receive buffers."""
     row = 2 * hidden_size + 4 * (hidden_size // 128)
     return 4 * num_experts * low_latency_rows(max_num_tokens) * row

@@ -1,14 +1,14 @@
-"""DeepEP's low-latency mode: rows go straight into room that each expert keeps for all of them.
+"""DeepEP's low-latency mode, for decodes: rows are sent directly into an array that each expert has for all rows.
 
-For decodes: one kernel sends, another receives when somebody waits, each on nearly all SMs for a moment; counts stay
-on the device and may differ between ranks. Rows come in the `masked` layout, in FP8 if the experts want that, and
-combine applies the weights.
+One kernel sends, and another receives when the result is waited for; each uses nearly all SMs for a short time. Counts
+stay on the device and may differ between ranks. Rows have the `masked` layout, in FP8 if the experts compute in it.
+Combine applies the weights.
 
-DeepEP has two buffers that take turns, and a send clears the other one's flags: so a send first receives what is
-still outstanding. NVSHMEM is one per process and ends with the first buffer that is destroyed: so the instances of a
-group share one. On a host without RDMA it says that its transport IBGDA failed; NVLink serves then.
+DeepEP alternates between two buffers, and a send clears the flags of the other buffer: so a send first receives an
+outstanding one. A process has one NVSHMEM, which ends with the first buffer that is destroyed: so all instances of a
+group share one buffer. On a host without RDMA, NVSHMEM reports that its transport IBGDA failed, and uses NVLink.
 
-T tokens of this rank, D hidden, K experts per token, e local experts, M rows an expert has room for.
+T tokens of this rank, D hidden, K experts per token, e local experts, M rows of an expert's array.
 """
 
 import os
@@ -48,7 +48,7 @@ MIN_QUEUE_DEPTH = 1024  # DeepEP's default for RDMA work requests
 
 @dataclass(frozen=True)
 class _Way:
-    """How the rows came: DeepEP's handle, and the tokens' experts and weights, which combine applies."""
+    """The way back of the outputs: DeepEP's handle, and the experts and weights, which combine applies."""
 
     handle: Any
     topk_idx_TK: torch.Tensor
@@ -56,29 +56,29 @@ class _Way:
 
 
 class _Outstanding:
-    """A send whose rows were not received yet: `receive` does it, once, on the stream that sent."""
+    """A send without its receive. `receive` receives the rows once, on the stream of the send."""
 
     def __init__(self, hook: Callable[[], None], stream: CommStream | None, inputs: Any):
         self._hook: Callable[[], None] | None = hook
         self._stream, self._inputs = stream, inputs
-        self._mark: StreamEvent | None = None
+        self._event: StreamEvent | None = None
 
     def receive(self) -> None:
         if self._hook is not None:
             hook, self._hook = self._hook, None
             hook()
-            self._mark = StreamEvent(self._stream, self._inputs)
+            self._event = StreamEvent(self._stream, self._inputs)
             self._inputs = None
 
     def wait(self) -> None:
-        """Receive, and make the current stream wait for it."""
+        """Receive, and make the current stream wait for the rows."""
         self.receive()
-        assert self._mark is not None
-        self._mark.wait()
+        assert self._event is not None
+        self._event.wait()
 
 
 class _SharedBuffer:
-    """The `Buffer` of a group in this process, and what it sent last. max_rows of a rank in one exchange."""
+    """The `Buffer` of a group in this process, and its last send. A rank sends at most `max_rows` rows at once."""
 
     def __init__(self, group: dist.ProcessGroup, max_rows: int, hidden_size: int, num_experts: int):
         self._group, self._widths = group, (hidden_size, num_experts)
@@ -103,18 +103,20 @@ class _SharedBuffer:
     def join(
         cls, group: dist.ProcessGroup, max_rows: int, hidden_size: int, num_experts: int
     ) -> "_SharedBuffer":
-        """The process's buffer, a new one for the first user: all ranks ask in the same order."""
+        """Return the buffer of this process, built for its first user. All ranks call it in the same order."""
         widths = (hidden_size, num_experts)
         if not _in_use:
             _in_use.append(cls(group, max_rows, *widths))
         shared = _in_use[0]
         assert shared._group is group and shared._widths == widths, (shared._widths, widths)
-        assert max_rows <= shared.max_rows, f"room for {shared.max_rows} rows, not for {max_rows}"
+        assert max_rows <= shared.max_rows, (
+            f"the buffer is for {shared.max_rows} rows, not for {max_rows}"
+        )
         shared._users += 1
         return shared
 
     def leave(self, device: torch.device) -> None:
-        """The last one ends it, together with the other ranks' last ones."""
+        """Destroy the buffer after its last user has left, together with the other ranks."""
         self._users -= 1
         if self._users == 0:
             _in_use.remove(self)
@@ -128,7 +130,7 @@ class _SharedBuffer:
         *inputs: Any,
         **options: Any,
     ) -> tuple[list[Any], _Outstanding]:
-        """Run `launch`, whose last result is the hook that receives; what comes before it is returned."""
+        """Run `launch`, which returns the receive hook last; return its other results, and the send."""
         if self._last is not None:
             self._last.receive()
         with on_comm_stream(stream):
@@ -143,8 +145,8 @@ _in_use: list[_SharedBuffer] = []  # one at most
 class DeepEpLowLatencyAllToAll(AllToAll):
     """`Buffer.low_latency_dispatch` and `low_latency_combine`, with receive hooks.
 
-    max_num_tokens   of a rank in one exchange; ranks may bring fewer, or none
-    use_fp8          rows arrive in e4m3 with a scale per 128 values
+    max_num_tokens   most rows of a rank in one dispatch; ranks may dispatch fewer, or none
+    use_fp8          rows arrive in e4m3 with a scale for each 128 values
     """
 
     name = "deepep_low_latency"
@@ -204,7 +206,7 @@ class DeepEpLowLatencyAllToAll(AllToAll):
         max_rows = low_latency_rows(max_num_tokens)
         self._shared = _SharedBuffer.join(group, max_rows, hidden_size, num_experts)
 
-    def dispatch(  # type: ignore[override] # the masked layout
+    def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[MaskedInput]:
         max_rows = self._shared.max_rows
@@ -241,7 +243,8 @@ class DeepEpLowLatencyAllToAll(AllToAll):
 
         def finish() -> torch.Tensor:
             outstanding.wait()
-            return out_TD
+            result: torch.Tensor = out_TD
+            return result
 
         return Pending(finish)
 
@@ -250,6 +253,6 @@ class DeepEpLowLatencyAllToAll(AllToAll):
 
 
 def _has_nvshmem() -> bool:
-    """Whether 1.2.1's extension was built with it: the one without says so in its assertions, and nowhere else."""
+    """Return whether the extension of 1.2.1 was built with NVSHMEM; one without names that in its assertions alone."""
     extension = getattr(sys.modules.get("deep_ep_cpp"), "__file__", None)
     return extension is None or b"NVSHMEM is disabled" not in Path(extension).read_bytes()

@@ -1,4 +1,4 @@
-"""All experts are here: no exchange, only the grouping by expert. Knows nothing of other ranks.
+"""The all-to-all of one rank: only the permutation into expert order. Knows nothing of other ranks.
 
 T tokens, D hidden, K experts per token, R routed rows.
 """
@@ -16,15 +16,15 @@ from kernels.routing.permute import Permutation
 
 
 class LocalAllToAll(AllToAll):
-    """The exchange of a group of one rank."""
+    """Returns permuted rows at once."""
 
     name = "local"
     graph = True
     needs_process_group = False
     no_overlap_reason = "one rank has nothing to exchange"
 
-    def __init__(self, order: Permutation):
-        self._order = order
+    def __init__(self, permutation: Permutation):
+        self._permutation = permutation
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
@@ -44,7 +44,9 @@ class LocalAllToAll(AllToAll):
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput]:
-        return Pending.ready(permute_local(x_TD, topk_idx_TK, topk_weights_TK, self._order, None))
+        return Pending.ready(
+            permute_local(x_TD, topk_idx_TK, topk_weights_TK, self._permutation, None)
+        )
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         return Pending.ready(handle.partial_sums(y_RD))

@@ -1,6 +1,6 @@
-"""One row of bytes per token that carries all its experts need: one exchange instead of three.
+"""One row of bytes per token with all that its experts need: one transfer instead of three.
 
-A row is x, then K int32 expert ids, then K float32 weights. Knows nothing of how rows travel.
+A row is x, then K int32 expert ids, then K float32 weights. Knows nothing of the transport of rows.
 
 N rows, D hidden, K experts per row, W bytes of a row.
 """
@@ -20,7 +20,7 @@ ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The shape of one token's bytes."""
+    """The layout of one token's bytes."""
 
     hidden_size: int
     top_k: int
@@ -46,7 +46,7 @@ class RowFormat:
         return -(-(self.x_bytes + 8 * self.top_k) // ALIGNMENT) * ALIGNMENT
 
     def fields(self, rows_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of uint8 [N, W]: x_ND, topk_idx_NK int32, topk_weights_NK float32."""
+        """Return views of uint8 [N, W]: x_ND, topk_idx_NK int32, topk_weights_NK float32."""
         ids, weights = self.x_bytes, self.x_bytes + 4 * self.top_k
         return (
             rows_NW[:, : self.hidden_size * self.dtype.itemsize].view(self.dtype),
@@ -57,7 +57,7 @@ class RowFormat:
     def pack(
         self, x_ND: torch.Tensor, topk_idx_NK: torch.Tensor, topk_weights_NK: torch.Tensor
     ) -> torch.Tensor:
-        """New uint8 [N, W] on x's device."""
+        """Return new rows, uint8 [N, W] on x's device."""
         rows_NW = torch.empty(x_ND.shape[0], self.row_bytes, dtype=torch.uint8, device=x_ND.device)
         self.pack_into(rows_NW, x_ND, topk_idx_NK, topk_weights_NK)
         return rows_NW
@@ -82,9 +82,9 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The handle of exchanges that gather rows here: which of the rows' experts are local.
+    """The handle of an all-to-all that gathers rows: their local experts and weights.
 
-    `origin` is what the exchange needs to send the rows' sums back to where they came from.
+    origin   input of the all-to-all for sending the rows' sums back to their ranks
     """
 
     routing: Routing | DeviceRouting
@@ -92,7 +92,7 @@ class Gathered:
     origin: Any
 
     def partial_sums(self, y_RD: torch.Tensor) -> torch.Tensor:
-        """This rank's share of every gathered row's answer: [N, D] in y's dtype."""
+        """Return the weighted sum of each gathered row over this rank's experts: [N, D] in y's dtype."""
         return weighted_sum(y_RD, self.routing, self.topk_weights_NK)
 
 
@@ -100,14 +100,14 @@ def permute_local(
     x_ND: torch.Tensor,
     topk_idx_NK: torch.Tensor,
     topk_weights_NK: torch.Tensor,
-    order: Permutation,
+    permutation: Permutation,
     origin: Any,
 ) -> ExpertInput:
-    """Of gathered rows, those of this rank's experts.
+    """Return the input of this rank's experts from gathered rows.
 
-    topk_idx_NK global ids of the order's dtype, ids of others' experts included.
+    topk_idx_NK   ids of the permutation's dtype among the experts of all ranks
     """
-    routing = order.route(topk_idx_NK)
+    routing = permutation.route(topk_idx_NK)
     handle = Gathered(routing, topk_weights_NK, origin)
     if isinstance(routing, DeviceRouting):
         return ExpertInput(x_ND, routing.offs_e, handle, routing)

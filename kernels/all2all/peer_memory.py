@@ -1,6 +1,6 @@
-"""GPU memory of each rank of a host, mapped into all of them: torch's symmetric memory, without multicast.
+"""GPU memory of each rank of a host, mapped by all of its ranks: torch's symmetric memory, without multicast.
 
-Knows nothing of what lies in it.
+Knows nothing of the content.
 """
 
 import os
@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from kernels.host.out_of_memory import is_out_of_memory
 
-HEADER_BYTES = 4096  # words by which ranks tell each other that something has arrived
+HEADER_BYTES = 4096  # signal words of the ranks
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-NEEDED_TORCH = "2.11"  # as pyproject.toml has it
+NEEDED_TORCH = "2.11"  # as in pyproject.toml
 
 
 class PeerMemoryError(RuntimeError):
@@ -34,9 +34,9 @@ def peer_memory_unavailable() -> str | None:
 
 
 class PeerMemory:
-    """`num_bytes` and a header of zeros on each rank. Building it is collective.
+    """A header of zeros and `num_bytes` on each rank. Building it is collective.
 
-    local     uint8 [HEADER_BYTES + num_bytes], this rank's
+    local     uint8 [HEADER_BYTES + num_bytes], the memory of this rank
     bases_r   int64 addresses of all ranks' memory in this process, on the device
     """
 
@@ -46,11 +46,11 @@ class PeerMemory:
         self.rank, self.num_ranks = group.rank(), group.size()
         assert 16 * self.num_ranks <= HEADER_BYTES, self.num_ranks
         assert os.environ.get(NO_MULTICAST) == "1", f"{NO_MULTICAST} must be 1"
-        # Ranks that see one GPU each all call it device 0, which torch takes for the same one.
+        # torch takes the device 0 of ranks that see one GPU each for the same GPU.
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
         shape = (HEADER_BYTES + num_bytes,)
         try:
-            self.local = symm_mem._SymmetricMemory.empty_strided_p2p(
+            self.local = symm_mem._SymmetricMemory.empty_strided_p2p(  # type: ignore[attr-defined]
                 shape, (1,), torch.uint8, device
             ).zero_()
             torch.cuda.synchronize(device)  # before any rank can write here
@@ -66,11 +66,11 @@ class PeerMemory:
         ]
 
     def of(self, rank: int) -> torch.Tensor:
-        """uint8, the memory of `rank`; what is copied to and from others' moves without an SM."""
+        """Return the memory of `rank`, uint8. Copies between ranks run on copy engines, without an SM."""
         return self._peers[rank]
 
     def address(self, rank: int, offset: int) -> int:
-        """Where byte `offset` of the memory of `rank` is in this process."""
+        """Return the address of byte `offset` of the memory of `rank` in this process."""
         return int(self._handle.buffer_ptrs[rank]) + offset
 
 

@@ -1,7 +1,7 @@
-"""Rows through memory that all ranks of a host share: no sockets, no copies in between.
+"""Rows through memory that all ranks of a host share: no sockets and no intermediate copies. CPU only.
 
-Each rank publishes its rows; the others read what their experts need straight out of its slot. Partial
-sums come back the same way and are added by the rank that owns the row. Ragged; CPU only.
+Each rank publishes its rows in a slot, and its peers read the rows of their experts from the slot. Partial sums return
+the same way, and the rank of a row adds them. Ranks may have different numbers of rows.
 
 T tokens of this rank, D hidden, K experts per token, R routed rows.
 """
@@ -20,7 +20,7 @@ from kernels.pending import Pending
 
 
 class ShmAllToAll(AllToAll):
-    """Publish, then read the others' slots. Both channels of the SharedMemoryGroup are its own."""
+    """Publishes rows, then reads the slots of all ranks. Uses both channels of the SharedMemoryGroup alone."""
 
     name = "shm"
     devices = ("cpu",)

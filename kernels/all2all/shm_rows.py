@@ -1,7 +1,6 @@
-"""What the `shm` exchange does with rows in its slots: numpy's operators, or our own C code where that is there.
+"""Rows in the slots of the `shm` all-to-all, by compiled C for float32 or by numpy.
 
-Of the bookkeeping of a decode step, with 8 rows of 128 and two ranks, numpy's operators take 60 us a layer (torch's
-100), the C code 20.
+For a decode step of 8 rows of 128 with two ranks the C code takes 20 us a layer, numpy's operators 60, torch's 100.
 
 T tokens of this rank, r ranks, N rows of all ranks, D hidden, K experts per token, R routed rows.
 """
@@ -21,7 +20,13 @@ from kernels.routing.permute import expert_bounds, route_numpy, sum_rows
 
 @dataclass(frozen=True)
 class Routed:
-    """What brings the answers back: the gathered row and the weight of each routed row; N; this rank's rows of N."""
+    """The handle of combine.
+
+    row_R      gathered row of each routed row
+    weight_R   weight of each routed row
+    num_rows   N
+    share      the rows of this rank among the N
+    """
 
     row_R: torch.Tensor
     weight_R: torch.Tensor
@@ -31,7 +36,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Slots:
-    """The memory: dispatch uint8 [2, r, bytes], combine uint8 [2, r, bytes]; and who reads it."""
+    """The slots of all ranks, dispatch uint8 [2, r, bytes] and combine uint8 [2, r, bytes], and this rank's part."""
 
     dispatch: np.ndarray
     combine: np.ndarray
@@ -41,18 +46,19 @@ class Slots:
     max_num_tokens: int
 
     def share(self, counts: list[int]) -> slice:
-        """This rank's rows among those of all."""
+        """Return the rows of this rank among the gathered rows; rank r has counts[r] rows."""
         start = sum(counts[: self.rank])
         return slice(start, start + counts[self.rank])
 
 
 class SlotRows(ABC):
-    """Reads and writes slots; `parity` names one of the two sets."""
+    """Reads and writes slots; `parity` selects one of the two sets."""
 
     def __init__(self, slots: Slots):
         self._slots = slots
         sums = torch.from_numpy(slots.combine).view(slots.row_format.dtype)
-        self._sums_rND = sums.unflatten(2, (-1, slots.row_format.hidden_size)).unbind(0)
+        per_rank = (*sums.shape[:2], -1, slots.row_format.hidden_size)
+        self._sums_rND = sums.view(per_rank).unbind(0)
         self._own_sums_ND = [sums_rND[slots.rank] for sums_rND in self._sums_rND]
 
     @abstractmethod
@@ -67,7 +73,7 @@ class SlotRows(ABC):
 
     @abstractmethod
     def take(self, parity: int, counts: list[int]) -> ExpertInput:
-        """Copy the rows of this rank's experts out of everybody's slots, of which rank r has counts[r] rows."""
+        """Return a copy of the rows of this rank's experts from all slots; rank r has counts[r] rows."""
 
     def put_sums(self, parity: int, y_RD: torch.Tensor, routed: Routed) -> None:
         """Write the weighted sums of this rank's experts for all N rows."""
@@ -76,17 +82,17 @@ class SlotRows(ABC):
 
     @abstractmethod
     def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
-        """Add up what all ranks have for this rank's rows: [T, D]."""
+        """Return the sums of all ranks for this rank's rows, added: [T, D]."""
 
 
 def slot_rows(slots: Slots) -> SlotRows:
-    """The fastest there is."""
+    """Return the fastest SlotRows that can run here."""
     native = load_or_none() if slots.row_format.dtype == torch.float32 else None
     return NumpyRows(slots) if native is None else NativeRows(slots, native)
 
 
 class NativeRows(SlotRows):
-    """float32, in C."""
+    """SlotRows for float32, in C."""
 
     def __init__(self, slots: Slots, native: CDLL):
         super().__init__(slots)
@@ -126,8 +132,8 @@ class NativeRows(SlotRows):
         """See SlotRows."""
         slots, native, rows = self._slots, self._native, self._rows[parity]
         num_rows = sum(counts)
-        row_place_2P = torch.empty(2, num_rows * self._shape[0], dtype=torch.int64)
-        row_P, place_P = row_place_2P.unbind()
+        row_slot_2P = torch.empty(2, num_rows * self._shape[0], dtype=torch.int64)
+        row_P, slot_P = row_slot_2P.unbind()
         weight_P = torch.empty(row_P.shape[0])
         offs_e = torch.empty(len(slots.experts), dtype=torch.int32)
         num_routed = native.route_rows(
@@ -138,12 +144,12 @@ class NativeRows(SlotRows):
             *self._shape,
             *self._range,
             row_P.data_ptr(),
-            place_P.data_ptr(),
+            slot_P.data_ptr(),
             weight_P.data_ptr(),
             offs_e.data_ptr(),
         )
         x_RD = torch.empty(num_routed, slots.row_format.hidden_size)
-        native.take_rows(rows, place_P.data_ptr(), num_routed, self._shape[1], x_RD.data_ptr())
+        native.take_rows(rows, slot_P.data_ptr(), num_routed, self._shape[1], x_RD.data_ptr())
         routed = Routed(row_P[:num_routed], weight_P[:num_routed], num_rows, slots.share(counts))
         return ExpertInput(x_RD, offs_e, routed)
 
@@ -159,18 +165,18 @@ class NativeRows(SlotRows):
 
 
 class _Fields:
-    """One of the two sets of dispatch slots, field by field; rank r's row t is row r * max + t of `x`."""
+    """The fields of one of the two sets of dispatch slots; row t of rank r is row r * max + t of `x`."""
 
     def __init__(self, slots_rB: torch.Tensor, row_format: RowFormat, max_num_tokens: int):
         self.x, topk_idx, topk_weights = row_format.fields(slots_rB.view(-1, row_format.row_bytes))
-        per_rank = (slots_rB.shape[0], max_num_tokens)
-        self.x_of = self.x.unflatten(0, per_rank).unbind(0)
-        self.topk_idx_of = list(topk_idx.unflatten(0, per_rank).numpy())
-        self.topk_weights_of = list(topk_weights.unflatten(0, per_rank).numpy())
+        per_rank = (slots_rB.shape[0], max_num_tokens, -1)
+        self.x_of = self.x.view(per_rank).unbind(0)
+        self.topk_idx_of = list(topk_idx.view(per_rank).numpy())
+        self.topk_weights_of = list(topk_weights.view(per_rank).numpy())
 
 
 class NumpyRows(SlotRows):
-    """Any dtype, anywhere."""
+    """SlotRows for any dtype, by numpy."""
 
     def __init__(self, slots: Slots):
         super().__init__(slots)
@@ -181,7 +187,7 @@ class NumpyRows(SlotRows):
             for slots_rB in torch.from_numpy(slots.dispatch)
         ]
         num_ranks = slots.dispatch.shape[1]
-        self._place_of = list(np.arange(num_ranks * max_num_tokens).reshape(num_ranks, -1))
+        self._slot_of = list(np.arange(num_ranks * max_num_tokens).reshape(num_ranks, -1))
 
     def put(
         self,
@@ -201,21 +207,22 @@ class NumpyRows(SlotRows):
         fields = self._fields[parity]
         pair_R, row_R, offs_e = route_numpy(_gather(fields.topk_idx_of, counts), self._bounds)
         weight_R = _gather(fields.topk_weights_of, counts).reshape(-1)[pair_R]
-        place_R = _gather(self._place_of, counts)[row_R]
+        slot_R = _gather(self._slot_of, counts)[row_R]
         routed = Routed(
             torch.from_numpy(row_R),
             torch.from_numpy(weight_R),
             sum(counts),
             self._slots.share(counts),
         )
-        x_RD = fields.x.index_select(0, torch.from_numpy(place_R))
+        x_RD = fields.x.index_select(0, torch.from_numpy(slot_R))
         return ExpertInput(x_RD, torch.from_numpy(offs_e), routed)
 
     def take_sums(self, parity: int, routed: Routed) -> torch.Tensor:
         """See SlotRows."""
-        return self._sums_rND[parity][:, routed.share].sum(0)
+        sums_TD: torch.Tensor = self._sums_rND[parity][:, routed.share].sum(0)
+        return sums_TD
 
 
 def _gather(of: list[np.ndarray], counts: list[int]) -> np.ndarray:
-    """The first `counts[r]` rows of each rank's array, one after the other."""
+    """Return the first `counts[r]` rows of each rank's array, concatenated."""
     return np.concatenate([rows[:count] for rows, count in zip(of, counts, strict=True)])

@@ -1,7 +1,7 @@
-"""Tell all ranks that what this stream did before is done, and wait for theirs: no kernel, the stream does it.
+"""Signals between the streams of all ranks, by the driver's stream memory operations: no kernel.
 
-The driver's stream memory operations, which a CUDA graph captures with the values they had; so each word
-goes from 0 to 1 and back. Knows nothing of what is awaited.
+A CUDA graph captures the operations with their values, so each word goes from 0 to 1 and back. Knows nothing of the
+work that is signalled.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _WAIT_32, _WRITE_32, _EQUAL = 1, 2, 1  # CU_STREAM_MEM_OP_*, CU_STREAM_WAIT_VALU
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams: what waits and writes have in common, padded to the union's 48 bytes."""
+    """CUstreamBatchMemOpParams: the common fields of waits and writes, padded to the union's 48 bytes."""
 
     _fields_ = (
         ("operation", ctypes.c_uint),
@@ -28,7 +28,7 @@ class _Operation(ctypes.Structure):
 
 
 class StreamSignals:
-    """One word of each rank for each other rank, from byte `words_at` of their memory on."""
+    """One signal word of each rank for each peer, from byte `words_at` of the rank's memory on."""
 
     def __init__(self, memory: PeerMemory, words_at: int):
         others = [rank for rank in range(memory.num_ranks) if rank != memory.rank]
@@ -43,11 +43,11 @@ class StreamSignals:
         ]
         self._operations = (_Operation * len(operations))(*operations)
 
-    def exchange(self, stream: torch.cuda.Stream) -> None:
-        """What `stream` did before is visible to the others, and theirs to what it does next.
+    def signal_and_wait(self, stream: torch.cuda.Stream) -> None:
+        """Signal the earlier work of `stream` to all peers, then let it wait for their signals.
 
-        Between two exchanges over the same words every rank must have heard from every other in
-        another way, or a word would be set before it was taken back.
+        Two calls over the same words need another signal of every rank to every rank between them; otherwise a word
+        could be set before it was reset.
         """
         driver = _driver()
         code = driver.cuStreamBatchMemOp_v2(

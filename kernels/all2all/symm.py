@@ -1,14 +1,14 @@
-"""Rows through memory that the GPUs of a host share, moved by kernels of ours: one each way, on as many SMs as told.
+"""Rows through memory that the GPUs of a host share, by one Triton kernel each way, with a limit on SMs.
 
-Row t of rank r lies at place r * T + t of every rank's memory, so nothing is counted and the host reads
-nothing; x goes only where an expert of the row is, ids and weights everywhere. A rank's sum of each row's
-local experts goes straight to the row's owner, which adds the ranks' sums.
+Row t of rank r is row r * T + t of every rank's memory, so nothing is counted and the host reads nothing. x is written
+only to the ranks of the row's experts, ids and weights to all ranks. Each rank writes its sum over a row's local
+experts to the rank of the row, which adds the sums.
 
-One set of buffers is enough: a rank writes rows into a peer's memory after it has got that peer's sums of
-the exchange before, so after the peer has read its rows; it sends sums after it has got the peer's next
-rows, so after the peer has added the sums before. Each direction is one signal, no barrier.
+One set of buffers is enough. A rank writes rows to a peer after it has received the peer's sums of the combine before,
+so after the peer has read the earlier rows. A rank writes sums after it has received the peer's next rows, so after the
+peer has added the earlier sums. Each direction needs one signal and no barrier.
 
-T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R places.
+T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R permuted rows.
 """
 
 from typing import Any, Self
@@ -32,7 +32,7 @@ VALUES_OF_A_WARP = 512
 
 
 def peer_bytes(num_ranks: int, row_format: RowFormat, max_num_tokens: int) -> tuple[int, int]:
-    """Bytes of the rows, and of the sums, that come to one rank."""
+    """Return the bytes of the rows and of the sums that one rank receives."""
     rows = num_ranks * max_num_tokens
     sums = rows * row_format.hidden_size * row_format.dtype.itemsize
     return rows * row_format.row_bytes, -(-sums // 16) * 16
@@ -74,13 +74,13 @@ class SymmAllToAll(AllToAll):
         self,
         group: dist.ProcessGroup,
         placement: ExpertPlacement,
-        order: Permutation,
+        permutation: Permutation,
         row_format: RowFormat,
         device: torch.device,
         max_num_tokens: int,
     ):
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._format, self._order = row_format, order
+        self._format, self._permutation = row_format, permutation
         self._max_num_tokens = max_num_tokens
         row_bytes, sum_bytes = peer_bytes(self._num_ranks, row_format, max_num_tokens)
         self._memory = PeerMemory(group, device, row_bytes + sum_bytes)
@@ -95,7 +95,7 @@ class SymmAllToAll(AllToAll):
         self._busy = False
 
     def set_num_sms(self, num_sms: int | None) -> None:
-        """The kernels' programs from the next call on; None for as many as all SMs take."""
+        """Set the programs of the kernels from the next call on; None for the programs that fill all SMs."""
         from kernels.triton.signals import MAX_PROGRAMS
 
         hidden = self._format.hidden_size
@@ -115,48 +115,48 @@ class SymmAllToAll(AllToAll):
         inputs = x_TD.contiguous(), topk_idx_TK.contiguous(), topk_weights_TK.contiguous()
         with on_comm_stream(self.stream):
             self._push_rows(*inputs)
-        return self._pick(x_TD.shape[0], StreamEvent(self.stream, inputs))
+        return self._permute(x_TD.shape[0], StreamEvent(self.stream, inputs))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         self._busy = False
         out_TD = y_RD.new_empty(handle.origin, y_RD.shape[1])
         with on_comm_stream(self.stream):
             self._push_sums(y_RD, handle, out_TD)
-        mark = StreamEvent(self.stream, y_RD, handle)
+        event = StreamEvent(self.stream, y_RD, handle)
 
         def finish() -> torch.Tensor:
-            mark.wait()
+            event.wait()
             return out_TD
 
         return Pending(finish)
 
     def close(self) -> None:
-        # What peers map of it lives on until they let go of it.
+        # The memory stays mapped in each peer until the peer releases it.
         del self._memory, self._row_words, self._sum_words
 
     def _begin(self, num_rows: int) -> None:
         assert num_rows <= self._max_num_tokens, (num_rows, self._max_num_tokens)
-        assert not self._busy, f"{self.name}: a dispatch is under way whose combine did not come"
+        assert not self._busy, f"{self.name}: the last dispatch has no combine yet"
         self._busy = True
 
     def _gathered_rows(self, num_rows: int) -> torch.Tensor:
-        """uint8 [N, W]: all ranks' rows here, if each has num_rows."""
+        """Return the gathered rows, uint8 [N, W], if each rank has num_rows."""
         width = self._format.row_bytes
         end = self._rows_at + self._num_ranks * num_rows * width
         return self._memory.local[self._rows_at : end].view(-1, width)
 
     def _gathered_sums(self, num_rows: int) -> torch.Tensor:
-        """[r, T, D]: all ranks' sums of this rank's rows."""
+        """Return the sums of all ranks for this rank's rows: [r, T, D]."""
         width = self._format.hidden_size * self._format.dtype.itemsize
         end = self._sums_at + self._num_ranks * num_rows * width
         sums = self._memory.local[self._sums_at : end].view(self._format.dtype)
         return sums.view(self._num_ranks, num_rows, self._format.hidden_size)
 
-    def _pick(self, num_rows: int, mark: StreamEvent) -> Pending[ExpertInput]:
+    def _permute(self, num_rows: int, event: StreamEvent) -> Pending[ExpertInput]:
         def finish() -> ExpertInput:
-            mark.wait()
+            event.wait()
             fields = self._format.fields(self._gathered_rows(num_rows))
-            return permute_local(*fields, self._order, num_rows)
+            return permute_local(*fields, self._permutation, num_rows)
 
         return Pending(finish)
 

@@ -1,7 +1,7 @@
-"""Rows go only where their experts are: uneven `all_to_all_single` over gloo or NCCL.
+"""An all-to-all by uneven `all_to_all_single` over gloo or NCCL: rows go only to the ranks of their experts.
 
-A row travels once to each rank that holds any of its experts, and comes back weighted and summed.
-Mismatched splits would hang, so the counts travel first, through the host.
+A row is sent once to each rank that holds any of its experts, and returns weighted and summed. Mismatched splits would
+hang, so the ranks exchange counts first, through the host.
 
 T tokens of this rank, S rows sent, N rows received, D hidden, K experts per token, W bytes of a row,
 R routed rows.
@@ -24,7 +24,7 @@ from kernels.routing.placement import ExpertPlacement
 
 @dataclass(frozen=True)
 class _Route:
-    """Which rows went where: what brings their answers back."""
+    """The sent rows: the token of each, and the rows by rank, for their way back."""
 
     token_S: torch.Tensor
     num_tokens: int
@@ -71,7 +71,7 @@ class TorchDistAllToAll(AllToAll):
         self,
         group: dist.ProcessGroup,
         placement: ExpertPlacement,
-        order: Permutation,
+        permutation: Permutation,
         row_format: RowFormat,
         device: torch.device,
         max_num_tokens: int,
@@ -79,7 +79,7 @@ class TorchDistAllToAll(AllToAll):
         self._group = group
         self._max_num_tokens = max_num_tokens
         self._format = row_format
-        self._order = order
+        self._permutation = permutation
         starts = torch.tensor(placement.starts, device=device)
         self._first_r11, self._end_r11 = starts[:-1, None, None], starts[1:, None, None]
 
@@ -100,7 +100,7 @@ class TorchDistAllToAll(AllToAll):
 
         def finish() -> ExpertInput:
             work.wait()
-            return permute_local(*self._format.fields(rows_NW), self._order, route)
+            return permute_local(*self._format.fields(rows_NW), self._permutation, route)
 
         return Pending(finish)
 
@@ -122,15 +122,15 @@ class TorchDistAllToAll(AllToAll):
         del self._group  # gloo's sockets stay open while anything refers to their group
 
     def _exchange_counts(self, wanted_rT: torch.Tensor) -> _Route:
-        """Tell each rank how many rows it will get. wanted_rT: token t has experts on rank r."""
+        """Exchange the numbers of rows. wanted_rT: whether token t has experts on rank r."""
         send_r = wanted_rT.sum(1)
         recv_r = torch.empty_like(send_r)
         dist.all_to_all_single(recv_r, send_r, group=self._group)
         send_splits, recv_splits = torch.stack((send_r, recv_r)).tolist()
         token_S = wanted_rT.nonzero()[:, 1]
-        for splits, whose in ((send_splits, "sends"), (recv_splits, "gets")):
+        for splits, verb in ((send_splits, "sends"), (recv_splits, "receives")):
             assert all(0 <= rows <= self._max_num_tokens for rows in splits), (
-                f"rank {self._group.rank()} {whose} {splits} rows, at most {self._max_num_tokens} each"
+                f"rank {self._group.rank()} {verb} {splits} rows, at most {self._max_num_tokens} each"
             )
         assert sum(send_splits) == len(token_S), (send_splits, len(token_S))
         return _Route(token_S, wanted_rT.shape[1], send_splits, recv_splits)

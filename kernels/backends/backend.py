@@ -1,4 +1,4 @@
-"""What every backend declares about itself: where it runs, what it refuses and when `auto` takes it.
+"""The declarations of every backend: where it runs, what it refuses and when `auto` takes it.
 
 Each seam (all-to-all, grouped GEMM, attention) adds its own conditions and costs. Knows nothing of particular backends.
 """
@@ -44,13 +44,13 @@ class BackendShape:
 
 
 class Backend(ABC):
-    """One implementation of a seam. The class itself says what it needs and costs, before any instance is built.
+    """One implementation of a seam. The class declares its needs and costs before any instance is built.
 
     name            as in the configuration
-    devices         the device types that it runs on
+    devices         device types that it runs on
     auto            why `auto` takes it where it can run; None if `auto` never does
     graph           whether CUDA graphs can hold its calls, because none of them waits for the device
-    distributions   Python distributions whose version changes what it does or how fast
+    distributions   Python distributions that it runs on; a new version may change its speed
     """
 
     name: str
@@ -79,5 +79,5 @@ class Backend(ABC):
 
     @classmethod
     def recognised_package(cls) -> tuple[str, str] | None:
-        """Return the package that the backend runs on and the generation found, for a package with several."""
+        """Return name and recognised generation of its package; None for a package without generations."""
         return None

@@ -1,4 +1,4 @@
-"""What the backends of one rank are built from. Knows nothing of particular backends."""
+"""The inputs that the backends of one rank are built from. Knows nothing of particular backends."""
 
 from dataclasses import dataclass, replace
 
@@ -19,7 +19,7 @@ class BackendContext:
     group            process group; None where the all-to-all needs none
     shared_memory    with the channels of `Selection.shared_memory_slots`; None where the all-to-all has no channels
     block_size       tokens of a block of the KV cache
-    row_alignment    what the first row of each expert must be a multiple of, on GPUs; from the grouped GEMM
+    row_alignment    on GPUs: the first permuted row of each expert must be a multiple of it; from the grouped GEMM
     masked_fp8       whether masked rows come in e4m3 with scales; from the grouped GEMM
     """
 
@@ -44,7 +44,7 @@ class BackendContext:
         return self.group
 
     def permutation(self, dtype: torch.dtype, experts: range | None = None) -> Permutation:
-        """Return what groups rows by `experts`, else by this rank's experts. `dtype` is that of the expert ids."""
+        """Return the permutation into the order of `experts`, else of this rank's experts, for ids of `dtype`."""
         return Permutation(
             self.local_experts if experts is None else experts,
             num_experts=self.placement.num_experts,

@@ -1,7 +1,7 @@
-"""The one place where kernel backends are chosen: `probe` looks, `select` decides, `build` constructs.
+"""The one place where backends are chosen: `probe` examines the machine, `select` decides, `build` constructs.
 
-`select` is pure and needs neither a GPU nor torch.distributed, so `phalanx check` can call it anywhere. What a backend
-needs, refuses and costs stands on its class. Knows nothing of YAML files, Ray or requests.
+`select` is pure and needs neither a GPU nor torch.distributed, so `phalanx check` can call it anywhere. The conditions
+of a backend stand on its class. Knows nothing of YAML files, Ray or requests.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ class BackendChoiceError(ValueError):
     """A backend named in the YAML cannot run here."""
 
     def __init__(self, seam: str, name: str, reason: str, instead: list[str]):
-        super().__init__(seam, name, reason, instead)  # as they are, or pickling would lose them
+        super().__init__(seam, name, reason, instead)  # pickling restores the error from these
         self.key, self.value, self.reason = f"kernels.{seam}", name, reason
         self.instead = instead
 
@@ -92,7 +92,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends of one rank. `stream`, where set, is what a ubatch computes on in a CUDA graph."""
+    """The backends of one rank. `stream`, if set, is the stream that a ubatch computes on in a CUDA graph."""
 
     all2all: AllToAll
     grouped_gemm: GroupedGemm
@@ -102,7 +102,7 @@ class Backends:
 
 
 def probe(device: torch.device | str) -> Unavailable:
-    """Return what this machine cannot run on a device ("cpu", "cuda" or one GPU), probed at each first look-up."""
+    """Return the backends that cannot run here on a device ("cpu", "cuda" or one GPU), each probed at first look-up."""
     device = torch.device(device)
     return Unavailable(
         {

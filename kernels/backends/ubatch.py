@@ -1,4 +1,4 @@
-"""The kernels of a step's slices: those of the whole step, but for each its own exchange, attention and streams."""
+"""The backends of a step's ubatches: those of the whole step, with an all-to-all, attention and streams for each."""
 
 from dataclasses import replace
 
@@ -12,23 +12,30 @@ from kernels.backends.select import Backends, Selection, build, build_attention
 def build_ubatch_backends(
     selection: Selection, context: BackendContext, whole: Backends, num_ubatches: int
 ) -> list[Backends]:
-    """Backends for `num_ubatches` slices of a step that `whole` was built for with the same two arguments.
+    """Return backends for `num_ubatches` ubatches; `whole` are the backends of whole steps. Collective.
 
-    A slice has at most 1 / num_ubatches of the context's max_num_tokens, rounded up. Bind the attentions to the caches.
-    On GPUs each has a stream for its exchanges, and all but the first have one to compute on in CUDA graphs, so that
-    one's kernels begin where another's leave SMs idle.
+    A ubatch has at most 1 / num_ubatches of the context's max_num_tokens, rounded up. The caller binds each attention
+    to the caches. On GPUs each ubatch has a stream for its all-to-all. All but the first have a stream to compute on in
+    CUDA graphs, so that kernels of one ubatch use the SMs that kernels of another leave idle.
     """
     share = context.with_max_num_tokens(-(-context.shape.max_num_tokens // num_ubatches))
-    slices = []
+    ubatches = []
     for _ in range(num_ubatches):
         if selection.all2all_class.ubatch_shareable:
             own = replace(whole, attention=build_attention(selection, context))
         else:
             own = build(selection, share)
-        slices.append(replace(own, grouped_gemm=whole.grouped_gemm, expert_load=whole.expert_load))
+        ubatches.append(
+            replace(own, grouped_gemm=whole.grouped_gemm, expert_load=whole.expert_load)
+        )
     device = context.device
     if device.type != "cuda":
-        return slices
-    for own, stream in zip(slices, comm_streams(device, num_ubatches), strict=True):
+        return ubatches
+    for own, stream in zip(ubatches, comm_streams(device, num_ubatches), strict=True):
         own.all2all.stream = stream
-    return [slices[0], *(replace(own, stream=torch.cuda.Stream(device)) for own in slices[1:])]
+    return [ubatches[0], *(replace(own, stream=_stream(device)) for own in ubatches[1:])]
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

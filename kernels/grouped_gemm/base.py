@@ -1,4 +1,4 @@
-"""The experts' gated MLP over grouped rows. R routed rows, D hidden, I expert width, e local experts."""
+"""The experts' gated MLP over rows in expert order. R rows, D hidden, I expert width, e local experts."""
 
 from abc import abstractmethod
 from typing import Any
@@ -13,12 +13,14 @@ ROW_BYTES = 16  # TMA and torch's grouped_mm refuse other strides
 
 
 class GroupedGemm(Backend):
-    """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T, each row with its own expert's weights.
+    """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T, each row with the weights of its expert.
 
-    `layouts` are the forms of input it takes; with `masked_fp8`, masked rows must come in e4m3 with scales;
-    `row_alignment` is what the first place of each expert must be a multiple of, on GPUs. Where `compiles_by_rows`, any
-    new number of rows may compile another kernel; elsewhere the kernel changes at most once until the number doubles.
-    `fp8_weights`: it computes with weights in FP8.
+    layouts            the forms of input it takes
+    row_alignment      on GPUs: the first permuted row of each expert must be a multiple of it
+    masked_fp8         masked rows must come in e4m3 with scales
+    compiles_by_rows   any new number of rows may compile another kernel; otherwise the kernel changes at most once
+                       before the number doubles
+    fp8_weights        it computes with weights in FP8
     """
 
     layouts: tuple[Layout, ...] = ("contiguous",)
@@ -36,18 +38,12 @@ class GroupedGemm(Backend):
 
     @abstractmethod
     def __call__(self, expert_input: Any, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
-        """y_RD of an ExpertInput in x's dtype and expert order. w13 and w2 have the form of `empty_weights`.
+        """Return the outputs in x's dtype: y_RD in expert order of an ExpertInput, y_eMD of a MaskedInput.
 
-        R == 0 and e == 0 are allowed and give an empty result. Where the input has a `routing`, y has its
-        places, and what lies at places without a row is undefined. Of a MaskedInput y_eMD.
+        w13       in the form of `empty_weights`, for each expert first the rows of gate, then the rows of up
+        w2        in the form of `empty_weights`
+        R == 0 and e == 0 are allowed. With a `routing`, y has its permuted rows, and the unused rows are undefined.
         """
-
-    def prepare(self, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor) -> tuple[Any, Any]:
-        """Whole weights in the form that this product computes with, for those who have them so.
-
-        w13 [e, 2I, D] holds gate rows first, then up rows; w2 [e, D, I].
-        """
-        return w13_e2ID, w2_eDI
 
     def empty_weights(
         self,
@@ -58,11 +54,11 @@ class GroupedGemm(Backend):
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> torch.Tensor | BlockWeights:
-        """Uninitialised [num_experts, rows, columns], in the form and memory order that this product computes with."""
+        """Return uninitialised [num_experts, rows, columns], in the form and memory order that this product needs."""
         return torch.empty(num_experts, rows, columns, device=device, dtype=dtype)
 
     def set_num_sms(self, num_sms: int | None) -> None:
-        """Limit the SMs the product may use, where the backend can; None: all of them."""
+        """Limit the SMs of the product, where the backend has a limit; None: all SMs."""
 
 
 def unaligned_reason(shape: BackendShape, function: str) -> str | None:

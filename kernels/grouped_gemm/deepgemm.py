@@ -1,14 +1,15 @@
 """The experts' MLP on DeepGEMM, in bfloat16 or in FP8 with a scale per block of 128: Hopper and newer.
 
-FP8 weights have a scale per 128x128 block, as a checkpoint has them or rounded while they are loaded; rows have one
-per 128 values and are quantised here. Its kernels are compiled at first use, into a folder that all ranks of a host
-share.
+FP8 weights have a scale for each block of 128 x 128, from the checkpoint or rounded while they are loaded. Rows are
+quantised here, with a scale for each 128 values. DeepGEMM compiles its kernels at first use, into a folder that all
+ranks of a host share.
 
-R places, D hidden, I expert width, e local experts, M rows an expert has room for.
+R permuted rows, D hidden, I expert width, e local experts, M rows of an expert's array.
 """
 
 import functools
 import os
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from kernels.all2all.base import ExpertInput, MaskedInput
 from kernels.backends.backend import BackendShape
-from kernels.block_fp8 import BLOCK, BlockWeights, quantise_blocks
+from kernels.block_fp8 import BLOCK, BlockWeights
 from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
 from kernels.host.cache_folder import cache_folder
 from kernels.host.capability import too_old_gpu
@@ -35,11 +36,11 @@ NEEDED = (
 
 
 class DeepGemmUnavailableError(RuntimeError):
-    """DeepGEMM cannot be used here; the message says why."""
+    """DeepGEMM cannot be used here. The message has the reason."""
 
 
 def load_deep_gemm() -> Any:
-    """The module `deep_gemm`. Raises DeepGemmUnavailableError where it is missing or too old."""
+    """Return the module `deep_gemm`. Raises DeepGemmUnavailableError where it is missing or too old."""
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(cache_folder() / "deep_gemm"))
     try:
         import deep_gemm
@@ -109,11 +110,12 @@ class DeepGemm(GroupedGemm):
     def __init__(self) -> None:
         from kernels.triton.silu_mul import silu_mul
 
-        self._deep_gemm, self._silu_mul = load_deep_gemm(), silu_mul
+        self._deep_gemm = load_deep_gemm()
+        self._silu_mul: Callable[..., Any] = silu_mul
         self.row_alignment = int(self._deep_gemm.get_mk_alignment_for_contiguous_layout())
 
     def set_num_sms(self, num_sms: int | None) -> None:
-        """At most this many SMs from the next call on, for all of the process; a new number may compile."""
+        """See GroupedGemm. The limit holds for the whole process; a new number may compile kernels."""
         if num_sms is None:
             num_sms = torch.cuda.get_device_properties().multi_processor_count
         self._deep_gemm.set_num_sms(num_sms)
@@ -123,10 +125,10 @@ class DeepGemm(GroupedGemm):
     ) -> torch.Tensor:
         if isinstance(expert_input, MaskedInput):
             return self.call_masked(expert_input, w13_e2ID, w2_eDI)
-        routing = expert_input.places()
+        routing = expert_input.device_routing()
         assert routing.alignment % self.row_alignment == 0, routing.alignment
         x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
-        if not routing.num_places:
+        if not routing.num_permuted:
             return torch.empty_like(x_ND[:0])
         h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.ends_e)
         activated = self._activate(h_R2I.unsqueeze(0), routing.ends_e[num_experts - 1 :])
@@ -134,14 +136,14 @@ class DeepGemm(GroupedGemm):
         return self._contiguous(_first(activated), w2_eDI, routing.ends_e)
 
     def call_masked(self, masked: MaskedInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
-        """y_eMD in bfloat16; rows from counts_e on are undefined."""
+        """Return y_eMD in bfloat16; rows from counts_e on are undefined."""
         x = masked.x_eMD if masked.scale_eMS is None else (masked.x_eMD, masked.scale_eMS)
         activated = self._activate(self._masked(x, w13_e2ID, masked), masked.counts_e)
         wait_previous_ubatch()
         return self._masked(activated, w2_eDI, masked)
 
     def _fetch(self, expert_input: ExpertInput) -> Any:
-        return expert_input.in_order()
+        return expert_input.permuted_rows()
 
     def _activate(self, h_eM2I: torch.Tensor, counts_e: torch.Tensor) -> Any:
         return self._silu_mul(h_eM2I, counts_e)
@@ -194,14 +196,9 @@ class DeepGemmFp8(DeepGemm):
     ) -> BlockWeights:
         return BlockWeights.empty(num_experts, rows, columns, device=device)
 
-    def prepare(
-        self, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
-    ) -> tuple[BlockWeights, BlockWeights]:
-        return quantise_blocks(w13_e2ID), quantise_blocks(w2_eDI)
-
     def _fetch(self, expert_input: ExpertInput) -> Any:
-        routing = expert_input.places()
-        return self._scatter(expert_input.x_RD, routing.permuted_idx_NK, routing.num_places)
+        routing = expert_input.device_routing()
+        return self._scatter(expert_input.x_RD, routing.permuted_idx_NK, routing.num_permuted)
 
     def _contiguous(self, x_RD: Any, weights: BlockWeights, ends_e: torch.Tensor) -> torch.Tensor:
         rows = x_RD[0]
@@ -223,7 +220,7 @@ class DeepGemmFp8(DeepGemm):
 
 
 def _first(activated: Any) -> Any:
-    """The only group of a tensor, or of a tensor and its scales."""
+    """Return the only group of a tensor, or of a tensor and its scales."""
     if isinstance(activated, tuple):
         return tuple(part.squeeze(0) for part in activated)
     return activated.squeeze(0)

@@ -1,4 +1,4 @@
-"""The experts' MLP in one call of our own C code, for the few rows of a decode step on a CPU.
+"""The experts' MLP in one call of compiled C, for the few rows of a decode step on a CPU.
 
 R routed rows, D hidden, I expert width, e local experts.
 """
@@ -11,7 +11,8 @@ from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
 
-# Beyond, matrix products of a library win: measured with 16 experts of 128 x 64, 57 us against 180 at 2 rows each.
+# With more rows, a library's matrix products are faster. At 2 rows of each of 16 experts of 128 x 64 this takes 57 us,
+# torch 180.
 MAX_ROWS_PER_EXPERT = 8
 
 

@@ -1,4 +1,4 @@
-"""The experts' MLP as a loop over experts: runs everywhere, and is what the others are tested against.
+"""The experts' MLP as a loop over experts: runs everywhere, and is the reference in the contract tests.
 
 R routed rows, D hidden, I expert width, e local experts.
 """
@@ -11,7 +11,7 @@ from kernels.grouped_gemm.base import GroupedGemm
 
 
 class ReferenceGroupedGemm(GroupedGemm):
-    """One pair of products per expert that has rows."""
+    """One pair of products for each expert with rows."""
 
     name = "reference"
     auto = "a loop over experts runs everywhere"
@@ -20,7 +20,7 @@ class ReferenceGroupedGemm(GroupedGemm):
     def __call__(
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
     ) -> torch.Tensor:
-        x_RD = expert_input.in_order()
+        x_RD = expert_input.permuted_rows()
         y_RD = torch.empty_like(x_RD)
         start = 0
         for expert, end in enumerate(expert_input.offs_e.tolist()):

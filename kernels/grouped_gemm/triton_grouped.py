@@ -1,10 +1,12 @@
-"""The experts' MLP in two launches of our own persistent Triton kernels: no library, any float dtype.
+"""The experts' MLP in two launches of persistent Triton kernels: no library, any float dtype.
 
-Rows are fetched where they lie, and gate and up never reach memory. Tile shapes were measured on one H200 with
-Qwen3-30B-A3B's experts (hidden 2048, width 768, 32 of them); see docs/results/gpu-experts.md.
+The kernels read gathered rows through the routing; gate and up never reach memory. Tile shapes were measured on one
+H200 with 32 experts of hidden 2048 and width 768; see docs/results/gpu-experts.md.
 
-R places, D hidden, I expert width, e local experts.
+R permuted rows, D hidden, I expert width, e local experts.
 """
+
+from typing import Any
 
 import torch
 
@@ -45,10 +47,11 @@ class TritonGroupedGemm(GroupedGemm):
         return num_rows * widths * shape.dtype.itemsize
 
     def __init__(self, num_sms: int | None = None, *, hopper: bool | None = None):
-        """hopper: whether to multiply many rows as only a Hopper can; None: whether this GPU is one."""
+        """hopper: use the kernels for Hopper where many rows are multiplied; None: if this GPU is a Hopper."""
         from kernels.triton import grouped_gemm
 
-        self._kernel, self._hopper = grouped_gemm, None
+        self._kernel = grouped_gemm
+        self._hopper: Any = None
         hopper = on_hopper() if hopper is None else hopper
         if hopper:
             from kernels.triton import hopper_gemm
@@ -65,17 +68,19 @@ class TritonGroupedGemm(GroupedGemm):
     def __call__(
         self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
     ) -> torch.Tensor:
-        routing, x = expert_input.places(), expert_input.x_RD
+        routing, x = expert_input.device_routing(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
         up, down = self._tiles(routing, x, row_R)
-        bounds = (routing.starts_e, routing.ends_e, routing.num_places)
+        bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
         product, num_sms = self._kernel.grouped_gemm, self._num_sms
         h_RI = product(x, row_R, w13_e2ID, *bounds, gated=True, tile=up, num_sms=num_sms)
         wait_previous_ubatch()
         return product(h_RI, None, w2_eDI, *bounds, gated=False, tile=down, num_sms=num_sms)
 
-    def _tiles(self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None):
-        """Tiles of the two products, by how many rows an expert has."""
+    def _tiles(
+        self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None
+    ) -> tuple[Any, Any]:
+        """Return the tiles of the two products for the mean number of rows of an expert."""
         mean = routing.expected / max(1, len(routing.ends_e))
         up, down = self._tiles_of_any_gpu(mean, x.dtype)
         if self._hopper is not None and x.dtype != torch.float32:
@@ -85,7 +90,7 @@ class TritonGroupedGemm(GroupedGemm):
                 down = self._hopper.HopperTile(columns=256, stages=3)
         return up, down
 
-    def _tiles_of_any_gpu(self, mean: float, dtype: torch.dtype):
+    def _tiles_of_any_gpu(self, mean: float, dtype: torch.dtype) -> tuple[Any, Any]:
         TileShape = self._kernel.TileShape
         if dtype == torch.float32:
             tile = TileShape(16, 32, 32, num_warps=4, num_stages=2)

@@ -44,7 +44,7 @@ _RESULTS = {"route_pairs": _INT, "route_rows": _INT}
 
 
 class NativeUnavailableError(RuntimeError):
-    """The kernels cannot be compiled or loaded here; the message says why."""
+    """The kernels cannot be compiled or loaded here. The message has the reason."""
 
 
 def native_unavailable() -> str | None:

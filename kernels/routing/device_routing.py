@@ -1,9 +1,9 @@
-"""Rows to expert order and back on a GPU, with shapes that the host knows: it never waits for the device.
+"""The permutation of rows into expert order on a GPU. The host knows every shape and never waits for the device.
 
-How many rows are local is known on the device alone, so there are as many places as there could be
-rows. Places past the last row of an expert, and past all experts, hold nothing anybody reads.
+Only the device knows how many rows are local. So there are as many permuted rows as any routing could need; a permuted
+row behind the last row of its expert, or behind all experts, is unused and its content undefined.
 
-N rows that are here, K experts per row, e local experts, R places, D hidden.
+N gathered rows, K experts per row, e local experts, R permuted rows, D hidden.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class DeviceRouting:
-    """Where the rows of local experts lie in expert order. All int32, on the rows' device.
+    """Indices between gathered rows and permuted rows. All tensors int32, on the device of the rows.
 
-    permuted_idx_NK   place of each (row, expert) pair, -1 if its expert is not local
-    row_R      row at each place; undefined at places that hold none
-    starts_e   first place of each expert, a multiple of `alignment`
-    ends_e     end of each expert's rows
-    offs_e     how many rows this expert and those before it have
-    expected   rows, if routing were even: what the host goes by to choose a kernel
+    permuted_idx_NK   permuted row of each (row, expert) pair, -1 if the expert is not local
+    row_R             gathered row of each permuted row; undefined for an unused one
+    starts_e          first permuted row of each expert, a multiple of `alignment`
+    ends_e            end of each expert's permuted rows
+    offs_e            number of rows of this expert and all experts before it
+    expected          number of used permuted rows if routing were even; the host chooses kernels by it
     """
 
     permuted_idx_NK: torch.Tensor
@@ -33,13 +33,13 @@ class DeviceRouting:
     expected: int
 
     @property
-    def num_places(self) -> int:
+    def num_permuted(self) -> int:
         """R."""
         return self.row_R.shape[0]
 
 
-def max_places(num_rows: int, top_k: int, num_local: int, alignment: int = 1) -> int:
-    """Places that suffice for any routing of `num_rows` rows to `top_k` different experts each."""
+def max_permuted(num_rows: int, top_k: int, num_local: int, alignment: int = 1) -> int:
+    """Return the permuted rows that suffice for any routing of `num_rows` rows to `top_k` different experts each."""
     spread = num_rows * min(top_k, num_local) + num_local * (alignment - 1)
     crowded = num_local * (-(-num_rows // alignment) * alignment)
     return min(spread, crowded) // alignment * alignment
@@ -48,28 +48,31 @@ def max_places(num_rows: int, top_k: int, num_local: int, alignment: int = 1) ->
 def route_on_device(
     topk_idx_NK: torch.Tensor, experts: range, *, num_experts: int, alignment: int = 1
 ) -> DeviceRouting:
-    """Place the pairs whose expert is in `experts`, rows of one expert in their order.
+    """Permute the pairs of `experts`; rows of one expert keep their order.
 
-    topk_idx_NK int64 or int32 ids of all `num_experts`; -1 and other ranks' ids reach nobody here. A
-    row's ids differ from each other.
+    topk_idx_NK   int64 or int32 ids among all `num_experts`, different within a row; -1 and ids outside `experts` are
+                  not local
     """
     (num_rows, top_k), num_local = topk_idx_NK.shape, len(experts)
-    num_places = max_places(num_rows, top_k, num_local, alignment)
-    if num_places:
-        from kernels.triton.place_pairs import place_pairs
+    num_permuted = max_permuted(num_rows, top_k, num_local, alignment)
+    if num_permuted:
+        from kernels.triton.permute_pairs import permute_pairs
 
-        permuted_idx_NK, row_R, bounds_3e = place_pairs(topk_idx_NK, experts, num_places, alignment)
+        permuted_idx_NK, row_R, bounds_3e = permute_pairs(
+            topk_idx_NK, experts, num_permuted, alignment
+        )
     else:
         permuted_idx_NK = torch.full_like(topk_idx_NK, -1, dtype=torch.int32).contiguous()
         row_R, bounds_3e = permuted_idx_NK.new_empty(0), permuted_idx_NK.new_zeros(3, num_local)
+    starts_e, ends_e, offs_e = bounds_3e.unbind(0)
     expected = max(1, topk_idx_NK.numel() * num_local // max(1, num_experts))
-    return DeviceRouting(permuted_idx_NK, row_R, *bounds_3e.unbind(0), alignment, expected)
+    return DeviceRouting(permuted_idx_NK, row_R, starts_e, ends_e, offs_e, alignment, expected)
 
 
-def routing_in_order(offs_e: torch.Tensor, num_places: int) -> DeviceRouting:
-    """The routing of rows that are in expert order already, `offs_e` int32 ends of each expert's rows."""
-    row_R = torch.arange(num_places, dtype=torch.int32, device=offs_e.device)
+def identity_routing(offs_e: torch.Tensor, num_rows: int) -> DeviceRouting:
+    """Return the routing of rows that are in expert order already; `offs_e` int32 ends of each expert's rows."""
+    row_R = torch.arange(num_rows, dtype=torch.int32, device=offs_e.device)
     starts_e = F.pad(offs_e[:-1], (1, 0)) if len(offs_e) else offs_e
     return DeviceRouting(
-        row_R.unsqueeze(1), row_R, starts_e, offs_e, offs_e, alignment=1, expected=num_places
+        row_R.unsqueeze(1), row_R, starts_e, offs_e, offs_e, alignment=1, expected=num_rows
     )

@@ -1,4 +1,4 @@
-"""How evenly a rank's experts are used, looked at in a step now and then. L layers, e local experts, R routed rows."""
+"""The load of a rank's experts, sampled in some steps. L layers, e local experts."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ import torch
 class LoadSample:
     """One step of one rank.
 
-    rows          (token, expert) pairs that came to this rank's experts, over all layers
-    balancedness  mean rows of an expert over those of the busiest, averaged over the layers that had any; 1 = even
+    rows          (token, expert) pairs of this rank's experts, over all layers
+    balancedness  mean rows of an expert over the rows of the busiest expert, over layers with rows; 1 = even
     """
 
     rows: int
@@ -18,7 +18,7 @@ class LoadSample:
 
     @classmethod
     def of(cls, offs_Le: torch.Tensor) -> "LoadSample | None":
-        """What int32 `offs_e` of all layers, on the host, say; None when no layer had rows."""
+        """Return the sample of the int32 `offs_e` of all layers, on the host; None if no layer had rows."""
         rows_Le = offs_Le.diff(dim=1, prepend=offs_Le.new_zeros(len(offs_Le), 1)).float()
         rows_Le = rows_Le[offs_Le[:, -1] > 0]
         if not len(rows_Le):
@@ -28,23 +28,23 @@ class LoadSample:
 
 
 class ExpertLoad:
-    """What the layers of one rank report while it watches; costs a layer one look at `watching` while it does not."""
+    """Collects the loads of one rank's layers during a sampled step. Outside of it a layer only reads `watching`."""
 
     def __init__(self) -> None:
         self.watching = False
         self._offs_Le: list[torch.Tensor] = []
 
     def watch(self) -> None:
-        """From now on the layers report, until `take`."""
+        """Collect the loads of all layers until `take`."""
         self._offs_Le.clear()
         self.watching = True
 
     def add(self, offs_e: torch.Tensor) -> None:
-        """A layer's `ExpertInput.offs_e`, kept as it is; nothing is computed here."""
+        """Keep the `ExpertInput.offs_e` of a layer, without computing anything."""
         self._offs_Le.append(offs_e)
 
     def take(self) -> torch.Tensor | None:
-        """int32 [L, e] of the layers that reported, on their device, for `LoadSample.of`; None without any."""
+        """Stop, and return int32 [L, e] of the collected layers for `LoadSample.of`, on the device, or None."""
         self.watching = False
         offs_Le, self._offs_Le = self._offs_Le, []
         if not offs_Le or not offs_Le[0].numel():

@@ -1,11 +1,9 @@
-"""Group rows by expert and sum the experts' answers back: shared by every all-to-all.
+"""The permutation of gathered rows into expert order on a CPU, and the weighted sums back.
 
-As few operators as possible, on CPU numpy's where they are cheaper: each costs 1 to 10 us there, and
-a decode step has a handful of rows. On GPUs see `kernels.routing.device_routing`. Knows nothing of ranks or of
-how rows came here.
+It uses few operators, numpy's where they are cheaper, because each costs 1 to 10 us and a decode step has a handful of
+rows. `kernels.routing.device_routing` is the counterpart on GPUs. Knows nothing of ranks or of the transport of rows.
 
-N rows that are here, K experts per row, R routed rows (one per row and local expert), e local experts,
-D hidden.
+N gathered rows, K experts per row, R routed rows (one per row and local expert), e local experts, D hidden.
 """
 
 from ctypes import CDLL
@@ -21,11 +19,11 @@ from kernels.routing.device_routing import DeviceRouting, route_on_device
 
 @dataclass(frozen=True)
 class Routing:
-    """Which (row, expert) pairs are local, grouped by expert; rows of one expert keep their order.
+    """The local (row, expert) pairs, grouped by expert; rows of one expert keep their order.
 
     pair_R  int64 index into the flattened [N * K] pairs
-    row_R   int64 row of each pair
-    offs_e  int32 end of each local expert's pairs, offs_e[-1] == R
+    row_R   int64 gathered row of each pair
+    offs_e  int32 end of each local expert's pairs; offs_e[-1] == R
     """
 
     pair_R: torch.Tensor
@@ -34,9 +32,10 @@ class Routing:
 
 
 class Permutation:
-    """Routes rows to a range of local experts, on the CPU or on a GPU.
+    """Permutes gathered rows into the order of a range of local experts, on the CPU or on a GPU.
 
-    alignment   on GPUs: each expert's rows begin at a multiple of it in expert order
+    dtype       of the expert ids
+    alignment   on GPUs: the first permuted row of each expert is a multiple of it
     """
 
     def __init__(
@@ -55,7 +54,7 @@ class Permutation:
         assert alignment == 1 or torch.device(device).type == "cuda", (alignment, device)
 
     def route(self, topk_idx_NK: torch.Tensor) -> Routing | DeviceRouting:
-        """topk_idx_NK ids of `dtype`, of all experts; -1 and other ranks' experts reach nobody here."""
+        """Return the routing of rows with these experts: ids of `dtype` among all experts, -1 for none."""
         if not topk_idx_NK.is_cuda:
             return route(topk_idx_NK, self._bounds)
         return route_on_device(
@@ -66,15 +65,14 @@ class Permutation:
 def expert_bounds(
     experts: range, device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """The ids `start .. stop` (both included) of a contiguous range of experts, for `route`."""
+    """Return the ids `start .. stop` (both included) of a contiguous range of experts, for `route`."""
     return torch.arange(experts.start, experts.stop + 1, device=device, dtype=dtype)
 
 
 def route(topk_idx_NK: torch.Tensor, bounds: torch.Tensor) -> Routing:
-    """Pick the pairs whose expert lies in the range of `bounds` (see `expert_bounds`).
+    """Return the pairs of the experts in the range of `bounds` (see `expert_bounds`). CPU only.
 
-    topk_idx_NK int64 or int32 expert ids; -1 and ids outside the range reach nobody here. `bounds` has
-    the same dtype. CPU only.
+    topk_idx_NK   int64 or int32 expert ids, of the dtype of `bounds`; -1 and ids outside the range are not local
     """
     pair_R, row_R, offs_e = route_numpy(topk_idx_NK.numpy(), bounds.numpy())
     return Routing(*map(torch.from_numpy, (pair_R, row_R, offs_e)))
@@ -83,7 +81,7 @@ def route(topk_idx_NK: torch.Tensor, bounds: torch.Tensor) -> Routing:
 def route_numpy(
     topk_idx_NK: np.ndarray, bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The fields of `route` for arrays: an operator of numpy costs a third of one of torch."""
+    """Return the fields of `route` as arrays: an operator of numpy costs a third of torch's."""
     ids_P = topk_idx_NK.reshape(-1)
     native = load_or_none()
     if native is not None:
@@ -117,9 +115,11 @@ def _route_native(
 def weighted_sum(
     y_RD: torch.Tensor, routing: Routing | DeviceRouting, topk_weights_NK: torch.Tensor
 ) -> torch.Tensor:
-    """Sum of each row's expert outputs times their weights: [N, D] in y's dtype.
+    """Return the sum of each gathered row's expert outputs times their weights: [N, D] in y's dtype.
 
-    y_RD in the order of `routing`; topk_weights_NK float32. A row without local experts gets zeros.
+    y_RD              outputs in expert order, as `routing` has it
+    topk_weights_NK   float32
+    A row without local experts gets zeros.
     """
     if isinstance(routing, DeviceRouting):
         from kernels.triton import weighted_sum as kernel
@@ -137,10 +137,12 @@ def sum_rows(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum of the y of each row, times their weights: [num_rows, D] in y's dtype, zeros where none.
+    """Return the weighted sum of the y of each row: [num_rows, D] in y's dtype, zeros for a row without y.
 
-    row_R int64 in 0 .. num_rows - 1; weight_R float32, None for ones. Accumulates in float32, in an
-    order that depends on row_R alone. `out` receives the result where given.
+    row_R     int64 in 0 .. num_rows - 1
+    weight_R  float32; None for ones
+    out       receives the result; None for a new tensor
+    Sums accumulate in float32, in an order that depends on row_R alone.
     """
     native = load_or_none() if y_RD.dtype == torch.float32 and not y_RD.is_cuda else None
     if native is not None and (out is None or out.dtype == torch.float32):

@@ -1,4 +1,4 @@
-"""Which rank holds which experts. Pure arithmetic, the same on every rank."""
+"""The placement of experts on ranks. Pure arithmetic, equal on every rank."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -22,6 +22,6 @@ class ExpertPlacement:
         return tuple(accumulate(sizes, initial=0))
 
     def local_experts(self, rank: int) -> range:
-        """The logical experts that `rank` holds."""
+        """Return the experts that `rank` holds."""
         starts = self.starts
         return range(starts[rank], starts[rank + 1])

@@ -1,4 +1,4 @@
-"""How many (row, expert) pairs of each chunk go to each local expert: what `place_pairs` needs first if they are many.
+"""Counts of the (row, expert) pairs of each chunk by local expert, which `permute_pairs` needs for many pairs.
 
 N rows, K experts per row, e local experts, C chunks of pairs.
 """
@@ -18,7 +18,7 @@ def bins_of(
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
 ):
-    """The local expert of each pair; NUM_EXPERTS where the pair is not local, or none at all."""
+    """Return the local expert of each pair; NUM_EXPERTS for a pair without a local expert and beyond the last pair."""
     row = (pairs // TOP_K).to(tl.int64)
     ids_at = ids_ptr + row * ids_stride + pairs % TOP_K
     expert = tl.load(ids_at, mask=pairs < num_pairs, other=-1).to(tl.int32) - first_expert
@@ -37,7 +37,7 @@ def count_pairs_kernel(
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk: counts[chunk, expert]."""
+    """Count the pairs of one chunk: counts[chunk, expert]."""
     chunk = tl.program_id(0)
     pairs = chunk * CHUNK + tl.arange(0, CHUNK)
     bins = bins_of(ids_ptr, ids_stride, pairs, num_pairs, first_expert, TOP_K, NUM_EXPERTS)
@@ -48,7 +48,10 @@ def count_pairs_kernel(
 def count_pairs(
     topk_idx_NK: torch.Tensor, experts: range, *, bins: int, chunk: int
 ) -> torch.Tensor:
-    """int32 [C + 1, bins], the last row free; column e counts the pairs that are not local, later ones are 0."""
+    """Return counts int32 [C + 1, bins] with the last row free.
+
+    Column e counts the pairs without a local expert; later columns are 0.
+    """
     num_pairs = topk_idx_NK.numel()
     num_chunks = triton.cdiv(num_pairs, chunk)
     counts = torch.empty(num_chunks + 1, bins, dtype=torch.int32, device=topk_idx_NK.device)

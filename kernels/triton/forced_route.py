@@ -1,4 +1,7 @@
-"""Triton kernel of `kernels.routing.forced_routing`: each token's experts by a law. T tokens, E experts, K chosen."""
+"""Triton kernel of `kernels.routing.forced_routing`: the experts of each token by a law.
+
+T tokens, E experts, K experts per token.
+"""
 
 import torch
 import triton
@@ -6,7 +9,7 @@ import triton.language as tl
 
 from kernels.triton.route import top_k_keys
 
-NOISE_SHIFT = tl.constexpr(16)  # 32 less the bits of the noise table
+NOISE_SHIFT = tl.constexpr(16)  # 32 minus the bits of the noise table
 
 
 @triton.jit
@@ -23,8 +26,7 @@ def _mix(x):
 def _forced_route(
     input_ids_ptr,
     positions_ptr,
-    log_weight_ptr,
-    turns_ptr,
+    table_ptr,
     noise_ptr,
     layer,
     num_tokens,
@@ -42,7 +44,7 @@ def _forced_route(
     choice = tl.arange(0, BLOCK_K)
     chosen = choice < TOP_K
     if IN_TURN:
-        ids = tl.load(turns_ptr + (token * TOP_K + choice) % NUM_EXPERTS)
+        ids = tl.load(table_ptr + (token * TOP_K + choice) % NUM_EXPERTS)
     else:
         position = tl.load(positions_ptr + token).to(tl.uint32)
         input_id = tl.load(input_ids_ptr + token).to(tl.uint32)
@@ -50,7 +52,7 @@ def _forced_route(
         expert = tl.arange(0, BLOCK_E)
         bits = _mix(key + (expert + 1).to(tl.uint32) * 0xC2B2AE3D) >> NOISE_SHIFT
         inside = expert < NUM_EXPERTS
-        score = tl.load(noise_ptr + bits) + tl.load(log_weight_ptr + expert, mask=inside, other=0.0)
+        score = tl.load(noise_ptr + bits) + tl.load(table_ptr + expert, mask=inside, other=0.0)
         best_keys = top_k_keys(score, expert, inside, TOP_K, BLOCK_E, BLOCK_K)
         ids = BLOCK_E - 1 - (best_keys & 0xFFFFFFFF)
     if ON_DEVICE:
@@ -63,20 +65,21 @@ def _forced_route(
 def forced_route(
     input_ids_T: torch.Tensor,
     positions_T: torch.Tensor,
-    log_weight_E: torch.Tensor | None,
-    turns_E: torch.Tensor | None,
+    table_E: torch.Tensor,
     noise: torch.Tensor,
     *,
+    in_turn: bool,
     layer: int,
     top_k: int,
     num_tokens: int | torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_idx int64 [T, K] and topk_weights float32 [T, K], as ForcedRouting says.
+    """Return topk_idx int64 [T, K] and topk_weights float32 [T, K], as ForcedRouting does.
 
-    int64 ids and positions, contiguous. Either log_weight float32 [E], the logarithm of how likely each expert is, or
-    turns int64 [E], the experts in turn. noise float32 [2^16]. num_tokens may be an integer tensor [1] on the device.
+    input_ids, positions   int64, contiguous
+    table_E      with `in_turn` int64, the experts in turn; else float32, the logarithm of each expert's likelihood
+    noise        float32 [2^16]
+    num_tokens   rows from it on get ids of -1; an int, or an integer tensor [1] on the device
     """
-    table_E = log_weight_E if turns_E is None else turns_E
     num_rows, (num_experts,) = len(positions_T), table_E.shape
     ids_TK = torch.empty(num_rows, top_k, dtype=torch.int64, device=positions_T.device)
     weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=positions_T.device)
@@ -85,7 +88,6 @@ def forced_route(
         _forced_route[(num_rows,)](
             input_ids_T,
             positions_T,
-            table_E,
             table_E,
             noise,
             layer,
@@ -97,7 +99,7 @@ def forced_route(
             TOP_K=top_k,
             BLOCK_E=triton.next_power_of_2(num_experts),
             BLOCK_K=triton.next_power_of_2(top_k),
-            IN_TURN=turns_E is not None,
+            IN_TURN=in_turn,
             ON_DEVICE=on_device,
             num_warps=1,
         )

@@ -1,10 +1,10 @@
-"""One product of rows with their experts' weights, persistent: each program takes tile after tile.
+"""One product of rows with their experts' weights. The kernel is persistent: each program computes many tiles.
 
-Weights come by the tensor memory accelerator where there is one, and so do rows that are in order; others
-are read where they lie, through an index. With GATED the weights hold gate rows, then up rows, and the result is
-silu(gate) * up, so that the two never reach memory.
+The tensor memory accelerator, where the GPU has one, loads the weights and the rows that are in expert order. Gathered
+rows are read through an index. With GATED the weights hold gate rows, then up rows, and the result is silu(gate) * up,
+so that gate and up never reach memory.
 
-W output columns (half of an expert's weight rows where GATED), D input columns, e local experts, R places.
+W output columns (half of an expert's weight rows where GATED), D input columns, e local experts, R permuted rows.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Operands:
-    """What a kernel multiplies, as `grouped_gemm` was given it, and where the result goes: out_RW, not empty."""
+    """The arguments of `grouped_gemm`, and out_RW, the result, which is not empty."""
 
     x: torch.Tensor
     row_R: torch.Tensor | None
@@ -30,12 +30,12 @@ class Operands:
 
     @property
     def weight_rows(self) -> torch.Tensor:
-        """Of all experts, one below the other: [rows, D]."""
+        """The weights of all experts as one matrix [rows, D]."""
         return self.weights.view(-1, self.weights.shape[2])
 
     @property
-    def places(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows at places, where there are any, and experts' starts and ends."""
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Indices of the permuted rows, if any, and starts and ends of the experts' rows."""
         return self.x if self.row_R is None else self.row_R, self.starts_e, self.ends_e
 
     @property
@@ -45,7 +45,7 @@ class Operands:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What kernels are compiled for."""
+        """The constants that kernels are compiled for."""
         num_experts = len(self.weights)
         return {
             "NUM_EXPERTS": num_experts,
@@ -55,23 +55,23 @@ class Operands:
         }
 
     def most_tiles(self, rows: int, columns: int) -> int:
-        """However the places are shared among the experts."""
-        num_places, width = self.out_RW.shape
-        return (num_places // rows + len(self.weights)) * triton.cdiv(width, columns)
+        """Return the largest number of tiles of this shape for any distribution of rows to experts."""
+        num_permuted, width = self.out_RW.shape
+        return (num_permuted // rows + len(self.weights)) * triton.cdiv(width, columns)
 
 
 class Tile(Protocol):
-    """How a product is cut, and the kernel that cuts it so."""
+    """The shape of a tile, and the launch of its kernel."""
 
     def launch(self, operands: Operands, num_sms: int) -> None:
-        """Fill operands.out_RW on at most so many SMs."""
+        """Fill operands.out_RW on at most `num_sms` SMs."""
 
 
 @dataclass(frozen=True)
 class TileShape:
-    """For any GPU: a tile is `rows` places by `columns` outputs, `depth` inputs at a time.
+    """For any GPU: a tile of `rows` permuted rows by `columns` outputs, `depth` inputs at a time.
 
-    programs_per_sm must fit beside each other, or the last ones wait for the first to end.
+    programs_per_sm   programs that fit on an SM at once; with more, the last ones wait for the first to end
     """
 
     rows: int
@@ -82,11 +82,11 @@ class TileShape:
     programs_per_sm: int = 1
 
     def launch(self, operands: Operands, num_sms: int) -> None:
-        """As Tile's."""
+        """See Tile."""
         x, tiles = operands.x, TensorDescriptor.from_tensor
         weight_tiles = tiles(operands.weight_rows, [self.columns, self.depth])
         x_tiles = weight_tiles if operands.row_R is not None else tiles(x, [self.rows, self.depth])
-        row_R, starts_e, ends_e = operands.places
+        row_R, starts_e, ends_e = operands.bounds
         most_tiles = operands.most_tiles(self.rows, self.columns)
         grouped_gemm_kernel[(min(num_sms * self.programs_per_sm, most_tiles),)](
             *(x_tiles, x, x.stride(0), row_R, weight_tiles, starts_e, ends_e, operands.out_RW),
@@ -104,7 +104,7 @@ class TileShape:
 
 @triton.jit
 def _find_tile(row_tile, starts, ends, TILE_R: tl.constexpr):
-    """Expert, first place and end of that expert's places, of the row_tile-th tile of rows of all experts."""
+    """Return expert, first permuted row and end of the expert's rows, of the row_tile-th tile of all rows."""
     experts = tl.arange(0, starts.shape[0])
     row_tiles = (ends - starts + TILE_R - 1) // TILE_R
     tile_ends = tl.cumsum(row_tiles, 0)
@@ -133,7 +133,7 @@ def _multiply(
     TILE_W: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """float32 [TILE_W, TILE_R]: weights @ x.T, or silu(gate @ x.T) * (up @ x.T)."""
+    """Return float32 [TILE_W, TILE_R]: weights @ x.T, or silu(gate @ x.T) * (up @ x.T)."""
     inputs = tl.arange(0, TILE_D)[None, :]
     out = tl.zeros((TILE_W, TILE_R), tl.float32)
     up = tl.zeros((TILE_W, TILE_R), tl.float32)
@@ -173,33 +173,33 @@ def grouped_gemm_kernel(
     TILE_W: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """out[place] = x[row of place] @ weights[expert of place].T, tile by tile; `x` and `weights` are descriptors.
+    """Compute out[i] = x[row_R[i]] @ weights[expert of i].T, tile by tile; `x` and `weights` are descriptors.
 
-    Rows are the narrow side of the tensor cores' instruction (products are computed transposed), so
-    that a decode's few rows per expert waste little.
+    The product is computed transposed, so that rows are the narrow side of the tensor cores' instruction and a decode's
+    few rows per expert waste little.
     """
     experts = tl.arange(0, EXPERTS_2)
     starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     ends = tl.load(ends_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     column_tiles = tl.cdiv(width, TILE_W)
     num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
-    # Merging the loops loads the next tile's first rows early; rows through an index cannot be.
+    # Merged loops load the first rows of the next tile early, which is impossible for rows read through an index.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=not INDEXED):
         expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
         column = tile % column_tiles * TILE_W
-        places = start + tl.arange(0, TILE_R)
+        permuted = start + tl.arange(0, TILE_R)
         x_at = x_ptr + tl.zeros((TILE_R, TILE_D), tl.int64)
         if INDEXED:
-            rows = tl.load(row_ptr + places, mask=places < end, other=0).to(tl.int64)
+            rows = tl.load(row_ptr + permuted, mask=permuted < end, other=0).to(tl.int64)
             x_at = x_ptr + rows[:, None] * x_stride + tl.arange(0, TILE_D)[None, :]
         weight_row = expert * (width * 2 if GATED else width) + column
         out = _multiply(
-            *(x, x_at, start, places < end, weights, weight_row, weight_row + width, depth),
+            *(x, x_at, start, permuted < end, weights, weight_row, weight_row + width, depth),
             *(GATED, INDEXED, EVEN, PRECISION, TILE_R, TILE_W, TILE_D),
         )
         columns = column + tl.arange(0, TILE_W)
-        out_at = out_ptr + places.to(tl.int64)[:, None] * width + columns[None, :]
-        inside = (places < end)[:, None] & (columns < width)[None, :]
+        out_at = out_ptr + permuted.to(tl.int64)[:, None] * width + columns[None, :]
+        inside = (permuted < end)[:, None] & (columns < width)[None, :]
         tl.store(out_at, out.T.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -209,22 +209,23 @@ def grouped_gemm(
     weights: torch.Tensor,
     starts_e: torch.Tensor,
     ends_e: torch.Tensor,
-    num_places: int,
+    num_permuted: int,
     *,
     gated: bool,
     tile: Tile,
     num_sms: int,
 ) -> torch.Tensor:
-    """[R, W] in x's dtype; what lies at places between experts stays undefined.
+    """Return [R, W] in x's dtype; unused permuted rows are undefined.
 
-    x          rows of D columns, contiguous in the last axis: row_R[i] is place i's, or row i without row_R
+    x          rows of D columns, contiguous in the last axis
+    row_R      int32 row of x of each permuted row; None: x has the permuted rows
     weights    [e, W, D], gated [e, 2W, D] with gate rows first; contiguous, rows of a multiple of 16 bytes
-    starts_e, ends_e   int32: expert i has places starts_e[i] .. ends_e[i] - 1
+    starts_e, ends_e   int32: the permuted rows of expert i are starts_e[i] .. ends_e[i] - 1
     """
     num_experts, weight_rows, depth = weights.shape
     width = weight_rows // 2 if gated else weight_rows
     assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == depth
-    out_RW = torch.empty(num_places, width, dtype=x.dtype, device=x.device)
-    if num_places and num_experts:
+    out_RW = torch.empty(num_permuted, width, dtype=x.dtype, device=x.device)
+    if num_permuted and num_experts:
         tile.launch(Operands(x, row_R, weights, starts_e, ends_e, gated, out_RW), num_sms)
     return out_RW

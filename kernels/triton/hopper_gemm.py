@@ -1,11 +1,11 @@
-"""A tile of kernels.triton.grouped_gemm for many rows an expert, by warps that each do one part of it, on Hopper.
+"""A tile of kernels.triton.grouped_gemm for experts with many rows, with specialised warps, on Hopper.
 
-Of a program's three groups of four warps one brings tiles of rows and weights into a ring in shared memory, the others
-multiply 64 rows each and keep the tensor cores busy meanwhile: for the copies, and the next tile's, nobody waits
-(warp specialisation, as in CUTLASS's kernels for Hopper). Written in Gluon, the part of Triton in which the program
-says which warps do what.
+A program has three groups of four warps. One group loads tiles of rows and weights into a ring in shared memory. The
+other two multiply 64 rows each, and the tensor cores never wait for a copy that could have been made earlier (warp
+specialisation, as in CUTLASS's kernels for Hopper). The kernel is written in Gluon, the part of Triton that assigns
+work to warps.
 
-W output columns, D input columns, e local experts, R places.
+W output columns, D input columns, e local experts, R permuted rows.
 """
 
 from dataclasses import dataclass
@@ -27,21 +27,21 @@ from kernels.triton.grouped_gemm import Operands
 
 TILE_R, TILE_D = 128, 64
 GROUP_R = TILE_R // 2  # rows of one multiplying group
-REGISTERS = 168  # a thread: 64 Ki for three groups of 128 threads
-FAR = gl.constexpr(1 << 30)  # more rows than there are: see _store
+REGISTERS = 168  # per thread: 64 Ki for three groups of 128 threads
+FAR = gl.constexpr(1 << 30)  # larger than any number of rows: see _store
 ENDLESS = 0x7FFF0000
 
 
 @dataclass(frozen=True)
 class HopperTile:
-    """For Hopper: a tile is 128 places by `columns` outputs; `stages` of 64 inputs are in the ring."""
+    """For Hopper: a tile of 128 permuted rows by `columns` outputs; the ring has `stages` of 64 inputs."""
 
     columns: int
     stages: int
     programs_per_sm = 1
 
     def launch(self, operands: Operands, num_sms: int) -> None:
-        """As Tile's, of what `takes`."""
+        """See Tile. `takes` must be true of the operands."""
         x, row_R, out_RW = operands.x, operands.row_R, operands.out_RW
         assert takes(x, row_R)
         width, depth = operands.sizes
@@ -53,7 +53,7 @@ class HopperTile:
             shape=[ENDLESS, ENDLESS, FAR.value, width],
             strides=[(1 << 34) - width, width, width, 1],
         )
-        rows, starts_e, ends_e = operands.places
+        rows, starts_e, ends_e = operands.bounds
         grid = (min(num_sms, operands.most_tiles(TILE_R, self.columns)),)
         hopper_grouped_gemm_kernel[grid](
             *(out_tiles, x_tiles, x, x.stride(0) // 8, rows, weight_tiles, starts_e, ends_e),
@@ -70,7 +70,7 @@ class HopperTile:
 
 @gluon.jit
 def _next(stage, phase, STAGES: gl.constexpr):
-    """The ring's next stage, and which of a barrier's two phases it is in."""
+    """Return the next stage of the ring and the phase, 0 or 1, of its barriers."""
     stage += 1
     if stage == STAGES:
         stage = 0
@@ -80,15 +80,15 @@ def _next(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _previous(stage, STAGES: gl.constexpr):
-    """Computed, since Triton takes a variable that a loop sets to another one's value for one that it leaves alone."""
+    """Return the stage before. Computed, because Triton takes a variable that a loop only copies for a constant one."""
     return gl.where(stage == 0, STAGES - 1, stage - 1)
 
 
 @gluon.jit
 def _find_tile(row_tile, expert, tiles_before, bounds, ROWS: gl.constexpr):
-    """Expert of the row_tile-th tile of rows, tiles of the experts before it, the tile's first place, the expert's end.
+    """Return the expert of the row_tile-th tile, the tiles of earlier experts, the tile's first row, the expert's end.
 
-    `expert` and `tiles_before` are those of an earlier tile.
+    expert, tiles_before   results for an earlier tile
     """
     starts_ptr, ends_ptr = bounds
     start, end = gl.load(starts_ptr + expert), gl.load(ends_ptr + expert)
@@ -112,7 +112,7 @@ def _load(
     INDEXED: gl.constexpr,
     TILE_W: gl.constexpr,
 ):
-    """The loading warps: into each stage that is empty the next rows and weights."""
+    """Run the loading warps: load the next rows and weights into each empty stage."""
     x, x_ptr, x_stride_8, row_ptr, weights = sources
     x_bufs, w_bufs, ready, empty = ring
     num_tiles, column_tiles, depth = sizes
@@ -129,8 +129,8 @@ def _load(
         )
         row = expert * (2 * width if GATED else width) + tile % column_tiles * TILE_W
         if INDEXED:
-            places = start + gl.arange(0, ROWS, gl.SliceLayout(1, reads))
-            rows = gl.load(row_ptr + places, mask=places < end, other=0).to(gl.int64)
+            permuted = start + gl.arange(0, ROWS, gl.SliceLayout(1, reads))
+            rows = gl.load(row_ptr + permuted, mask=permuted < end, other=0).to(gl.int64)
             inputs = gl.arange(0, DEPTH, gl.SliceLayout(0, reads))
             x_at = x_ptr + rows[:, None] * (x_stride_8 * 8) + inputs[None, :]
         for d in range(0, depth, DEPTH):
@@ -151,10 +151,10 @@ def _load(
 
 @gluon.jit
 def _store(out, out_tiles, buf, start, end, column):
-    """Rows start .. end - 1 at most, without waiting for the copy.
+    """Store the rows of the tile up to `end` - 1, without waiting for the copy.
 
-    The copy is cut at the edge of a tensor, so this tensor ends where the expert's rows do: its rows are counted
-    backwards from FAR, and two axes in front of them bring the address back, modulo 2 ** 64, to row `end`.
+    A copy stops at the edge of its tensor. So the tensor must end at the expert's last row: rows are counted backwards
+    from FAR, and two axes in front of them move the address, modulo 2 ** 64, back to row `end`.
     """
     tma.store_wait(0)
     buf.store(gl.reshape(out.to(buf.dtype), buf.shape))
@@ -174,7 +174,7 @@ def _multiply(
     INDEXED: gl.constexpr,
     TILE_W: gl.constexpr,
 ):
-    """The multiplying warps of rows GROUP * 64 .. GROUP * 64 + 63 of each tile."""
+    """Run the multiplying warps of rows GROUP * 64 .. GROUP * 64 + 63 of each tile."""
     x_bufs, w_bufs, ready, empty = ring
     num_tiles, column_tiles, depth = sizes
     STAGES: gl.constexpr = x_bufs.shape[0]
@@ -194,7 +194,7 @@ def _multiply(
             for d in range(0, depth, DEPTH):
                 mbarrier.wait(ready.index(stage), phase)
                 if INDEXED:
-                    fence_async_shared()  # the tensor cores read past what the threads' own copies see
+                    fence_async_shared()  # makes the threads' copies visible to the tensor cores
                 x = x_bufs.index(stage).slice(GROUP * GROUP_ROWS, GROUP_ROWS)
                 weights = w_bufs.index(stage).permute((1, 0))
                 out = warpgroup_mma(x, weights, out, use_acc=d > 0, is_async=True)
@@ -204,7 +204,7 @@ def _multiply(
             out = warpgroup_mma_wait(0, (out,))
             mbarrier.arrive(empty.index(_previous(stage, STAGES)))
             if GATED:
-                # Gate's columns, then up's: a thread holds both of a pair.
+                # The columns of gate, then those of up: a thread holds both values of a pair.
                 out, up = gl.permute(gl.reshape(out, (GROUP_ROWS, 2, TILE_W)), (0, 2, 1)).split()
                 out = out * (1 / (1 + gl.exp(-out))) * up
             _store(out, out_tiles, out_bufs.index(GROUP), start, end, tile % column_tiles * TILE_W)
@@ -238,7 +238,7 @@ def hopper_grouped_gemm_kernel(
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """out[place] = x[row of place] @ weights[expert of place].T, tile by tile."""
+    """Compute out[i] = x[row_R[i]] @ weights[expert of i].T, tile by tile."""
     dtype: gl.constexpr = out_tiles.dtype
     line: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
     experts = gl.arange(0, EXPERTS_2, line)
@@ -257,7 +257,7 @@ def hopper_grouped_gemm_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     LOADERS: gl.constexpr = 4 if INDEXED else 1
     for stage in gl.static_range(STAGES):
-        # The copies of the memory accelerator arrive together, of a row by its index each thread's.
+        # The memory accelerator arrives once for a tile; with indexed rows each loading thread arrives too.
         mbarrier.init(ready.index(stage), count=1 + (32 * LOADERS if INDEXED else 0))
         mbarrier.init(empty.index(stage), count=2)
 
@@ -279,7 +279,7 @@ def hopper_grouped_gemm_kernel(
 
 
 def takes(x: torch.Tensor, row_R: torch.Tensor | None) -> bool:
-    """Whether it can load these rows of 16 bits a number; through an index a thread copies 16 bytes at once."""
+    """Return whether the kernel can load x: 16 bits a value, and through an index 16 aligned bytes at a time."""
     whole = x.shape[1] % TILE_D == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return x.element_size() == 2 and (whole or row_R is None)
 
@@ -291,7 +291,7 @@ def _tiles(
     shape: list[int] | None = None,
     strides: list[int] | None = None,
 ) -> TensorDescriptor:
-    """Blocks of a tensor, or of what `shape` and `strides` make of it, as the tensor cores read them."""
+    """Return the blocks of a tensor in the layout of the tensor cores; `shape` and `strides` override the tensor's."""
     dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
     layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
     return TensorDescriptor(

@@ -1,4 +1,4 @@
-"""Packs each row's x, ids and weights into its bytes: one launch instead of three. See `kernels.all2all.payload`.
+"""Packing of x, ids and weights into rows of bytes: one launch instead of three. See `kernels.all2all.payload`.
 
 N rows, D hidden, K experts per row, W bytes of a row.
 """
@@ -26,7 +26,7 @@ def pack_rows_kernel(
     BLOCK_K: tl.constexpr,
     IN_PLACE: tl.constexpr,
 ):
-    """One block of columns of one row; the first one brings the ids and weights along."""
+    """Pack one block of columns of one row; the program of the first block also packs ids and weights."""
     row = tl.program_id(0).to(tl.int64)
     if not IN_PLACE:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -48,9 +48,9 @@ def pack_rows(
     topk_weights_NK: torch.Tensor,
     fields: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> None:
-    """Fill `fields`, the views of uint8 [N, W] that RowFormat gives. x's rows may be strided, W bytes are not.
+    """Fill `fields`, which are `RowFormat.fields` of contiguous uint8 [N, W]. The rows of x may be strided.
 
-    An x that is its field already stays where it is.
+    An x that is the field itself is not copied.
     """
     (num_rows, hidden), top_k = x_ND.shape, topk_idx_NK.shape[1]
     assert x_ND.stride(1) == 1 and topk_idx_NK.is_contiguous() and topk_weights_NK.is_contiguous()

@@ -1,4 +1,4 @@
-"""How many pairs of each expert come before each chunk, out of the counts of `count_pairs`.
+"""The number of pairs of each expert before each chunk, from the counts of `count_pairs`.
 
 e local experts, C chunks of pairs.
 """
@@ -14,7 +14,7 @@ STEP, COLUMNS = 1024, 8  # chunks at a time, and experts of a program
 def scan_counts_kernel(
     counts_ptr, num_chunks, BINS: tl.constexpr, STEP: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A few columns: each count becomes the sum of those above it, the row behind the last chunk's of all."""
+    """Scan a few columns: each count becomes the sum of the counts above it; the last row becomes the total."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     totals = tl.zeros((COLUMNS,), tl.int32)
     for first in range(0, num_chunks, STEP):
@@ -28,7 +28,7 @@ def scan_counts_kernel(
 
 
 def scan_counts(counts: torch.Tensor) -> None:
-    """counts int32 [C + 1, bins] becomes the pairs of earlier chunks, of all in its last row."""
+    """Replace counts int32 [C + 1, bins] by the pairs of all earlier chunks; the last row gets the totals."""
     bins = counts.shape[1]
     scan_counts_kernel[(triton.cdiv(bins, COLUMNS),)](
         counts, counts.shape[0] - 1, BINS=bins, STEP=STEP, COLUMNS=COLUMNS, num_warps=8

@@ -1,8 +1,8 @@
-"""Quantises each row to e4m3 in groups of 128 and copies it to its places in expert order.
+"""Copies of rows in expert order, quantised to e4m3 in groups of 128.
 
-The scales come out in the order DeepGEMM loads them in: all places of one group side by side.
+The scales have the memory order in which DeepGEMM loads them: those of one group for all permuted rows are contiguous.
 
-N rows, D their width, S = D / 128 groups of a row, K places per row, R places.
+N gathered rows, D their width, S = D / 128 groups of a row, K experts per row, R permuted rows.
 """
 
 import torch
@@ -16,7 +16,7 @@ from kernels.triton.fp8 import GROUP, quantise
 def scatter_fp8_kernel(
     x_ptr,
     x_stride,
-    place_ptr,
+    permuted_ptr,
     out_ptr,
     scale_ptr,
     scale_stride,
@@ -25,7 +25,7 @@ def scatter_fp8_kernel(
     BLOCK_S: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Some groups of one row."""
+    """Quantise and copy some groups of one row."""
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -33,23 +33,23 @@ def scatter_fp8_kernel(
     x = tl.load(x_ptr + row * x_stride + columns, mask=inside[:, None], other=0)
     quantised, scale = quantise(x.to(tl.float32))
     for k in tl.static_range(TOP_K):
-        place = tl.load(place_ptr + row * TOP_K + k).to(tl.int64)
-        if place >= 0:
-            out_at = out_ptr + place * num_groups * GROUP + columns
+        permuted = tl.load(permuted_ptr + row * TOP_K + k).to(tl.int64)
+        if permuted >= 0:
+            out_at = out_ptr + permuted * num_groups * GROUP + columns
             tl.store(out_at, quantised, mask=inside[:, None])
-            tl.store(scale_ptr + groups * scale_stride + place, scale, mask=inside)
+            tl.store(scale_ptr + groups * scale_stride + permuted, scale, mask=inside)
 
 
 def scatter_fp8(
-    x_ND: torch.Tensor, permuted_idx_NK: torch.Tensor, num_places: int
+    x_ND: torch.Tensor, permuted_idx_NK: torch.Tensor, num_permuted: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [R, D] and float32 scales [R, S] whose places are contiguous; R and D multiples of 4 and 128."""
+    """Return e4m3 [R, D] and float32 scales [R, S], contiguous along R. R and D are multiples of 4 and 128."""
     num_rows, width = x_ND.shape
     assert x_ND.stride(1) == 1 and permuted_idx_NK.is_contiguous()
-    assert width % GROUP == 0 and num_places % 4 == 0, (width, num_places)
+    assert width % GROUP == 0 and num_permuted % 4 == 0, (width, num_permuted)
     num_groups = width // GROUP
-    out_RD = torch.empty(num_places, width, dtype=torch.float8_e4m3fn, device=x_ND.device)
-    scale_SR = torch.empty(num_groups, num_places, dtype=torch.float32, device=x_ND.device)
+    out_RD = torch.empty(num_permuted, width, dtype=torch.float8_e4m3fn, device=x_ND.device)
+    scale_SR = torch.empty(num_groups, num_permuted, dtype=torch.float32, device=x_ND.device)
     block = min(16, triton.next_power_of_2(num_groups))
     if num_rows:
         scatter_fp8_kernel[(num_rows, triton.cdiv(num_groups, block))](
@@ -58,7 +58,7 @@ def scatter_fp8(
             permuted_idx_NK,
             out_RD,
             scale_SR,
-            num_places,
+            num_permuted,
             num_groups,
             TOP_K=permuted_idx_NK.shape[1],
             BLOCK_S=block,

@@ -1,6 +1,6 @@
-"""Each row's expert outputs, times their weights, summed in float32: no atomics, so always the same.
+"""Weighted sums of each row's expert outputs in float32, without atomics: equal inputs give equal bits.
 
-N rows, D their width, K experts per row, R places.
+N gathered rows, D their width, K experts per row, R permuted rows.
 """
 
 import torch
@@ -13,7 +13,7 @@ MAX_BLOCK = 2048
 @triton.jit(do_not_specialize=["kept_first", "kept_end"])
 def weighted_sum_kernel(
     y_ptr,
-    place_ptr,
+    permuted_ptr,
     weight_ptr,
     weight_stride,
     out_ptr,
@@ -24,16 +24,16 @@ def weighted_sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of columns of one row; absent experts' loads are masked off."""
+    """Sum one block of columns of one row; experts of other ranks are masked."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
-        place = tl.load(place_ptr + row * TOP_K + k).to(tl.int64)
+        permuted = tl.load(permuted_ptr + row * TOP_K + k).to(tl.int64)
         weight = tl.load(weight_ptr + row * weight_stride + k)
-        here = (columns < width) & (place >= 0)
-        y = tl.load(y_ptr + place * width + columns, mask=here, other=0)
-        total += tl.where(place >= 0, weight, 0.0) * y.to(tl.float32)
+        here = (columns < width) & (permuted >= 0)
+        y = tl.load(y_ptr + permuted * width + columns, mask=here, other=0)
+        total += tl.where(permuted >= 0, weight, 0.0) * y.to(tl.float32)
     if row >= kept_first and row < kept_end:
         out_ptr = kept_ptr
     out_at = out_ptr + row * width + columns
@@ -46,9 +46,11 @@ def weighted_sum(
     topk_weights_NK: torch.Tensor,
     kept: tuple[int, int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """[N, D] in y's dtype, zeros for rows without places. topk_weights_NK float32, may be strided.
+    """Return [N, D] in y's dtype, zeros for rows without local experts.
 
-    `kept` (first, end, kept_ND): rows first to end go to the same rows of kept_ND and are undefined in the result.
+    topk_weights_NK   float32, rows may be strided
+    kept              (first, end, kept_ND): rows first to end - 1 go to the same rows of kept_ND, and are undefined in
+                      the result
     """
     num_rows, width = permuted_idx_NK.shape[0], y_RD.shape[1]
     assert (

@@ -58,10 +58,10 @@ class Rank:
             alignment=self.gemm.row_alignment,
         )
         new: dict[str, Any] = {"dtype": args.dtype, "device": self.device}
-        self.weights = self.gemm.prepare(
+        self.weights = [
             torch.randn(len(local), 2 * args.width, args.hidden, **new) * args.hidden**-0.5,
             torch.randn(len(local), args.hidden, args.width, **new) * args.width**-0.5,
-        )
+        ]
         self.side, self.all_sms = None, 0
         if args.device == "cuda":
             self.side = CommStream(priority=-1)
@@ -85,7 +85,7 @@ class Rank:
         """What no exchange avoids: bytes over links, and routing and weighted sums of the gathered rows."""
         rows, starts = self.gathered(num_tokens), self.placement.starts
         routed = permute_local(*rows, self.order, None)
-        y_RD = torch.randn_like(routed.in_order())
+        y_RD = torch.randn_like(routed.permuted_rows())
 
         def here(_: int) -> None:
             permute_local(*rows, self.order, None).handle.partial_sums(y_RD)
@@ -163,7 +163,7 @@ class Rank:
         """Dispatch, and combine of outputs that do not depend on it."""
         inputs = self.draw(num_tokens, self.rank)
         routed = all2all.dispatch(*inputs).wait()
-        like = routed.x_eMD if isinstance(routed, MaskedInput) else routed.in_order()
+        like = routed.x_eMD if isinstance(routed, MaskedInput) else routed.permuted_rows()
         y = torch.randn(like.shape, dtype=self.args.dtype, device=self.device)
         all2all.combine(y, routed.handle).wait()
 

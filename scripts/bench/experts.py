@@ -24,6 +24,7 @@ from kernels.all2all.payload import permute_local
 from kernels.backends.backend import BackendShape
 from kernels.backends.registry import backend_class
 from kernels.backends.select import probe
+from kernels.block_fp8 import quantise_blocks
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.routing.permute import Permutation
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
@@ -50,7 +51,9 @@ class Layers:
         for _ in range(args.layers if filled else 0):
             w13 = torch.randn(experts, 2 * width, hidden, **new) * hidden**-0.5
             w2 = torch.randn(experts, hidden, width, **new) * width**-0.5
-            self.weights.append(self.gemm.prepare(w13, w2))
+            if self.gemm.fp8_weights:
+                w13, w2 = quantise_blocks(w13), quantise_blocks(w2)
+            self.weights.append((w13, w2))
         if not filled:
             w13 = self.gemm.empty_weights(experts, 2 * width, hidden, **new)
             self.weights.append((w13, self.gemm.empty_weights(experts, hidden, width, **new)))
@@ -76,7 +79,9 @@ class Layers:
         routed = permute_local(*self.draw(num_tokens), self.order, None)
         rows: Any = routed
         if layout == "masked":
-            rows = self.masked(num_tokens, routed.places().ends_e - routed.places().starts_e)
+            rows = self.masked(
+                num_tokens, routed.device_routing().ends_e - routed.device_routing().starts_e
+            )
         return lambda index: self.gemm(rows, *self.weights[index % len(self.weights)])
 
     def masked(self, num_tokens: int, counts_e: torch.Tensor) -> MaskedInput:
@@ -116,7 +121,7 @@ class Layers:
             calls["sum_us"] = lambda _: routed.handle.partial_sums(y_RD)
         graph = self.in_graph
         runs = {name: repeated(call, IN_GRAPH, graph=graph) for name, call in calls.items()}
-        places = routed.places()
+        places = routed.device_routing()
         return {
             "rows": int(routed.offs_e[-1]),
             "used_experts": int((places.ends_e > places.starts_e).sum()),

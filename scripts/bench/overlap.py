@@ -72,8 +72,8 @@ class ResidentRows(AllGatherAllToAll):
 
     max_num_tokens = num_experts = 0  # tokens of a rank, experts of all; set before any is built
 
-    def __init__(self, group: Any, order: Permutation, row_format: RowFormat):
-        super().__init__(group, order, row_format)
+    def __init__(self, group: Any, permutation: Permutation, row_format: RowFormat):
+        super().__init__(group, permutation, row_format)
         self._rank = group.rank()
         self._rows: torch.Tensor | None = None
 
@@ -83,7 +83,9 @@ class ResidentRows(AllGatherAllToAll):
         if self._rows is None:
             self._rows = self._draw(x_TD.device)
         rows = self._rows[: self._num_ranks * len(x_TD)]
-        return Pending(lambda: permute_local(*self._format.fields(rows), self._order, len(x_TD)))
+        return Pending(
+            lambda: permute_local(*self._format.fields(rows), self._permutation, len(x_TD))
+        )
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         begin = self._rank * handle.origin

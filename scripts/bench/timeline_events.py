@@ -38,7 +38,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
         StepPart.DISPATCH,
         r"push_rows|pack_rows|deep_ep::.*(dispatch|layout)|nccl.*(AllGather|SendRecv)",
     ),
-    (StepPart.EXPERT_ORDER, r"place_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
+    (StepPart.EXPERT_ORDER, r"permute_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
     (StepPart.GROUPED, r"grouped_gemm_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm"),
     (StepPart.ACTIVATION, r"silu"),
     (StepPart.SAMPLING, r"_penalise|ArgMax|Sampling"),

@@ -180,7 +180,7 @@ def run_several_instances(rank: int, num_ranks: int, info: GroupInfo) -> None:
     second.close()
     assert deep_ep_fake.FakeBuffer.alive == 0
     keeps = low_latency(case)
-    with pytest.raises(AssertionError, match="room for 64 rows, not for 68"):
+    with pytest.raises(AssertionError, match="for 64 rows, not for 68"):
         low_latency(case, max_num_tokens=MAX_TOKENS + 1)
     keeps.close()
 

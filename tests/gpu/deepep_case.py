@@ -12,6 +12,7 @@ from kernels.backends import select
 from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
 from kernels.backends.context import BackendContext
+from kernels.block_fp8 import quantise_blocks
 from kernels.routing.placement import ExpertPlacement
 from tests.closeness import calc_diff
 
@@ -131,7 +132,8 @@ class Layer:
         self.prepared = tuple(w[rank * local : (rank + 1) * local] for w in self.everybodys)
         if product is not None:
             self.gemm = product
-        self.prepared = self.gemm.prepare(*self.prepared)
+        if self.gemm.fp8_weights:
+            self.prepared = tuple(quantise_blocks(w) for w in self.prepared)
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
         routed = self.all2all.dispatch(*inputs).wait()

@@ -94,9 +94,9 @@ def expected(inputs: Inputs) -> torch.Tensor:
 
 def experts_of(routed, first_expert: int) -> torch.Tensor:
     """What the experts make of the rows; no wait for the device."""
-    rows_RD = routed.in_order()
+    rows_RD = routed.permuted_rows()
     places_R = torch.arange(rows_RD.shape[0], dtype=torch.int32, device="cuda")
-    expert_R = torch.searchsorted(routed.places().ends_e, places_R, right=True)
+    expert_R = torch.searchsorted(routed.device_routing().ends_e, places_R, right=True)
     scale_R1 = ((first_expert + expert_R + 1) / NUM_EXPERTS).unsqueeze(1)
     return (rows_RD.float().nan_to_num() * scale_R1).bfloat16()
 

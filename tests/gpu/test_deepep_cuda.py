@@ -127,7 +127,7 @@ def sums(rank: int, num_ranks: int, info: GroupInfo) -> None:
     for num_sms in (None, 4, 8, 16, 20, 24, 32):
         layer.all2all.set_num_sms(num_sms)
         routed = layer.all2all.dispatch(x_TD, ids_TK, ones_TK).wait()
-        back = layer.all2all.combine(routed.in_order(), routed.handle)
+        back = layer.all2all.combine(routed.permuted_rows(), routed.handle)
         outs.append(back.wait())
         assert calc_diff(outs[-1], x_TD) < 5e-6
     assert all(torch.equal(out, outs[0]) for out in outs)
@@ -269,7 +269,7 @@ def random_rounds(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: s
     for number, which in enumerate(order):
         x_TD, ids_TK, weights_TK = drawn[which]
         routed = layer.all2all.dispatch(x_TD, ids_TK, weights_TK).wait()
-        rows = routed.x_eMD if name.endswith("latency") else routed.in_order()
+        rows = routed.x_eMD if name.endswith("latency") else routed.permuted_rows()
         out_TD = layer.all2all.combine(rows, routed.handle).wait()
         if number % 100 == 99:
             expected_TD = identity[which].float() * (weights_TK * (ids_TK >= 0)).sum(

@@ -10,6 +10,7 @@ from kernels.all2all.base import MaskedInput
 from kernels.all2all.local import LocalAllToAll
 from kernels.backends.registry import backend_class
 from kernels.backends.select import probe
+from kernels.block_fp8 import quantise_blocks
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.routing.permute import Permutation
 from tests.closeness import calc_diff
@@ -74,7 +75,8 @@ class Layer:
         new = {"generator": generator, "device": "cuda"}
         self.w13 = (torch.randn(num_local, 2 * width, hidden, **new) / hidden**0.5).to(dtype)
         self.w2 = (torch.randn(num_local, hidden, width, **new) / width**0.5).to(dtype)
-        self.prepared = gemm.prepare(self.w13, self.w2)
+        weights = (self.w13, self.w2)
+        self.prepared = [quantise_blocks(w) if gemm.fp8_weights else w for w in weights]
         order = Permutation(
             case.local,
             num_experts=case.num_experts,

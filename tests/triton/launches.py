@@ -95,7 +95,8 @@ def _forced_route(at: Inputs) -> None:
     weights = torch.zeros(EXPERTS, device=at.device)
     noise = torch.zeros(2**16, device=at.device)
     forced_route(
-        *(at.slice(), at.slice(), weights, None, noise),
+        *(at.slice(), at.slice(), weights, noise),
+        in_turn=False,
         layer=at.offset,
         top_k=TOP_K,
         num_tokens=at.size,
@@ -104,16 +105,18 @@ def _forced_route(at: Inputs) -> None:
 
 def _experts(at: Inputs) -> None:
     """Rows to expert order, quantised too, and back."""
-    from kernels.triton.place_pairs import place_pairs
+    from kernels.triton.permute_pairs import permute_pairs
     from kernels.triton.scatter_fp8 import scatter_fp8
     from kernels.triton.scatter_rows import scatter_rows
     from kernels.triton.silu_mul import silu_mul
     from kernels.triton.weighted_sum import weighted_sum
 
     aligned = 128 * EXPERTS
-    for alignment, num_places in ((1, at.size * TOP_K), (128, aligned)):
-        permuted_idx_NK, _, bounds_3e = place_pairs(at.ids(), range(EXPERTS), num_places, alignment)
-        y_RD = scatter_rows(at.rows(WIDTH), permuted_idx_NK, num_places)
+    for alignment, num_permuted in ((1, at.size * TOP_K), (128, aligned)):
+        permuted_idx_NK, _, bounds_3e = permute_pairs(
+            at.ids(), range(EXPERTS), num_permuted, alignment
+        )
+        y_RD = scatter_rows(at.rows(WIDTH), permuted_idx_NK, num_permuted)
         silu_mul(y_RD.unsqueeze(0), bounds_3e[1, EXPERTS - 1 :])
         weights_NK = at.rows(TOP_K, dtype=torch.float32)
         out_ND = weighted_sum(y_RD, permuted_idx_NK, weights_NK)
@@ -155,7 +158,9 @@ def _grouped_gemm(at: Inputs, *, expected: int | None = None) -> None:
 
 def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
     routed = exchange.dispatch(at.rows(width), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
-    y_RD = torch.zeros(routed.places().num_places, width, dtype=torch.bfloat16, device=at.device)
+    y_RD = torch.zeros(
+        routed.device_routing().num_permuted, width, dtype=torch.bfloat16, device=at.device
+    )
     exchange.combine(y_RD, routed.handle).wait()
 
 

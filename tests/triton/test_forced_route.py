@@ -26,12 +26,12 @@ def test_equals_the_cpu(law, exponent, num_rows, num_experts, top_k, on_device):
     shape = {"num_experts": num_experts, "top_k": top_k, "rank": 1, "num_ranks": 4}
     route = ForcedRouting(law, exponent, **shape, device="cpu", layer=LAYER)
     expected = route(ids, positions, num_tokens)
-    tables = (route._log_weight_E, route._turns_E)
     found = forced_route(
         ids.to(DEVICE),
         positions.to(DEVICE),
-        *(None if table is None else table.to(DEVICE) for table in tables),
+        route._table_E.to(DEVICE),
         noise_table(torch.device(DEVICE)),
+        in_turn=law == "balanced",
         layer=LAYER,
         top_k=top_k,
         num_tokens=torch.tensor([num_tokens], device=DEVICE) if on_device else num_tokens,

@@ -39,7 +39,7 @@ def test_equals_float32(hidden, width, num_rows, dtype, in_order):
     routed = ExpertInput(x_ND, routing.offs_e, None, routing)
     if in_order:
         num_routed = int(routing.offs_e[-1])
-        routed = ExpertInput(routed.in_order()[:num_routed].contiguous(), routing.offs_e, None)
+        routed = ExpertInput(routed.permuted_rows()[:num_routed].contiguous(), routing.offs_e, None)
     y_RD = TritonGroupedGemm(num_sms=3)(routed, w13, w2)
     for local, (start, end) in enumerate(zip(routing.starts_e, routing.ends_e, strict=True)):
         x_RD = x_ND[routing.row_R[start:end].long()].float()

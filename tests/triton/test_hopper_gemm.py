@@ -61,16 +61,16 @@ def test_equals_float32(hopper, gated, indexed, shape, dtype, counts, gap, num_s
     width, depth = shape
     generator = torch.Generator(DEVICE).manual_seed(len(counts) + gap)
     new = {"generator": generator, "device": DEVICE}
-    starts, ends, num_places = _place(counts, gap)
+    starts, ends, num_permuted = _place(counts, gap)
     weights = torch.randn(len(counts), width * (2 if gated else 1), depth, **new) / depth**0.5
-    x = torch.randn(500 if indexed else num_places, depth, **new).to(dtype)
-    row_R = torch.randint(500, (num_places,), dtype=torch.int32, **new) if indexed else None
+    x = torch.randn(500 if indexed else num_permuted, depth, **new).to(dtype)
+    row_R = torch.randint(500, (num_permuted,), dtype=torch.int32, **new) if indexed else None
     weights = weights.to(dtype)
     tile = hopper.HopperTile(128, 4) if gated else hopper.HopperTile(256, 3)
     out = grouped_gemm(
-        *(x, row_R, weights, starts, ends, num_places), gated=gated, tile=tile, num_sms=num_sms
+        *(x, row_R, weights, starts, ends, num_permuted), gated=gated, tile=tile, num_sms=num_sms
     )
-    assert out.shape == (num_places, width) and out.dtype == dtype
+    assert out.shape == (num_permuted, width) and out.dtype == dtype
     ordered = x if row_R is None else x[row_R.long()]
     for expert, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         expected = F.linear(ordered[start:end].float(), weights[expert].float())
@@ -84,14 +84,14 @@ def test_equals_float32(hopper, gated, indexed, shape, dtype, counts, gap, num_s
 @pytest.mark.skipif(not on_hopper(), reason="needs a GPU")
 @torch.inference_mode()
 def test_is_captured_in_a_graph_and_never_waits_for_the_device(hopper):
-    starts, ends, num_places = _place([1024] * 8, 0)
+    starts, ends, num_permuted = _place([1024] * 8, 0)
     x = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
-    row_R = torch.randint(2048, (num_places,), dtype=torch.int32, device=DEVICE)
+    row_R = torch.randint(2048, (num_permuted,), dtype=torch.int32, device=DEVICE)
     weights = torch.randn(8, 1536, 2048, device=DEVICE, dtype=torch.bfloat16) / 45
 
     def product() -> torch.Tensor:
         tile = hopper.HopperTile(128, 4)
-        bounds = (starts, ends, num_places)
+        bounds = (starts, ends, num_permuted)
         return grouped_gemm(x, row_R, weights, *bounds, gated=True, tile=tile, num_sms=132)
 
     eager = product()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.all2all.base import ExpertInput
-from kernels.routing.device_routing import max_places, route_on_device
+from kernels.routing.device_routing import max_permuted, route_on_device
 from kernels.routing.permute import expert_bounds, route, weighted_sum
 from kernels.triton import weighted_sum as kernel
 from kernels.triton.scan_counts import scan_counts
@@ -52,8 +52,8 @@ def test_routes_like_the_cpu(shape, alignment: int, dtype: torch.dtype, strided:
     assert routing.offs_e.dtype == torch.int32
     starts, ends = routing.starts_e.tolist(), routing.ends_e.tolist()
     assert all(start % alignment == 0 for start in starts) and starts == sorted(starts)
-    assert max(ends, default=0) <= routing.num_places
-    assert routing.num_places == max_places(num_rows, top_k, len(experts), alignment)
+    assert max(ends, default=0) <= routing.num_permuted
+    assert routing.num_permuted == max_permuted(num_rows, top_k, len(experts), alignment)
     places = [place for start, end in zip(starts, ends, strict=True) for place in range(start, end)]
     assert routing.row_R.cpu()[places].tolist() == expected.row_R.tolist()
     place_P = torch.full((num_rows * top_k,), -1, dtype=torch.int32)
@@ -78,7 +78,7 @@ def test_places_suffice_for_the_worst_routing():
                 ids.where(ids < num_local, -1).expand(num_rows, -1).contiguous().to(DEVICE)
             )
             routing = route_on_device(topk_idx_NK, experts, num_experts=9, alignment=alignment)
-            assert int(routing.ends_e.max()) <= routing.num_places
+            assert int(routing.ends_e.max()) <= routing.num_permuted
 
 
 @pytest.mark.parametrize("width", [8, 200, 2048, 5000])
@@ -91,9 +91,9 @@ def test_rows_go_there_and_back(shape, dtype: torch.dtype, width: int):
     wide_ND = torch.randn(num_rows, width + 8, generator=generator).to(dtype)
     x_ND = wide_ND[:, :width]
     routing = route_on_device(topk_idx_NK.to(DEVICE), experts, num_experts=num_experts, alignment=8)
-    x_RD = ExpertInput(wide_ND.to(DEVICE)[:, :width], routing.offs_e, None, routing).in_order()
-    assert x_RD.shape == (routing.num_places, width)
-    used = torch.zeros(routing.num_places, dtype=torch.bool)
+    x_RD = ExpertInput(wide_ND.to(DEVICE)[:, :width], routing.offs_e, None, routing).permuted_rows()
+    assert x_RD.shape == (routing.num_permuted, width)
+    used = torch.zeros(routing.num_permuted, dtype=torch.bool)
     for start, end in zip(routing.starts_e.tolist(), routing.ends_e.tolist(), strict=True):
         used[start:end] = True
     assert torch.equal(x_RD.cpu()[used], x_ND[routing.row_R.cpu()[used].long()])

@@ -38,7 +38,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def stream(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One that does all at once."""
     found = SimpleNamespace(record_event=lambda: None, wait_event=lambda event: None)
-    signals = SimpleNamespace(exchange=lambda stream: None)
+    signals = SimpleNamespace(signal_and_wait=lambda stream: None)
     monkeypatch.setattr(copy_engine, "StreamSignals", lambda memory, at: signals)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: found)
     for module in (copy_engine, symm):
@@ -59,7 +59,7 @@ def draw(num_tokens: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def answer(routed: ExpertInput, experts: range) -> torch.Tensor:
     """Expert e gives (e + 1) * x; what lies at nobody's places is NaN."""
-    x_RD, routing = routed.in_order(), routed.places()
+    x_RD, routing = routed.permuted_rows(), routed.device_routing()
     y_RD = torch.full_like(x_RD, float("nan"))
     for expert, start, end in zip(experts, routing.starts_e, routing.ends_e, strict=True):
         y_RD[start:end] = x_RD[start:end] * (expert + 1)
@@ -79,7 +79,7 @@ def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> N
         for exchange, (x, ids, weights) in zip(ranks, inputs, strict=True)
     ]
     routed = [arrival.wait() for arrival in arrivals]
-    experts = [exchange._order.experts for exchange in ranks]
+    experts = [exchange._permutation.experts for exchange in ranks]
     answers = [answer(*each) for each in zip(routed, experts, strict=True)]
     for _ in range(2):  # with the second one all ranks' sums are there
         pending = [

@@ -65,7 +65,7 @@ def test_every_triton_kernel_has_a_part() -> None:
     assert not unknown, f"timeline_events.RULES: to which part of a step do {unknown} belong?"
     assert part_of("push_rows_kernel") == StepPart.DISPATCH
     assert part_of("weighted_sum_kernel") == part_of("push_sums_kernel") == StepPart.COMBINE
-    assert part_of("place_pairs_few_kernel") == StepPart.EXPERT_ORDER
+    assert part_of("permute_pairs_few_kernel") == StepPart.EXPERT_ORDER
 
 
 def test_who_launched_a_kernel_counts() -> None:
@@ -110,7 +110,7 @@ def replayed(layers: int, steps: int) -> Maker:
     kernels = (
         *(("_add_rms_norm", 2), ("nvjet_sm90_tst", 3), ("_norm_rotate", 1), (FLASHINFER, 6)),
         *(("nvjet_sm90_tst", 2), ("_forced_route", 1), ("push_rows_kernel", 2)),
-        *(("place_pairs_few_kernel", 1), ("grouped_gemm_kernel", 8), ("push_sums_kernel", 3)),
+        *(("permute_pairs_few_kernel", 1), ("grouped_gemm_kernel", 8), ("push_sums_kernel", 3)),
     )
     for step in range(steps):
         at = 1000.0 * step

@@ -7,15 +7,16 @@ import sys
 import pytest
 import torch
 
+from kernels.block_fp8 import quantise_blocks
 from kernels.grouped_gemm import deepgemm
 from kernels.host import triton_version
-from kernels.routing.device_routing import max_places, routing_in_order
+from kernels.routing.device_routing import identity_routing, max_permuted
 from kernels.routing.permute import Permutation, Routing
 
 
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize(("num_rows", "top_k", "num_local"), [(3, 2, 2), (5, 3, 1), (2, 1, 3)])
-def test_max_places_is_what_the_worst_routing_takes(num_rows, top_k, num_local, alignment):
+def test_max_permuted_is_what_the_worst_routing_takes(num_rows, top_k, num_local, alignment):
     """Over every choice of up to `top_k` different local experts by every row."""
     choices = [
         chosen
@@ -26,16 +27,16 @@ def test_max_places_is_what_the_worst_routing_takes(num_rows, top_k, num_local, 
     for rows in itertools.product(choices, repeat=num_rows):
         counts = [sum(expert in chosen for chosen in rows) for expert in range(num_local)]
         worst = max(worst, sum(-(-count // alignment) * alignment for count in counts))
-    assert max_places(num_rows, top_k, num_local, alignment) >= worst
-    assert alignment > 1 or max_places(num_rows, top_k, num_local) == worst
+    assert max_permuted(num_rows, top_k, num_local, alignment) >= worst
+    assert alignment > 1 or max_permuted(num_rows, top_k, num_local) == worst
 
 
 def test_rows_in_order_are_their_own_places():
-    routing = routing_in_order(torch.tensor([2, 2, 5], dtype=torch.int32), 5)
+    routing = identity_routing(torch.tensor([2, 2, 5], dtype=torch.int32), 5)
     assert routing.starts_e.tolist() == [0, 2, 2] and routing.ends_e.tolist() == [2, 2, 5]
-    assert routing.row_R.tolist() == list(range(5)) and routing.num_places == 5
-    none = routing_in_order(torch.empty(0, dtype=torch.int32), 0)
-    assert none.starts_e.shape == (0,) and none.num_places == 0
+    assert routing.row_R.tolist() == list(range(5)) and routing.num_permuted == 5
+    none = identity_routing(torch.empty(0, dtype=torch.int32), 0)
+    assert none.starts_e.shape == (0,) and none.num_permuted == 0
 
 
 def test_the_order_routes_on_the_cpu():
@@ -90,7 +91,7 @@ def test_blocks_are_quantised_by_themselves():
     weights = torch.randn(2, 256, 384, generator=generator).bfloat16()
     weights[1, 130, 300] = 9984
     weights[0, :128, :128] = 0
-    rounded = deepgemm.quantise_blocks(weights)
+    rounded = quantise_blocks(weights)
     assert rounded.values.dtype == torch.float8_e4m3fn and rounded.scales.shape == (2, 2, 3)
     assert rounded.scales.dtype == torch.float32
     scales = rounded.scales.repeat_interleave(128, 1).repeat_interleave(128, 2)

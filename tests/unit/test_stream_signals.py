@@ -41,7 +41,7 @@ def signals(monkeypatch: pytest.MonkeyPatch, driver: FakeDriver, rank: int, num_
 def test_peers_are_told_then_awaited_then_their_words_taken_back(monkeypatch):
     driver = FakeDriver()
     own = signals(monkeypatch, driver, rank=1, num_ranks=3)
-    own.exchange(SimpleNamespace(cuda_stream=5))
+    own.signal_and_wait(SimpleNamespace(cuda_stream=5))
     told = [(WRITE, 64 + 4, 1, 0), (WRITE, 2064 + 4, 1, 0)]
     awaited = [(WAIT, 1064, 1, EQUAL), (WAIT, 1064 + 8, 1, EQUAL)]
     taken_back = [(WRITE, 1064, 0, 0), (WRITE, 1064 + 8, 0, 0)]
@@ -51,4 +51,4 @@ def test_peers_are_told_then_awaited_then_their_words_taken_back(monkeypatch):
 def test_a_refusal_says_why(monkeypatch):
     own = signals(monkeypatch, FakeDriver(800), rank=0, num_ranks=2)
     with pytest.raises(RuntimeError, match=r"cuStreamBatchMemOp: not permitted \(800\)"):
-        own.exchange(SimpleNamespace(cuda_stream=5))
+        own.signal_and_wait(SimpleNamespace(cuda_stream=5))

@@ -1,4 +1,4 @@
-"""What a rank's configuration and model ask of the kernels, and what follows from those chosen. Builds nothing."""
+"""The shape that a rank's backends are chosen for, and the consequences of the choice. Builds nothing."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,11 +14,11 @@ from workers.weights.tensors import stores_fp8_experts
 
 
 class GraphsUnavailableError(ValueError):
-    """scheduler.cuda_graphs is true and cannot be."""
+    """scheduler.cuda_graphs is true, but a chosen backend has no CUDA graphs."""
 
 
 def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
-    """Return what the backends of these ranks and this model are chosen for and sized by."""
+    """Return the shape that the backends of these ranks and this model are chosen for and sized by."""
     return BackendShape(
         device=config.device,
         dtype=getattr(torch, str(config.model.dtype)),
@@ -37,7 +37,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
 def forced_routing(
     config: RankConfig, model: ModelConfig, rank: int, device: torch.device
 ) -> Callable[..., ForcedRouting] | None:
-    """What makes a layer's law where model.routing names one."""
+    """Return a factory of each layer's forced routing; None where the router chooses."""
     routing = config.model.routing
     if routing.kind == "model":
         return None
@@ -54,9 +54,11 @@ def forced_routing(
 
 
 def graphs_off(wanted: Auto | bool, selection: Selection, device: str) -> str | None:
-    """Why no steps become CUDA graphs, or None where they do; `wanted` is scheduler.cuda_graphs, `device` a type.
+    """Return why no steps become CUDA graphs, or None if steps do.
 
-    Raises GraphsUnavailableError, with the reason, where they are demanded and cannot be.
+    wanted   scheduler.cuda_graphs
+    device   device type
+    Raises GraphsUnavailableError, with the reason, if `wanted` is true and there can be none.
     """
     unsupported_reason = selection.graph_unsupported_reason
     if device != "cuda":

@@ -1,10 +1,10 @@
-"""Gives each (row, expert) pair its place in expert order: a stable counting sort on the device.
+"""The permuted row of each (row, expert) pair in expert order: a stable counting sort on the device.
 
-A decode's few pairs take one launch, with a program for each local expert that finds by itself where this one begins.
-More are counted first; then each program places a chunk of them: behind those of its expert in earlier chunks, and
-behind the earlier ones of its own, which are compared with each other.
+A decode's few pairs take one launch, with a program for each local expert that computes the expert's first row itself.
+Many pairs are counted first. Then each program permutes a chunk of pairs: a pair goes behind the pairs of its expert in
+earlier chunks and behind the earlier pairs of its expert in the chunk, which the program compares with each other.
 
-N rows, K experts per row, e local experts, R places.
+N rows, K experts per row, e local experts, R permuted rows.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.triton.count_pairs import bins_of, count_pairs
 from kernels.triton.scan_counts import scan_counts
 
-# Pairs of an expert's only program, and its warps; pairs of a chunk. The fastest on one H200, with 32 local experts of
+# Pairs and warps of the one program of an expert; pairs of a chunk. The fastest on one H200 with 32 local experts of
 # 128, top-8.
 ALONE = ((256, 4), (512, 4), (1024, 4), (2048, 4), (4096, 8))
 CHUNK = 128
@@ -22,7 +22,7 @@ CHUNK = 128
 
 @triton.jit
 def starts_of(totals, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Where each expert's places begin; of bins that are no expert's, where all end."""
+    """Return the first permuted row of each expert; the end of all rows for a bin without an expert."""
     totals = tl.where(tl.arange(0, BINS) < NUM_EXPERTS, totals, 0)
     taken = (totals + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     return tl.cumsum(taken, 0) - taken
@@ -32,7 +32,7 @@ def starts_of(totals, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ALIGNMENT: 
 def store_bounds(
     bounds_ptr, totals, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ALIGNMENT: tl.constexpr
 ):
-    """Writes start, end and number of rows up to here of each expert; `totals` are the experts' rows."""
+    """Store start, end and cumulative number of rows of each expert; `totals` are the rows of each."""
     experts = tl.arange(0, BINS)
     inside = experts < NUM_EXPERTS
     totals = tl.where(inside, totals, 0)
@@ -43,10 +43,10 @@ def store_bounds(
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
-def place_pairs_few_kernel(
+def permute_pairs_few_kernel(
     ids_ptr,
     ids_stride,
-    place_ptr,
+    permuted_ptr,
     row_ptr,
     bounds_ptr,
     num_pairs,
@@ -57,14 +57,14 @@ def place_pairs_few_kernel(
     PAIRS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """One expert's pairs."""
+    """Permute the pairs of one expert."""
     expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
     its_bin = bins_of(ids_ptr, ids_stride, pairs, num_pairs, first_expert, TOP_K, NUM_EXPERTS)
-    mine = its_bin == expert
+    its_own = its_bin == expert
     if ALIGNMENT == 1:
         first = tl.sum((its_bin < expert).to(tl.int32))
-        end = first + tl.sum(mine.to(tl.int32))
+        end = first + tl.sum(its_own.to(tl.int32))
         tl.store(bounds_ptr + expert, first)
         tl.store(bounds_ptr + NUM_EXPERTS + expert, end)
         tl.store(bounds_ptr + 2 * NUM_EXPERTS + expert, end)
@@ -74,20 +74,20 @@ def place_pairs_few_kernel(
             store_bounds(bounds_ptr, totals, NUM_EXPERTS, BINS, ALIGNMENT)
         starts = starts_of(totals, NUM_EXPERTS, BINS, ALIGNMENT)
         first = tl.sum(tl.where(tl.arange(0, BINS) == expert, starts, 0))
-    place = first + tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(place_ptr + pairs, place, mask=mine)
-    tl.store(row_ptr + place, pairs // TOP_K, mask=mine)
+    permuted = first + tl.cumsum(its_own.to(tl.int32), 0) - 1
+    tl.store(permuted_ptr + pairs, permuted, mask=its_own)
+    tl.store(row_ptr + permuted, pairs // TOP_K, mask=its_own)
     if expert == 0:
-        nobodys = (pairs < num_pairs) & (its_bin == NUM_EXPERTS)
-        tl.store(place_ptr + pairs, tl.full((PAIRS,), -1, tl.int32), mask=nobodys)
+        not_local = (pairs < num_pairs) & (its_bin == NUM_EXPERTS)
+        tl.store(permuted_ptr + pairs, tl.full((PAIRS,), -1, tl.int32), mask=not_local)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
-def place_pairs_chunk_kernel(
+def permute_pairs_chunk_kernel(
     ids_ptr,
     ids_stride,
     before_ptr,
-    place_ptr,
+    permuted_ptr,
     row_ptr,
     bounds_ptr,
     num_pairs,
@@ -99,7 +99,7 @@ def place_pairs_chunk_kernel(
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """One chunk of pairs, of all experts; others' pairs are one more bin, whose places nobody reads."""
+    """Permute one chunk of pairs of all experts. Pairs without a local expert are one more bin, which is never read."""
     chunk = tl.program_id(0)
     bins, within = tl.arange(0, BINS), tl.arange(0, CHUNK)
     pairs = chunk * CHUNK + within
@@ -111,31 +111,31 @@ def place_pairs_chunk_kernel(
     first = starts_of(totals, NUM_EXPERTS, BINS, ALIGNMENT)
     first += tl.load(before_ptr + chunk * BINS + bins)
     earlier = (its_bin[:, None] == its_bin[None, :]) & (within[:, None] > within[None, :])
-    place = tl.gather(first, its_bin, 0) + tl.sum(earlier.to(tl.int32), 1)
-    tl.store(place_ptr + pairs, tl.where(local, place, -1), mask=pairs < num_pairs)
-    tl.store(row_ptr + place, pairs // TOP_K, mask=local)
+    permuted = tl.gather(first, its_bin, 0) + tl.sum(earlier.to(tl.int32), 1)
+    tl.store(permuted_ptr + pairs, tl.where(local, permuted, -1), mask=pairs < num_pairs)
+    tl.store(row_ptr + permuted, pairs // TOP_K, mask=local)
 
 
-def place_pairs(
-    topk_idx_NK: torch.Tensor, experts: range, num_places: int, alignment: int
+def permute_pairs(
+    topk_idx_NK: torch.Tensor, experts: range, num_permuted: int, alignment: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """permuted_idx_NK, row_R, bounds_3e: see `kernels.routing.device_routing`.
+    """Return permuted_idx_NK, row_R and bounds_3e of a DeviceRouting. Does not wait for the device.
 
-    topk_idx_NK int64 or int32, rows may be strided. N > 0 and e > 0. Does not wait for the device.
+    topk_idx_NK   int64 or int32, rows may be strided; N > 0 and e > 0
     """
     num_pairs, device = topk_idx_NK.numel(), topk_idx_NK.device
     assert topk_idx_NK.stride(1) == 1 and num_pairs and len(experts)
     bins = max(32, triton.next_power_of_2(len(experts) + 1))
     permuted_idx_NK = torch.empty(topk_idx_NK.shape, dtype=torch.int32, device=device)
     row_R, bounds_3e = (
-        permuted_idx_NK.new_empty(num_places),
+        permuted_idx_NK.new_empty(num_permuted),
         permuted_idx_NK.new_empty(3, len(experts)),
     )
     ids = topk_idx_NK, topk_idx_NK.stride(0)
     sizes = {"TOP_K": topk_idx_NK.shape[1], "NUM_EXPERTS": len(experts), "BINS": bins}
     for pairs, warps in ALONE:
         if num_pairs <= pairs:
-            place_pairs_few_kernel[(len(experts),)](
+            permute_pairs_few_kernel[(len(experts),)](
                 *(*ids, permuted_idx_NK, row_R, bounds_3e, num_pairs, experts.start),
                 **sizes,
                 PAIRS=pairs,
@@ -146,7 +146,7 @@ def place_pairs(
     before = count_pairs(topk_idx_NK, experts, bins=bins, chunk=CHUNK)
     scan_counts(before)
     num_chunks = triton.cdiv(num_pairs, CHUNK)
-    place_pairs_chunk_kernel[(num_chunks,)](
+    permute_pairs_chunk_kernel[(num_chunks,)](
         *(*ids, before, permuted_idx_NK, row_R, bounds_3e, num_pairs, num_chunks, experts.start),
         **sizes,
         CHUNK=CHUNK,
