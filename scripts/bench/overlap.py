@@ -39,6 +39,7 @@ from workers.rank import process_group
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
+from workers.trace.trace_step import trace_step
 from workers.ubatch.tuning import decode_context
 from workers.ubatch.wrapper import alternate
 
@@ -133,22 +134,32 @@ class Measurement:
         self._pairs()
         self._found["clocks"] = self._clocks()
         self._report({"found": self._found})
+        prefills = [size for phase, size in self._sizes if phase == "prefill"]
+        if self._task.backend != RESIDENT and prefills:
+            self._found["traced"] = self._trace(max(prefills))
+            self._report({"found": self._found})
+
+    def _trace(self, num_tokens: int) -> dict[str, Any]:
+        """Record a prefill of `num_tokens` and return rank 0's covered share. No step can run afterwards."""
+        self._say(f"trace of a prefill of {num_tokens}")
+        step = trace_step(self._rank, "prefill", num_tokens).ubatched
+        return {"phase": "prefill", "tokens": num_tokens, "covered": round(step.covered_share, 4)}
 
     def _clocks(self) -> dict[str, dict[str, list[dict[str, float] | None]]]:
         """The clock and power of each rank's GPU in the large prefills, by tokens and form."""
         found: dict[str, dict[str, list[dict[str, float] | None]]] = {}
         for size in self._sweep:
-            for form in ("whole", "sliced"):
+            for form in ("whole", "ubatched"):
                 self._say(f"clock of a prefill of {size}, {form}")
                 with gpu_clock.clock_samples(self._epoch.process.device) as samples:
                     for _ in range(CLOCKED):
-                        self._timer("prefill", size, form == "sliced")
+                        self._timer("prefill", size, form == "ubatched")
                 gpus = process_group.gather_objects(gpu_clock.medians(samples))
                 found.setdefault(str(size), {})[form] = list(gpus)
         return found
 
     def _pairs(self) -> None:
-        """Whole and sliced seconds of every size, in rounds, until the time is over; reported after each."""
+        """Whole and ubatched seconds of every size, in rounds, until the time is over; reported after each."""
         pairs: dict[tuple[str, int], list[tuple[float, float]]] = {size: [] for size in self._sizes}
         end = time.monotonic() + self._task.seconds
         for turn in range(self._task.repeats):
@@ -220,12 +231,12 @@ def _medians(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
     columns = [
         [round(1e3 * seconds, 3) for seconds in column] for column in zip(*pairs, strict=True)
     ]
-    whole, sliced = (statistics.median(column) for column in columns)
+    whole, ubatched = (statistics.median(column) for column in columns)
     return {
         "whole_ms": whole,
-        "sliced_ms": sliced,
+        "ubatched_ms": ubatched,
         "all_whole_ms": columns[0],
-        "all_sliced_ms": columns[1],
+        "all_ubatched_ms": columns[1],
     }
 
 

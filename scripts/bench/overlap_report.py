@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.bench.results import origin_line
+from workers.trace import hidden
 
 RESIDENT = "resident"  # the step without an exchange
 NOISE = 0.02
@@ -16,17 +17,16 @@ def exchange_share(step: dict[str, Any], resident: dict[str, Any]) -> float:
     return 1 - resident["whole_ms"] / step["whole_ms"]
 
 
-def hidden_share(step: dict[str, Any], resident: dict[str, Any]) -> float | None:
-    """How much of what the exchange adds to a whole step is gone in slices: 1 - added in slices / added whole.
+def saved_share(step: dict[str, Any], resident: dict[str, Any]) -> float | None:
+    """Return `hidden.saved_share`; None where the all-to-alls add less than 2 % to the whole step, which is noise.
 
-    Added is the time beyond that of the same form without an exchange, so what cutting alone costs or gains counts on
-    neither side, while all that hiding costs (fewer SMs for the experts, memory shared with copies) counts. At most 1
-    but for noise; below 0 where slices make it worse. None where the exchange adds less than 2 %: that is noise.
+    The all-to-alls add the time beyond the same form of the step without them. So the cost of cutting counts on neither
+    side, while the cost of overlap (fewer SMs for the experts, memory shared with copies, a lower clock) counts.
     """
     if exchange_share(step, resident) < NOISE:
         return None
-    added = step["whole_ms"] - resident["whole_ms"]
-    return 1 - (step["sliced_ms"] - resident["sliced_ms"]) / added
+    added = {form: step[form] - resident[form] for form in ("whole_ms", "ubatched_ms")}
+    return hidden.saved_share(added["ubatched_ms"], added["whole_ms"])
 
 
 def measured(report: dict[str, Any]) -> dict[str, dict[Step, dict[str, Any]]]:
@@ -41,7 +41,7 @@ def measured(report: dict[str, Any]) -> dict[str, dict[Step, dict[str, Any]]]:
 def page(report: dict[str, Any], name: str) -> str:
     """All of the .md but its notes."""
     lines = [
-        "# Ubatches: steps whole and in slices, by exchange",
+        "# Ubatches: steps whole and in ubatches, by exchange",
         "",
         f"{origin_line(report)} {report['ranks']} ranks. Model {report['model']}, random weights, uniform routing; "
         f"`scheduler.cuda_graphs: {report['cuda_graphs']}`.",
@@ -50,7 +50,7 @@ def page(report: dict[str, Any], name: str) -> str:
         "",
         *_best(report),
         "",
-        f"![what slices gain by tokens and SMs]({name}.png)",
+        f"![what ubatches gain by tokens and SMs]({name}.png)",
         "",
         *_comm_sms(report),
         *_clocks(report),
@@ -62,10 +62,11 @@ def page(report: dict[str, Any], name: str) -> str:
 def _steps(report: dict[str, Any]) -> Iterator[str]:
     found = measured(report)
     resident = found.get(RESIDENT, {})
-    head = ["exchange", "step", "tokens a rank", "whole (ms)", "in slices (ms)"]
-    head += ["tokens/s in slices / whole", "exchange of whole", "hidden", "comm_sms", "rounds"]
+    head = ["exchange", "step", "tokens a rank", "whole (ms)", "in ubatches (ms)"]
+    head += ["tokens/s in ubatches / whole", "exchange of whole", "saved", "covered"]
+    head += ["comm_sms", "rounds"]
     yield f"| {' | '.join(head)} |"
-    yield "|---|---|" + "---:|" * 8
+    yield "|---|---|" + "---:|" * 9
     for name, steps in found.items():
         comparable = name != RESIDENT and _product(report, name) == _product(report, RESIDENT)
         limit = report["backends"][name].get("best_comm_sms") or "-"
@@ -73,11 +74,14 @@ def _steps(report: dict[str, Any]) -> Iterator[str]:
             shares: list[float | None] = [None, None]
             if comparable and (phase, tokens) in resident:
                 both = step, resident[phase, tokens]
-                shares = [exchange_share(*both), hidden_share(*both)]
+                shares = [exchange_share(*both), saved_share(*both)]
+            traced = report["backends"][name].get("traced", {})
+            at_size = (traced.get("phase"), traced.get("tokens")) == (phase, tokens)
+            shares.append(traced["covered"] if at_size else None)
             cells = [
                 *(name, phase, f"{tokens:,}"),
-                *(f"{step[key]:.2f}" for key in ("whole_ms", "sliced_ms")),
-                f"{step['whole_ms'] / step['sliced_ms']:.3f}",
+                *(f"{step[key]:.2f}" for key in ("whole_ms", "ubatched_ms")),
+                f"{step['whole_ms'] / step['ubatched_ms']:.3f}",
                 *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
                 *(str(limit), str(len(step["all_whole_ms"]))),
             ]
@@ -85,25 +89,25 @@ def _steps(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _best(report: dict[str, Any]) -> Iterator[str]:
-    """Of all exchanges, the fastest whole step against the fastest in slices."""
+    """Of all exchanges, the fastest whole step against the fastest in ubatches."""
     found = {name: steps for name, steps in measured(report).items() if name != RESIDENT}
     sizes = {size: None for steps in found.values() for size in steps}
     yield "Best of all exchanges with overlap against best without:"
     yield ""
-    yield "| step | tokens a rank | best whole | ms | best in slices | ms | tokens/s with / without overlap |"
+    yield "| step | tokens a rank | best whole | ms | best in ubatches | ms | tokens/s with / without overlap |"
     yield "|---|---:|---|---:|---|---:|---:|"
     for phase, tokens in sizes:
         best = {}
-        for form in ("whole_ms", "sliced_ms"):
+        for form in ("whole_ms", "ubatched_ms"):
             best[form] = min(
                 (steps[phase, tokens][form], name)
                 for name, steps in found.items()
                 if (phase, tokens) in steps
             )
-        (whole, without), (sliced, with_overlap) = best.values()
+        (whole, without), (ubatched, with_overlap) = best.values()
         yield (
-            f"| {phase} | {tokens:,} | {without} | {whole:.2f} | {with_overlap} | {sliced:.2f} "
-            f"| {whole / sliced:.3f} |"
+            f"| {phase} | {tokens:,} | {without} | {whole:.2f} | {with_overlap} | {ubatched:.2f} "
+            f"| {whole / ubatched:.3f} |"
         )
 
 
@@ -112,7 +116,7 @@ def _comm_sms(report: dict[str, Any]) -> Iterator[str]:
     if not swept:
         return
     limits = list(next(iter(next(iter(swept.values())).values())))
-    yield "Prefills in slices (ms) by SMs of the exchange:"
+    yield "Prefills in ubatches (ms) by SMs of the exchange:"
     yield ""
     yield "| exchange | tokens a rank | " + " | ".join(limits) + " |"
     yield "|---|" + "---:|" * (1 + len(limits))
@@ -161,9 +165,9 @@ def _others(report: dict[str, Any]) -> Iterator[str]:
     yield (
         "Times are the slowest rank's, medians over rounds of alternating forms, each the median of three steps. "
         f"`{RESIDENT}` is the same step without an exchange: the rows of all ranks lie there already. Exchange of "
-        f"whole = what the exchange adds to a whole step, beyond `{RESIDENT}`. Hidden = 1 - "
-        "(what the exchange adds to the step in slices) / (what it adds to the whole step), added being the time "
-        f"beyond `{RESIDENT}` in the same form; - where it adds less than 2 %, or the experts' product is another."
+        f"whole = what the exchange adds to a whole step, beyond `{RESIDENT}`. {hidden.SAVED}, added being the "
+        f"time beyond `{RESIDENT}` in the same form; - where it adds less than 2 %, or where the grouped GEMM differs. "
+        f"{hidden.COVERED} (rank 0, the largest prefill, from recorded spans)."
     )
 
 
@@ -181,7 +185,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
     for axis, phase in ((prefill, "prefill"), (decode, "decode")):
         for name, steps in measured(report).items():
             points = [
-                (tokens, step["whole_ms"] / step["sliced_ms"])
+                (tokens, step["whole_ms"] / step["ubatched_ms"])
                 for (kind, tokens), step in steps.items()
                 if kind == phase
             ]
@@ -189,7 +193,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
             axis.plot(*zip(*points, strict=True), label=name, **style) if points else None
         axis.axhline(1, color="black", lw=0.8)
         axis.set(
-            xscale="log", xlabel="tokens a rank", ylabel="tokens/s in slices / whole", title=phase
+            xscale="log", xlabel="tokens a rank", ylabel="tokens/s in ubatches / whole", title=phase
         )
         sizes = report["sizes"][phase]
         axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
@@ -206,7 +210,7 @@ def plot(report: dict[str, Any], out: Path) -> None:
             sms.axhline(by_limit["none"], color=line.get_color(), ls=":", lw=1)
     sms.set(
         xlabel="SMs of the exchange (dotted: no limit)",
-        ylabel="ms in slices",
+        ylabel="ms in ubatches",
         title="prefill by comm_sms",
     )
     sms.set_ylim(bottom=0)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.step_work import StepPart
+from workers.trace import hidden
+from workers.trace.spans import overlapping, union
 
 # Annotations of the host; the profiled loop makes them.
 PREFIX = "phalanx "
@@ -22,6 +24,8 @@ CALLS = ("cuda_runtime", "cuda_driver")
 # Rows that copy engines move to other GPUs; smaller copies are no exchange.
 BETWEEN_GPUS, EXCHANGED_BYTES = r"Memcpy (PtoP|DtoD)", 2**19
 PACKS_ROWS = r"pack_rows|weighted_sum"  # the kernels that make what they move
+
+ALL2ALL_PARTS = (StepPart.DISPATCH, StepPart.COMBINE)
 
 # The first that is found in a kernel's name.
 RULES: tuple[tuple[StepPart, str], ...] = (
@@ -240,6 +244,7 @@ def summarise(trace: Trace) -> dict[str, Any]:
         "gaps_ms": idle * per_step,
         "num_gaps": len(gaps) / steps,
         "overlap_ms": (total + idle - (end - begin)) * per_step,
+        "covered_share": covered_share(spans),
         "parts": {
             part: {"ms": sum(us) * per_step, "kernels": len(us) / steps}
             for part, us in parts.items()
@@ -253,6 +258,17 @@ def summarise(trace: Trace) -> dict[str, Any]:
             for (name, part), us in top
         ],
     }
+
+
+def covered_share(spans: Sequence[Span]) -> float | None:
+    """Return `hidden.covered_share` of the kernels and copies of dispatches and combines; None if there are none."""
+    moving = [(s.start, s.end) for s in spans if s.part in ALL2ALL_PARTS]
+    computing = [(s.start, s.end) for s in spans if s.part not in (*ALL2ALL_PARTS, StepPart.VOTES)]
+    if not moving:
+        return None
+    in_flight = list(union(moving))
+    covered = overlapping(in_flight, union(computing))
+    return hidden.covered_share(covered, sum(end - begin for begin, end in in_flight) - covered)
 
 
 def _label(span: Span | None) -> str:

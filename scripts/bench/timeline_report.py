@@ -6,6 +6,7 @@ from typing import Any
 
 from cluster.bench.step_work import StepPart
 from scripts.bench.results import origin_line
+from workers.trace import hidden
 
 GAPS = "gaps"
 # Waits for other ranks are inside these kernels.
@@ -16,11 +17,11 @@ WAYS = {
     StepPart.DENSE: "reading weights ahead of the rows they meet, and splitting thin products over all SMs",
     StepPart.NORMS: "joining them to the product before or after",
     StepPart.ROUTING: "joining it to the norm or the router's product before it",
-    StepPart.DISPATCH: "even work of the ranks, and exchanges behind another slice's compute",
+    StepPart.DISPATCH: "even work of the ranks, and exchanges behind another ubatch's compute",
     StepPart.EXPERT_ORDER: "placing rows while they arrive",
     StepPart.GROUPED: "reading the experts' weights without pause between tiles",
     StepPart.ACTIVATION: "joining it to the product before it",
-    StepPart.COMBINE: "even work of the ranks, and exchanges behind another slice's compute",
+    StepPart.COMBINE: "even work of the ranks, and exchanges behind another ubatch's compute",
     StepPart.SAMPLING: "reading the logits once",
     StepPart.COPIES: "leaving them out: logits stay in the dtype that they are computed in",
     StepPart.VOTES: "an exchange that leaves the device alone",
@@ -122,7 +123,18 @@ def _state(state: dict[str, Any], num_ranks: int) -> list[str]:
         lines.append(
             f"Least of any rank: {_least(ranks)}; the rest of these is waiting for others."
         )
+        lines += ["", *_hidden(ranks)]
     return lines
+
+
+def _hidden(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """Both shares of hidden communication. One form of a step cannot give the saved share."""
+    found = [rank["device"].get("covered_share") for rank in ranks]
+    shares = ", ".join("-" if share is None else f"{share:.0%}" for share in found)
+    return [
+        f"Communication {shares} covered (by rank). {hidden.COVERED}; here by kernels and copies.",
+        f"Communication saved: see `scripts.bench.overlap`, which runs both forms. {hidden.SAVED}.",
+    ]
 
 
 def _rows(state: dict[str, Any], slow: int) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench.processes import Limits, run_group
+from workers.trace import hidden
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +96,11 @@ def test_steps_are_cut_over_gloo(tmp_path):
             ("prefill", 32),
             ("decode", 4),
         ]
-        assert all(step["sliced_ms"] > 0 for step in steps)
+        assert all(step["ubatched_ms"] > 0 for step in steps)
+    traced = found["backends"]["torch_dist"]["traced"]
+    assert (traced["phase"], traced["tokens"]) == ("prefill", 32) and 0 <= traced["covered"] <= 1
+    page = (tmp_path / "x.md").read_text()
+    assert hidden.COVERED in page and hidden.SAVED in page
 
 
 def test_a_timeline_of_two_ranks_has_all_states_of_both(tmp_path):

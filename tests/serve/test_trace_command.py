@@ -27,7 +27,7 @@ def test_a_step_is_traced_and_a_wrong_size_refused(tmp_path: Path):
     config.write_text(yaml.safe_dump(values))
     done = run(config, "--tokens", "256", "--out", str(tmp_path / "out" / "step"))
     assert done.returncode == 0, done.stderr
-    assert "% hidden" in done.stdout and "all-to-all allgather" in done.stdout
+    assert "% covered" in done.stdout and "all-to-all allgather" in done.stdout
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"step.json", "step.png"}
 
     done = run(config, "--mode", "decode", "--tokens", "9")

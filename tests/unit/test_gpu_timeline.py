@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ from cluster.config.resolve import resolve_rank_config
 from scripts.bench import ROOT, timeline, timeline_report
 from scripts.bench.processes import Outcome
 from scripts.bench.results import load
-from scripts.bench.timeline_events import Span, find_gaps, one_step, part_of, read_trace, summarise
+from scripts.bench.timeline_events import (
+    Span,
+    covered_share,
+    find_gaps,
+    one_step,
+    part_of,
+    read_trace,
+    summarise,
+)
 from scripts.bench.timeline_ranks import Loop, State
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
@@ -130,6 +139,22 @@ def replayed(layers: int, steps: int) -> Maker:
         made.add("kernel", "at::native::small", now, 4, stream=7, correlation=10 * step + 1)
         made.add("gpu_memcpy", "Memcpy DtoH", now + 2, 4, stream=9, correlation=10 * step + 1)
     return made
+
+
+def test_covered_share_of_kernels() -> None:
+    def kernel(part: StepPart, start: float, end: float) -> Span:
+        return replace(span(start, end), part=part)
+
+    spans = [
+        kernel(StepPart.DISPATCH, 0, 10),
+        kernel(StepPart.DENSE, 4, 7),
+        kernel(StepPart.ATTENTION, 6, 9),
+        kernel(StepPart.VOTES, 0, 2),  # votes are no compute
+        kernel(StepPart.COMBINE, 20, 30),
+        kernel(StepPart.GROUPED, 25, 40),
+    ]
+    assert covered_share(spans) == (5 + 5) / 20
+    assert covered_share(spans[1:4]) is None
 
 
 def test_a_step_by_part(tmp_path: Path) -> None:
