@@ -75,3 +75,22 @@ def test_a_prompt_in_chunks_waits_for_its_mask(epoch):
     epoch.engine.submit(make_request("long", prompt, max_tokens=5, grammar=grammar))
     step(epoch, 8)
     assert bytes(epoch.outputs["long"]) == b"ab"
+
+
+def test_masks_belong_to_the_sequences_that_sample(epoch):
+    """A chunk of one token precedes a prompt that samples: the first row of the logits is not the chunk's."""
+    runner, grammars = epoch.engine.runner, []
+    start = runner._masks.start
+    runner._masks.start = lambda found: start(grammars.append(list(found)) or grammars[-1])
+    grammar = LLMatcher.grammar_from_regex
+    epoch.engine.submit(make_request("short", [1] * 255, max_tokens=4, grammar=grammar("ab")))
+    epoch.engine.submit(make_request("long", [2] * 300, max_tokens=4, grammar=grammar("xyz")))
+    epoch.process.grammars.wait()
+    scheduled = []
+    launch = runner.launch
+    runner.launch = lambda batch, plan: scheduled.append(batch) or launch(batch, plan)
+    step(epoch, 8)
+    mixed = next(batch for batch in scheduled if len(batch.seqs) == 2)
+    assert mixed.num_new_tokens.tolist() == [1, 255] and mixed.samples.tolist() == [False, True]
+    assert grammars[scheduled.index(mixed)] == [mixed.seqs[1].grammar]
+    assert bytes(epoch.outputs["short"]) == b"ab" and bytes(epoch.outputs["long"]) == b"xyz"

@@ -61,7 +61,7 @@ def test_graph_needs_everybody_and_pads_to_the_largest_graph():
     assert found(decodes, vote(3)) == (GraphMode.NONE, 0)
 
 
-def test_microbatch_needs_every_vote_and_tokens_in_every_last_slice():
+def test_ubatches_need_every_vote_and_tokens_in_every_last_ubatch():
     want = {"wants_ubatch": 1}
     assert decide(rows(vote(8, **want), vote(6, **want)), RAGGED).ubatch
     assert not decide(rows(vote(8, **want), vote(6)), RAGGED).ubatch
@@ -73,7 +73,20 @@ def test_microbatch_needs_every_vote_and_tokens_in_every_last_slice():
     assert decide(rows(vote(3, **want)), three).ubatch
 
 
-def test_ranks_without_tokens_run_along_in_microbatches():
+def test_the_last_ubatch_is_judged_on_padded_rows():
+    """A graph of 16 rows is cut at row 8, whatever the 9 tokens of the largest rank."""
+
+    def cuts(*tokens: int) -> bool:
+        votes = (vote(n, decode_rows=16, mixed_rows=16, wants_ubatch=1) for n in tokens)
+        plan = decide(rows(*votes), RAGGED)
+        assert plan.padded_tokens == 16
+        return plan.ubatch
+
+    assert cuts(9, 9)
+    assert not cuts(9, 8)
+
+
+def test_ranks_without_tokens_run_along_in_ubatches():
     want = {"wants_ubatch": 1}
     plan = decide(rows(vote(8, **want), vote(0, **want)), RAGGED)
     assert plan.ubatch and plan.padded_tokens == 8

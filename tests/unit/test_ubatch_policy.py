@@ -191,6 +191,19 @@ def test_the_exchange_gets_the_multiprocessors_that_make_a_step_fastest():
     assert best_comm_sms((8, 16, 24), 4096, run, alone, limits.append) is None
 
 
+def test_the_slowest_rank_chooses_the_multiprocessors():
+    limits = []
+    times = {None: (3.0, 3.0), 8: (1.0, 2.9), 16: (2.0, 2.1)}
+
+    def gather(mine):
+        return times[limits[-1]]
+
+    def run(phase, size, ubatch):
+        return times[limits[-1]][0]
+
+    assert best_comm_sms((8, 16), 4096, run, gather, limits.append) == 16
+
+
 def test_software_covers_kernels_and_workers():
     for folder, file in zip(OURS, ("pending.py", "config.py"), strict=True):
         assert (folder / file).is_file()

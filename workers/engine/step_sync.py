@@ -135,7 +135,7 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         return StepPlan(False, tuple(num_tokens))
 
     graph_mode, padded = _graph(columns)
-    ubatch = all(columns["wants_ubatch"]) and _last_slice_has_tokens(
+    ubatch = all(columns["wants_ubatch"]) and _last_ubatch_has_tokens(
         min(filter(None, num_tokens)), padded, config.num_ubatches
     )
     equal = config.equal_tokens or graph_mode > GraphMode.NONE or ubatch
@@ -169,12 +169,12 @@ def gather_reasons(transport: VoteTransport, reason: str) -> list[str]:
 
 
 def ubatch_borders(num_rows: int, num_ubatches: int) -> list[int]:
-    """Where a ubatched step of `num_rows` rows is cut, 0 and `num_rows` included."""
+    """Return the rows at which a step of `num_rows` rows is cut, 0 and `num_rows` included."""
     return [index * num_rows // num_ubatches for index in range(num_ubatches + 1)]
 
 
-def _last_slice_has_tokens(fewest: int, padded: int, num_ubatches: int) -> bool:
-    """Of the rank with the fewest tokens among those that have any; the others run along with padding."""
+def _last_ubatch_has_tokens(fewest: int, padded: int, num_ubatches: int) -> bool:
+    """Return whether the last ubatch has a token on the rank with the fewest tokens; idle ranks run padding alone."""
     return num_ubatches <= padded and ubatch_borders(padded, num_ubatches)[-2] < fewest
 
 
