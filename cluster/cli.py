@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cluster.bench.command import bench
+from workers.models.registry import DEFAULT_FAMILY
 
 if TYPE_CHECKING:
     from cluster.commands.check import CheckReport
@@ -134,7 +135,7 @@ def schema() -> None:
 @app.command("make-checkpoint")
 def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
-    family: Annotated[str, typer.Option(help="model_type of config.json.")] = "qwen3_moe",
+    family: Annotated[str, typer.Option(help="model_type of config.json.")] = DEFAULT_FAMILY,
     layers: Annotated[int, typer.Option(min=1)] = 4,
     hidden_size: Annotated[int, typer.Option(min=1)] = 128,
     experts: Annotated[int, typer.Option(min=1)] = 16,

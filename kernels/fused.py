@@ -21,7 +21,7 @@ class FusedKernels:
 
     add_rms_norm: Callable[..., torch.Tensor]
     norm_rotate: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], None]
-    route_top_k: Callable[[torch.Tensor, int, bool, int | torch.Tensor], Tensors]
+    route_top_k: Callable[..., Tensors]
 
 
 @functools.cache

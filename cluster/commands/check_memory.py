@@ -63,7 +63,9 @@ def rank_rows(
         of_graph = backend_memory(selection, replace(shape, max_num_tokens=graphs.largest))
         graph_bytes = of_graph.step + _model_bytes(config, model, shape.dtype, graphs.largest)
     groups = selection.attention_class.kv_groups(model.attention_specs)
-    value_bytes = DTYPE_BYTES[config.model.dtype]
+    dtype = config.model.dtype
+    assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
+    value_bytes = DTYPE_BYTES[dtype]
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
     table = []
     for rank in dims.ranks():
@@ -73,7 +75,7 @@ def rank_rows(
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(placement.local_experts(rank)),
             weight_bytes=rank_weight_bytes(
-                model, placement, rank, config.model.dtype, fp8_experts=selection.fp8_experts
+                model, placement, rank, dtype, fp8_experts=selection.fp8_experts
             ),
             kv_bytes=None,
             buffer_bytes=held.kept + step,

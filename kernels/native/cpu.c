@@ -134,12 +134,13 @@ void norm_and_rotate(float *x, int64_t x_stride, const float *weight, float floo
         }
 }
 
-/* The K best of E logits of each row, best first, and the softmax of the logits: over those K with `renormalise`, else
- * over all E. Of equal ones the first is better. */
-void route_top_k(const float *logits, int64_t R, int64_t E, int64_t K, int64_t renormalise, int64_t *ids, float *weights)
+/* The K best of E logits of each row, best first, and their weights: the softmax over all E logits, or with `sigmoid`
+ * the sigmoid of each; with `renormalise` divided by their sum; times `scaling`. Of equal logits the first is better. */
+void route_top_k(const float *logits, int64_t R, int64_t E, int64_t K, int64_t renormalise, int64_t sigmoid,
+                 float scaling, int64_t *ids, float *weights)
 {
     for (int64_t r = 0; r < R; r++, logits += E, ids += K, weights += K) {
-        float total = 0;
+        float total = sigmoid ? 1e-20f : 0;
         for (int64_t k = 0; k < K; k++) {
             int64_t best = -1;
             for (int64_t e = 0; e < E; e++) {
@@ -150,16 +151,20 @@ void route_top_k(const float *logits, int64_t R, int64_t E, int64_t K, int64_t r
                     best = e;
             }
             ids[k] = best;
-            weights[k] = exp_negative(logits[best] - logits[ids[0]]);
+            if (sigmoid) {
+                float g = logits[best], m = exp_negative(g < 0 ? g : -g);
+                weights[k] = (g < 0 ? m : 1.0f) / (1.0f + m);
+            } else
+                weights[k] = exp_negative(logits[best] - logits[ids[0]]);
             total += weights[k];
         }
         if (!renormalise) {
-            total = 0;
-            for (int64_t e = 0; e < E; e++)
+            total = sigmoid;
+            for (int64_t e = 0; e < E && !sigmoid; e++)
                 total += exp_negative(logits[e] - logits[ids[0]]);
         }
         for (int64_t k = 0; k < K; k++)
-            weights[k] /= total;
+            weights[k] *= scaling / total;
     }
 }
 

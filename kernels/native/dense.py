@@ -87,9 +87,15 @@ class DenseKernels:
         )
 
     def route_top_k(
-        self, logits_RE: torch.Tensor, top_k: int, renormalise: bool
+        self,
+        logits_RE: torch.Tensor,
+        top_k: int,
+        renormalise: bool,
+        *,
+        score: str = "softmax",
+        scaling: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """topk_idx int64 [R, k], best first, and their softmax, over the k best or over all."""
+        """Return topk_idx int64 [R, k], best first, and their weights; see `kernels.triton.route.route_top_k`."""
         num_rows, num_experts = logits_RE.shape
         ids_Rk = torch.empty(num_rows, top_k, dtype=torch.int64)
         weights_Rk = torch.empty(num_rows, top_k)
@@ -99,6 +105,8 @@ class DenseKernels:
             num_experts,
             top_k,
             renormalise,
+            score == "sigmoid",
+            scaling,
             ids_Rk.data_ptr(),
             weights_Rk.data_ptr(),
         )

@@ -1,4 +1,4 @@
-"""Triton kernel that chooses each token's experts: k best logits and their weights. T tokens, E experts, K chosen."""
+"""Triton kernel that chooses each token's experts: K best logits and their weights. T tokens, E experts, K chosen."""
 
 import torch
 import triton
@@ -43,6 +43,8 @@ def _route_top_k(
     BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALING: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -58,12 +60,19 @@ def _route_top_k(
     best_bits = tl.where(best_order < 0, best_order ^ 0x7FFFFFFF, best_order)
     chosen = choice < TOP_K
     best_logit = tl.where(chosen, best_bits.to(tl.float32, bitcast=True), float("-inf"))
-    top = tl.max(best_logit)
-    weights = tl.exp(best_logit - top)
-    total = tl.sum(weights)
-    if not RENORMALISE:
-        total = tl.sum(tl.exp(logit - top))
-    weights = weights / total
+    if SIGMOID:
+        weights = tl.sigmoid(best_logit)
+        if RENORMALISE:
+            weights = weights / (tl.sum(weights) + 1e-20)
+    else:
+        top = tl.max(best_logit)
+        weights = tl.exp(best_logit - top)
+        total = tl.sum(weights)
+        if not RENORMALISE:
+            total = tl.sum(tl.exp(logit - top))
+        weights = weights / total
+    if SCALING != 1.0:
+        weights = weights * SCALING
     if ON_DEVICE:
         num_tokens = tl.load(num_tokens_ptr)
     ids = tl.where(token < num_tokens, ids, -1)
@@ -72,12 +81,21 @@ def _route_top_k(
 
 
 def route_top_k(
-    logits_TE: torch.Tensor, top_k: int, renormalise: bool, num_tokens: int | torch.Tensor
+    logits_TE: torch.Tensor,
+    top_k: int,
+    renormalise: bool,
+    num_tokens: int | torch.Tensor,
+    *,
+    score: str = "softmax",
+    scaling: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_idx int64 [T, K], best first, and their softmax float32 [T, K], over the K best or over all.
+    """Return topk_idx int64 [T, K], best first, and their weights float32 [T, K].
 
-    logits of any floating dtype, contiguous. Rows from num_tokens on get ids of -1; num_tokens may be an integer tensor
-    [1] on the device, so that a captured graph reads it anew at each replay.
+    logits       any floating dtype, contiguous
+    renormalise  divide the weights of a row by their sum
+    num_tokens   rows from it on get ids of -1; an integer tensor [1] on the device is read at each replay of a graph
+    score        "softmax" over all logits of a row, or "sigmoid" of each
+    scaling      factor on the weights
     """
     num_rows, num_experts = logits_TE.shape
     assert logits_TE.is_contiguous()
@@ -96,6 +114,8 @@ def route_top_k(
             BLOCK_E=triton.next_power_of_2(num_experts),
             BLOCK_K=triton.next_power_of_2(top_k),
             RENORMALISE=renormalise,
+            SIGMOID=score == "sigmoid",
+            SCALING=scaling,
             ON_DEVICE=on_device,
             num_warps=1,
         )

@@ -33,3 +33,26 @@ def test_tokens_and_logits_equal_transformers(
         events = arrivals(references, NUM_PROMPTS, ranks)
         results = run_engines(rank_pool, config, events, keep_logits=True)
         check(references, results, NUM_PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "all2all", "num_ubatches", "first"),
+    [(2, "shm", 2, 0), (3, "torch_dist", 3, 5), (4, "allgather", 2, 5), (1, "local", 2, 0)],
+)
+def test_shared_experts_in_ubatches_and_on_idle_ranks(
+    rank_pool, tmp_path: Path, ranks: int, all2all: str, num_ubatches: int, first: int
+) -> None:
+    """From the prompt of 600 tokens on there is one prompt: all ranks but one have no tokens."""
+    checkpoint = family_checkpoint(tmp_path, "qwen2_moe", "untied")
+    references = generate_references(checkpoint, count=6)[first:]
+    config = rank_config(
+        checkpoint,
+        ranks,
+        kernels={"all2all": all2all},
+        scheduler={"max_num_batched_tokens": 128},
+        overlap={"mode": "on", "num_ubatches": num_ubatches},
+    )
+    events = arrivals(references, len(references), ranks)
+    results = run_engines(rank_pool, config, events, keep_logits=True)
+    check(references, results, len(references))
+    assert all(result.num_microbatched > 0 for result in results)

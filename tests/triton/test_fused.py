@@ -164,6 +164,13 @@ def test_route_top_k(experts: int, top_k: int, renormalise: bool, dtype: torch.d
         assert torch.equal(found_ids[:num_tokens], ids[:num_tokens])
         assert (found_ids[num_tokens:] == -1).all()
         torch.testing.assert_close(found_weights, weights, atol=1e-6, rtol=1e-5)
+    scores = logits.float().sigmoid().gather(1, ids)
+    scores = 2.5 * scores / (scores.sum(-1, keepdim=True) if renormalise else 1.0)
+    found_ids, found_weights = route_top_k(
+        logits, top_k, renormalise, rows, score="sigmoid", scaling=2.5
+    )
+    assert torch.equal(found_ids, ids)
+    torch.testing.assert_close(found_weights, scores, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's of NaN

@@ -11,6 +11,7 @@ from workers.layers.linear import linear
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, norm_and_rotate
 from workers.layers.router import route_tokens
+from workers.models.specs import RouterSpec
 
 pytestmark = pytest.mark.skipif(native_unavailable() is not None, reason=str(native_unavailable()))
 
@@ -93,10 +94,10 @@ def test_norm_and_rotation_of_strided_heads():
 def test_routing(monkeypatch, num_experts, top_k, renormalise):
     torch.manual_seed(top_k)
     x, router = torch.randn(9, 32), torch.randn(num_experts, 32)
-    options = {"top_k": top_k, "renormalise": renormalise, "num_tokens": 7}
-    ids, weights = route_tokens(x, router, **options)
+    spec = RouterSpec(top_k=top_k, renormalise=renormalise)
+    ids, weights = route_tokens(x, router, spec, 7)
     monkeypatch.setattr("workers.layers.router.dense_kernels", lambda *_: None)
-    other_ids, other_weights = route_tokens(x, router, **options)
+    other_ids, other_weights = route_tokens(x, router, spec, 7)
     assert torch.equal(ids, other_ids) and ids.dtype == torch.int64
     torch.testing.assert_close(weights, other_weights)
 

@@ -82,22 +82,36 @@ def test_rope_turns_pairs_of_a_permuted_head() -> None:
     torch.testing.assert_close(unpaired, expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("top_k", [1, 3, 6])
+ROUTERS = [
+    RouterSpec(top_k=top_k, renormalise=renormalise, score=score, scaling=scaling)
+    for score, scaling in (("softmax", 1.0), ("sigmoid", 1.0), ("sigmoid", 2.5), ("softmax", 16.0))
+    for renormalise in (True, False)
+    for top_k in (1, 3, 6)
+]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("spec", ROUTERS, ids=lambda spec: f"{spec.score}-{spec.scaling}")
 @pytest.mark.parametrize("num_tokens", [0, 4, 7])
-def test_router(renormalise: bool, top_k: int, num_tokens: int) -> None:
+def test_router(
+    spec: RouterSpec, num_tokens: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not native:
+        monkeypatch.setattr("workers.layers.router.dense_kernels", lambda *_: None)
     generator = torch.Generator().manual_seed(2)
     x_TD, router_ED = (torch.randn(n, 10, generator=generator) for n in (7, 6))
-    idx_TK, weights_TK = route_tokens(
-        x_TD, router_ED, top_k=top_k, renormalise=renormalise, num_tokens=num_tokens
-    )
+    idx_TK, weights_TK = route_tokens(x_TD, router_ED, spec, num_tokens)
     assert idx_TK.dtype == torch.int64 and weights_TK.dtype == torch.float32
     for token in range(num_tokens):
-        scores = (router_ED.double() @ x_TD[token].double()).exp()
-        chances = (scores / scores.sum()).tolist()
-        best = sorted(range(6), key=lambda e: -chances[e])[:top_k]
+        logits = (router_ED.double() @ x_TD[token].double()).tolist()
+        scores = [
+            math.exp(x) if spec.score == "softmax" else 1 / (1 + math.exp(-x)) for x in logits
+        ]
+        best = sorted(range(6), key=lambda e: -scores[e])[: spec.top_k]
         assert idx_TK[token].tolist() == best
-        total = math.fsum(chances[e] for e in best) if renormalise else 1.0
-        expected = [chances[e] / total for e in best]
-        assert weights_TK[token].tolist() == pytest.approx(expected, abs=1e-6)
+        total = math.fsum(scores) if spec.score == "softmax" else 1.0
+        if spec.renormalise:
+            total = math.fsum(scores[e] for e in best)
+        expected = [spec.scaling * scores[e] / total for e in best]
+        assert weights_TK[token].tolist() == pytest.approx(expected, abs=1e-5)
     assert (idx_TK[num_tokens:] == -1).all()

@@ -31,7 +31,6 @@ class AttentionBlock:
         self.qkv_QD = builder.empty(qkv_size, builder.hidden_size)
         self.qkv_bias_Q = builder.empty(qkv_size) if spec.qkv_bias else None
         self.num_qk_heads = spec.num_heads + spec.num_kv_heads
-        self._sizes = (spec.q_size, spec.kv_size, spec.kv_size)
         self._qkv_view = (-1, self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
         # q and k heads are normalised and rotated together: half as many operators
         self.qk_norm = (
@@ -69,7 +68,8 @@ class AttentionBlock:
     def _norm_and_clip(self, qkv_TQ: torch.Tensor) -> None:
         """Norm all of q and all of k, then bound all values; in place."""
         if self.q_norm is not None and self.k_norm is not None:
-            q_TQ, k_TQ, _ = qkv_TQ.split(self._sizes, dim=1)
+            q, k = self.spec.q_size, self.spec.q_size + self.spec.kv_size
+            q_TQ, k_TQ = qkv_TQ[:, :q], qkv_TQ[:, q:k]
             self.q_norm.add(q_TQ, None, q_TQ)
             self.k_norm.add(k_TQ, None, k_TQ)
         if self.spec.clip_qkv is not None:

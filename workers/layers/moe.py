@@ -64,10 +64,4 @@ class MoeBlock:
         if self.forced_routing is not None:
             linear(h_TD, self.router_ED)  # a step costs what it would
             return self.forced_routing(batch.input_ids, batch.positions, batch.num_token_non_padded)
-        return route_tokens(
-            h_TD,
-            self.router_ED,
-            top_k=self.spec.router.top_k,
-            renormalise=self.spec.router.renormalise,
-            num_tokens=batch.num_token_non_padded,
-        )
+        return route_tokens(h_TD, self.router_ED, self.spec.router, batch.num_token_non_padded)

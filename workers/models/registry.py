@@ -36,6 +36,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
 
+DEFAULT_FAMILY = "qwen3_moe"  # of checkpoints that are written
+
 
 def load_model_config(path: str | Path) -> ModelConfig:
     """Return the config of a checkpoint folder; ModelConfigError names everything that is wrong."""

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from kernels.block_fp8 import quantise_blocks
-from workers.models.registry import FAMILIES, parse_model_config, weight_map
+from workers.models.registry import DEFAULT_FAMILY, FAMILIES, parse_model_config, weight_map
 from workers.models.specs import ModelConfig
 from workers.weights.initial_weights import NUM_BYTES, draw
 from workers.weights.quantization import SCALE_SUFFIX
@@ -75,7 +75,7 @@ _FP8 = {
 def make_checkpoint(
     path: str | Path,
     *,
-    family: str = "qwen3_moe",
+    family: str = DEFAULT_FAMILY,
     num_layers: int = 4,
     hidden_size: int = 128,
     num_experts: int = 16,

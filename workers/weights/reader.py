@@ -120,11 +120,11 @@ class _Reader:
                 stack.callback(self._close_files)
                 if self._on_gpu:
                     stack.enter_context(torch.cuda.device(self._device))
-                    stream = torch.cuda.Stream()
+                    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                     stack.enter_context(torch.cuda.stream(stream))
                     stack.callback(stream.synchronize)
                     self._pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-                    self._sent = torch.cuda.Event()
+                    self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 while (portion := work.next()) is not None:
                     self._fill(portion)
                     work.finished(portion)
@@ -161,7 +161,7 @@ class _Reader:
 
     def _read(self, stored: StoredTensor, skip: int, target: torch.Tensor) -> None:
         """Bytes from `skip` of a tensor on into all of `target`, uint8 on the CPU."""
-        view, done = memoryview(target.numpy()), 0
+        view, done = memoryview(target.numpy()), 0  # type: ignore[arg-type]  # numpy's stubs lag behind
         try:
             if stored.file not in self._files:
                 self._files[stored.file] = os.open(stored.file, os.O_RDONLY)
@@ -188,7 +188,8 @@ def copies(
     For each copy: its place in the buffer, and what to read for it: (tensor, bytes of it to skip, place in the copy,
     bytes).
     """
-    base, end, reads = 0, 0, []
+    base, end = 0, 0
+    reads: list[tuple[int, int, int, int]] = []
     for index, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         skip = 0
         while skip < size:
