@@ -68,7 +68,7 @@ class RankRow:
     prefix_hit_rate: float | None
     steps_per_s: float
     step_ms: float | None
-    exchange_share: float | None
+    vote_share: float | None
     queue_p50_ms: float | None
     preemptions: int
 
@@ -163,9 +163,7 @@ def _rank(before: Scrape, now: Scrape, seconds: float, rank: str) -> RankRow:
         prefix_hit_rate=grown("prefix_cache_hits_total") / queries if queries else None,
         steps_per_s=steps / seconds,
         step_ms=1e3 * step_s / steps if steps else None,
-        exchange_share=grown("step_time_seconds_total", part="exchange") / step_s
-        if step_s
-        else None,
+        vote_share=grown("step_time_seconds_total", part="vote") / step_s if step_s else None,
         queue_p50_ms=_median_ms(before, now, "request_queue_time_seconds", rank=rank),
         preemptions=int(grown("num_preemptions_total")),
     )

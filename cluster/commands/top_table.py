@@ -6,10 +6,10 @@ from rich.text import Text
 
 from cluster.commands.top_metrics import Overview, RankRow, total
 
-# 80 columns in all. hits: of the prefix cache; exch: share of a step spent waiting for other ranks; queue: median.
+# 80 columns in all. hits: of the prefix cache; vote: share of a step spent waiting for votes; queue: median.
 _COLUMNS = (
     *("rank", "in tok/s", "out tok/s", "run", "wait", "KV cache", "hits"),
-    *("steps/s", "ms/step", "exch", "queue"),
+    *("steps/s", "ms/step", "vote", "queue"),
 )
 _BAR = 6
 
@@ -57,7 +57,7 @@ def _cells(row: RankRow) -> list[str]:
         _share(row.prefix_hit_rate),
         f"{row.steps_per_s:,.0f}",
         "-" if row.step_ms is None else f"{row.step_ms:.2f}",
-        _share(row.exchange_share),
+        _share(row.vote_share),
         "-" if row.queue_p50_ms is None else f"{row.queue_p50_ms:,.0f} ms",
     ]
 

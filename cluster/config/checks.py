@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig
-from workers.models.registry import ModelConfigError, load_model_config
+from workers.models.config_reader import ModelConfigError
+from workers.models.registry import load_model_config
 from workers.models.specs import ModelConfig
 
 

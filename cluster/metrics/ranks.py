@@ -86,7 +86,7 @@ def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
         yield histogram
     parts = CounterMetricFamily(
         f"{PREFIX}step_time_seconds",
-        "Time in the parts of a step; exchange is waiting for other ranks.",
+        "Time in the parts of a step; vote is the wait for the votes of other ranks.",
         labels=[*labels, "part"],
     )
     kinds = CounterMetricFamily(

@@ -28,7 +28,7 @@ export function rates(before, after) {
       waiting: now.waiting,
       cache: now.kv_cache_usage,
       tokens: tokens === null ? null : tokens / seconds,
-      exchange: total > 0 ? (parts.exchange ?? 0) / total : null,
+      vote: total > 0 ? (parts.vote ?? 0) / total : null,
     };
   });
 }
@@ -92,11 +92,11 @@ export class Ranks {
     text(".tokens", it.tokens === null ? "" : `${whole(it.tokens)} tok/s`);
     text(".requests", requests(it.running, it.waiting));
     text(".cache", percent(it.cache));
-    text(".exchange", it.exchange === null ? "\u2013" : percent(it.exchange));
+    text(".vote", it.vote === null ? "\u2013" : percent(it.vote));
     bar(row, "tokens", (it.tokens ?? 0) / this.busiest);
     bar(row, "requests", it.running / most, it.waiting / most);
     bar(row, "cache", it.cache);
-    bar(row, "exchange", it.exchange ?? 0);
+    bar(row, "vote", it.vote ?? 0);
   }
 
   showTotal(tokens) {

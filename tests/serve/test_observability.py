@@ -98,7 +98,7 @@ def test_log_lines_of_all_processes_reach_the_console(two_replicas):
     wait_for(lambda: any(line.get("request_id") == "request-1" for line in lines()))
     wait_for(lambda: {line["rank"] for line in lines() if "steps" in line} >= {0, 1})
     busy = next(line for line in lines() if line.get("rank") == 0 and "steps" in line)
-    assert busy["process"] == "rank 0" and busy["steps"] > 0 and "exchange" in busy["step_ms"]
+    assert busy["process"] == "rank 0" and busy["steps"] > 0 and "vote" in busy["step_ms"]
     assert "output tok/s" in busy["message"]
     request = next(line for line in lines() if line.get("request_id") == "request-0")
     assert request["process"].startswith("ingress ") and request["level"] == "info"

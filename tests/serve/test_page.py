@@ -139,7 +139,7 @@ def test_the_bars_of_the_ranks_move(page, server):
     load = threading.Thread(target=work)
     load.start()
     try:
-        for kind in ("tokens", "requests", "cache", "exchange"):
+        for kind in ("tokens", "requests", "cache", "vote"):
             page.wait(f"{widths(kind)}.every(it => it > 0 && it <= 100)")
         assert int(text_of(page, "#total").replace(",", "")) > 0
     finally:

@@ -90,7 +90,7 @@ def test_rank_metrics():
             "padding_tokens": 7,
             "steps": 40,
             "idle_steps": 4,
-            "step_seconds": {"forward": 1.5, "exchange": 0.25},
+            "step_seconds": {"forward": 1.5, "vote": 0.25},
         }
         for rank in range(2)
     ]

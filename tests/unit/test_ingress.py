@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,7 +18,7 @@ IngressClass: Any = ingress.Ingress.func_or_class
 class FakeClient(FakeBackend):
     """An engine client that is connected at once; `drain` lets `drain_requested` return."""
 
-    made: "list[FakeClient]" = []
+    made: ClassVar[list[Any]] = []
 
     def __init__(self, config: Any, *, replace_failed: bool):
         super().__init__()

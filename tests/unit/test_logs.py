@@ -105,7 +105,7 @@ def snapshots() -> tuple[dict, dict]:
         "steps": 1000,
         "prefix_cache_queries": 200,
         "prefix_cache_hits": 50,
-        "step_seconds": {**before["step_seconds"], "forward": 3.0, "exchange": 1.0},
+        "step_seconds": {**before["step_seconds"], "forward": 3.0, "vote": 1.0},
     }
     return before, after
 
@@ -114,14 +114,14 @@ def test_the_line_of_a_busy_rank():
     before, after = snapshots()
     fields = stats_fields(before, after)
     assert fields["prompt_tokens_per_s"] == 200 and fields["generation_tokens_per_s"] == 1500
-    assert fields["step_ms"]["forward"] == 3.0 and fields["exchange_share"] == 0.25
+    assert fields["step_ms"]["forward"] == 3.0 and fields["vote_share"] == 0.25
     assert fields["prefix_hit_rate"] == 0.25
     logging.getLogger("x").makeRecord("x", 20, "f", 1, "m", (), None, extra=fields)  # no clash
     line = stats_line(fields)
     for part in (
         "200 prompt + 1,500 output tok/s, 5 running, 1 waiting, KV 12.3%",
         "1000 steps of 4.00 ms (",
-        "exchange 1.00, ",
+        "vote 1.00, ",
         "forward 3.00, ",
         "waited for others 25%, prefix hits 25%",
     ):

@@ -28,7 +28,7 @@ RANK_STATS = {
     "expert_rows_sampled": 33,
     "stale_messages": 2,
     "expert_balancedness": 0.5,
-    "step_seconds": {"forward": 1.5, "exchange": 0.5},
+    "step_seconds": {"forward": 1.5, "vote": 0.5},
     "kinds": {("DECODE", "DECODE", "False"): 7, ("IDLE", "NONE", "True"): 2},
     "histograms": {
         name: ((0.5, 1.0), [2, 3, 1, 6.5]) for name in EngineStats().snapshot()["histograms"]

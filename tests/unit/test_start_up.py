@@ -15,6 +15,8 @@ from kernels.host.cuda_environment import (
     share_compiled_kernels,
 )
 from workers.config import RankConfig
+from workers.parallel import ParallelDims
+from workers.rank import process_group
 from workers.rank.device_memory import OutOfDeviceMemoryError, memory_for
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
@@ -94,6 +96,22 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> RankProcess:
         vote_timeout_s=5,
     )
     return RankProcess(0, config)
+
+
+def test_ranks_of_different_settings_do_not_form_a_group(
+    rank: RankProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks meet, with a peer that only sends other settings."""
+    monkeypatch.setattr(rank, "dims", ParallelDims(num_ranks=2))
+    monkeypatch.setattr(process_group, "join", lambda *_: None)
+
+    def gather_objects(value: tuple) -> list:
+        settings, *rest = value
+        return [value, ({**settings, "cache.block_size": 32}, *rest)]
+
+    monkeypatch.setattr(process_group, "gather_objects", gather_objects)
+    with pytest.raises(ValueError, match=r"cache\.block_size"):
+        Epoch(rank, Rendezvous("", 0, "settings"), timeout_s=5)
 
 
 def test_the_stages_of_a_rank(rank: RankProcess) -> None:

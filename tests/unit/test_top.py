@@ -43,7 +43,7 @@ def rank_stats(rank: int, factor: int, queue: Histogram) -> dict:
         "prefix_cache_hits": 4 * factor,
         "preemptions": 2 * factor,
         "steps": 500 * factor,
-        "step_seconds": {"forward": 1.5 * factor, "exchange": 0.5 * factor},
+        "step_seconds": {"forward": 1.5 * factor, "vote": 0.5 * factor},
     }
 
 
@@ -83,7 +83,7 @@ def test_figures_between_two_scrapes():
     zero, one = seen.ranks
     assert (zero.rank, zero.running, zero.waiting, zero.kv_cache_usage) == (0, 3, 1, 0.25)
     assert (zero.prompt_tokens_per_s, zero.generation_tokens_per_s) == (100, 500)
-    assert (zero.steps_per_s, zero.step_ms, zero.exchange_share) == (250, 4.0, 0.25)
+    assert (zero.steps_per_s, zero.step_ms, zero.vote_share) == (250, 4.0, 0.25)
     assert (zero.prefix_hit_rate, zero.preemptions) == (0.4, 2)
     assert 10 < zero.queue_p50_ms < 25 and one.queue_p50_ms is None
     assert one.running == 4
@@ -95,7 +95,7 @@ def test_an_idle_server_and_one_that_began_anew():
     scrape = Scrape(server.text(), 1.0)
     still = overview(scrape, scrape)
     assert still.requests_per_s == 0 and still.ttft_p50_ms is None
-    assert still.ranks[0].step_ms is None and still.ranks[0].exchange_share is None
+    assert still.ranks[0].step_ms is None and still.ranks[0].vote_share is None
     assert still.ranks[0].prefix_hit_rate is None
     server.work()
     before = Scrape(server.text(), 1.0)
@@ -177,7 +177,7 @@ def test_one_table(url, form):
     lines = result.stdout.splitlines()
     assert lines[0].startswith("tiny  http://127.0.0.1:")
     (header,) = (line for line in lines if line.startswith("rank"))
-    assert "exch" in header and "KV cache" in header
+    assert "vote" in header and "KV cache" in header
     assert [line.split()[0] for line in lines[-3:]] == ["0", "1", "all"]
     assert "##....  25%" in lines[-1] and max(map(len, lines)) <= 80
 

@@ -117,8 +117,10 @@ class RankActor:
             self._logging.cancel()
             self._logging = None
         await asyncio.to_thread(self._close_epoch)
-        for connection in (*self._peers, *self._senders.values()):
-            connection.close()
+        for peer in self._peers:
+            peer.close()
+        for sender in self._senders.values():
+            sender.close()
         self._peers, self._senders = [], {}
 
     def _close_epoch(self) -> None:

@@ -13,7 +13,7 @@ from workers.stats.histogram import Histogram
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
 
-STEP_PARTS = ("schedule", "exchange", "prepare", "forward", "sample", "output")
+STEP_PARTS = ("schedule", "vote", "prepare", "forward", "sample", "output")
 STEP_TOKENS = tuple(float(2**i) for i in range(15))
 EXPERT_LOAD_EVERY = 32  # steps between two looks at the experts' load: 1 ms each on a CPU
 
@@ -23,7 +23,7 @@ class HostTimes:
     """Seconds of one step before it was launched."""
 
     schedule: float = 0.0
-    exchange: float = 0.0
+    vote: float = 0.0
 
 
 class EngineStats:
@@ -86,7 +86,7 @@ class EngineStats:
         self.step_tokens.observe(batch.num_tokens)
         self.kinds[mode.name, plan.graph_mode.name, str(plan.ubatch)] += 1
         times = output.times
-        parts = (host.schedule, host.exchange, times.prepare, times.forward, times.sample, publish)
+        parts = (host.schedule, host.vote, times.prepare, times.forward, times.sample, publish)
         for name, seconds in zip(STEP_PARTS, parts, strict=True):
             self.seconds[name] += seconds
         if output.expert_load is not None:

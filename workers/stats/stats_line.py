@@ -30,7 +30,7 @@ def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] 
         "preemptions": grown("preemptions"),
         "steps": steps,
         "step_ms": {part: round(1e3 * value / steps, 3) for part, value in parts.items()},
-        "exchange_share": round(parts["exchange"] / step_s, 4) if step_s else 0.0,
+        "vote_share": round(parts["vote"] / step_s, 4) if step_s else 0.0,
     }
 
 
@@ -42,7 +42,7 @@ def stats_line(fields: dict[str, Any]) -> str:
         f"{fields['prompt_tokens_per_s']:,.0f} prompt + {fields['generation_tokens_per_s']:,.0f} output tok/s, "
         f"{fields['running']} running, {fields['waiting']} waiting, KV {fields['kv_cache_usage']:.1%}, "
         f"{fields['steps']} steps of {sum(fields['step_ms'].values()):.2f} ms ({split}), "
-        f"waited for others {fields['exchange_share']:.0%}"
+        f"waited for others {fields['vote_share']:.0%}"
     )
     if hits is not None:
         line += f", prefix hits {hits:.0%}"
