@@ -202,7 +202,7 @@ def _checked(config: "PhalanxConfig") -> "CheckReport":
     from cluster.config.api_keys import ApiKeyError
     from cluster.config.errors import ConfigError
     from kernels.backends.select import BackendChoiceError
-    from workers.rank.backend_choice import GraphsUnavailableError
+    from workers.runner.graph_sizes import GraphsUnavailableError
 
     with _user_errors(ApiKeyError, ConfigError, BackendChoiceError, GraphsUnavailableError):
         return resolve(config)

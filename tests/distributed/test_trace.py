@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def _trace(rank_index, num_ranks, info, config, rendezvous, phase, num_tokens) -> RankTrace:
     from workers.rank.epoch import Epoch
     from workers.rank.process import RankProcess
-    from workers.trace.trace_step import trace_step
+    from workers.rank.trace_step import trace_step
 
     epoch = Epoch(RankProcess(rank_index, config), rendezvous, 30)
     try:

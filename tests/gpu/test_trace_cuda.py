@@ -13,8 +13,8 @@ from tests.distributed.rank_pool import RankPool
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
+from workers.rank.trace_step import trace_step
 from workers.trace.spans import RankTrace, StepTrace
-from workers.trace.trace_step import trace_step
 from workers.weights.checkpoint import make_checkpoint
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"

@@ -55,8 +55,11 @@ ORDER = {
         ("runner/forward_batch.py",),
         # Layers are built from specs, models from layers, and weights fill the slots of both.
         ("models", "layers", "weights"),
+        # Collectives of torch, and the data of a rank that its supervisor reads.
+        ("rank/rank_info.py", "rank/process_group.py"),
         # A step: the engine schedules it, the runner runs it, whole or in ubatches that a trace records.
-        ("engine", "runner", "sampling", "stats", "ubatch", "trace", "rank"),
+        ("engine", "runner", "sampling", "stats", "ubatch", "trace"),
+        ("rank",),
     ),
     "cluster": (
         ("errors.py",),

@@ -12,13 +12,13 @@ import torch
 
 from tests.distributed.engine_harness import rank_config
 from workers.engine.scheduler import ScheduledBatch
+from workers.rank import trace_step
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.model_runner import ModelRunner
 from workers.trace import recorder as span_recorder
-from workers.trace import trace_step
 from workers.trace.recorder import SpanRecorder
 from workers.weights.checkpoint import make_checkpoint
 

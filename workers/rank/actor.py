@@ -146,7 +146,7 @@ class RankActor:
 
     async def trace(self, phase: str, num_tokens: int) -> RankTrace:
         """Collective, in place of `start`: run a step of `num_tokens` tokens, whole and in ubatches."""
-        from workers.trace.trace_step import trace_step
+        from workers.rank.trace_step import trace_step
 
         return await asyncio.to_thread(trace_step, self._current, phase, num_tokens)
 

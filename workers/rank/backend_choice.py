@@ -1,4 +1,4 @@
-"""The shape that a rank's backends are chosen for, and the consequences of the choice. Builds nothing."""
+"""The shape that a rank's backends are chosen for, and forced routing. Builds nothing."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,15 +6,10 @@ from functools import partial
 import torch
 
 from kernels.backends.backend import BackendShape
-from kernels.backends.select import Selection
 from kernels.routing.forced_routing import ForcedRouting
-from workers.config import Auto, RankConfig
+from workers.config import RankConfig
 from workers.models.specs import ModelConfig
 from workers.weights.tensors import stores_fp8_experts
-
-
-class GraphsUnavailableError(ValueError):
-    """scheduler.cuda_graphs is true, but a chosen backend has no CUDA graphs."""
 
 
 def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
@@ -51,22 +46,3 @@ def forced_routing(
         num_ranks=config.num_ranks,
         device=device,
     )
-
-
-def graphs_off(wanted: Auto | bool, selection: Selection, device: str) -> str | None:
-    """Return why no steps become CUDA graphs, or None if steps do.
-
-    wanted   scheduler.cuda_graphs
-    device   device type
-    Raises GraphsUnavailableError, with the reason, if `wanted` is true and there can be none.
-    """
-    unsupported_reason = selection.graph_unsupported_reason
-    if device != "cuda":
-        unsupported_reason = f"cluster.device is {device}"
-    if unsupported_reason is None:
-        return "scheduler.cuda_graphs is false" if wanted is False else None
-    if wanted is True:
-        raise GraphsUnavailableError(
-            f"scheduler.cuda_graphs is true, but {unsupported_reason}; expected auto or false"
-        )
-    return unsupported_reason

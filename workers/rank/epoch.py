@@ -22,7 +22,6 @@ from workers.engine.step_sync import PlanConfig, compare_settings
 from workers.engine.vote_transport import AbortableVote, make_vote_transport
 from workers.models.causal_lm import CausalLM
 from workers.rank import process_group
-from workers.rank.backend_choice import graphs_off
 from workers.rank.device_memory import memory_for
 from workers.rank.epoch_runner import RunnerMaker
 from workers.rank.process import RankProcess
@@ -37,7 +36,7 @@ from workers.rank.rank_info import (
 )
 from workers.rank.warm_up import warm_up_sizes
 from workers.rank.warm_up_steps import bind_beside
-from workers.runner.graph_sizes import GraphSizes, graphs_to_capture
+from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
 from workers.runner.model_runner import ModelRunner
 from workers.stats.stats import EngineStats
 from workers.ubatch.epoch_ubatches import EpochUbatches

@@ -7,13 +7,16 @@ from typing import NamedTuple
 import torch
 
 from kernels.backends.select import Selection
-from workers.config import SchedulerConfig
+from workers.config import Auto, SchedulerConfig
 from workers.engine.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
-from workers.rank.backend_choice import graphs_off
 
 # Up to here a step with prompts is bound by the weights it reads, and one size an octave is enough.
 FINE_MIXED_ROWS = 512
 SMALLEST_MIXED_ROWS = 16
+
+
+class GraphsUnavailableError(ValueError):
+    """scheduler.cuda_graphs is true, but a chosen backend has no CUDA graphs."""
 
 
 class GraphKey(NamedTuple):
@@ -106,3 +109,22 @@ def graphs_to_capture(
     max_tokens = scheduler.max_num_batched_tokens
     decodes = decode_sizes(min(scheduler.max_num_seqs, max_tokens))
     return GraphSizes(decodes, mixed_sizes(max_tokens) if mixed else ())
+
+
+def graphs_off(wanted: Auto | bool, selection: Selection, device: str) -> str | None:
+    """Return why no steps become CUDA graphs, or None if steps do.
+
+    wanted   scheduler.cuda_graphs
+    device   device type
+    Raises GraphsUnavailableError, with the reason, if `wanted` is true and there can be none.
+    """
+    unsupported_reason = selection.graph_unsupported_reason
+    if device != "cuda":
+        unsupported_reason = f"cluster.device is {device}"
+    if unsupported_reason is None:
+        return "scheduler.cuda_graphs is false" if wanted is False else None
+    if wanted is True:
+        raise GraphsUnavailableError(
+            f"scheduler.cuda_graphs is true, but {unsupported_reason}; expected auto or false"
+        )
+    return unsupported_reason

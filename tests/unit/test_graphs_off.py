@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from kernels.backends.select import Choice, Selection
-from workers.rank.backend_choice import GraphsUnavailableError, graphs_off
+from workers.runner.graph_sizes import GraphsUnavailableError, graphs_off
 
 
 def selection(**names: str) -> Selection:
