@@ -1,14 +1,15 @@
-"""Graphs and asynchronous steps on GPUs: whatever the mix of steps, tokens are those that plain steps choose.
+"""Graphs and asynchronous steps on GPUs: whatever the mix of steps, tokens are those of transformers in float32.
 
-bfloat16 rounds differently with other numbers of rows, so near ties may fall either way, and then the experts chosen.
-Answers are therefore judged by one plain forward over prompt and answer. Of 1,100 tokens of plain steps on a CPU 1 %
-are not the best there; of answers to another prompt 77 % are not.
+bfloat16 rounds differently with other numbers of rows, so near ties may fall either way: each token must be near the
+best one, see tests/token_judge.py. Of 5,200 tokens of plain bfloat16 steps on a CPU, the worst lies 0.15 standard
+deviations below the best one, the mean 0.0007; 99 % of random tokens lie 0.7 and more below.
 """
 
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import islice, pairwise, takewhile
+from functools import cache
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from kernels.backends.select import probe
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
+from tests.token_judge import Reference, TokenJudge, steep_routers, transformers_reference
 from workers.config import RankConfig
 from workers.engine.step_sync import StepPlan
 from workers.rank.epoch import Epoch
@@ -34,17 +36,18 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=st
 MAX_LEN = 256
 NUM_STEPS = 2000  # at least, of each group of ranks
 JUDGED = 150  # requests, the first ones
+MARGIN, MEAN = 0.4, 0.005  # of TokenJudge, in standard deviations
 
 
 def _checkpoint(folder: Path, **sizes: int) -> Path:
     sizes = {
         "num_experts": 16,
-        "num_experts_per_tok": 4,
+        "num_experts_per_tok": 8,
         "num_heads": 8,
         "num_kv_heads": 2,
         **sizes,
     }
-    return make_checkpoint(folder / "model", **sizes, head_dim=128)
+    return steep_routers(make_checkpoint(folder / "model", **sizes, head_dim=128))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,6 @@ def wide_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Answers:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
-    prompt_logprobs: dict[str, Any] = field(default_factory=dict)
     kinds: dict[tuple[str, str, str], int] = field(default_factory=dict)
     forms: list[str] = field(default_factory=list)
     num_preemptions: int = 0
@@ -80,8 +82,6 @@ class Answers:
     def publish(self, _ingress_id: str, outputs: list[Any]) -> None:
         for output in outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs[output.request_id] = output.prompt_logprobs
             if output.finish_reason is not None:
                 assert output.request_id not in self.ends
                 self.ends[output.request_id] = output.finish_reason
@@ -189,28 +189,27 @@ def traffic(chance: random.Random, num_requests: int, num_ranks: int = 1) -> lis
     return events
 
 
-def judge(checkpoint: Path, events: list[Event], answers: list[Answers]) -> None:
-    """Everybody not aborted has finished, with tokens that a plain forward would choose."""
+@cache
+def _reference(checkpoint: Path) -> Reference:
+    return transformers_reference(checkpoint)
+
+
+def make_judge(checkpoint: Path) -> TokenJudge:
+    return TokenJudge(_reference(checkpoint), MARGIN, MEAN)
+
+
+def check_answers(checkpoint: Path, events: list[Event], answers: list[Answers]) -> None:
+    """All requests that were not aborted have finished, with tokens that float32 would choose, or nearly so."""
     aborted = {event.abort for event in events if event.abort is not None}
     requests = {event.request.request_id: event.request for event in events if event.request}
     tokens = {name: ids for found in answers for name, ids in found.tokens.items()}
     ends = {name: end for found in answers for name, end in found.ends.items()}
     assert requests.keys() - aborted <= ends.keys() and set(ends.values()) <= {"stop", "length"}
-    again = [
-        Event(0, 0, make_request(name, request.prompt_token_ids + tokens[name], prompt_logprobs=1))
-        for name, request in islice(requests.items(), JUDGED)
-        if tokens.get(name)
-    ]
-    plain = configure(checkpoint, cuda_graphs=False, async_scheduling=False)
-    judged = alone(plain, again).prompt_logprobs
-    best: list[bool] = []
-    for name, given in judged.items():
-        of_answer = given[len(requests[name].prompt_token_ids) :]
-        assert len(of_answer) == len(tokens[name])
-        found = [logprob.rank == 1 for logprob in of_answer]
-        assert len(found) < 8 or sum(found) > 0.6 * len(found), f"{name}: {found}"
-        best += found
-    assert len(best) > 500 and sum(best) > 0.95 * len(best)
+    judge = make_judge(checkpoint)
+    for name, request in islice(requests.items(), JUDGED):
+        if tokens.get(name):
+            judge.greedy(request.prompt_token_ids, tokens[name], name)
+    judge.close(at_least=500)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +231,7 @@ def test_random_steps(
         assert modes == set(expected.items())
     else:
         assert {graph for _, graph in modes} == {"NONE"}
-    judge(checkpoint, events, [answers])
+    check_answers(checkpoint, events, [answers])
 
 
 def test_launching_never_waits_for_the_device(checkpoint: Path):
@@ -253,13 +252,9 @@ def test_launching_never_waits_for_the_device(checkpoint: Path):
     ]
     strict = alone(configure(checkpoint), events, no_waiting=True)
     assert strict.ends.keys() == {event.request.request_id for event in events}
-    in_turn = alone(configure(checkpoint, async_scheduling=False), events)
-    pairs = [(ids, in_turn.tokens[name]) for name, ids in strict.tokens.items()]
-    equal = [
-        sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*pair, strict=False)))
-        for pair in pairs
-    ]
-    assert sum(equal) > 0.7 * sum(len(expected) for _, expected in pairs), equal
+    judge = make_judge(checkpoint)
+    for event in events:
+        judge.drawn(event.request, strict.tokens[event.request.request_id])
 
 
 @dataclass(frozen=True)
@@ -324,7 +319,7 @@ def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
         assert sum(forms.values()) - forms["asleep"] >= NUM_STEPS and forms["idle"] > 100, forms
         assert sum(a != b for a, b in pairwise(found.forms)) > 150, "few changes of form"
     assert {form for found in answers for form in found.forms} == expected
-    judge(checkpoint, events, answers)
+    check_answers(checkpoint, events, answers)
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=str)

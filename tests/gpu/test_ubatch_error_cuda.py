@@ -13,7 +13,7 @@ from tests.distributed.engine_harness import Event, make_request
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_ubatch_engine import Failing
 from tests.gpu.pools import Pools
-from tests.gpu.test_cuda_graphs import checkpoint, configure, judge, serve
+from tests.gpu.test_cuda_graphs import check_answers, checkpoint, configure, serve
 from workers.config import RankConfig
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
@@ -83,4 +83,4 @@ def test_the_next_group_serves(checkpoint: Path, all2all: str, failing: int):
             answers = pools.run(serve, 2, *arguments, with_group=False, timeout_s=60)
     finally:
         pools.close()
-    judge(checkpoint, events, answers)
+    check_answers(checkpoint, events, answers)

@@ -16,8 +16,10 @@ from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from workers.engine.kv_caches import allocate_kv_caches
 from workers.models.registry import load_model_config, model_class
+from workers.models.specs import ModelConfig
 from workers.runner.forward_batch import ForwardBatch
 from workers.weights.checkpoint import make_checkpoint
+from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 
 BLOCK_SIZE = 8
@@ -81,9 +83,12 @@ class OneRank:
         device: str = "cpu",
         backend: type[Attention] = SdpaAttention,
         grouped_gemm: GroupedGemm | None = None,
+        config: ModelConfig | None = None,
         **options: Any,
     ):
-        config = self.config = load_model_config(path)
+        """config: of a model with random weights; None: the checkpoint's own."""
+        drawn = config is not None
+        config = self.config = config or load_model_config(path)
         self.attention = backend(config.attention_specs, BLOCK_SIZE)
         groups = backend.kv_groups(config.attention_specs)
         blocks = max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE
@@ -105,14 +110,11 @@ class OneRank:
         self.model = model_class(config)(
             config, kernels, placement=placement, rank=0, device=device, dtype=dtype, **options
         )
-        load_weights(
-            self.model,
-            path,
-            config=config,
-            placement=placement,
-            rank=0,
-            device=torch.device(device),
-        )
+        where = {"placement": placement, "rank": 0, "device": torch.device(device)}
+        if drawn:
+            draw_weights(self.model, config=config, **where)
+        else:
+            load_weights(self.model, path, config=config, **where)
 
     @torch.inference_mode()
     def logits(self, batch: ForwardBatch) -> torch.Tensor:

@@ -1,16 +1,27 @@
 """KV layouts: what layers cache, in which shape, and how many bytes a block takes."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kernels.attention.base import Attention
 from kernels.attention.kv_layout import KVGroup, PagedHeads, group_layers, kv_block_bytes
+from kernels.attention.native import NativeAttention
+from kernels.attention.sdpa import SdpaAttention
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.registry import ATTENTION, backend_class
+from tests.distributed.engine_harness import make_request, rank_config
+from tests.unit.model_case import BLOCK_SIZE, OneRank, make_batch, small_checkpoint
 from tests.unit.test_kernels_select import CPU
 from workers.engine.kv_caches import allocate_kv_caches
+from workers.models.registry import load_model_config
+from workers.models.specs import ModelConfig
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
+from workers.rank.rank_info import Rendezvous
 
 ATTENTIONS = [backend_class("attention", name) for name in ATTENTION]
 WIDE, NARROW = AttentionSpec(8, 4, 16, 0.25), AttentionSpec(4, 1, 8, 0.35)
@@ -60,3 +71,68 @@ def test_a_window_is_refused(attention: type[Attention]) -> None:
     assert "window, the model has one of 128 tokens" in str(
         attention.unsupported_reason(replace(CPU, dtype=dtype, attention_specs=(window,)))
     )
+
+
+def two_layouts(config: ModelConfig) -> ModelConfig:
+    """The model with fewer heads in its middle layer."""
+    first, middle, last = config.layers
+    narrow = replace(middle, attention=replace(middle.attention, num_heads=2, num_kv_heads=1))
+    return replace(config, layers=(first, narrow, last))
+
+
+@pytest.mark.parametrize("backend", [SdpaAttention, NativeAttention])
+def test_a_model_of_two_layouts_runs(tmp_path: Path, backend: type[Attention]) -> None:
+    """Prompts in one step or in several, with decodes: one block table serves the caches of both layouts."""
+    if reason := backend.unavailable(torch.device("cpu")):
+        pytest.skip(reason)
+    path = small_checkpoint(tmp_path)
+    config = two_layouts(load_model_config(path))
+    assert [group.layers for group in backend.kv_groups(config.attention_specs)] == [(0, 2), (1,)]
+    rank = OneRank(path, config=config, backend=backend)
+    groups = backend.kv_groups(config.attention_specs)
+    num_blocks = rank.attention.kv_caches[0].shape[1]
+    kv_bytes = sum(cache.nbytes for cache in rank.attention.kv_caches)
+    assert kv_bytes == num_blocks * kv_block_bytes(groups, BLOCK_SIZE, 4)
+    sequences = [[7] * 3 + list(range(9)), list(range(30, 60)), [250, 4, 4, 9, 11]]
+    whole = rank.logits(make_batch(sequences, [0, 0, 0])).split([12, 30, 5])
+    for cache in rank.attention.kv_caches:
+        cache.zero_()
+    first = [11, 13, 3]
+    begun = [ids[:n] for ids, n in zip(sequences, first, strict=True)]
+    got = rank.logits(make_batch(begun, [0, 0, 0])).split(first)
+    rest = [ids[n:] for ids, n in zip(sequences, first, strict=True)]
+    more = rank.logits(make_batch(rest, first)).split([len(ids) for ids in rest])
+    for start, end, expected in zip(got, more, whole, strict=True):
+        torch.testing.assert_close(torch.cat((start, end)), expected, atol=1e-4, rtol=0)
+
+
+def test_a_rank_sizes_and_serves_a_model_of_two_layouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_checkpoint(tmp_path)
+    config = two_layouts(load_model_config(path))
+    monkeypatch.setattr("workers.rank.process.load_model_config", lambda path: config)
+    tokens: list[int] = []
+
+    def publish(_ingress_id: str, outputs: list[Any]) -> None:
+        tokens.extend(token for output in outputs for token in output.token_ids)
+
+    process = RankProcess(0, rank_config(path, 1, model={"weights": "dummy", "max_model_len": 64}))
+    try:
+        epoch = Epoch(process, Rendezvous("", 0, "two-layouts"), 5)
+        epoch.load()
+        info = epoch.start_engine(publish, lambda _: None)
+        kv_heads = 2 + 1 + 2
+        assert info.memory_bytes["kv_cache"] == info.num_blocks * 16 * 2 * kv_heads * 16 * 4
+        epoch.engine.submit(make_request("a", list(range(40)), max_tokens=5))
+        while epoch.engine.step().run:
+            pass
+        epoch.close()
+    finally:
+        process.close()
+    assert len(tokens) == 5
+    model = OneRank(path, config=config)
+    expected = list(range(40))
+    for _ in range(5):
+        expected.append(int(model.logits(make_batch([expected], [0]))[-1].argmax()))
+    assert tokens == expected[40:]
