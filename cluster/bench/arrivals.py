@@ -1,4 +1,4 @@
-"""When the requests of an open loop arrive. Pure: the same seed gives every server the same schedule."""
+"""Computes arrival times for an open loop. Pure: the same seed gives every server the same schedule."""
 
 import math
 import random
@@ -8,7 +8,7 @@ from itertools import accumulate
 def arrival_offsets(
     num_requests: int, rate: float, burstiness: float, source: random.Random
 ) -> list[float]:
-    """Seconds from the first arrival, which is 0, to each; `rate` requests/s on average.
+    """Return the seconds from the first arrival to each arrival; `rate` is the mean in requests/s.
 
     The gaps are gamma distributed with shape `burstiness` and mean 1 / rate: 1 = Poisson arrivals,
     below 1 more bursty, above 1 more even. An infinite rate: all at once.

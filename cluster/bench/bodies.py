@@ -6,12 +6,12 @@ from typing import Any
 
 from cluster.bench.prompts import TextLength
 from cluster.bench.settings import Load
-from cluster.bench.workload import Ask
+from cluster.bench.workload import PlannedRequest
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One server, and what it takes. `text_length` is None where random prompts are token ids."""
+    """One server and the form of requests that it accepts. `text_length` is None where random prompts are token ids."""
 
     name: str
     url: str
@@ -20,21 +20,21 @@ class Target:
     text_length: TextLength | None = None
 
 
-def request_body(load: Load, target: Target, ask: Ask) -> bytes:
-    """A streamed request; `extra_body` has the last word on what is not the benchmark's own."""
+def request_body(load: Load, target: Target, request: PlannedRequest) -> bytes:
+    """Return the JSON of a streamed request; `extra_body` overrides all fields except the benchmark's own."""
     body: dict[str, Any] = {
         "model": target.model,
-        "max_tokens": ask.max_tokens,
+        "max_tokens": request.max_tokens,
         "temperature": load.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
     if load.endpoint == "completions":
-        body["prompt"] = ask.prompt
-    elif isinstance(ask.prompt, str):
-        body["messages"] = [{"role": "user", "content": ask.prompt}]
+        body["prompt"] = request.prompt
+    elif isinstance(request.prompt, str):
+        body["messages"] = [{"role": "user", "content": request.prompt}]
     else:
-        body["messages"] = ask.prompt
+        body["messages"] = request.prompt
     if load.sampling_seed is not None:
         body["seed"] = load.sampling_seed
     if target.ignore_eos:

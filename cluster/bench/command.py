@@ -1,4 +1,4 @@
-"""The `phalanx bench` command: options in, table, JSON and picture out."""
+"""The `phalanx bench` command: reads options, writes a table, JSON and a picture."""
 
 import json
 import os
@@ -67,14 +67,14 @@ def bench(
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to write beside the table."""
+    """The files to write in addition to the printed table."""
 
     output: Path | None
     plot: Path | None
     save_requests: bool
 
     def check(self) -> None:
-        """Find mistakes before the load runs, and not after it."""
+        """Check the paths and matplotlib before the load runs."""
         from cluster.bench.plot import check_matplotlib
         from cluster.bench.settings import BenchError
 
@@ -90,7 +90,7 @@ class Wanted:
 
 
 def make_load(given: dict[str, Any]) -> "Load":
-    """The load of the command's options (by name); what was not given follows from the rest."""
+    """Build the load of the command's options, by name. Options that were not given follow from the given ones."""
     from cluster.bench.goodput import parse_limits
     from cluster.bench.prompts_file import read_prompts
     from cluster.bench.settings import DEFAULT_CONCURRENCY, DEFAULT_REQUESTS, Load
@@ -122,7 +122,7 @@ def make_load(given: dict[str, Any]) -> "Load":
 
 
 def parse_urls(texts: list[str]) -> dict[str, str]:
-    """Name to URL of `[NAME=]URL` options; the URL is the name where there is none."""
+    """Return name -> URL of `[NAME=]URL` options; the default name is the URL."""
     from cluster.bench.http import Endpoint
     from cluster.bench.settings import BenchError
 
@@ -165,7 +165,7 @@ def _run(
 
 
 def _show(load: "Load", session: "Session", wanted: Wanted) -> None:
-    """Print, write, and end with the exit code that fits."""
+    """Print the table, write the files, and exit with the matching code."""
     from rich.console import Console
 
     from cluster.bench.plot import draw

@@ -1,4 +1,4 @@
-"""Goodput: how many requests met all limits that were asked for. Pure arithmetic."""
+"""Goodput: the requests that met all latency limits. Pure arithmetic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ MILLISECONDS = 1000.0
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Shares are of all requests, failed ones included: those meet no limit.
+    """Shares of all requests. A failed request meets no limit.
 
-    `met` has the share of each limit alone. requests_per_s counts the requests that met all.
+    `met` has the share of each limit by itself. requests_per_s counts the requests that met all limits.
     """
 
     share: float | None
@@ -24,7 +24,7 @@ class Goodput:
 
 
 def parse_limits(texts: Sequence[str]) -> dict[str, float]:
-    """Milliseconds by name, of `ttft:200`; several may stand in one text, after commas or spaces."""
+    """Parse limits such as `ttft:200` into name -> milliseconds; commas or spaces separate several limits."""
     limits: dict[str, float] = {}
     for part in " ".join(texts).replace(",", " ").split():
         name, _, number = part.partition(":")
@@ -44,7 +44,7 @@ def parse_limits(texts: Sequence[str]) -> dict[str, float]:
 def measure_goodput(
     answers: Sequence[Answer], limits: Mapping[str, float], duration_s: float
 ) -> Goodput | None:
-    """Of all finished requests, good and failed; None without limits."""
+    """Return the goodput of all finished requests, failed requests included; None without limits."""
     if not limits:
         return None
     met = {
@@ -64,6 +64,6 @@ def measure_goodput(
 
 
 def _meets(answer: Answer, name: str, limit_ms: float) -> bool:
-    """A time that an answer does not have (per token after the first, of one token) breaks no limit."""
+    """Whether an answer meets a limit. An answer without the figure, such as tpot of one token, meets it."""
     seconds = {"ttft": answer.ttft, "tpot": answer.tpot, "e2e": answer.e2e}[name]
     return seconds is None or seconds * MILLISECONDS <= limit_ms

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 client for load generation: one keep-alive connection, bodies handed over as they come.
+"""A small HTTP/1.1 client for load generation: one keep-alive connection, bodies passed on as they arrive.
 
-Why not an HTTP library: the client shares its cores with the server under test, and a library costs
-more per streamed chunk than the server spends on a token. Knows nothing of OpenAI's formats.
+It replaces an HTTP library because the client shares its cores with the server under test, and a library takes
+more CPU time for a streamed chunk than the server for a token. Knows nothing of OpenAI's formats.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ BodySink = Callable[[bytes, float], None]
 
 
 class HttpError(Exception):
-    """The exchange broke off; the message is short enough to count errors by."""
+    """A request failed. The message is short, because errors are counted by message."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a server listens, from its base URL."""
+    """The address of a server, from its base URL."""
 
     host: str
     port: int
@@ -33,7 +33,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str) -> "Endpoint":
-        """`http://host:8000` with or without `/v1`, which every path starts with anyway."""
+        """Parse a URL such as `http://host:8000`. A trailing `/v1` is removed, because every path starts with it."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"--url {url!r} is not of the form http://host:port")
@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Called by the loop; ends a body without a length, breaks off any other."""
+        """Called by the loop. The end of the connection completes a body without a length; else the request fails."""
         self._transport = None
         if self._done is None or self._done.done():
             return
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(HttpError("connection closed"))
 
     def data_received(self, data: bytes) -> None:
-        """Called by the loop, once for what one read brought."""
+        """Called by the loop with the bytes of one read."""
         now = time.perf_counter()
         if self._done is None or self._done.done():
             return  # after the end of a body: nothing that belongs to a request
@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
             self._done.set_exception(kind)
 
     def _read_head(self, data: bytes) -> bytes:
-        """Parse status and headers when they are complete; what follows them, or b""."""
+        """Parse status and headers if they are complete; return the bytes behind them, else b""."""
         head, end, rest = data.partition(HEADER_END)
         if not end:
             self._pending = data
@@ -207,7 +207,7 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def _give_whole_chunk(self, data: bytes, now: float) -> bool:
-        """The short way for a read that is exactly one chunk, as nearly every read of a stream is."""
+        """Fast path for a read that is exactly one chunk, as nearly all reads of a stream are."""
         line_end = data.find(b"\r\n")
         try:
             size = int(data[:line_end], 16)

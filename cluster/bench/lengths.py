@@ -9,7 +9,7 @@ FORMS = "N, LOW-HIGH or lognormal:MEDIAN:SIGMA:MAX, in tokens"
 
 @dataclass(frozen=True)
 class Lengths:
-    """Where lengths come from. `sigma` None: evenly from `low` to `high`, both included."""
+    """A distribution of lengths. `sigma` None: uniform from `low` to `high`, both included."""
 
     low: int
     high: int
@@ -18,7 +18,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: int | str) -> "Lengths":
-        """Of `64`, `32-512` or `lognormal:256:0.8:2048`; ValueError says what is allowed."""
+        """Parse `64`, `32-512` or `lognormal:256:0.8:2048`. Raises ValueError with the allowed forms."""
         text = str(text)
         try:
             kind, *numbers = text.split(":")
@@ -37,7 +37,7 @@ class Lengths:
         return lengths
 
     def sample(self, source: random.Random) -> int:
-        """One length; a fixed one takes no random number."""
+        """Draw one length; a fixed length takes no random number."""
         if self.sigma is not None:
             value = round(source.lognormvariate(math.log(self.median), self.sigma))
             return min(max(value, self.low), self.high)

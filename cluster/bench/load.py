@@ -2,7 +2,7 @@
 
 Closed loop: each of `concurrency` workers sends the next request when its last one is answered.
 Open loop: requests arrive on a schedule whatever the server does, and latency counts from the
-scheduled arrival: a server that falls behind is not spared the wait of those that queue up.
+scheduled arrival, so the time in a queue of a slow server counts.
 Knows nothing of tables, files and several servers.
 """
 
@@ -21,7 +21,7 @@ from cluster.bench.prompts import prompt_source
 from cluster.bench.prompts_file import check_endpoint, read_prompts
 from cluster.bench.settings import Load
 from cluster.bench.stream import Answer, EventReader
-from cluster.bench.workload import make_asks
+from cluster.bench.workload import plan_requests
 
 # Timers tick in milliseconds: waking half a tick early makes a request early as often as late.
 HALF_TICK_S = 0.0005
@@ -30,7 +30,7 @@ ARRIVALS = -1  # the number under which the random numbers of arrivals run
 
 @dataclass
 class Round:
-    """What one round brought. Filled while it runs, so that an interrupted one can be read too."""
+    """The answers of one round. It is filled while the round runs, so an interrupted round has its answers too."""
 
     answers: list[Answer] = field(default_factory=list)
     client_cpu_s: float = 0.0
@@ -54,20 +54,20 @@ class Driver:
             check_endpoint(load.prompts_file, self._records, load.endpoint)
 
     async def prepare(self, urls: dict[str, str], model: str | None) -> list[Target]:
-        """Ask each server (name to URL) for its model and for what it takes."""
+        """Query each server (name -> URL) for its model and the accepted form of requests."""
         return await negotiate(self._load, self._headers, urls, model)
 
     async def run_round(self, target: Target, index: int, requests: int) -> RoundResult:
-        """The figures of one round of `requests` requests."""
+        """Run one round of `requests` requests and return its figures."""
         finished = Round()
         await self.play(target, index, requests, finished)
         return summarise(finished.answers, finished.client_cpu_s, self._load.goodput)
 
     async def play(self, target: Target, index: int, requests: int, into: Round) -> None:
-        """One round; the bodies are made before the clock starts."""
+        """Run one round. All bodies are built before the clock starts."""
         load = self._load
-        asks = make_asks(load, self._records, target.text_length, index, requests)
-        bodies = [request_body(load, target, ask) for ask in asks]
+        planned = plan_requests(load, self._records, target.text_length, index, requests)
+        bodies = [request_body(load, target, request) for request in planned]
         sender = _Sender(load, target, self._headers, into.answers, self._on_answer)
         cpu = time.process_time()
         try:
@@ -106,7 +106,7 @@ class _Sender:
             connection.close()
 
     async def closed(self, bodies: list[bytes]) -> None:
-        """As many in flight as the load says, until all are answered."""
+        """Keep `concurrency` requests in flight until all are answered."""
         queue = iter(bodies)
 
         async def work() -> None:
@@ -119,7 +119,7 @@ class _Sender:
                 group.create_task(work())
 
     async def open(self, bodies: list[bytes], offsets: Iterable[float]) -> None:
-        """Each request at its time; with a cap on those in flight, the wait for a place counts."""
+        """Send each request at its time. If the requests in flight are limited, the wait counts as latency."""
         limit = self._load.concurrency
         places = nullcontext() if limit is None else asyncio.Semaphore(limit)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The machine and the software that figures were measured with. Reads files and metadata, imports nothing big."""
+"""Describes the machine and the software of a measurement. Reads files and metadata, imports no large package."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ PACKAGES = ("phalanx", "torch", "ray", "transformers", "tokenizers", "uvicorn", 
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, memory and GPU names of this machine, which is the client's."""
+    """Return CPU model, usable cores, memory and GPU names of the client's machine."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "cores": len(os.sched_getaffinity(0))
@@ -25,7 +25,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages installed beside this client; a server elsewhere may have others."""
+    """Return the versions of Python and of the packages of this client. A server elsewhere may have other versions."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -25,7 +25,7 @@ class Latency:
 
     @classmethod
     def of(cls, seconds: Figures) -> "Latency":
-        """Over all samples that there are; the percentiles are interpolated."""
+        """Compute the statistics of all samples; percentiles are interpolated."""
         known = [value for value in seconds if value is not None]
         if not known:
             return cls(None, None, None, None)
@@ -41,7 +41,7 @@ class RoundResult:
     ttft: time to the first output. tpot: time per output token after the first,
     (e2e - ttft) / (tokens - 1). itl: time between two chunks with output. e2e: to the last byte.
     send_lag: from when a request was due to when it was sent. Tokens are None where the server
-    told none (no usage). unfinished: cut off by the end of an interrupted round, counted nowhere.
+    sent no usage. unfinished: requests cut off by the end of an interrupted round; no other figure has them.
     """
 
     duration_s: float
@@ -69,9 +69,9 @@ class RoundResult:
 def summarise(
     answers: Sequence[Answer], client_cpu_s: float, limits: Mapping[str, float] | None = None
 ) -> RoundResult:
-    """Figures of all answers of a round; failed ones count as errors, and against goodput.
+    """Compute the figures of a round. Failed answers count as errors, and against goodput.
 
-    The round lasts from the first request that was due to the last answer that ended.
+    The round lasts from the first scheduled request to the end of the last answer.
     """
     ended = [answer for answer in answers if answer.ended]
     good = [answer for answer in ended if answer.error is None]
@@ -108,7 +108,7 @@ def summarise(
 
 
 def middle(rounds: Sequence[RoundResult]) -> dict[str, Any]:
-    """The median over rounds of every figure, errors summed: the shape of one round."""
+    """Return the median over rounds of every figure, with errors summed."""
     return _middle([asdict(result) for result in rounds])
 
 
@@ -127,7 +127,7 @@ def _middle(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """None as soon as one is not known: a sum of some would pass for the sum of all."""
+    """Return the sum; None if a value is unknown, because a sum of some values would be misread."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
@@ -139,7 +139,7 @@ def _rate(count: int | None, duration_s: float, digits: int) -> float | None:
 
 
 def _max_in_flight(answers: Sequence[Answer]) -> int:
-    """The most requests that were due or running at one time."""
+    """Return the largest number of requests that were due or running at one time."""
     if not answers:
         return 0
     edges = [(a.started, 1) for a in answers] + [(a.ended, -1) for a in answers]

@@ -1,4 +1,4 @@
-"""Finds out what a server takes before anything is measured: its model, token ids, ignore_eos.
+"""Queries a server before the measurement: its model, and whether it accepts token ids and ignore_eos.
 
 Knows nothing of rounds and figures.
 """
@@ -13,7 +13,7 @@ from cluster.bench.http import Connection, Endpoint, HttpError, Response
 from cluster.bench.prompts import Prompt, TextLength, prompt_source, random_ids, random_text
 from cluster.bench.settings import BenchError, Load
 from cluster.bench.stream import Answer, EventReader
-from cluster.bench.workload import Ask
+from cluster.bench.workload import PlannedRequest
 
 PROBE_LETTERS = (60, 240)
 PROBE_TOKENS = 8
@@ -23,9 +23,9 @@ ANY_TEXT = TextLength(0.0, 1.0)
 async def negotiate(
     load: Load, headers: Mapping[str, str], urls: Mapping[str, str], model: str | None
 ) -> list[Target]:
-    """Ask each server (name to URL) for its model and for the richest request it takes.
+    """Query each server (name -> URL) for its model and the request form with the most fields that it accepts.
 
-    All get random prompts of the same form: text as soon as one of them refuses token ids.
+    All servers get prompts of one form: text if one server refuses token ids.
     """
     forms: dict[str, tuple[TextLength | None, ...]] = {
         "auto": (None, ANY_TEXT),
@@ -53,7 +53,7 @@ async def negotiate(
 
 
 class Prober:
-    """Asks one server short questions over one connection."""
+    """Sends short requests to one server over one connection."""
 
     def __init__(self, load: Load, connection: Connection, name: str):
         self._load = load
@@ -63,7 +63,7 @@ class Prober:
     async def find(
         self, url: str, model: str | None, forms: tuple[TextLength | None, ...]
     ) -> Target:
-        """The richest request that the server takes; None among `forms` is token ids."""
+        """Return the request form with the most fields that the server accepts; None in `forms` means token ids."""
         model = model or await self._first_model()
         source = prompt_source(self._load.seed, -1, 0)
         refusal = ""
@@ -110,8 +110,8 @@ class Prober:
             raise BenchError(f"{self._name}: {error}") from error
 
     async def _probe(self, target: Target, prompt: Prompt) -> tuple[Answer | None, str]:
-        """Two tokens of an answer, or why the server refuses this form of request."""
-        body = request_body(self._load, target, Ask(prompt, 2))
+        """Request a few tokens; return the reason if the server refuses this form of request."""
+        body = request_body(self._load, target, PlannedRequest(prompt, 2))
         response = await self._ask("POST", self._load.path, body)
         answer = Answer(0.0)
         EventReader(answer).feed(response.body, 0.0)

@@ -130,7 +130,7 @@ IgnoreEos = Annotated[
     typer.Option(
         "--ignore-eos/--no-ignore-eos",
         rich_help_panel=SAMPLING,
-        help="Ask for full-length answers, where the server knows how. "
+        help="Request answers of full length, if the server has ignore_eos. "
         "Default: for random prompts yes, for a file no.",
     ),
 ]

@@ -18,7 +18,7 @@ DOTS_PER_INCH = 130
 
 
 def check_matplotlib() -> None:
-    """Before the load runs, and not after it."""
+    """Raise BenchError if matplotlib is missing. Called before the load runs."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -26,7 +26,7 @@ def check_matplotlib() -> None:
 
 
 def draw(session: Session, title: str, limits: Mapping[str, float], path: Path) -> None:
-    """Write the picture; all rounds of a server in one colour, goodput's limits as dashed lines."""
+    """Write the picture: one colour for each server, dashed lines for the limits of goodput."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8), layout="constrained")
@@ -63,7 +63,7 @@ def draw(session: Session, title: str, limits: Mapping[str, float], path: Path) 
 def tokens_over_time(rounds: Sequence[Sequence[Answer]]) -> tuple[np.ndarray, np.ndarray]:
     """Middle of each time bin [B] in seconds, and tok/s in it [B], the mean over the rounds.
 
-    An answer's tokens are spread evenly over its chunks, since no chunk says how many it holds.
+    The tokens of an answer are spread evenly over its chunks, because a chunk has no token count.
     """
     times, weights = [], []
     for answers in rounds:

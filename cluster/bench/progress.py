@@ -1,4 +1,4 @@
-"""A progress bar that costs next to nothing: the client shares its cores with the server."""
+"""A progress bar with little CPU time, because the client shares its cores with the server."""
 
 import sys
 import time
@@ -15,7 +15,7 @@ REFRESH_S = 1.0
 
 
 class Progress:
-    """Counts answers, and draws them at most once a second. Without a console it draws nothing."""
+    """Counts answers and draws the bar at most once a second. Without a console it draws nothing."""
 
     def __init__(self, console: "Console | None" = None):
         self._console = console
@@ -25,7 +25,7 @@ class Progress:
 
     @classmethod
     def for_terminal(cls, wanted: bool = True) -> "Progress":
-        """One that draws if stderr is a terminal."""
+        """Return a bar that draws if stderr is a terminal."""
         if not (wanted and sys.stderr.isatty()):
             return cls()
         from rich.console import Console
@@ -34,7 +34,7 @@ class Progress:
 
     @contextmanager
     def stage(self, title: str, total: int) -> Iterator[None]:
-        """A bar of `total` answers, while the block runs."""
+        """Show a bar of `total` answers while the block runs."""
         if self._console is None:
             yield
             return
@@ -60,7 +60,7 @@ class Progress:
                 self._bar = None
 
     def advance(self) -> None:
-        """One more answer."""
+        """Count one answer."""
         self._done += 1
         if self._bar is None:
             return

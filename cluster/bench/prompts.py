@@ -1,4 +1,4 @@
-"""Prompts that no cache has seen: random token ids, or random letters and words as text.
+"""Makes prompts that no prefix cache holds: random token ids, or random words as text.
 
 The same seed gives every server the same prompts. Knows nothing of how they are sent.
 """
@@ -13,25 +13,25 @@ Prompt = list[int] | str
 
 @dataclass(frozen=True)
 class TextLength:
-    """How many tokens a server makes of a text: overhead (chat template) + rate * letters."""
+    """Estimates the tokens of a text in a server: overhead of the chat template + rate * letters."""
 
     overhead: float
     tokens_per_letter: float
 
     @classmethod
     def fit(cls, samples: Sequence[tuple[int, int]]) -> "TextLength":
-        """From two measurements (letters, prompt tokens) of unlike length."""
+        """Fit two measurements (letters, prompt tokens) of different length."""
         (letters_a, tokens_a), (letters_b, tokens_b) = samples
         rate = (tokens_b - tokens_a) / (letters_b - letters_a)
         return cls(tokens_a - rate * letters_a, max(rate, 1e-3))
 
     def letters_for(self, num_tokens: int) -> int:
-        """Letters of a text that comes to about `num_tokens`; at least one."""
+        """Return the letters of a text of about `num_tokens` tokens; at least 1."""
         return max(1, round((num_tokens - self.overhead) / self.tokens_per_letter))
 
 
 def random_text(num_letters: int, source: random.Random) -> str:
-    """Words of 2 to 9 small letters, cut to exactly `num_letters` characters (spaces included)."""
+    """Return words of 2 to 9 lower-case letters, cut to exactly `num_letters` characters, spaces included."""
     words: list[str] = []
     length = 0
     while length <= num_letters:
@@ -43,10 +43,10 @@ def random_text(num_letters: int, source: random.Random) -> str:
 
 
 def random_ids(num_tokens: int, vocab_size: int, source: random.Random) -> list[int]:
-    """Token ids below `vocab_size`."""
+    """Return random token ids below `vocab_size`."""
     return source.choices(range(vocab_size), k=num_tokens)
 
 
 def prompt_source(seed: int, round_index: int, index: int) -> random.Random:
-    """Random numbers of one request; rounds differ, or a prefix cache would answer the second one."""
+    """Return the random source of one request. Rounds differ, because a prefix cache would serve a repeated prompt."""
     return random.Random(f"{seed}/{round_index}/{index}")

@@ -1,4 +1,4 @@
-"""Reads real prompts from a JSONL file. Every mistake names the line. Knows nothing of how they are sent."""
+"""Reads real prompts from a JSONL file; errors name the line. Knows nothing of requests."""
 
 import json
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Record:
 
 
 def read_prompts(path: str) -> list[Record]:
-    """All records in the file's order; blank lines are skipped, keys that are not ours ignored."""
+    """Return all records in the order of the file; blank lines and unknown keys are ignored."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -45,7 +45,7 @@ def read_prompts(path: str) -> list[Record]:
 
 
 def check_endpoint(path: str, records: list[Record], endpoint: str) -> None:
-    """Whether the endpoint takes all records: the chat API no token ids, completions no messages."""
+    """Raise BenchError for a record that the endpoint refuses: token ids for chat, messages for completions."""
     for record in records:
         where = f"{path}, line {record.line}"
         if endpoint == "completions" and record.messages is not None:

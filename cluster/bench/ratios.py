@@ -1,4 +1,4 @@
-"""How each server compares with the first one. Pure arithmetic."""
+"""Compares each server with the first server. Pure arithmetic."""
 
 from collections.abc import Sequence
 from statistics import median
@@ -22,10 +22,10 @@ COMPARED: tuple[tuple[str, str | None, str], ...] = (
 def compare(
     rounds: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]]
 ) -> dict[str, dict[str, float]]:
-    """For each figure the ratio of round k to the base's round k: median, lowest and highest.
+    """Return for each figure the ratio of round k to the base's round k: median, lowest and highest.
 
-    Round by round, since the two ran one after the other and shared the machine's mood; figures
-    that either of them lacks, or where the base has 0, are left out.
+    Rounds are paired because paired rounds ran one after the other, under the same load of the machine. Figures that
+    one server lacks, or where the base has 0, are left out.
     """
     found = {}
     for key, part, _ in COMPARED:
@@ -45,7 +45,7 @@ def compare(
 
 
 def ratio_name(key: str, part: str | None) -> str:
-    """The name of a ratio in the JSON."""
+    """Return the name of a ratio in the JSON."""
     return key if part is None else f"{key}.{part}"
 
 

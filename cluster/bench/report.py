@@ -1,4 +1,4 @@
-"""Turns a session into plain data for JSON and a table for people."""
+"""Formats a session as plain data for JSON and as a table."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -32,7 +32,7 @@ LATE_MS = 5.0  # a client that sends later than this no longer keeps the schedul
 
 
 def build_report(load: Load, session: Session, with_requests: bool = False) -> dict[str, Any]:
-    """The load, the machine, and for each server the median, every round, and its ratios to the first.
+    """Return the load, the machine, and for each server the median, every round, and the ratios to the first server.
 
     `with_requests` adds a row for each request.
     """
@@ -68,7 +68,7 @@ def build_report(load: Load, session: Session, with_requests: bool = False) -> d
 
 
 def request_rows(server: ServerRun) -> list[dict[str, Any]]:
-    """One row a finished request; seconds count from the start of its round."""
+    """Return one row for each finished request; seconds count from the start of its round."""
     rows = []
     for index, each in enumerate(server.rounds):
         ended = [answer for answer in each.answers if answer.ended]
@@ -103,7 +103,7 @@ def _prompt_form(load: Load, server: ServerRun) -> str:
 
 
 def render(report: Mapping[str, Any], console: Console) -> None:
-    """Print the medians, one column a server, then the ratios to the first."""
+    """Print the medians, one column for each server, then the ratios to the first server."""
     hardware, servers = report["hardware"], report["servers"]
     gpus = ", ".join(hardware["gpus"]) or "no GPU"
     rounds = report["load"]["rounds"]
@@ -125,7 +125,7 @@ def render(report: Mapping[str, Any], console: Console) -> None:
 
 
 def describe_load(load: Mapping[str, Any]) -> str:
-    """One line."""
+    """Describe a load in one line."""
     if load["request_rate"] is None:
         how = f"{load['concurrency']} in flight"
     else:
@@ -176,7 +176,7 @@ def _render_ratios(servers: list[dict[str, Any]], console: Console) -> None:
 
 
 def _remarks(load: Mapping[str, Any], median: Mapping[str, Any]) -> list[str]:
-    """What a reader should know before trusting the figures."""
+    """Return warnings about conditions that distort the figures."""
     found = []
     is_unique = load["prompts_file"] is None and not load["prefix_groups"]
     cached, prompt_tokens = median["cached_tokens"] or 0, median["prompt_tokens"] or 0

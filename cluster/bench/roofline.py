@@ -1,7 +1,7 @@
-"""The fastest that a load could run on given GPUs: bytes, FLOPs and link bytes over what the hardware does. Pure.
+"""The lower bound of a load's time on given GPUs: bytes, FLOPs and link bytes over the rates of the hardware. Pure.
 
-Everything that can overlap does, routing is even, and nothing else costs time: no server reaches it. R ranks, each with
-its share of the requests and of the experts, and a copy of everything else.
+All work that can overlap does overlap, routing is even, and no other work takes time, so no server reaches the bound.
+Each of R ranks has its share of the requests and of the experts, and a copy of all other weights.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from workers.models.specs import ModelConfig
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one GPU does in practice, per second. Defaults: an H200 in bfloat16 among others on NVLink."""
+    """Practical rates of one GPU per second. Defaults: an H200 in bfloat16 with NVLink."""
 
     memory_bytes: float = 4.0e12
     flops: float = 750e12
@@ -21,7 +21,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Part:
-    """Seconds of one rank in some part of the work, by what they are spent on; the longest is the floor."""
+    """Seconds of one rank for a part of the work, by resource; the largest is the floor."""
 
     memory_s: float
     compute_s: float
@@ -29,7 +29,7 @@ class Part:
 
     @property
     def floor_s(self) -> float:
-        """All three at once."""
+        """The largest of the three: they overlap."""
         return max(self.memory_s, self.compute_s, self.link_s)
 
     def __rmul__(self, times: float) -> "Part":
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Floor:
-    """The floor of one load: its prompts, one step of its decodes at mean length, and the rates that follow."""
+    """The floor of one load: prefill, one decode step at mean length, and the resulting rates."""
 
     prefill: Part
     decode_step: Part
@@ -56,7 +56,7 @@ def floor_of(
     max_num_batched_tokens: int = 8192,
     hardware: Hardware | None = None,
 ) -> Floor:
-    """All requests in flight are prefilled, then decoded together to their end.
+    """Return the floor of a load whose requests are all prefilled, then decoded together.
 
     in_flight counts requests on all ranks; lengths are tokens; a prefill step has max_num_batched_tokens of a rank.
     """
@@ -82,9 +82,9 @@ def floor_of(
 def step_floors(
     model: ModelConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
 ) -> dict[StepPart, Part]:
-    """The floor of each part of one step as kernels of its own: what parts hand to each other goes through memory.
+    """Return the floor of each part of a step as separate kernels, whose inputs and outputs go through memory.
 
-    Their sum is more than the floor of the step, where everything overlaps and nothing is handed over.
+    The sum exceeds the floor of the step, because in the step all parts overlap and pass data without memory.
     """
     hardware = hardware or Hardware()
     return {
@@ -100,7 +100,7 @@ def step_floors(
 def step_floor(
     model: ModelConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
 ) -> Part:
-    """The floor of one step."""
+    """Return the floor of one step."""
     hardware = hardware or Hardware()
     parts = step_work(model, num_ranks, shape).values()
     return Part(

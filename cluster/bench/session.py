@@ -1,4 +1,4 @@
-"""One whole run: all servers, warm-up, rounds in turns, and what is left of it after Ctrl-C.
+"""Runs a whole measurement: all servers, warm-up, rounds in turns; Ctrl-C keeps the finished answers.
 
 Knows nothing of tables and files.
 """
@@ -18,19 +18,19 @@ WARMUP_INDEX = -1
 
 @dataclass
 class ServerRun:
-    """One server and its rounds, in order. A round that brought nothing before Ctrl-C is left out."""
+    """One server and its rounds, in order. A round without an answer before Ctrl-C is left out."""
 
     target: Target
     rounds: list[Round] = field(default_factory=list)
 
     def results(self, limits: Mapping[str, float]) -> list[RoundResult]:
-        """The figures of each round."""
+        """Return the figures of each round."""
         return [summarise(each.answers, each.client_cpu_s, limits) for each in self.rounds]
 
 
 @dataclass
 class Session:
-    """What a run brought; `interrupted`: it was cut short."""
+    """The results of a run; `interrupted`: Ctrl-C ended it."""
 
     servers: list[ServerRun]
     interrupted: bool = False
@@ -43,10 +43,10 @@ async def run_session(
     headers: dict[str, str],
     progress: Progress,
 ) -> Session:
-    """Run all rounds. Cancellation (Ctrl-C) ends them early and keeps what was answered.
+    """Run all rounds. Cancellation (Ctrl-C) ends them early and keeps the finished answers.
 
-    The servers take turns, in turned-round order in every other round: a slow spell of the machine,
-    or its slow drift, meets all of them alike.
+    The servers take turns, in reverse order in every second round, so that a change of the machine's speed
+    affects all servers alike.
     """
     driver = Driver(load, headers, progress.advance)
     session = Session([])

@@ -1,4 +1,4 @@
-"""What a load is: its settings, and the mistakes in them. Plain data that goes into JSON as it is."""
+"""The settings of a load and their checks. Plain data, written to JSON unchanged."""
 
 import math
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ OWN_FIELDS = ("model", "prompt", "messages", "max_tokens", "stream", "stream_opt
 
 
 class BenchError(ValueError):
-    """The load cannot be run as asked; the message says why, or what the server answered."""
+    """The load cannot run; the message has the reason, or the answer of the server."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What every server gets. Lengths in tokens: a number or what `Lengths.parse` takes.
+    """The load for every server. Lengths in tokens: a number, or a text for `Lengths.parse`.
 
     Closed loop: `concurrency` requests always in flight. With `request_rate` (requests/s, infinite =
     all at once) open loop: requests arrive on a schedule, and `concurrency`, if any, caps how many
-    are in flight. `prompts_file` replaces the random prompts; `output_len` is then what a line
-    without max_tokens gets.
+    are in flight. `prompts_file` replaces the random prompts; `output_len` is then the default for
+    lines without max_tokens.
     """
 
     endpoint: Literal["chat", "completions"]
@@ -80,5 +80,5 @@ class Load:
 
     @property
     def path(self) -> str:
-        """Of the endpoint."""
+        """The URL path of the endpoint."""
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"

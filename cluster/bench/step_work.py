@@ -1,4 +1,4 @@
-"""What one step must read, compute and send on one rank, part by part. Pure arithmetic.
+"""Counts the bytes, FLOPs and link bytes of one step on one rank, part by part. Pure arithmetic.
 
 Routing is even. T tokens of the rank, D hidden, E experts, K experts per token, R ranks, V vocabulary.
 """
@@ -15,7 +15,7 @@ from workers.weights.weight_map import WeightEntry, WeightKind
 
 
 class StepPart(StrEnum):
-    """Parts of a step in the order of a layer, then those of the whole step."""
+    """The parts of a step: first the parts of a layer in order, then the parts outside layers."""
 
     ATTENTION = "attention"
     QK_NORM = "qk norm, rope, KV write"
@@ -35,7 +35,7 @@ class StepPart(StrEnum):
 
 @dataclass(frozen=True)
 class StepShape:
-    """One step of one rank; all ranks have the same.
+    """One step of one rank; all ranks have equal steps.
 
     context    tokens that each of `tokens` attends to, on average
     kv_reads   tokens whose K and V are read from the cache
@@ -50,11 +50,11 @@ class StepShape:
 
 @dataclass(frozen=True)
 class Work:
-    """Of one part in one step.
+    """The work of one part in one step.
 
-    memory_bytes      weights, K and V: nobody can do without reading them
-    activation_bytes  what it takes from other parts and leaves to them, if it is a kernel of its own
-    link_bytes        out of the rank; as many come in
+    memory_bytes      reads of weights, K and V, which no implementation can avoid
+    activation_bytes  inputs and outputs in memory, if the part is a kernel of its own
+    link_bytes        bytes that leave the rank; an equal number arrives
     """
 
     memory_bytes: float = 0.0
@@ -64,7 +64,7 @@ class Work:
 
 
 def step_work(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
-    """Every part; those that need not be there (copies, votes, an activation of its own) have nothing to do."""
+    """Return the work of every part. Avoidable parts (copies, votes, a separate activation) have no work."""
     found = {part: Work() for part in StepPart}
     return found | _outside_experts(model, num_ranks, shape) | _experts(model, num_ranks, shape)
 
@@ -111,7 +111,7 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
     tokens, moe = shape.tokens, model.num_moe_layers
     dim, inner, top_k = model.hidden_size, model.moe.width, model.top_k
     width = DTYPE_BYTES[model.dtype]
-    missed = (1 - top_k / model.num_experts) ** (tokens * num_ranks)  # experts that nobody chose
+    missed = (1 - top_k / model.num_experts) ** (tokens * num_ranks)  # experts without a token
     read = _weights(model, num_ranks)[StepPart.GROUPED] * (1 - missed)
     rows, pairs = moe * tokens, moe * tokens * top_k
     remote = _remote_ranks(model, num_ranks)
@@ -128,7 +128,7 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
             flops=2.0 * pairs * 3 * dim * inner,
             activation_bytes=width * pairs * 2 * (dim + inner),
         ),
-        # reads the experts' rows, writes sums for others, reads those of others, writes its tokens' sums
+        # reads the experts' rows, writes sums for other ranks, reads sums of other ranks, writes the sums of its tokens
         StepPart.COMBINE: Work(
             link_bytes=one_way,
             activation_bytes=width * rows * dim * (top_k + 2 * remote + 1),
@@ -137,7 +137,7 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
 
 
 def _weights(model: ModelConfig, num_ranks: int) -> dict[StepPart, float]:
-    """How many values of rank 0's weights each part reads: all but the embedding."""
+    """Return the number of weight values that each part of rank 0 reads, without the embedding."""
     placement = ExpertPlacement(model.num_experts, num_ranks)
     found = dict.fromkeys((StepPart.QK_NORM, StepPart.DENSE, StepPart.NORMS, StepPart.GROUPED), 0.0)
     for entry in rank_weights(model, placement, 0):
@@ -154,7 +154,7 @@ def _part_of_weight(entry: WeightEntry) -> StepPart:
 
 
 def _remote_ranks(model: ModelConfig, num_ranks: int) -> float:
-    """How many other ranks have one of a token's experts, on average."""
+    """Return the mean number of other ranks with an expert of a token."""
     others = math.comb(model.num_experts - model.num_experts // num_ranks, model.top_k)
     missed = others / math.comb(model.num_experts, model.top_k)
     return (num_ranks - 1) * (1 - missed)

@@ -1,8 +1,8 @@
-"""Reads one streamed OpenAI answer with as little work a chunk as possible, and times it.
+"""Reads and times one streamed OpenAI answer with little work for a chunk.
 
-Only the chunks up to the first output, the ones with usage and the ones with an error are parsed as
-JSON; the others only leave their time. Tokens are counted by the server's usage alone, since a chunk
-may hold none or many. Knows nothing of sockets.
+Only chunks up to the first output and chunks with usage or an error are parsed as JSON; of all other chunks only
+the time is kept. Tokens are counted by the server's usage, because a chunk may hold no token or many.
+Knows nothing of sockets.
 """
 
 import json
@@ -15,7 +15,7 @@ EVENT_START = b"data: {"
 
 @dataclass
 class Answer:
-    """What one request brought. Times are perf_counter seconds; chunk_times hold chunks with output.
+    """The answer to one request. Times are perf_counter seconds; chunk_times has the chunks with output.
 
     started: when the request was due, from where latency counts. sent: when it was sent; later
     than `started` where the client fell behind its schedule or waited for a free place.
@@ -50,14 +50,14 @@ class Answer:
 
 
 class EventReader:
-    """Splits server-sent events and files them into an Answer. `feed` is a BodySink."""
+    """Splits server-sent events and records them in an Answer. `feed` is a BodySink."""
 
     def __init__(self, answer: Answer):
         self._answer = answer
         self._tail = b""
 
     def feed(self, data: bytes, now: float) -> None:
-        """Take what one read brought at time `now`."""
+        """Take the bytes of one read at time `now`."""
         times = self._answer.chunk_times
         # Nearly every read is one whole event with output, which needs no split and no JSON.
         if (
@@ -116,7 +116,7 @@ def _is_special(event: bytes) -> bool:
 
 
 def _has_output(choice: dict[str, Any]) -> bool:
-    """Whether a choice is more than the announcement of a role, or of the end."""
+    """Whether a choice has more than a role or a finish reason."""
     delta = choice.get("delta")
     if delta is None:
         return bool(choice.get("text")) or choice.get("finish_reason") is None

@@ -1,6 +1,6 @@
-"""What each request of a round asks for: random prompts, shared prefixes, or the lines of a file.
+"""Plans the requests of a round: random prompts, shared prefixes, or the lines of a file.
 
-Pure: (seed, round, number of the request) decide, so that all servers are asked the same.
+Pure: (seed, round, number of the request) decide, so that all servers get equal requests.
 """
 
 import random
@@ -14,27 +14,27 @@ from cluster.bench.settings import Load
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlannedRequest:
     """One request: a prompt or a chat, and the length of the answer."""
 
     prompt: Prompt | Messages
     max_tokens: int
 
 
-def make_asks(
+def plan_requests(
     load: Load,
     records: Sequence[Record],
     text_length: TextLength | None,
     round_index: int,
     num_requests: int,
-) -> list[Ask]:
-    """The requests of a round. `text_length` None: random prompts are token ids."""
+) -> list[PlannedRequest]:
+    """Return the requests of a round. `text_length` None: random prompts are token ids."""
     if records:
         return _from_file(load, records, round_index, num_requests)
     groups = _groups(load, round_index, num_requests)
     input_lens, output_lens = Lengths.parse(load.input_len), Lengths.parse(load.output_len)
     prefixes = _prefixes(load, text_length, round_index)
-    asks = []
+    planned = []
     for index in range(num_requests):
         source = prompt_source(load.seed, round_index, index)
         num_tokens, max_tokens = input_lens.sample(source), output_lens.sample(source)
@@ -45,19 +45,19 @@ def make_asks(
             prompt = random_text(text_length.letters_for(num_tokens), source)
         if prefixes:
             prompt = _join(prefixes[groups[index]], prompt)
-        asks.append(Ask(prompt, max_tokens))
-    return asks
+        planned.append(PlannedRequest(prompt, max_tokens))
+    return planned
 
 
 def _from_file(
     load: Load, records: Sequence[Record], round_index: int, num_requests: int
-) -> list[Ask]:
-    """Each round goes on where the one before ended, and from the end of the file to its start.
+) -> list[PlannedRequest]:
+    """Take the lines behind those of the round before; behind the last line comes the first.
 
-    The warm-up (round -1) takes the last lines, so as not to warm a prefix cache for round 0.
+    The warm-up (round -1) takes the last lines, so that it fills no prefix cache for round 0.
     """
     output_lens = Lengths.parse(load.output_len)
-    asks = []
+    planned = []
     for index in range(num_requests):
         record = records[(round_index * num_requests + index) % len(records)]
         source = prompt_source(load.seed, round_index, index)
@@ -67,12 +67,12 @@ def _from_file(
         else:
             assert record.prompt is not None
             prompt = record.prompt
-        asks.append(Ask(prompt, record.max_tokens or output_lens.sample(source)))
-    return asks
+        planned.append(PlannedRequest(prompt, record.max_tokens or output_lens.sample(source)))
+    return planned
 
 
 def _prefixes(load: Load, text_length: TextLength | None, round_index: int) -> list[Prompt]:
-    """New in every round: with those of the round before, all rounds but the first meet a warm cache."""
+    """Make new prefixes for every round, because repeated prefixes would find a warm cache."""
     prefixes: list[Prompt] = []
     for group in range(load.prefix_groups):
         source = random.Random(f"{load.seed}/{round_index}/prefix {group}")
@@ -85,7 +85,7 @@ def _prefixes(load: Load, text_length: TextLength | None, round_index: int) -> l
 
 
 def _groups(load: Load, round_index: int, num_requests: int) -> list[int]:
-    """The group of each request: all as often as one another, in random order."""
+    """Return the group of each request: all groups equally often, in random order."""
     groups = [index % max(load.prefix_groups, 1) for index in range(num_requests)]
     random.Random(f"{load.seed}/{round_index}/groups").shuffle(groups)
     return groups

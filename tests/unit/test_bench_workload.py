@@ -1,4 +1,4 @@
-"""What `phalanx bench` asks for and when: arrivals, lengths, shared prefixes, files of prompts."""
+"""What `phalanx bench` planned for and when: arrivals, lengths, shared prefixes, files of prompts."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from cluster.bench.load import Driver
 from cluster.bench.prompts import TextLength
 from cluster.bench.prompts_file import read_prompts
 from cluster.bench.settings import BenchError
-from cluster.bench.workload import Ask, make_asks
+from cluster.bench.workload import PlannedRequest, plan_requests
 from tests.unit.bench_case import load, run_virtual
 from tests.unit.bench_server import FakeServer
 
@@ -104,17 +104,17 @@ def test_mixed_lengths_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None
 def test_shared_prefixes(as_text: bool) -> None:
     settings = load(prefix_groups=3, prefix_tokens=50, input_len=10, requests=12)
     text_length = TextLength(0.0, 1.0) if as_text else None
-    prompts = [ask.prompt for ask in make_asks(settings, [], text_length, 0, 12)]
+    prompts = [request.prompt for request in plan_requests(settings, [], text_length, 0, 12)]
     assert {len(prompt) for prompt in prompts} == {61 if as_text else 60}
     heads = Counter(str(prompt[:50]) for prompt in prompts)
     assert sorted(heads.values()) == [4, 4, 4]
     assert len({str(prompt[50:]) for prompt in prompts}) == 12, "the rest is unique"
     order = [list(heads).index(str(prompt[:50])) for prompt in prompts]
     assert order != sorted(order), "groups are mixed"
-    again = make_asks(settings, [], text_length, 0, 12)
-    assert [ask.prompt for ask in again] == prompts
-    later = make_asks(settings, [], text_length, 1, 12)
-    assert not {str(ask.prompt[:50]) for ask in later} & heads.keys()
+    again = plan_requests(settings, [], text_length, 0, 12)
+    assert [request.prompt for request in again] == prompts
+    later = plan_requests(settings, [], text_length, 1, 12)
+    assert not {str(request.prompt[:50]) for request in later} & heads.keys()
 
 
 def lines(tmp_path: Path, *content: str) -> str:
@@ -186,7 +186,7 @@ def test_sampling_parameters_pass_through() -> None:
     target = Target(name="a", url="http://a", model="m", ignore_eos=True)
 
     def body(**changes: Any) -> dict[str, Any]:
-        return json.loads(request_body(load(**changes), target, Ask([1, 2], 5)))
+        return json.loads(request_body(load(**changes), target, PlannedRequest([1, 2], 5)))
 
     plain = body()
     assert "seed" not in plain
