@@ -1,6 +1,6 @@
-"""Who may come in: counts the choices that run or wait in this ingress, refuses more than its limit.
+"""Admission control: bounds the choices that run or wait in this ingress, and refuses more than the limit.
 
-Also how requests end when they take too long, or when the server stops. Knows nothing of what they do.
+Also ends requests at their time limit, and when the server stops. Knows nothing of the work of a request.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _MAX_RETRY_AFTER_S = 30
 
 
 class Ticket:
-    """A request that was let in; `release` it when it has ended, however it ended."""
+    """An admitted request. `release` it when it has ended, also after an error."""
 
     def __init__(self, gate: "AdmissionGate", num_choices: int) -> None:
         self._gate = gate
@@ -38,12 +38,12 @@ class Ticket:
         self.timeout: asyncio.Timeout | None = None
 
     def release(self) -> None:
-        """Make room for others."""
+        """Give the places of the request back."""
         self._gate._release(self)
 
 
 class AdmissionGate:
-    """One for each ingress. Lives in its event loop."""
+    """Admission of one ingress; used in the event loop only."""
 
     def __init__(self, max_open_choices: int | None = None) -> None:
         self._limit = max_open_choices
@@ -52,22 +52,22 @@ class AdmissionGate:
         self.ended = False
         self._empty = asyncio.Event()
         self._empty.set()
-        # When the last choices ended: how fast places become free.
+        # Times at which the last choices ended, for the rate of free places.
         self._ends: deque[float] = deque(maxlen=64)
         self.num_choices = 0
 
     @property
     def num_requests(self) -> int:
-        """Requests that run or wait."""
+        """Number of requests that run or wait."""
         return len(self._tickets)
 
     @property
     def closed(self) -> str:
-        """Why nobody is let in; empty while the gate is open."""
+        """The reason for which no request is admitted; empty while the gate is open."""
         return self._closed
 
     def check(self, num_choices: int = 1) -> None:
-        """Raise when there is no room: asked before the work of reading a request, too."""
+        """Raise if there is no place for `num_choices`. Also called before a request is read, to save that work."""
         if self._closed:
             raise EngineDeadError(self._closed)
         if self._limit is None or self.num_choices + num_choices <= self._limit:
@@ -84,7 +84,7 @@ class AdmissionGate:
         raise error
 
     def admit(self, num_choices: int) -> Ticket:
-        """Let a request of so many choices in, or raise."""
+        """Admit a request of `num_choices`, or raise."""
         self.check(num_choices)
         ticket = Ticket(self, num_choices)
         self._tickets.add(ticket)
@@ -93,15 +93,15 @@ class AdmissionGate:
         return ticket
 
     def close(self, reason: str) -> None:
-        """Let nobody in any more."""
+        """Refuse all further requests with `reason`."""
         self._closed = reason
 
     async def wait_empty(self) -> None:
-        """Return when all that were let in have ended."""
+        """Return when all admitted requests have ended."""
         await self._empty.wait()
 
     def end_all(self) -> None:
-        """End what still runs; closed gates only. Clients are told why."""
+        """End the running requests with the reason of `close`, which must come before."""
         assert self._closed, "close the gate first"
         self.ended = True
         now = asyncio.get_running_loop().time()
@@ -119,7 +119,7 @@ class AdmissionGate:
             self._empty.set()
 
     def _wait_for(self, num_choices: int) -> int:
-        """Seconds until so many places are free, at the rate of the last ones."""
+        """Return the seconds until `num_choices` places are free, at the rate of the last ended choices."""
         if len(self._ends) < 2:
             return 1
         seconds = max(time.monotonic() - self._ends[0], 0.001)
@@ -127,7 +127,7 @@ class AdmissionGate:
 
 
 class AdmittedResponse(Response):
-    """An answer with a ticket, within the time that it may take."""
+    """Serves an answer within its time limit, and releases its ticket."""
 
     def __init__(
         self, answer: Response, gate: AdmissionGate, ticket: Ticket, timeout_s: float | None
@@ -139,7 +139,7 @@ class AdmittedResponse(Response):
         self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the answer. An error before its first byte is raised, a later one ends the stream."""
+        """Serve the answer. A timeout before its first byte raises; a later one is the last item of the stream."""
         left = 0.0 if self._gate.ended else None
         if left is None and self._timeout_s is not None:
             left = self._timeout_s - (time.monotonic() - self._ticket.arrived)

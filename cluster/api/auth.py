@@ -1,6 +1,6 @@
-"""Pure ASGI middleware: who brings no valid API key gets a 401. Knows keys only by their digests.
+"""Pure ASGI middleware: answers 401 to requests without a valid API key. Has only the digests of keys.
 
-Everything asks for a key but what OPEN lists, so a new route is guarded unless somebody opens it.
+All routes need a key except the routes in OPEN, so a new route is protected by default.
 """
 
 import hmac
@@ -43,7 +43,7 @@ class ApiKeyAuth:
         await answer(scope, receive, send)
 
     def _is_known(self, key: bytes) -> bool:
-        """Takes as long for any key: digests are compared in constant time, and all of them."""
+        """Compare with all digests, each in constant time, so that the time depends on no key."""
         found = False
         given = digest(key)
         for known in self._digests:

@@ -1,4 +1,4 @@
-"""What the HTTP layer asks of the engine. Knows nothing of who implements it."""
+"""The interface of the engine for the HTTP layer. Knows nothing of its implementations."""
 
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
@@ -30,7 +30,7 @@ class EngineBackend(Protocol):
         cache_salt: str = "",
         rank: int | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """One output per step that gave new tokens; the last one carries a finish_reason.
+        """Yield one output per step with new tokens; the last output has a finish_reason.
 
         rank pins the request to that rank; priority and cache_salt as in `EngineRequest`. Closing
         the generator early (aclose or cancellation) aborts the request in its rank.
@@ -38,13 +38,13 @@ class EngineBackend(Protocol):
         ...
 
     def health(self) -> tuple[bool, str]:
-        """(ready, the reason when not)."""
+        """Return (whether requests are taken, the reason if not)."""
         ...
 
     async def rank_stats(self) -> list[dict[str, Any]]:
-        """Per rank, in rank order: `workers.stats.stats.EngineStats.snapshot()`."""
+        """Return `workers.stats.stats.EngineStats.snapshot()` of each rank, in rank order."""
         ...
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
-        """What all ingresses have counted together; `own` is what the one that asks has."""
+        """Return the sum of the counts of all ingresses; `own` has the counts of the calling ingress."""
         ...

@@ -16,7 +16,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
 class RequestContext:
-    """Echoes x-request-id, or makes one up, and counts the answer under its route."""
+    """Echoes x-request-id, or generates one, and counts the answer under its route."""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
         self._app = app
@@ -54,6 +54,6 @@ def _request_id(scope: Scope) -> bytes:
 
 
 def _handler(scope: Scope) -> str:
-    """The route's pattern: the path itself would give a metric per nonsense path."""
+    """Return the pattern of the route, because a label by path would make a metric for every wrong path."""
     route: Any = scope.get("route")
     return getattr(route, "path", "none")

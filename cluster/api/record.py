@@ -1,6 +1,6 @@
-"""What becomes of each request: counts for /metrics, a line in the log, a trace where somebody collects them.
+"""Records each request: counts for /metrics, a line in the log, and a span if there is a tracer.
 
-A choice's record is touched once a token; everything else happens once a request. Knows nothing of answers.
+The record of a choice is updated for each output; all other work is done once a request. Knows nothing of answers.
 """
 
 import logging
@@ -16,19 +16,19 @@ from workers.wire.request import RequestOutput, RequestTimes
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "phalanx.request_id"
-"""Key of the scope: the x-request-id of a request, or the one that was made up for it."""
+"""Key of the scope: the x-request-id of a request, or the generated one."""
 
 
 class Tracer(Protocol):
-    """Told of each request at its end."""
+    """Takes the record of each request at its end."""
 
     def record(self, record: "RequestRecord") -> None:
-        """Make a span of it."""
+        """Make a span of one request."""
         ...
 
 
 class Recorder:
-    """One for each ingress. access_log: a line at level info for each request, not only for those that fail."""
+    """The recorder of one ingress. access_log: log each request at level info, not only failed requests."""
 
     def __init__(
         self, metrics: IngressMetrics, tracer: Tracer | None = None, *, access_log: bool = False
@@ -38,7 +38,7 @@ class Recorder:
         self.level = logging.INFO if access_log else logging.DEBUG
 
     def begin(self, generation: Generation, scope: Scope) -> "RequestRecord":
-        """A request is about to run."""
+        """Return the record of a request, before the request runs."""
         return RequestRecord(self, generation, scope)
 
 
@@ -54,17 +54,17 @@ class RequestRecord:
 
     @property
     def request_id(self) -> str:
-        """What the answer's x-request-id says."""
+        """The x-request-id of the answer."""
         return str(self.scope.get(REQUEST_ID, ""))
 
     def choice(self, choice: Choice) -> "ChoiceRecord":
-        """One of its choices begins."""
+        """Return the record of a choice, before the choice runs."""
         record = ChoiceRecord(self._recorder.metrics, self.generation.started, choice)
         self.choices.append(record)
         return record
 
     def end(self, error: BaseException | None) -> None:
-        """It was answered, or ended by `error`, or its client went away."""
+        """Record the end: an answer, an error, or a client that left."""
         recorder = self._recorder
         error = error or next((c.error for c in self.choices if c.error is not None), None)
         self.error = error
@@ -89,7 +89,7 @@ class RequestRecord:
 
 
 class ChoiceRecord:
-    """One sequence from its first piece to its end. times: what its rank said, if it came to its end there."""
+    """The record of one choice. times: measured by its rank; None unless the rank finished the request."""
 
     __slots__ = (
         *("_last", "_metrics", "_started"),
@@ -98,7 +98,7 @@ class ChoiceRecord:
 
     def __init__(self, metrics: IngressMetrics, started: float, choice: Choice) -> None:
         self.choice = choice
-        self.reason = "abort"  # unless it comes to an end or an error: the client went away
+        self.reason = "abort"  # the client left, unless a finish reason or an error replaces it
         self.error: Exception | None = None
         self.first_token_s = 0.0
         self.times: RequestTimes | None = None
@@ -107,7 +107,7 @@ class ChoiceRecord:
         self._last = 0.0
 
     def piece(self, output: RequestOutput) -> None:
-        """Some of its tokens left."""
+        """Record an output that was sent."""
         now = time.perf_counter()
         if self._last:
             self._metrics.observe_inter_token(now - self._last)
@@ -119,12 +119,12 @@ class ChoiceRecord:
             self.times = output.times
 
     def failed(self, error: Exception) -> None:
-        """It ended with an error."""
+        """Record an error."""
         self.reason = "error"
         self.error = error
 
     def end(self) -> None:
-        """Nothing more comes; `reason` says why."""
+        """Count the end of the choice under `reason`."""
         self._metrics.observe_end(self.reason)
         if self.reason in ("abort", "error"):
             return

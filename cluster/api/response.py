@@ -1,9 +1,8 @@
-"""Run a generation and send its answer: a plain ASGI response, whole or as a stream of server-sent events.
+"""Runs a generation and sends its answer: an ASGI response, whole or as a stream of server-sent events.
 
-One task runs the generation, another waits for the client to go away; whichever ends first ends the other.
-Leaving a choice early closes its generator, which aborts the request in its rank. Headers leave
-with the first token, so that a request the engine refuses still gets its status. Knows nothing of
-parsing.
+One task runs the generation, a second task waits for the client to disconnect; the end of either ends both.
+The early end of a choice closes its generator, which aborts the request in its rank. Headers leave with the first
+token, so that a request that the engine refuses gets its status. Knows nothing of parsing.
 """
 
 import asyncio
@@ -25,17 +24,17 @@ from workers.wire.request import RequestOutput
 
 logger = logging.getLogger(__name__)
 
-# Takes a choice's next text; returns what has to be awaited before the next one, if anything.
+# Sends the next text of a choice; returns an awaitable if the send is not complete.
 Emit = Callable[[Choice, str], Awaitable[None] | None]
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # asks a reverse proxy not to hold tokens back
+    (b"x-accel-buffering", b"no"),  # a reverse proxy must not hold tokens back
 ]
 
 
 class GenerationResponse(Response):
-    """The answer to one generation request. Errors before the first byte are raised, not sent."""
+    """Answers one generation request. Errors before the first byte are raised, not sent."""
 
     def __init__(self, generation: Generation, backend: EngineBackend, recorder: Recorder) -> None:
         super().__init__()
@@ -45,7 +44,7 @@ class GenerationResponse(Response):
         self._record: RequestRecord | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve the answer until it is complete or the client is gone."""
+        """Serve the answer until it is complete or the client disconnects."""
         record = self._record = self._recorder.begin(self._generation, scope)
         answer = self._stream(scope, send) if self._generation.stream else self._collect(send)
         work = asyncio.create_task(answer)
@@ -128,11 +127,11 @@ class GenerationResponse(Response):
             async with asyncio.TaskGroup() as group:
                 for choice in choices:
                     group.create_task(self._run(choice, emit))
-        except BaseExceptionGroup as errors:  # one fails, all are cancelled: show the first
+        except BaseExceptionGroup as errors:  # the error of one cancels all; raise the first
             raise errors.exceptions[0] from None
 
     async def _run(self, choice: Choice, emit: Emit) -> None:
-        """One choice from its first token to its last. Its text goes out through `emit`."""
+        """Run one choice to its end; its text is sent by `emit`."""
         assert self._record is not None
         record = self._record.choice(choice)
         text, report = choice.text, choice.report
@@ -169,7 +168,7 @@ class GenerationResponse(Response):
 
 
 def _failure(generation: Generation, output: RequestOutput) -> ServingError:
-    """What the client is told of a request that its rank gave up."""
+    """Return the error for a request that its rank ended."""
     message = output.error or "the engine ended this request"
     if generation.grammar_param is not None and message.startswith(GRAMMAR_FAILED):
         return BadRequestError(message, param=generation.grammar_param, code="invalid_grammar")

@@ -1,4 +1,4 @@
-"""What the HTTP layer can be told. Knows nothing of the YAML; the app's builder fills it in."""
+"""The settings of the HTTP layer. Knows nothing of the YAML."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def package_version() -> str:
-    """Of the installed distribution."""
+    """Return the version of the installed distribution."""
     try:
         return version("phalanx")
     except PackageNotFoundError:  # run from a source tree that was never installed
@@ -20,7 +20,7 @@ class ApiSettings:
     """Limits and defaults of one ingress.
 
     `default_sampling` holds temperature, top_p, top_k, min_p of the checkpoint's
-    generation_config.json (`tokenizer.load_default_sampling`), used where a request says nothing.
+    generation_config.json (`tokenizer.load_default_sampling`), used where a request has no value.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -52,16 +52,16 @@ class ApiSettings:
     max_open_choices: int | None = None
     """Choices that run or wait in this ingress; more get a 429. None = no limit."""
     api_key_digests: tuple[bytes, ...] = field(default=(), repr=False)
-    """SHA-256 of each accepted API key; none = no key is asked for."""
+    """SHA-256 of each accepted API key; empty = no key is needed."""
     cors_origins: tuple[str, ...] = ()
     inline_tokenize_chars: int = 8192
     """Longer texts are tokenised in a thread, so that they do not stall running streams."""
     stats_timeout_s: float = 2.0
     """How long /metrics waits for the ranks before it answers without them."""
     probe_timeout_s: float = 5.0
-    """How long a rank may take for the one token that /ready asks it for."""
+    """Seconds that a rank may take for the token of a probe by /ready."""
     probe_fresh_s: float = 10.0
-    """So long after such a token /ready asks for no other."""
+    """Seconds after a successful probe in which /ready sends no other."""
     tool_parser: str = "auto"
     """Of `tools.FORMATS`; auto = by the chat template."""
     reasoning_parser: str = "auto"

@@ -1,6 +1,6 @@
-"""The checkpoint's tokenizer as the HTTP layer needs it: encode, decode, chat prompt, end tokens.
+"""The tokenizer of the checkpoint for the HTTP layer: encode, decode, chat prompt, end tokens. Knows nothing of HTTP.
 
-Knows nothing of HTTP. transformers is imported on load only, because that costs seconds.
+transformers is imported at load only, because the import takes seconds.
 """
 
 import inspect
@@ -44,7 +44,7 @@ class ServingTokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The checkpoint's template, of several all; empty where there is none."""
+        """The chat template of the checkpoint (all of them if there are several); empty if there is none."""
         return str(self._hf.chat_template or "")
 
     def is_hidden(self, text: str) -> bool:
@@ -56,24 +56,24 @@ class ServingTokenizer:
         return self._grammar_token_ids.get(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. Special tokens written out in the text become their ids.
+        """Return the token ids of a text. Special tokens written in the text become their ids.
 
-        A batch of one, because only batches release the GIL: `encode` stalled every running stream
-        for the 2.2 s that 1.8 MB took. The fast variant skips offsets: 0.6 s.
+        The text is a batch of one, because only batches release the GIL: `encode` of 1.8 MB stalled all streams for
+        2.2 s. The fast variant computes no offsets and takes 0.6 s.
         """
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return batch[0].ids
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of ids, special tokens included. A batch of one, for the same reason."""
+        """Return the text of ids, special tokens included; as a batch of one, as in `encode`."""
         return self._backend.decode_batch([token_ids], skip_special_tokens=False)[0]
 
     def token_strings(self, token_ids: list[int]) -> list[str]:
-        """How the vocabulary writes each token; empty for ids that only the embedding has."""
+        """Return each token as the vocabulary writes it; "" for ids without a token."""
         return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
-        """Refuse ids that no embedding row has."""
+        """Raise BadRequestError for ids without an embedding row."""
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.vocab_size):
             wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
             shown = wrong if abs(wrong) < 10**20 else "a huge number"
@@ -92,10 +92,9 @@ class ServingTokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> str:
-        """The prompt text of a conversation.
+        """Return the prompt text of a conversation.
 
-        add_generation_prompt opens the assistant's turn; continue_final_message leaves the last
-        message's turn open instead.
+        add_generation_prompt opens a turn of the assistant; continue_final_message leaves the last turn open.
         """
         template = self._hf.chat_template
         if not template:
@@ -124,7 +123,7 @@ class ServingTokenizer:
                 **template_kwargs,
             )
             return text
-        except Exception as error:  # templates raise whatever they like about what they are given
+        except Exception as error:  # templates raise errors of any type
             reason = str(error) or type(error).__name__
             raise BadRequestError(
                 f"the chat template refused the messages: {reason[:500]}",
@@ -186,7 +185,7 @@ def _load_hf_tokenizer(folder: Path) -> Any:
 
 
 def load_default_sampling(folder: str | Path) -> dict[str, Any]:
-    """Sampling defaults of a checkpoint's generation_config.json, where it has some."""
+    """Return the sampling defaults of a checkpoint's generation_config.json."""
     generation = _read_json(Path(folder) / "generation_config.json")
     return {key: generation[key] for key in _SAMPLING_KEYS if generation.get(key) is not None}
 

@@ -1,6 +1,6 @@
 """OpenTelemetry traces: one span for each generation request, sent to a collector over OTLP.
 
-A span is made when its request has ended, with the times noted on the way, so that a token costs nothing. Attributes
+A span is made when its request has ended, with the recorded times, so that no work is done for a token. Attributes
 have the names of vLLM and of the GenAI conventions. The SDK reads its own OTEL_ variables (sampler, headers,
 resource); serve.tracing.otlp_endpoint stands in for OTEL_EXPORTER_OTLP_ENDPOINT.
 """
@@ -29,18 +29,18 @@ CLOSE_S = 2.0
 
 
 def is_configured(config: "TracingConfig") -> bool:
-    """Whether anybody wants traces."""
+    """Whether traces are configured."""
     return bool(config.otlp_endpoint) or any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
 
 
 def check_tracing(config: "TracingConfig") -> None:
-    """Raise ConfigError when traces are wanted and the exporter's library is missing or its protocol unknown."""
+    """Raise ConfigError if traces are configured, but the exporter's package is missing or its protocol is unknown."""
     if is_configured(config):
         _exporter_class()
 
 
 def make_tracer(config: "TracingConfig") -> "RequestTracer | None":
-    """The tracer of one ingress; None when nobody wants traces. Raises ConfigError, see `check_tracing`."""
+    """Return the tracer of one ingress; None without traces. Raises ConfigError, see `check_tracing`."""
     if not is_configured(config):
         return None
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -58,7 +58,7 @@ def make_tracer(config: "TracingConfig") -> "RequestTracer | None":
 
 
 def _exporter_class() -> tuple[Any, bool]:
-    """The exporter of the protocol that the environment names, and whether that is HTTP."""
+    """Return the exporter of the protocol in the environment, and whether the protocol is HTTP."""
     protocol = next(filter(None, map(os.environ.get, PROTOCOL_VARIABLES)), PROTOCOLS[0])
     if protocol not in PROTOCOLS:
         wanted = f"{PROTOCOL_VARIABLES[1]} is {protocol!r}; expected {' or '.join(PROTOCOLS)}"
@@ -86,14 +86,14 @@ def _exporter_class() -> tuple[Any, bool]:
 
 
 class RequestTracer:
-    """Makes spans of requests that have ended. `close` sends what is left."""
+    """Makes spans of ended requests. `close` sends the remaining spans."""
 
     def __init__(self, processor: "SpanProcessor") -> None:
         from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # What the environment says of the service wins.
+        # The environment's attributes of the service take precedence.
         resource = Resource.create({SERVICE_NAME: "phalanx"}).merge(OTELResourceDetector().detect())
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
@@ -101,7 +101,7 @@ class RequestTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def record(self, record: "RequestRecord") -> None:
-        """A request has ended."""
+        """Make the span of a request."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now = time.time_ns()
@@ -128,7 +128,7 @@ class RequestTracer:
         span.end(now)
 
     def close(self) -> None:
-        """Send what is left, for CLOSE_S at most: the exporter would go on trying for 8 s."""
+        """Send the remaining spans within CLOSE_S, because the exporter would retry for 8 s."""
         sending = threading.Thread(target=self._provider.shutdown, daemon=True)
         sending.start()
         sending.join(CLOSE_S)

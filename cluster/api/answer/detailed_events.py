@@ -1,7 +1,7 @@
 """Stream items that carry more than text: logprobs, token ids, usage so far, parsed messages.
 
-In `chunks.EventWriter`'s place for the requests that ask for such; slower, since each item is built
-as a whole. Knows nothing of sockets or engines.
+Replaces `events.EventWriter` for requests with such fields. It is slower, because each item is built as a whole.
+Knows nothing of sockets or engines.
 """
 
 from typing import Any
@@ -21,16 +21,16 @@ class DetailedEventWriter:
         self._opened: set[int] = set()
 
     def role(self, choice: Choice) -> bytes:
-        """A chat choice's first item; the prompt's fields stand beside it."""
+        """Return the first item of a chat choice, with the fields of the prompt."""
         delta = {"role": "assistant", "content": ""}
         fields = {"delta": delta, "logprobs": None, "finish_reason": None}
         about_prompt = choice.report.prompt() if choice.report is not None else {}
         return self._event(choice, fields, about_prompt)
 
     def text(self, choice: Choice, text: str) -> bytes:
-        """One step's text, possibly empty; with the finish reason when that is known.
+        """Return the items of one step's text, with the finish reason if the choice has ended.
 
-        Nothing while a parser holds the text back, but what is shown of tokens goes out at once.
+        Returns b"" while the parser holds the text back, unless there are logprobs or token ids to show.
         """
         last = choice.text.finish_reason is not None
         if not self._generation.is_chat:
@@ -54,7 +54,7 @@ class DetailedEventWriter:
         return b"".join([*items, self._event(choice, fields, {})])
 
     def _details(self, choice: Choice) -> dict[str, Any]:
-        """What is shown of the tokens since the last item; with the first one of the prompt's too."""
+        """Return the logprobs and ids since the last item; the first item of a completion includes the prompt's."""
         if choice.report is None:
             return {"logprobs": None}
         fields = choice.report.take()
@@ -64,7 +64,7 @@ class DetailedEventWriter:
         return fields
 
     def usage(self) -> bytes:
-        """The item after all choices, when the client asked for it."""
+        """Return the usage item, which follows all choices."""
         return _event(self._head | {"choices": [], "usage": usage_of(self._generation)})
 
     def _event(self, choice: Choice, fields: dict[str, Any], beside: dict[str, Any]) -> bytes:

@@ -1,10 +1,9 @@
-"""From token ids to text, one step at a time. Knows nothing of HTTP, ranks or where ids come from.
+"""Decodes token ids to text, one step at a time. Knows nothing of HTTP or ranks.
 
-`TextStream` is one choice's text: ids in, printable text out, cut at a stop string. Two decoders
-below it give the text of ids without ever showing half a character: `ByteDecoder` for byte-level
-tokenizers, `GenericDecoder` for all others. A random or confused model emits bytes that are no
-UTF-8; the library's DecodeStream keeps those back and decodes them all again at each step (185 us
-a token after 2,400 of them, against 0.4 us), so byte-level ids go through a table instead.
+`TextStream` is the text of one choice: it takes ids and returns printable text, cut at a stop string. Two decoders
+return text that never ends inside a character: `ByteDecoder` for byte-level tokenizers, `GenericDecoder` for all other
+tokenizers. Byte-level ids go through a table, because the library's DecodeStream holds invalid UTF-8 back and decodes
+all of it again at each step: 185 us a token after 2,400 invalid bytes, against 0.4 us.
 """
 
 import codecs
@@ -24,19 +23,19 @@ _BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Decoder(Protocol):
-    """Ids of one sequence to text. Text never ends inside a character, but for flush()."""
+    """Decodes the ids of one sequence. Text never ends inside a character, except at flush()."""
 
     def push(self, token_ids: list[int]) -> str:
-        """The text that these ids complete."""
+        """Return the text that `token_ids` complete."""
         ...
 
     def flush(self) -> str:
-        """What was held back, incomplete characters as U+FFFD."""
+        """Return the text that was held back, with incomplete characters as U+FFFD."""
         ...
 
 
 class DecoderFactory:
-    """Makes decoders of one tokenizer, and knows what each token looks like on its own."""
+    """Makes decoders of one tokenizer, and owns the tables of its tokens' bytes and texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -45,12 +44,12 @@ class DecoderFactory:
         self._byte_level = isinstance(tokenizer.decoder, ByteLevel)
         table = TokenBytes if self._byte_level else PieceBytes
         self.token_bytes: dict[int, bytes] = table(tokenizer)
-        """The bytes of each token by itself, special tokens included; half a character is no rarity."""
+        """The bytes of each token by itself, special tokens included; often a part of a character."""
         plain_bytes = TokenBytes(tokenizer, hidden=self._special_ids)
         self._all_texts, self._plain_texts = TokenTexts(self.token_bytes), TokenTexts(plain_bytes)
 
     def new(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Decoder:
-        """A decoder of what follows this prompt."""
+        """Return a decoder for the output that follows this prompt."""
         if self._byte_level:
             return ByteDecoder(self._plain_texts if skip_special_tokens else self._all_texts)
         hidden = self._special_ids if skip_special_tokens else frozenset()
@@ -58,9 +57,9 @@ class DecoderFactory:
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in byte-level vocabularies.
+    """Return the characters that stand for bytes in byte-level vocabularies.
 
-    Printable ones stand for themselves, the others are U+0100 upwards.
+    A printable byte is its own character; all other bytes are U+0100 upwards.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -70,7 +69,7 @@ def byte_alphabet() -> dict[str, int]:
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token id of a byte-level tokenizer, filled as ids come up. Hidden ones have none."""
+    """The bytes of each token id of a byte-level tokenizer, filled on first use. Hidden ids have no bytes."""
 
     def __init__(self, tokenizer: Tokenizer, *, hidden: frozenset[int] = frozenset()) -> None:
         super().__init__(dict.fromkeys(hidden, b""))
@@ -91,7 +90,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token id whose bytes are whole characters, filled as ids come up; None for other ids."""
+    """The text of each token id whose bytes are whole characters, filled on first use; None for all other ids."""
 
     def __init__(self, token_bytes: dict[int, bytes]) -> None:
         super().__init__()
@@ -107,9 +106,9 @@ class TokenTexts(dict[int, str | None]):
 
 
 class PieceBytes(dict[int, bytes]):
-    """The same for all other tokenizers, whose decoders look at a token's neighbours.
+    """The bytes of each token id of all other tokenizers, whose decoders read the neighbours of a token.
 
-    A token is decoded behind an anchor, a common one, so that it keeps its leading space.
+    A token is decoded behind a common token, the anchor, so that it keeps its leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -138,7 +137,7 @@ class PieceBytes(dict[int, bytes]):
 
 
 class ByteDecoder:
-    """Bytes by table, then incremental UTF-8: exact and of constant cost per token."""
+    """Decodes by table, and incrementally inside a character: exact and of constant cost per token."""
 
     def __init__(self, token_texts: TokenTexts) -> None:
         self._token_texts = token_texts
@@ -164,7 +163,7 @@ class ByteDecoder:
 
 
 class GenericDecoder:
-    """The library's DecodeStream, bounded: it never holds more than _MAX_PENDING tokens."""
+    """Decodes with the library's DecodeStream, which is restarted when it holds _MAX_PENDING tokens back."""
 
     def __init__(
         self, tokenizer: Tokenizer, hidden: frozenset[int], prompt_token_ids: list[int]
@@ -207,13 +206,13 @@ class GenericDecoder:
 
 
 class StopMatcher:
-    """Finds the stop string that completes first and holds back text that may become one.
+    """Finds the stop string that completes first, and holds back text that may be the beginning of one.
 
     Runs one Knuth-Morris-Pratt automaton per stop string, so where the text is cut does not depend
     on how it is split into pieces, and the cost per character is constant. Of two stop strings
     that end on the same character the longer one counts.
 
-    include: the stop string itself is shown, so nothing is held back.
+    include: the text includes the stop string, so no text is held back.
     """
 
     def __init__(self, stops: list[str], *, include: bool = False) -> None:
@@ -225,9 +224,9 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, armed: bool = True) -> str:
-        """The text that may be shown. After a match: the rest before it, then nothing.
+        """Return the text that can be shown: at a match the text before it, after a match nothing.
 
-        armed: whether a stop string that completes here counts; its beginning may be older.
+        armed: whether a stop string that completes in `text` counts; its beginning may be in earlier text.
         """
         if self.matched is not None:
             return ""
@@ -253,7 +252,7 @@ class StopMatcher:
         return held[:keep]
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """Return the text that was held back. Called after the last `push`."""
         held, self._held = self._held, ""
         return held
 
@@ -273,12 +272,12 @@ def _failure_table(stop: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class StopRules:
-    """What ends a text, one for all choices of a request.
+    """The conditions that end the text of each choice of a request.
 
-    token_ids   the rank ends the request with one of these
-    end_ids     those of them that are the model's own end, no stop the client asked for
-    include     whether a stop string, and the text of a stop token, is shown
-    min_tokens  a stop string that completes within so many tokens does not count
+    token_ids   tokens at which the rank ends the request
+    end_ids     the end tokens of the model among `token_ids`; the client did not name them
+    include     whether the text includes the stop string, or the text of the stop token
+    min_tokens  a stop string that completes within the first min_tokens tokens does not count
     """
 
     strings: list[str] = field(default_factory=list)
@@ -289,9 +288,9 @@ class StopRules:
 
 
 class TextStream:
-    """The text of one choice. finish_reason is None until its last token or stop string is seen.
+    """The text of one choice. finish_reason is None until the last token or a stop string has come.
 
-    stop_reason is then the stop string, or the token that the client named, that ended it.
+    stop_reason is then the stop string that ended the text, or the stop token of the client.
     """
 
     def __init__(self, decoder: Decoder, stop: StopRules) -> None:
@@ -317,7 +316,7 @@ class TextStream:
     def _push_matching(self, matcher: StopMatcher, token_ids: list[int], finish: str | None) -> str:
         text = ""
         shown = token_ids if finish is None else self._end(token_ids, finish)
-        for token_id in shown:  # one by one: tokens after a stop string are not counted
+        for token_id in shown:  # one by one, because tokens after a stop string are not counted
             self.num_tokens += 1
             armed = self.num_tokens > self._stop.min_tokens
             text += matcher.push(self._decoder.push([token_id]), armed=armed)
@@ -338,7 +337,7 @@ class TextStream:
         self.stop_reason = stop
 
     def _end(self, token_ids: list[int], finish: str) -> list[int]:
-        """Note how it ended; the last tokens without the stop token, which has no text."""
+        """Record the finish reason; return the last tokens without the stop token, which has no text."""
         self.finish_reason = finish
         if finish != "stop" or not token_ids or token_ids[-1] not in self._stop.token_ids:
             return token_ids
@@ -348,7 +347,7 @@ class TextStream:
 
 
 class NoText:
-    """In a TextStream's place for a client that wants nothing but its prompt back."""
+    """Replaces TextStream for a request of its echo alone."""
 
     num_tokens = 0
     stop_reason: str | int | None = None
@@ -357,6 +356,6 @@ class NoText:
         self.finish_reason: str | None = None
 
     def push(self, _output: RequestOutput) -> str:
-        """Drops the token that a request cannot but generate."""
+        """Drop the one token that every request generates."""
         self.finish_reason = "length"
         return ""

@@ -1,8 +1,8 @@
-"""The JSON bytes of answers: whole ones, stream items, errors. Knows nothing of sockets or engines.
+"""Builds the JSON bytes of answers: whole answers, stream items, errors. Knows nothing of sockets or engines.
 
-A stream item is built for every token of every stream, so all that does not change is encoded once
-per choice and only the text goes through the JSON encoder. Output is ASCII: a client that splits
-lines at every Unicode line end (U+2028, U+0085) cannot cut an item in two.
+A stream item is built for every token of every stream, so the constant parts are encoded once for each choice, and
+only the text goes through the JSON encoder. Output is ASCII, because some clients split lines at every Unicode line end
+(U+2028, U+0085) and would cut an item in two.
 """
 
 import json
@@ -16,12 +16,12 @@ DONE = b"data: [DONE]\n\n"
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON in ASCII."""
+    """Encode as compact JSON in ASCII."""
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def error_body(error: ServingError) -> bytes:
-    """The error envelope."""
+    """Return the error envelope."""
     return to_json(
         {
             "error": {
@@ -35,19 +35,19 @@ def error_body(error: ServingError) -> bytes:
 
 
 def error_event(error: ServingError) -> bytes:
-    """The error envelope as a stream item."""
+    """Return the error envelope as a stream item."""
     return b"data: " + error_body(error) + b"\n\n"
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
-    """Token counts so far."""
+    """Return the token counts so far."""
     return usage(
         generation.num_prompt_tokens, generation.num_completion_tokens, generation.num_cached_tokens
     )
 
 
 def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """Token counts as the API shows them."""
+    """Return token counts in the shape of the API."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -57,7 +57,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def full_body(generation: Generation, texts: list[str]) -> bytes:
-    """The answer of a request that does not stream; texts by choice index."""
+    """Return the answer of a request that does not stream; `texts` has one text for each choice."""
     body = head_of(generation, "chat.completion" if generation.is_chat else "text_completion") | {
         "choices": [
             _full_choice(generation, choice, text)
@@ -95,7 +95,7 @@ def _full_choice(generation: Generation, choice: Choice, text: str) -> dict[str,
 
 
 def head_of(generation: Generation, kind: str) -> dict[str, Any]:
-    """The fields that begin an answer and each of its stream items."""
+    """Return the first fields of an answer, which each of its stream items has too."""
     return {
         "id": generation.response_id,
         "object": kind,
@@ -127,12 +127,12 @@ class EventWriter:
         )
 
     def role(self, choice: Choice) -> bytes:
-        """A chat choice's first item."""
+        """Return the first item of a chat choice."""
         opening, rest = self._role_parts
         return f"{opening}{choice.index}{rest}".encode("ascii")
 
     def text(self, choice: Choice, text: str) -> bytes:
-        """One step's text, possibly empty; with the finish reason when that is known."""
+        """Return the item of one step's text, which may be empty; with the finish reason if the choice has ended."""
         prefix = self._prefixes[choice.index]
         finish = choice.text.finish_reason
         if finish is None:
@@ -142,7 +142,7 @@ class EventWriter:
         return f"{prefix}{json_string(text)}{before}{ending}{after}".encode("ascii")
 
     def usage(self) -> bytes:
-        """The item after all choices, when the client asked for it."""
+        """Return the usage item, which follows all choices."""
         content = head_of(self._generation, self._kind) | {
             "choices": [],
             "usage": usage_of(self._generation),

@@ -1,7 +1,7 @@
-"""What an answer shows of single tokens beside its text: logprobs in the API's shapes, and ids.
+"""Formats logprobs and token ids in the shapes of the API. Knows nothing of open requests.
 
-Knows nothing of requests under way. A token that is no whole UTF-8, half a character say, is
-written with its bytes as escapes, so that two different ones never look the same.
+A token that is not whole UTF-8, such as a part of a character, is written as escaped bytes, so that two different
+tokens never have one name.
 """
 
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ _FLOOR = -9999.0  # JSON has no -inf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What the client asked to see.
+    """The token fields of an answer.
 
-    logprobs, prompt_logprobs   alternatives for each output or prompt token; None = nothing
-    token_ids         prompt and output as ids too
-    tokens_as_ids     tokens of logprobs as token_id:N
+    logprobs, prompt_logprobs   alternatives for each output or prompt token; None = no logprobs
+    token_ids         whether prompt and output are shown as ids too
+    tokens_as_ids     whether tokens of logprobs are written as token_id:N
     """
 
     is_chat: bool
@@ -30,14 +30,14 @@ class Shown:
 
     @property
     def anything(self) -> bool:
-        """Whether there is something to show beside the text."""
+        """Whether the answer has token fields."""
         return self.token_ids or self.logprobs is not None or self.prompt_logprobs is not None
 
 
 class TokenReport:
-    """One choice's tokens: `add` what the engine gave, `take` the fields to show of it.
+    """The tokens of one choice: `add` takes outputs of the engine, `take` returns the fields of an item.
 
-    echo: the prompt is the beginning of the text, so its tokens come first.
+    echo: the prompt begins the text, so its tokens come first.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class TokenReport:
                 self._echo_offsets = _echo_offsets(decoders, prompt_token_ids, echo)
 
     def add(self, output: RequestOutput, num_kept: int) -> None:
-        """Take one step's tokens; those after a stop string are not kept."""
+        """Take the tokens of one step; only the first `num_kept`, because tokens after a stop string are dropped."""
         self._token_ids += output.token_ids[:num_kept]
         if self._shown.logprobs is not None:
             self._logprobs += (output.logprobs or [])[:num_kept]
@@ -67,7 +67,7 @@ class TokenReport:
             self._prompt_logprobs = output.prompt_logprobs
 
     def take(self) -> dict[str, Any]:
-        """The fields of a choice for the tokens since the last time."""
+        """Return the fields for the tokens since the last `take`."""
         token_ids, self._token_ids = self._token_ids, []
         logprobs, self._logprobs = self._logprobs, []
         fields: dict[str, Any] = {"logprobs": self._format(token_ids, logprobs)}
@@ -77,7 +77,7 @@ class TokenReport:
         return fields
 
     def prompt(self) -> dict[str, Any]:
-        """The fields about the prompt."""
+        """Return the fields of the prompt."""
         fields: dict[str, Any] = {}
         if self._shown.prompt_logprobs is not None:
             fields["prompt_logprobs"] = self._format_prompt(self._shown.prompt_logprobs)
@@ -107,13 +107,13 @@ class TokenReport:
         }
 
     def _top(self, token_id: int, item: TokenLogprobs, number: int) -> dict[str, float]:
-        """The best tokens in falling order, and the token itself if it is not one of them."""
+        """Return the most probable tokens in falling order, and the drawn token."""
         alternatives = dict(zip(item.top_ids[:number], item.top_logprobs, strict=False))
         alternatives.setdefault(token_id, item.logprob)
         return {self._name(i): finite(logprob) for i, logprob in alternatives.items()}
 
     def _name(self, token_id: int) -> str:
-        """A token in the completions shape."""
+        """Return the name of a token in a completion."""
         if self._shown.tokens_as_ids:
             return f"token_id:{token_id}"
         value = self._token_bytes[token_id]
@@ -141,7 +141,7 @@ class TokenReport:
         return {"token": name, "logprob": finite(logprob), "bytes": list(value)}
 
     def _format_prompt(self, number: int) -> list[dict[str, Any] | None]:
-        """For each token of the prompt what the model thought of it, and of its alternatives."""
+        """Return the logprobs of each prompt token and of its alternatives."""
         items = self._prompt_logprobs or []
         return [
             item and self._prompt_item(token_id, item, number)
@@ -163,7 +163,7 @@ class TokenReport:
 
 
 class _Offsets:
-    """Where each token's text begins: a token inside a character has that character's place."""
+    """Computes the offset of each token in the text; a token inside a character has the offset of the character."""
 
     def __init__(self, decoder: Decoder, start: int) -> None:
         self._decoder = decoder
@@ -178,8 +178,10 @@ class _Offsets:
 
 
 def _echo_offsets(decoders: DecoderFactory, prompt_token_ids: list[int], echo: str) -> list[int]:
-    """Offsets of the prompt's tokens in its text, which has the special tokens that were written in
-    it, but not those that the tokenizer added."""
+    """Return the offsets of the prompt's tokens in its text.
+
+    The text has the special tokens that the client wrote, but no special token that the tokenizer added.
+    """
     for skip in (False, True):
         offsets = _Offsets(decoders.new([], skip_special_tokens=skip), 0).of(prompt_token_ids)
         if offsets[-1] <= len(echo):
@@ -188,10 +190,10 @@ def _echo_offsets(decoders: DecoderFactory, prompt_token_ids: list[int], echo: s
 
 
 def finite(logprob: float) -> float:
-    """What JSON can hold: -inf, and NaN, become the floor."""
+    """Replace -inf and NaN, which JSON cannot hold, by the floor."""
     return logprob if logprob > _FLOOR else _FLOOR
 
 
 def escaped(value: bytes) -> str:
-    r"""Bytes as \xe2\x82, letters among them too."""
+    r"""Escape all bytes as \xe2\x82, letters too."""
     return "".join(f"\\x{byte:02x}" for byte in value)

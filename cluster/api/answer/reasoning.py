@@ -1,4 +1,4 @@
-"""Splits what a model thinks, between <think> and </think>, from what it answers. Knows nothing of tools or JSON."""
+"""Splits the reasoning of a model, between <think> and </think>, from its answer. Knows nothing of tools or JSON."""
 
 from enum import Enum
 
@@ -7,7 +7,7 @@ CLOSE = "</think>"
 
 
 class Thinking(Enum):
-    """Where an answer begins, by the end of its prompt."""
+    """The state in which an answer begins, by the end of its prompt."""
 
     OPENED = "the prompt opened the thought: the answer goes on with it"
     POSSIBLE = "the answer may open one"
@@ -15,7 +15,7 @@ class Thinking(Enum):
 
 
 def thinking_after(prompt_end: str, unfinished: str | None) -> Thinking:
-    """How an answer begins. `unfinished` is a message of the assistant that it continues, if it does."""
+    """Return the state in which an answer begins; `unfinished` is the message that the answer continues, if any."""
     if unfinished is not None:
         if CLOSE in unfinished:
             return Thinking.CLOSED
@@ -27,7 +27,7 @@ def thinking_after(prompt_end: str, unfinished: str | None) -> Thinking:
 
 
 class ReasoningSplitter:
-    """Takes one answer apart as it comes. White space next to the tags belongs to neither side."""
+    """Splits one answer as its text arrives. White space next to the tags is dropped."""
 
     def __init__(self, begins: Thinking) -> None:
         self._state = begins
@@ -37,7 +37,7 @@ class ReasoningSplitter:
         )  # white space at the beginning of what is shown next
 
     def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, content) that this text completes."""
+        """Return (reasoning, content) that `text` completes."""
         if self._state is Thinking.CLOSED and not self._trims:
             return "", text
         text, self._held = self._held + text, ""
@@ -54,14 +54,14 @@ class ReasoningSplitter:
         return reasoning, text
 
     def flush(self) -> tuple[str, str]:
-        """No more text comes: what was held back."""
+        """Return the (reasoning, content) that was held back. Called after the last `push`."""
         held, self._held = self._held, ""
         if self._state is Thinking.OPENED:
             return held.rstrip(), ""
         return "", held
 
     def _opening(self, text: str) -> str:
-        """Decide whether the answer begins with a thought; the text behind its tag."""
+        """Decide whether the answer begins with a thought; return the text behind its tag."""
         begun = text.lstrip()
         if begun.startswith(OPEN):
             self._state = Thinking.OPENED
@@ -73,7 +73,7 @@ class ReasoningSplitter:
         return text
 
     def _thought(self, text: str) -> tuple[str, str]:
-        """(what of the thought can be shown, what follows it)."""
+        """Return (the part of the thought that can be shown, the text behind it)."""
         thought, closed, after = text.partition(CLOSE)
         if self._trims:
             thought = thought.lstrip()
@@ -87,7 +87,7 @@ class ReasoningSplitter:
 
 
 def _possible_close(text: str) -> int:
-    """How many characters at the end of `text` may be the beginning of CLOSE."""
+    """Return the number of characters at the end of `text` that may be the beginning of CLOSE."""
     for length in range(min(len(CLOSE) - 1, len(text)), 0, -1):
         if text.endswith(CLOSE[:length]):
             return length

@@ -33,7 +33,7 @@ _SEED_MASK = 2**63 - 1
 
 
 class GenerationFactory:
-    """Makes jobs of one ingress's tokenizer and settings."""
+    """Makes generations with the tokenizer and the settings of one ingress."""
 
     def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
         self._tokenizer = tokenizer
@@ -48,7 +48,7 @@ class GenerationFactory:
         backend: EngineBackend,
         headers: Mapping[str, str],
     ) -> Generation:
-        """A generation of /v1/completions. Choices of prompt p are numbered from p * n."""
+        """Make the generation of a completion. Choices of prompt p are numbered from p * n."""
         check_model(request.model, backend)
         self._check_choices(len(request.prompts()), request.n or 1)
         keep = self._num_kept(request, backend)
@@ -60,7 +60,7 @@ class GenerationFactory:
     async def chat(
         self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str]
     ) -> Generation:
-        """A generation of /v1/chat/completions."""
+        """Make the generation of a chat request."""
         check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
         options = self._formats.tool_options(request)
@@ -82,7 +82,7 @@ class GenerationFactory:
         is_chat = isinstance(request, ChatRequest)
         unique = uuid.uuid4().hex
         response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request.request_id or unique}"
-        # The ranks rely on it that no two requests have the same id.
+        # Ranks need a unique id for each request.
         run_id = f"{response_id}-{unique}" if request.request_id else response_id
         return Generation(
             response_id=response_id,
@@ -146,7 +146,7 @@ class GenerationFactory:
                 f"the prompt has {num_prompt_tokens} tokens, this server takes at most {limit}",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
             )
-        if request.only_echo:  # a request cannot but generate; its token is dropped
+        if request.only_echo:  # every request generates a token; it is dropped
             return fit_output(num_prompt_tokens, None, 1, backend)
         default = None if isinstance(request, ChatRequest) else DEFAULT_COMPLETION_TOKENS
         max_tokens = fit_output(num_prompt_tokens, request.output_limit, default, backend)
@@ -161,7 +161,7 @@ class GenerationFactory:
     def _num_kept(
         self, request: CompletionRequest | ChatRequest, backend: EngineBackend
     ) -> int | None:
-        """How many tokens of a prompt stay; None = all."""
+        """Return the number of prompt tokens to keep; None = all."""
         keep = request.truncate_prompt_tokens
         if keep != -1:
             return keep
@@ -191,7 +191,7 @@ def _shown(request: CompletionRequest | ChatRequest) -> Shown | None:
 def _routing(
     request: GenerationRequest, backend: EngineBackend, headers: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Only what the request says: the defaults are the backend's."""
+    """Return the options that the request sets; the backend has the defaults."""
     routing: dict[str, Any] = {}
     if request.priority:
         routing["priority"] = request.priority
@@ -213,9 +213,9 @@ def _routing(
 def fit_output(
     num_prompt_tokens: int, requested: int | None, default: int | None, backend: EngineBackend
 ) -> int:
-    """max_tokens of one prompt; a ContextLengthError when it cannot be.
+    """Return max_tokens of one prompt. Raises ContextLengthError if prompt and output do not fit.
 
-    What the client asks for must fit as it is. A default (None = as long as possible) is cut.
+    The max_tokens of a client must fit. A default (None = as long as possible) is cut.
     """
     limit = _context_length(backend)
     if num_prompt_tokens == 0:
@@ -235,12 +235,12 @@ def fit_output(
 
 
 def _context_length(backend: EngineBackend) -> int:
-    """Prompt and output together."""
+    """Return the limit of prompt and output together."""
     return min(backend.max_model_len, backend.max_request_tokens)
 
 
 def choice_seed(seed: int, i: int) -> int:
-    """The seed of the i-th choice of a prompt, in [0, 2**63). Choice 0 has the request's own."""
+    """Return the seed of the i-th choice of a prompt, in [0, 2**63). Choice 0 has the seed of the request."""
     seed &= _SEED_MASK
     if i == 0:
         return seed

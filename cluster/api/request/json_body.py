@@ -1,4 +1,4 @@
-"""Read a request's body as one JSON object, within limits. Knows nothing of its meaning."""
+"""Reads the body of a request as one JSON object, within limits. Knows nothing of its fields."""
 
 import asyncio
 import json
@@ -16,10 +16,10 @@ from cluster.errors import (
 
 
 async def read_json_object(request: Request, settings: ApiSettings) -> dict[str, Any]:
-    """The body as a dict; a BadRequestError of the right status for anything else.
+    """Return the body as a dict. Raises a BadRequestError with the matching status.
 
-    The content type must say JSON: a web page cannot send that to another origin unasked, so a
-    server on loopback cannot be driven by any page its user visits.
+    The content type must be JSON, because a web page cannot send that type to another origin without CORS. So no page
+    in a browser can use a server on loopback.
     """
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json" and not (
@@ -53,7 +53,7 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_json_object(body: bytes, max_depth: int) -> dict[str, Any]:
-    """Strict JSON: UTF-8, no NaN or Infinity, an object outside, so many levels at most."""
+    """Parse strict JSON: UTF-8, no NaN or Infinity, an object, at most `max_depth` levels."""
     too_deep = f"it is nested more than {max_depth} levels deep"
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
@@ -74,7 +74,7 @@ def parse_json_object(body: bytes, max_depth: int) -> dict[str, Any]:
 
 
 def is_deeper(value: Any, max_depth: int) -> bool:
-    """Whether JSON objects and lists stand within each other more than `max_depth` times."""
+    """Whether JSON objects and lists are nested more than `max_depth` levels deep."""
     level = [value]
     for _ in range(max_depth + 1):
         level = [item for item in level if isinstance(item, dict | list)]

@@ -1,4 +1,4 @@
-"""Check and normalise chat messages. Knows nothing of templates or tokens."""
+"""Checks and normalises chat messages. Knows nothing of templates or tokens."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def parse_messages(value: Any) -> list[dict[str, Any]]:
-    """A request's `messages` as templates like them: content is one string."""
+    """Return the `messages` of a request for a chat template: each content is one string."""
     if value is None:
         raise BadRequestError(
             "messages is missing", param="messages", code="missing_required_parameter"
@@ -72,7 +72,7 @@ def _content(content: Any, role: str, where: str) -> str:
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Earlier calls of the assistant; templates expect their arguments as an object."""
+    """Return earlier calls of the assistant, with arguments as an object for the template."""
     if not isinstance(calls, list):
         raise BadRequestError(f"{where} must be a list", param=where)
     result = []

@@ -1,4 +1,4 @@
-"""From a request's prompts and messages to token ids. Knows nothing of sampling or answers."""
+"""Makes token ids of prompts and messages. Knows nothing of sampling or answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,9 +15,9 @@ _END_CHARS = 64
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What one sequence begins with, and what of it the answer repeats before its first token.
+    """The prompt of one sequence, and its echo, which comes before the first token of the answer.
 
-    Of a chat also the end of its text, and the assistant's message that the answer goes on with, if any.
+    A chat also has the end of the prompt text, and the message of the assistant that the answer continues, if any.
     """
 
     token_ids: list[int]
@@ -27,9 +27,9 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Tokenises and renders, long texts in a thread.
+    """Tokenises prompts and renders chats; long texts in a thread.
 
-    keep: of a longer prompt only so many tokens, the last ones; None = all.
+    keep: number of tokens to keep, from the end of the prompt; None = all.
     """
 
     def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
@@ -37,7 +37,7 @@ class PromptEncoder:
         self._inline_chars = settings.inline_tokenize_chars
 
     async def completion(self, request: CompletionRequest, keep: int | None) -> list[Prompt]:
-        """The prompts of a completion request, in their order."""
+        """Return the prompts of a completion request, in order."""
         prompts = request.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
@@ -58,7 +58,7 @@ class PromptEncoder:
         keep: int | None,
         tools: list[dict[str, Any]] | None = None,
     ) -> Prompt:
-        """The prompt of a chat request; tools as the client defined them."""
+        """Return the prompt of a chat request; `tools` are the definitions of the client."""
         messages = request.parsed_messages()
         goes_on = bool(request.continue_final_message)
         opens_turn = request.add_generation_prompt

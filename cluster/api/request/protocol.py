@@ -1,7 +1,7 @@
-"""The fields of a completion and of a chat request: types, bounds, defaults.
+"""The fields of completion and chat requests: types, bounds, defaults. Knows nothing of tokenizers or engines.
 
-Knows nothing of tokenizers or engines. Values arrive from `json_body`, so they are plain JSON.
-Unknown fields are ignored, as other servers do; `unsupported` refuses known ones with an effect.
+Values are plain JSON from `json_body`. Unknown fields are ignored, as in other servers; `unsupported` refuses known
+fields that would change the output.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ from cluster.errors import BadRequestError, UnsupportedParameterError
 
 _INT32_MAX = 2**31 - 1
 _Number = Annotated[float, Field(allow_inf_nan=False)]
-# false is how some clients say "none".
+# Some clients send false for none.
 _Count = Annotated[
     Annotated[int, Field(ge=0)] | None,
     BeforeValidator(lambda value: None if value is False else value),
 ]
 _Request = TypeVar("_Request", bound="GenerationRequest")
 
-# For the OpenAPI document: what the code below checks of fields that pydantic takes as they are.
+# For the OpenAPI document: schemas of the fields that the code below checks instead of pydantic.
 _STRINGS: dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
 TOKEN_IDS: dict[str, JsonValue] = {
     "type": "array",
@@ -63,7 +63,7 @@ _TOOL_CHOICE: dict[str, JsonValue] = {
 
 
 def _needs(name: str) -> Callable[[dict[str, Any]], None]:
-    """For the OpenAPI document: without this field there is nothing to do."""
+    """Mark a field as required in the OpenAPI document."""
 
     def change(schema: dict[str, Any]) -> None:
         schema["required"] = [name]
@@ -82,15 +82,15 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What both kinds of request share. None means the default everywhere."""
+    """The fields of both kinds of request. None means the default."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
-    model: str | None = Field(None, description="The served model; null = the one there is.")
+    model: str | None = Field(None, description="The served model; may be left out.")
     n: int | None = Field(None, ge=1, le=_INT32_MAX, description="Choices for each prompt.")
     best_of: int | None = Field(None, description="Accepted when it equals n.")
     min_tokens: int | None = Field(
-        None, ge=0, le=_INT32_MAX, description="Nothing ends the output before; <= max_tokens."
+        None, ge=0, le=_INT32_MAX, description="The output does not end before; <= max_tokens."
     )
     temperature: _Number | None = Field(None, ge=0, le=2, description="0 = greedy.")
     top_p: _Number | None = Field(None, gt=0, le=1)
@@ -116,7 +116,10 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = Field(None, description="false = show them in the text.")
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=_INT32_MAX, description="Keep the last so many; -1 = as many as fit."
+        None,
+        ge=-1,
+        le=_INT32_MAX,
+        description="Number of tokens to keep, from the end; -1 = all that fit.",
     )
     prompt_logprobs: _Count = Field(None, description="Alternatives; not with stream.")
     return_tokens_as_token_ids: bool | None = Field(
@@ -149,7 +152,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def asks_for_structure(self) -> bool:
-        """Whether one of the fields above may say something about the output's form."""
+        """Whether a field above may constrain the output."""
         return not (
             self.response_format is None
             and self.structured_outputs is None
@@ -171,7 +174,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        """Whether every item of a stream says how many tokens there are so far."""
+        """Whether every item of a stream has the token counts so far."""
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
@@ -194,12 +197,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def output_limit(self) -> int | None:
-        """max_tokens; None when it is not given or nothing is to be generated."""
+        """max_tokens; None if it is not given, or 0."""
         return self.max_tokens or None
 
     @property
     def only_echo(self) -> bool:
-        """Whether the client wants its prompt back and no new token."""
+        """Whether the answer is the echo alone, without a new token."""
         return self.max_tokens == 0
 
     @property
@@ -208,7 +211,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """`prompt` as a list of texts and lists of token ids."""
+        """Return `prompt` as a list of texts or of lists of token ids."""
         prompt = self.prompt
         if prompt is None:
             raise BadRequestError(
@@ -279,7 +282,7 @@ class ChatRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def parsed_messages(self) -> list[dict[str, Any]]:
-        """`messages`, checked, each content one string."""
+        """Return the checked `messages`; each content is one string."""
         return parse_messages(self.messages)
 
 
@@ -296,7 +299,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
 
 
 def check_text(text: str, param: str) -> None:
-    """Refuse lone surrogates: JSON can write them, UTF-8 and tokenizers cannot."""
+    """Refuse lone surrogates, which JSON can write, but UTF-8 and tokenizers cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -317,7 +320,7 @@ def _parse(model: type[_Request], body: dict[str, Any]) -> _Request:
 
 
 def _conflicts(request: GenerationRequest) -> Iterator[BadRequestError]:
-    """Fields that are right by themselves but not together, each under the one to change."""
+    """Yield errors of fields that conflict with other fields, under the field to change."""
     if request.stream_options is not None and not request.stream:
         yield _bad("stream_options", "stream_options is only allowed with stream = true")
     if request.prompt_logprobs is not None and request.stream:
@@ -345,7 +348,7 @@ def _bad(param: str, message: str) -> BadRequestError:
 
 
 def as_bad_request(error: ValidationError) -> BadRequestError:
-    """All findings in one message, the first one as param."""
+    """Join up to four findings in one message; `param` is the first field."""
     findings = error.errors(include_url=False, include_context=False)
     paths = [".".join(str(part) for part in item["loc"]) for item in findings]
     texts = [

@@ -15,7 +15,7 @@ _MAX_REPETITION_PENALTY = 1e6  # beyond, and below its inverse, float32 logits o
 
 
 class SamplingBuilder:
-    """For one tokenizer's vocabulary and one ingress's limits."""
+    """Builds sampling parameters for one tokenizer, within the limits of one ingress."""
 
     def __init__(self, tokenizer: ServingTokenizer, settings: ApiSettings) -> None:
         self._tokenizer = tokenizer
@@ -67,7 +67,7 @@ class SamplingBuilder:
     def stop_rules(
         self, request: CompletionRequest | ChatRequest, params: SamplingParams
     ) -> StopRules:
-        """What ends the text of each choice."""
+        """Return the conditions that end the text of each choice."""
         return StopRules(
             strings=self._stop_strings(request.stop),
             token_ids=params.stop_token_ids,
@@ -79,7 +79,7 @@ class SamplingBuilder:
     def _prompt_logprobs(
         self, request: CompletionRequest | ChatRequest, logprobs: int | None
     ) -> int | None:
-        """What the client asks for, and what the logprobs of an echo need."""
+        """Return the number of prompt logprobs for the client, and for the logprobs of an echo."""
         asked = self._count(request.prompt_logprobs, "prompt_logprobs")
         if isinstance(request, CompletionRequest) and request.echo and logprobs is not None:
             return max(asked or 0, logprobs)

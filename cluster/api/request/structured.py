@@ -1,6 +1,6 @@
-"""What a client wants its output to look like, as llguidance's grammar. Knows nothing of tools, reasoning or ranks.
+"""Turns the output constraint of a request into a grammar of llguidance. Knows nothing of tools, reasoning or ranks.
 
-OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`. A request may say one thing only.
+The fields are OpenAI's `response_format`, and vLLM's `structured_outputs` and `guided_*`; a request may have one.
 """
 
 import json
@@ -20,43 +20,48 @@ from cluster.errors import BadRequestError, UnsupportedParameterError
 Node = dict[str, Any]
 """One of llguidance's grammars: {"json_schema": ...} or {"lark_grammar": ...}."""
 
-# Bounded, so that a model that has lost its way cannot indent for ever; deep enough for eight levels of four spaces.
+# Bounded, so that a model cannot indent without end; long enough for eight levels of four spaces.
 WHITESPACE = r"[ \t\n\r]{1,33}"
-_ARGUMENTS_WHITESPACE = " "  # of tool calls, which nobody reads
+_ARGUMENTS_WHITESPACE = " "  # of tool calls, which programs read
 # Chains of 10,000 rules took llguidance 80 s; a grammar has at most one rule for each colon.
 _MAX_RULES = 4000
-# What llguidance knows; validators take others as remarks, and so does this.
+# The formats that llguidance enforces. Validators ignore all other formats, and so does this module.
 _FORMATS = {
     *("date-time", "time", "date", "duration", "uuid", "uri"),
     *("email", "hostname", "ipv4", "ipv6", "unknown"),
 }
-_DATA = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # by names, not keywords
+_DATA = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
+_NAMED = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+)  # keywords whose values map names to schemas
 _SOURCES = ("json", "regex", "choice", "grammar", "json_object")
 
 
 def json_schema_node(schema: dict[str, Any]) -> Node:
-    """A grammar of the schema's JSON with white space as `WHITESPACE` allows."""
+    """Return a grammar of JSON that matches the schema, with white space of `WHITESPACE`."""
     options = {"whitespace_pattern": WHITESPACE}
-    return {"json_schema": {**_without_remarks(schema), "x-guidance": options}}
+    return {"json_schema": {**_without_unknown_formats(schema), "x-guidance": options}}
 
 
 def arguments_node(schema: dict[str, Any], *, strict: bool) -> Node:
-    """A grammar of a tool's arguments.
+    """Return a grammar of a tool's arguments.
 
-    Not strict: without the keywords that llguidance has no grammar for, and with oneOf as anyOf.
+    Not strict: keywords that llguidance does not support are ignored, and oneOf counts as anyOf.
     """
     options: dict[str, Any] = {"whitespace_pattern": _ARGUMENTS_WHITESPACE}
     if not strict:
         options |= {"lenient": True, "coerce_one_of": True}
-    return {"json_schema": {**_without_remarks(schema), "x-guidance": options}}
+    return {"json_schema": {**_without_unknown_formats(schema), "x-guidance": options}}
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """param: where the client wrote it; schema: what it wrote there, when that is a JSON schema.
+    """A constraint from the field `param`; `schema` is the client's JSON schema, if the constraint is one.
 
-    of_part: makes a node of a part of the schema, as `node` was made of all of it.
+    of_part: makes a node of a part of the schema, by the rules by which `node` was made of the whole.
     """
 
     param: str
@@ -66,10 +71,10 @@ class Constraint:
 
 
 def find_constraint(request: GenerationRequest, settings: ApiSettings) -> Constraint | None:
-    """What the request says of its output's form; None for any text."""
+    """Return the output constraint of a request; None if it has none."""
     if not request.asks_for_structure:
         return None
-    found = list(_wishes(request))
+    found = list(_constraints(request))
     if len(found) > 1:
         params = " and ".join(param for param, _, _ in found)
         raise BadRequestError(f"{params} exclude each other: give one of them", param=found[1][0])
@@ -83,7 +88,7 @@ def find_constraint(request: GenerationRequest, settings: ApiSettings) -> Constr
 
 
 def check_schema_limits(schema: Any, param: str, settings: ApiSettings) -> int:
-    """Refuse what is too large or too deep; its size in bytes."""
+    """Raise BadRequestError for a schema that is too large or too deep; return its size in bytes."""
     text = json.dumps(schema, ensure_ascii=False)
     check_text(text, param)
     size = len(text.encode())
@@ -95,8 +100,8 @@ def check_schema_limits(schema: Any, param: str, settings: ApiSettings) -> int:
     return size
 
 
-def _wishes(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
-    """(param, kind, value) of everything the request asks for."""
+def _constraints(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
+    """Yield (param, kind, value) of every constraint of the request."""
     response_format = request.response_format
     if response_format is not None:
         yield from _from_response_format(response_format)
@@ -180,7 +185,7 @@ def _grammar(param: str, value: Any, settings: ApiSettings) -> tuple[Node, Any]:
     text = _text(param, value, settings)
     try:
         lark = any_to_lark(text)
-    except Exception as error:  # the converter raises whatever it likes
+    except Exception as error:  # the converter raises errors of any type
         reason = str(error) or type(error).__name__
         raise BadRequestError(
             f"{param} is neither Lark (with a rule `start:`) nor GBNF (with `root ::=`): "
@@ -217,16 +222,16 @@ def _check_size(size: int, param: str, settings: ApiSettings) -> None:
         )
 
 
-def _without_remarks(schema: Any, names: bool = False) -> Any:
-    """The schema without formats that nobody checks. names: the keys of this part are no keywords."""
+def _without_unknown_formats(schema: Any, names: bool = False) -> Any:
+    """Return the schema without unsupported formats. names: the keys of this part are names, not keywords."""
     if isinstance(schema, list):
-        return [_without_remarks(item) for item in schema]
+        return [_without_unknown_formats(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if names:
-        return {name: _without_remarks(value) for name, value in schema.items()}
+        return {name: _without_unknown_formats(value) for name, value in schema.items()}
     return {
-        key: value if key in _DATA else _without_remarks(value, key in _NAMED)
+        key: value if key in _DATA else _without_unknown_formats(value, key in _NAMED)
         for key, value in schema.items()
         if key != "format" or not isinstance(value, str) or value in _FORMATS
     }
@@ -237,7 +242,7 @@ def _escaped(choice: str) -> str:
 
 
 def _apply_whitespace(node: Node, request: GenerationRequest) -> None:
-    """vLLM's ways to say which white space JSON may have."""
+    """Apply vLLM's options for white space in JSON."""
     options = request.structured_outputs or {}
     pattern = options.get("whitespace_pattern")
     param = "structured_outputs.whitespace_pattern"

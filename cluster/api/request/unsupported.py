@@ -1,8 +1,7 @@
-"""Parameters other servers know and this one does not honour yet. Knows nothing of the others.
+"""Refuses parameters that other servers support and this server does not. Knows nothing of supported parameters.
 
-A value that means "off" is accepted, so that clients which always send all fields work. Any other
-value would be ignored silently, and an answer that is not what was asked for is worse than a 400.
-Fields in neither table change nothing about the output and are ignored.
+A value that means "off" is accepted, because some clients always send all fields. Any other value is a 400, because an
+answer that ignores a parameter is worse. Fields in neither table do not change the output and are ignored.
 """
 
 from typing import Any
@@ -35,7 +34,7 @@ _HINTS = {"chat_template": ": the server renders with the checkpoint's own templ
 
 
 def refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:
-    """Raise for the first field whose value would have to change the output."""
+    """Raise UnsupportedParameterError for the first field whose value would change the output."""
     for name in table.keys() & fields.keys():
         value = fields[name]
         if value is None or any(_same(value, neutral) for neutral in table[name]):

@@ -1,4 +1,4 @@
-"""The API as one HTML page, made of its OpenAPI document. Loads no script, style or font from anywhere.
+"""Renders the OpenAPI document as one HTML page, which loads no script, style or font.
 
 Knows nothing of the routes themselves.
 """
@@ -19,7 +19,7 @@ code { font: 13px ui-monospace, monospace }
 
 
 def render_docs(document: dict[str, Any]) -> str:
-    """The page of an OpenAPI document."""
+    """Return the page of an OpenAPI document."""
     title = escape(document["info"]["title"])
     body = "".join(
         _operation(path, methods, operation, document)
@@ -35,7 +35,7 @@ def render_docs(document: dict[str, Any]) -> str:
 
 
 def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """(path, methods, what they do): methods of a path that do the same stand together."""
+    """Yield (path, methods, operation); methods of a path with one description are joined."""
     for path, item in document["paths"].items():
         by_text: dict[str, list[str]] = {}
         for method, operation in item.items():
@@ -65,7 +65,7 @@ def _fields(schema: dict[str, Any], document: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any], document: dict[str, Any]) -> str:
-    """A JSON schema in a few words."""
+    """Describe a JSON schema in a few words."""
     if "$ref" in schema:
         name = schema["$ref"].rsplit("/", 1)[1]
         return _type(document.get("components", {}).get("schemas", {}).get(name, {}), document)

@@ -1,4 +1,4 @@
-"""What operators and tools read: /metrics for Prometheus, /ranks as JSON. Knows nothing of who counted."""
+"""The routes /metrics for Prometheus, and /ranks as JSON. Knows nothing of the counting."""
 
 import asyncio
 import logging
@@ -24,11 +24,11 @@ def add_metrics_routes(
     settings: ApiSettings,
     metrics: IngressMetrics,
 ) -> None:
-    """Add the routes; `metrics` is what this ingress counted itself."""
+    """Add the routes; `metrics` has the counts of this ingress."""
 
     @app.get("/metrics")
     async def prometheus_metrics() -> Response:
-        """Prometheus text. Answers also when the ranks do not."""
+        """Prometheus text. If the ranks do not answer, it has no figures of ranks."""
         stats: list[dict[str, Any]] = []
         total = metrics.snapshot()
         try:

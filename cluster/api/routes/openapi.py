@@ -1,6 +1,6 @@
-"""The OpenAPI document: what FastAPI cannot know, since bodies are read and answers written by hand here.
+"""Completes the OpenAPI document: FastAPI has no schemas of bodies and answers, because the routes read and write them.
 
-Knows nothing of what the routes do.
+Knows nothing of the work of a route.
 """
 
 from typing import Any
@@ -33,13 +33,13 @@ _MEDIA_TYPES = {
 
 
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route with such a body. FastAPI does not read it itself: it would answer 422."""
+    """Return `openapi_extra` of a route with a body of `model`. FastAPI must not parse the body: its errors are 422."""
     schema = model.model_json_schema(ref_template=_REF + "{model}")
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
 
 def complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
-    """Let app.openapi() tell of errors, media types, shared schemas and, with_keys, of the API key."""
+    """Add errors, media types, shared schemas and, with_keys, the API key to app.openapi()."""
     original = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The built-in page at `/`: chat beside live bars of the ranks.
 
-Serves the files of cluster/web from memory; each has an ETag of its content, and a browser asks
-whether it changed every time, so a new version shows at once. Knows nothing of what the files say.
+Serves the files of cluster/web from memory. Each file has an ETag of its content, which a browser compares at each
+load, so that a new version shows at once. Knows nothing of the content.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def add_page_routes(app: FastAPI) -> None:
 
 
 class _Page:
-    """One file with the headers it is sent with."""
+    """One file with its headers."""
 
     def __init__(self, name: str, content: bytes) -> None:
         self._content = content
@@ -56,7 +56,7 @@ class _Page:
         self._typed_headers = {**self._headers, "content-type": media_type}
 
     def answer(self, request: Request) -> Response:
-        """The file, or 304 when the browser has it. The server leaves the body of a HEAD out."""
+        """Return the file, or 304 if the browser has it. The HTTP server omits the body of a HEAD."""
         known = request.headers.get("if-none-match", "")
         if self._etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
             return Response(status_code=304, headers=self._headers)

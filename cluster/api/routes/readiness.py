@@ -1,7 +1,7 @@
-"""Whether every rank can really answer: a token through each of them, asked for when somebody wants to know.
+"""Checks that every rank can answer, by a request of one token to each rank when readiness is queried.
 
-A probe is a request like any other, but counted by nobody, so a rank that hangs is found though its
-process still answers. Knows nothing of HTTP.
+A probe runs like any other request, so it finds a rank that hangs while its process answers. No metric counts it.
+Knows nothing of HTTP.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ PROBE_PRIORITY = -(
 
 
 class Readiness:
-    """Remembers when all ranks last gave a token; askers within that time cost nothing."""
+    """Caches the time of the last successful probe of all ranks; queries soon after it send no probe."""
 
     def __init__(self, provider: Callable[[], EngineBackend], settings: ApiSettings) -> None:
         self._provider = provider
@@ -48,7 +48,7 @@ class Readiness:
             raise EngineDeadError(reason)
 
     async def _run(self, backend: EngineBackend) -> str:
-        """Probe all ranks at once; why they are not ready, or nothing."""
+        """Probe all ranks at once; return the reason if a rank is not ready, else ""."""
         counting = asyncio.create_task(self._busy_steps(backend))
         probes = [
             asyncio.create_task(_one_token(backend, rank)) for rank in range(backend.num_ranks)
@@ -64,7 +64,7 @@ class Readiness:
                 logger.error("the probe of rank %d failed", rank, exc_info=error)
                 return f"rank {rank}: internal error; the server's log has the details"
         if silent:
-            # A rank whose places are all taken is busy, not dead: its steps go on.
+            # A rank whose steps go on is busy, not dead: all its places are taken.
             before, after = await counting, await self._busy_steps(backend)
             silent -= {rank for rank in before if after.get(rank, 0) > before[rank]}
         if silent:
@@ -74,7 +74,7 @@ class Readiness:
         return ""
 
     async def _busy_steps(self, backend: EngineBackend) -> dict[int, int]:
-        """Steps with tokens of each rank so far; none when they do not answer."""
+        """Return the steps with tokens of each rank so far; {} if the ranks do not answer."""
         try:
             stats = await asyncio.wait_for(backend.rank_stats(), self._settings.stats_timeout_s)
         except (ServingError, TimeoutError):

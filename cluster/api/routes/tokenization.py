@@ -1,6 +1,6 @@
-"""POST /tokenize and /detokenize: what a prompt is to the model, and back. The shapes are vLLM's.
+"""POST /tokenize and /detokenize, in the shapes of vLLM.
 
-A body of /v1/completions or /v1/chat/completions gives the very tokens that it would run with there.
+A body of /v1/completions or /v1/chat/completions returns the tokens that a generation would have.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ _INLINE_TOKENS = 4096
 
 
 class TokenizeRequest(BaseModel):
-    """POST /tokenize. Other fields count as they do where the prompt is to go."""
+    """POST /tokenize. All other fields count as in a generation request."""
 
     model_config = ConfigDict(
         strict=True,
@@ -111,7 +111,7 @@ def add_tokenization_routes(
 
 
 async def _respond(answer: Callable[[], bytes], num_tokens: int) -> Response:
-    """Long ones in a thread, so that they do not stall running streams."""
+    """Build long answers in a thread, so that streams do not stall."""
     short = num_tokens <= _INLINE_TOKENS
     body = answer() if short else await asyncio.to_thread(answer)
     return Response(body, media_type="application/json")

@@ -1,4 +1,4 @@
-"""Routes for probes, load balancers and people: is it alive, is it ready, how busy, which version, what can it do.
+"""Routes for probes, load balancers and people: liveness, readiness, load, version, API page.
 
 Knows nothing of generation.
 """
@@ -35,10 +35,10 @@ def add_utility_routes(
         return _json({"status": "ready"})
 
     async def live() -> Response:
-        """200 while this process answers; says nothing of the ranks."""
+        """200 while this process answers, whatever the state of the ranks."""
         return _json({"status": "alive"})
 
-    # /ping is what some clouds' load balancers ask, by GET or POST.
+    # The load balancers of some clouds query /ping, by GET or POST.
     probes = {"/live": live, "/ready": ready, "/health": ready, "/ping": ready}
     for path, answer in probes.items():
         app.get(path)(answer)

@@ -1,6 +1,6 @@
-"""Reads one call, {"name": ..., "arguments": {...}}, character by character. Knows nothing of what stands around it.
+"""Reads one call, {"name": ..., "arguments": {...}}, character by character. Knows nothing of the text around it.
 
-Arguments are passed on as they come and as they are written, valid JSON or not. "parameters" is another name for them.
+Arguments are passed on unchanged as they arrive, valid JSON or not. "parameters" is another name for them.
 """
 
 import json
@@ -11,7 +11,7 @@ _SPACE = " \t\r\n"
 
 
 class _At(Enum):
-    """What is expected next; all but OPEN are inside the call's braces."""
+    """The expected next part; all parts except OPEN are inside the braces of the call."""
 
     OPEN = auto()
     KEY = auto()
@@ -22,14 +22,14 @@ class _At(Enum):
 
 
 class CallScanner:
-    """One call. `name` is there before the first arguments.
+    """Reads one call. `name` is set before the first arguments.
 
-    started        the name and the arguments' place are known: what `push` gives belongs to the call
-    has_arguments  the model wrote some, rather than leaving them out
-    ended          its closing brace was seen
-    broken         it is no call: no object, without a name, or with a key before its arguments that is not known
+    started        name and arguments were found; `push` returns text of the arguments
+    has_arguments  the model wrote arguments
+    ended          the closing brace was read
+    broken         the text is not a call: no object, no name, or an unknown key before the arguments
 
-    known_keys: None = any.
+    known_keys: the allowed keys; None = any.
     """
 
     def __init__(self, known_keys: frozenset[str] | None = None) -> None:
@@ -45,7 +45,7 @@ class CallScanner:
         self._early: str | None = None  # arguments that came before the name
 
     def push(self, text: str) -> tuple[str, int]:
-        """(arguments that this text adds, how much of the text was read). Stops where it ended or broke."""
+        """Return (arguments that `text` adds, number of characters read); stops where the call ends or breaks."""
         added: list[str] = []
         for position, char in enumerate(text):
             self._step(char, added)
@@ -114,7 +114,7 @@ class CallScanner:
                 self._end_value(added)
 
     def _string_goes_on(self, char: str) -> bool:
-        """Follow a string; False at its closing quote."""
+        """Read a character of a string; return False at its closing quote."""
         if not self._in_string:
             self._in_string = True
         elif self._escaped:
@@ -153,7 +153,7 @@ class CallScanner:
 
 
 def _arguments(raw: str) -> str:
-    """Arguments that are no object: some models write their JSON as a string, or null for none."""
+    """Convert arguments that are not an object: some models write a string of JSON, or null for none."""
     value = _loads(raw)
     if isinstance(value, str):
         return value

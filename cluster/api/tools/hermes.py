@@ -1,4 +1,4 @@
-"""Calls as Hermes and Qwen models write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number."""
+"""Parses calls of Hermes and Qwen models: any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,11 +10,11 @@ CLOSE = "</tool_call>"
 
 
 class HermesParser:
-    """Text between calls is content, but for the white space next to a call."""
+    """Splits content and calls. Text between calls is content, without the white space next to a call."""
 
     def __init__(self, _names: frozenset[str]) -> None:
         self._held = ""  # of content: white space, or the beginning of OPEN
-        self._raw = ""  # of a call that nobody was told of: content after all, if it breaks
+        self._raw = ""  # of a call that was not returned yet; it becomes content if the call breaks
         self._scanner: CallScanner | None = None
         self._num_calls = 0
 
@@ -36,7 +36,7 @@ class HermesParser:
         return [rest] if rest else []
 
     def _content(self, text: str, pieces: list[Piece]) -> str:
-        """Take content up to a call; the text after its OPEN."""
+        """Read content up to a call; return the text behind its OPEN."""
         text = self._held + text
         before, found, after = text.partition(OPEN)
         if self._num_calls:
@@ -54,15 +54,15 @@ class HermesParser:
         return after
 
     def _call(self, text: str, pieces: list[Piece]) -> str:
-        """Take text of a call; what follows it."""
+        """Read text of a call; return the text behind it."""
         scanner = self._scanner
         assert scanner is not None
         if scanner.ended:
             return self._after_call(text)
-        told = scanner.started
+        was_started = scanner.started
         arguments, num_read = scanner.push(text)
         if scanner.started:
-            if not told:
+            if not was_started:
                 pieces.append(CallDelta(self._num_calls, scanner.name))
                 self._raw = ""
             if arguments:
@@ -79,7 +79,7 @@ class HermesParser:
         return text[num_read:]
 
     def _after_call(self, text: str) -> str:
-        """Skip to the end of the call, or to the next one where the end is missing."""
+        """Skip to the end of the call, or to the next call if the end is missing."""
         text = self._held + text
         ends = [(text.find(mark), mark) for mark in (CLOSE, OPEN) if mark in text]
         if not ends:
@@ -92,7 +92,7 @@ class HermesParser:
 
 
 def _possible_start(text: str, mark: str = OPEN) -> int:
-    """How many characters at the end of `text` may be the beginning of `mark`."""
+    """Return the number of characters at the end of `text` that may be the beginning of `mark`."""
     for length in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:length]):
             return length
@@ -100,7 +100,7 @@ def _possible_start(text: str, mark: str = OPEN) -> int:
 
 
 def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> str:
-    """As the chat templates of these models write calls."""
+    """Return the rules of calls as the chat templates of these models write them."""
     rules = ["calls: call" + (' ("\\n" call)*' if many else "")]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):

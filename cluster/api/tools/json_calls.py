@@ -1,4 +1,4 @@
-"""Calls as plain JSON: the whole answer is {"name": ..., "arguments": {...}}, or several, in a list or one by one."""
+"""Parses calls as plain JSON: the answer is {"name": ..., "arguments": {...}}, or several, in a list or a sequence."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,15 +6,15 @@ from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_stri
 from cluster.api.tools.call_scanner import CallScanner
 
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "id"})
-_BETWEEN = " \t\r\n,;[]"  # what may stand before, between and after calls
+_BETWEEN = " \t\r\n,;[]"  # allowed before, between and after calls
 
 
 class JsonParser:
-    """An answer that does not begin with a call of a known tool is content as a whole."""
+    """Splits content and calls. An answer that does not begin with a call of a known tool is content as a whole."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
-        self._raw = ""  # read, but nobody was told of it
+        self._raw = ""  # read, but not returned yet
         self._scanner = CallScanner(_KEYS)
         self._num_calls = 0
         self._is_content = False
@@ -43,14 +43,14 @@ class JsonParser:
             text = begun
             if not text:
                 return ""
-        told = scanner.started
+        was_started = scanner.started
         arguments, num_read = scanner.push(text)
         if not scanner.started:
             self._raw += text[:num_read]
             if scanner.broken:
                 self._give_up(pieces)
             return text[num_read:]
-        if not told:
+        if not was_started:
             if scanner.name not in self._names or not scanner.has_arguments:
                 self._raw += text[:num_read]
                 self._give_up(pieces)
@@ -71,7 +71,7 @@ class JsonParser:
 
 
 def _lark(tools: Sequence[Tool], many: bool, _marker: Callable[[str], str]) -> str:
-    """One object, or a list of them."""
+    """Return the rules of one object, or of a list."""
     rules = ["calls: call" + (' | "[" call (", " call)* "]"' if many else "")]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     for i, tool in enumerate(tools):
