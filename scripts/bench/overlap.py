@@ -39,7 +39,7 @@ from workers.rank import process_group
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
-from workers.trace.trace_step import trace_step
+from workers.rank.trace_step import trace_step
 from workers.ubatch.tuning import decode_context
 from workers.ubatch.wrapper import alternate
 
