@@ -111,7 +111,7 @@ class Measurement:
         self._found: dict[str, Any] = {"backends": epoch.process.selection.names()}
         runner, scheduler = epoch.runner, epoch.scheduler
         assert runner.ubatches is not None
-        self._wrapper, self._limit = runner.ubatches, runner.limit_exchange
+        self._wrapper, self._limit = runner.ubatches, runner.limit_all2all
         self._timer = epoch.ubatches.timer(runner, scheduler, epoch.process.max_model_len)
         largest = epoch.ubatches.largest(scheduler, epoch.process.max_model_len)
         self._sizes = [
@@ -126,7 +126,7 @@ class Measurement:
     def run(self) -> None:
         """All figures of this exchange; collective."""
         self._found["yield_ubatch"] = self._hand_over()
-        exchange = self._wrapper._kernels[0].all2all
+        exchange = self._wrapper.backends[0].all2all
         if exchange.sm_choices and self._task.backend != RESIDENT and self._sweep:
             self._found["comm_sms"] = self._try_comm_sms()
             self._found["best_comm_sms"] = self._best(self._found["comm_sms"])

@@ -97,7 +97,11 @@ class Slow:
 def test_what_slices_computed_is_there_when_the_step_goes_on(graph: bool):
     device = torch.device("cuda", torch.cuda.current_device())
     ids = torch.zeros(30, dtype=torch.int64, device=device)
-    batch = SimpleNamespace(input_ids=ids, positions=ids, num_tokens=len(ids))
+    batch = SimpleNamespace(
+        input_ids=ids,
+        num_rows=len(ids),
+        ubatch=lambda start, end: SimpleNamespace(input_ids=ids[start:end]),
+    )
     exchange = SimpleNamespace(stream=None)
     kernels: list[Any] = [
         SimpleNamespace(stream=stream, all2all=exchange)

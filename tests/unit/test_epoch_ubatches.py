@@ -119,7 +119,7 @@ class Tuned:
             graphs=self.graphs,
             model=SimpleNamespace(config="a model"),
             drop_ubatches=lambda: setattr(self, "dropped", True),
-            limit_exchange=lambda comm_sms: None,
+            limit_all2all=lambda comm_sms: None,
         )
         scheduler: Any = SimpleNamespace(pool=SimpleNamespace(num_blocks=1000))
         epoch.tune(runner, scheduler, 512, {})

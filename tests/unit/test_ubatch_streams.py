@@ -164,26 +164,13 @@ def test_slices_part_in_graphs_alone(thread, capturing):
     ]
     wrapper = UBatchWrapper(Model(), kernels)
     wrapper._planned_rows = 4
-    batch = SimpleNamespace(input_ids=OnGpu(4), positions=range(4), num_tokens=4)
+    batch = SimpleNamespace(
+        input_ids=SimpleNamespace(device=CUDA), num_rows=4, ubatch=lambda start, end: None
+    )
     assert wrapper.forward(batch).shape == (2,)
     assert seen == ["caller", "a" if capturing else "caller"] * 2
     assert thread.streams["caller"].waits == ["a"] * capturing + ["side 0", "side 1"]
     assert [side.waits for side in sides] == [["caller"]] * 2
-
-
-class OnGpu:
-    """Token ids that say that they are on a GPU."""
-
-    device = CUDA
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, _: slice) -> None:
-        return None
 
 
 def test_exchanges_of_slices_run_one_after_the_other(thread, monkeypatch):

@@ -1,18 +1,18 @@
-"""Whole forwards as CUDA graphs, one for each padded number of rows: a step then costs the host one launch.
+"""Forwards as CUDA graphs, one for each padded number of rows: a step then costs the host one launch.
 
-A graph holds everything from the token ids to the hidden states of all rows, of decodes to their logits, whole or in
-slices. Attention is planned before each replay; tokens and their number are read at fixed addresses. Knows nothing of
+A graph leads from the token ids to the hidden states of all rows, or to the logits of decodes, whole or in ubatches.
+Attention is planned before each replay; the graph reads tokens and their number at fixed addresses. Knows nothing of
 requests or votes.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
-from kernels.attention.base import GraphForm
+from kernels.attention.base import GraphAttention, GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.backends.select import Backends
 from workers.engine.scheduler import ScheduledBatch
@@ -28,12 +28,29 @@ Progress = Callable[[int, int], None]
 _IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
 
 
+class GraphPlanner(Protocol):
+    """Plans attention for graphs: a GraphAttention for whole steps, a UBatchWrapper for steps in ubatches."""
+
+    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
+        """See GraphAttention."""
+
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        """See GraphAttention."""
+
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        """See GraphAttention."""
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        """See GraphAttention."""
+
+
 @dataclass(frozen=True)
 class ForwardGraph:
-    """One captured forward. Its results are overwritten by the next replay of any.
+    """One captured forward. The next replay of any graph overwrites its results.
 
-    hidden_TD   of all rows
-    logits_TV   float32, of all rows; None where prompts are among them
+    hidden_TD   all rows
+    logits_TV   float32, all rows; None for graphs that take prompts
+    offs_Le     expert load of all layers; None where the model has none
     """
 
     graph: torch.cuda.CUDAGraph
@@ -42,7 +59,7 @@ class ForwardGraph:
     offs_Le: torch.Tensor | None
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """float32 of the rows that sample; None where none do, or the graph has not computed them."""
+        """Return float32 logits of the rows that sample; None if no row does or the graph has no logits."""
         if self.logits_TV is None or not len(batch.logits_indices):
             return None
         if len(batch.logits_indices) == batch.num_tokens:
@@ -53,8 +70,8 @@ class ForwardGraph:
 class StepGraphs:
     """The graphs of one rank, of up to `sizes.largest` rows, for sequences of up to `max_blocks` KV blocks.
 
-    All share one pool of memory, so the largest is captured first and the others fit into what it took. `ubatches`
-    runs the model in ubatches, for the graphs of such steps.
+    All graphs share one memory pool. The largest is captured first, so that smaller ones fit into its memory.
+    `ubatches` runs the model for the graphs of steps in ubatches.
     """
 
     def __init__(
@@ -69,26 +86,30 @@ class StepGraphs:
         ubatches: UBatchWrapper | None,
     ):
         self.sizes = sizes
-        self._model, self._microbatches = model, ubatches
-        self._attention: Any = kernels.attention
+        self._model, self._ubatches = model, ubatches
+        # Graphs are captured only where `Attention.graph` is true.
+        self._attention = cast(GraphAttention, kernels.attention)
         self._expert_load = kernels.expert_load
         self._builder = builder
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}
-        self._stream = torch.cuda.Stream(model.device)
-        for attention in filter(None, (self._attention, ubatches)):
-            attention.reserve_graphs(sizes.largest, max_seqs, max_blocks)
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        planners: list[GraphPlanner] = [self._attention]
+        if ubatches is not None:
+            planners.append(ubatches)
+        for planner in planners:
+            planner.reserve_graphs(sizes.largest, max_seqs, max_blocks)
         width, vocab = model.config.hidden_size, model.config.vocab_size
         new: dict[str, Any] = {"device": model.device}
         self._hidden_TD = torch.zeros(sizes.largest, width, dtype=model.dtype, **new)
         self._logits_TV = torch.zeros(max(sizes.decode, default=0), vocab, **new)
 
     def count(self, keys: Iterable[GraphKey]) -> int:
-        """How many graphs these are, in all their forms."""
+        """Return the number of graphs of these keys, in all their forms."""
         return sum(len(self._forms(key)) for key in keys)
 
     def captured(self) -> set[GraphKey]:
-        """What can be replayed."""
+        """Return the keys of all captured graphs."""
         return {key for key, _ in self._graphs}
 
     def __contains__(self, key: GraphKey) -> bool:
@@ -96,10 +117,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> int:
-        """Capture these graphs; returns the bytes that they took.
-
-        Collective: on all ranks the same at the same time.
-        """
+        """Capture these graphs and return the bytes that they take. Collective."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._model.device)
         forms = [(key, form) for key in keys for form in self._forms(key)]
@@ -109,7 +127,7 @@ class StepGraphs:
         for done, (key, form) in enumerate(forms):
             if progress is not None:
                 progress(done, len(forms))
-            # Forms of a size differ in attention's kernel alone, which takes any number of rows.
+            # Forms of one size differ only in attention's kernel, which takes any number of rows.
             known = key in ran and (key.ubatch, form) in ran_forms
             self._graphs[key, form] = self._capture(key, form, run=not known)
             ran.add(key)
@@ -121,54 +139,56 @@ class StepGraphs:
         return free - torch.cuda.mem_get_info(self._model.device)[0]
 
     def discard(self, keys: Iterable[GraphKey]) -> None:
-        """Forget these graphs, if they were captured."""
+        """Discard these graphs if they were captured."""
         gone = set(keys)
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
 
     def discard_ubatches(self) -> None:
-        """Forget what was captured in slices."""
+        """Discard all ubatched graphs."""
         self.discard(key for key in self.captured() if key.ubatch)
 
     def drop_ubatches(self) -> None:
-        """No step will be cut."""
+        """Discard all ubatched graphs and the wrapper: no step will be cut."""
         self.discard_ubatches()
-        self._microbatches = None
+        self._ubatches = None
 
     def close(self) -> None:
-        """Forget all. A communicator whose operations are still in graphs cannot be left: NCCL waits for their end."""
+        """Discard all graphs. Call it before the communicator is left, because NCCL waits for the end of its graphs."""
         torch.cuda.synchronize(self._model.device)
         self._graphs.clear()
 
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
-        """Prepare a replay for a batch that was built with `key.rows` rows."""
-        attention, prompts = self._attention_of(key), key.mode == GraphMode.MIXED
-        form = attention.form(batch, key.rows, prompts=prompts)
+        """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""
+        planner, prompts = self._planner(key), key.mode == GraphMode.MIXED
+        form = planner.form(batch, key.rows, prompts=prompts)
         graph = self._graphs.get((key, form))
         assert graph is not None, f"a step replays {key}, which was not captured"
-        attention.plan_graph(batch, key.rows, form)
+        planner.plan_graph(batch, key.rows, form)
         return graph
 
-    def _attention_of(self, key: GraphKey) -> Any:
-        return self._microbatches if key.ubatch else self._attention
+    def _planner(self, key: GraphKey) -> GraphPlanner:
+        if not key.ubatch:
+            return self._attention
+        assert self._ubatches is not None, "there are no ubatches"
+        return self._ubatches
 
     def _forms(self, key: GraphKey) -> tuple[GraphForm, ...]:
         prompts = key.mode == GraphMode.MIXED
-        forms: tuple[GraphForm, ...] = self._attention_of(key).forms(key.rows, prompts=prompts)
-        return forms
+        return self._planner(key).forms(key.rows, prompts=prompts)
 
     def _capture(self, key: GraphKey, form: GraphForm, *, run: bool) -> ForwardGraph:
-        """With `run` once as it is before: what compiles or allocates at first use does so there."""
-        if not self._graphs:  # a pool ends with its last graph
+        """Capture one graph. With `run` the forward first runs eagerly, so that kernels compile and allocate there."""
+        if not self._graphs:  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         batch = self._builder.build(_IDLE, key.rows, graph=True)
         decodes = AttentionBatch.dummy_decodes(min(key.rows, self._max_seqs), self._model.device)
-        self._attention_of(key).plan_graph(decodes, key.rows, form)
+        self._planner(key).plan_graph(decodes, key.rows, form)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             if run:
                 self._forward(batch, key)
-            # Other threads may use the device meanwhile.
+            # thread_local, because other threads may use the device meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 offs_Le = self._forward(batch, key)
@@ -179,9 +199,9 @@ class StepGraphs:
         return ForwardGraph(graph, self._hidden_TD[: key.rows], logits_TV, offs_Le)
 
     def _forward(self, batch: ForwardBatch, key: GraphKey) -> torch.Tensor | None:
-        """The expert load of all layers; hidden states and logits go to their buffers."""
+        """Run the forward into the buffers of hidden states and logits; return the expert load of all layers."""
         self._expert_load.watch()
-        model = self._microbatches if key.ubatch else self._model
+        model = self._ubatches if key.ubatch else self._model
         assert model is not None, "there are no ubatches"
         hidden_TD = model.forward(batch.resolved(self._builder.last_tokens))
         self._hidden_TD[: key.rows].copy_(hidden_TD)

@@ -1,28 +1,29 @@
-"""Small results on their way from the device to the host, and how long the device worked for them.
+"""Copies of small results from the device to the host, and the device time of a step's parts.
 
-On GPUs nothing here makes the host wait but `wait`: copies run on a stream of their own, into pinned memory, so that
-they neither wait for the next step nor hold it up. On CPU everything is there at once.
+On GPUs only `wait` and `seconds` make the host wait: copies run on a stream of their own, into pinned memory, so that
+they neither wait for the next step nor delay it. On CPU there is nothing to copy.
 """
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 
 class HostCopies:
-    """What one step sends to the host: call it with each tensor once all of them are computed, then `wait`."""
+    """The copies of one step: call it with each tensor once all tensors are computed, then `finish`, then `wait`."""
 
     def __init__(self, stream: torch.cuda.Stream | None):
         self._stream = stream
-        # Kept until they are copied, so that their memory is not used again before.
+        # Kept until the copies end, so that their memory is not used again before.
         self._sources: list[torch.Tensor] = []
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the host, filled when `wait` returns."""
+        """Return the tensor on the host; it is filled when `wait` returns."""
         if self._stream is None:
             return tensor
         self._sources.append(tensor)
@@ -30,44 +31,44 @@ class HostCopies:
             return tensor.to("cpu", non_blocking=True)
 
     def finish(self) -> "HostCopies":
-        """All have been given."""
+        """Record the end of the copies; call it after the last tensor."""
         if self._stream is not None:
             self._done = self._stream.record_event()
         return self
 
     def wait(self) -> None:
-        """Until the device has come so far."""
+        """Wait for the copies."""
         if self._stream is not None:
             self._done.synchronize()
             self._sources.clear()
 
 
 class StepClock:
-    """Moments of one step, by the host's clock, or by the device's where that is a GPU."""
+    """Moments of one step, by the host's clock, or by the device's clock on a GPU."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._marks: list[torch.cuda.Event] | list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
 
     def mark(self) -> None:
-        """Now, or when the device has come so far."""
+        """Record this moment; on a GPU, the moment at which the device reaches it."""
         if self._cuda:
-            event = torch.cuda.Event(enable_timing=True)
+            event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
-            self._marks.append(event)
+            self._events.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._times.append(time.perf_counter())
 
     def seconds(self) -> Sequence[float]:
-        """Between each two marks, which have all been reached."""
-        pairs = zip(self._marks, self._marks[1:], strict=False)
+        """Return the time between each two moments; the device must have reached all of them."""
         if self._cuda:
-            return [start.elapsed_time(end) / 1e3 for start, end in pairs]
-        return [end - start for start, end in pairs]
+            return [start.elapsed_time(end) / 1e3 for start, end in pairwise(self._events)]
+        return [end - start for start, end in pairwise(self._times)]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on the device; on CPU its own memory. Does not wait, also not for what the device still has to do."""
+    """Return the array on the device; on CPU its own memory. Does not wait for the device."""
     host = torch.from_numpy(array)
     if device.type == "cpu":
         return host

@@ -1,4 +1,4 @@
-"""One forward of one rank: tensors in, model, sampling, a StepOutput out. Knows nothing of votes or requests' fate."""
+"""One forward of one rank: builds the batch, runs the model, samples. Knows nothing of votes or of requests' ends."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that are looked at.
+# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps whose expert load is read.
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 
@@ -32,9 +32,9 @@ _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 class ModelRunner:
     """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds.
 
-    asynchronous   the next step may be launched before this one's tokens are read: they are kept on the device too
-    ubatches   the same model in slices, for the plans that say so
-    graphs         captured forwards, for the plans that say so
+    asynchronous   the next step may be launched before this step's tokens are read; they are kept on the device too
+    ubatches       the same model in ubatches, for plans with `ubatch`
+    graphs         captured forwards, for plans with a `graph_mode`
     """
 
     def __init__(
@@ -65,7 +65,9 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs()
         self._masks = GrammarBitmasks(model.config.vocab_size, num_threads)
         self._met_grammar = False
-        self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copy_stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The last token drawn in each row of the table.
         self._last_tokens: torch.Tensor | None = None
         if asynchronous:
@@ -76,10 +78,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Pending[StepOutput]:
-        """Start this rank's part of a step; on CPU it is then done, on a GPU the device may still be before it.
+        """Launch this rank's part of a step. On CPU it has ended at the return; on a GPU it may not have begun.
 
-        Called on every rank in every step that runs, with tokens or without. The steps' outputs are awaited in order,
-        and at most one is outstanding when the next step is launched.
+        Call it on every rank in every step that runs, with tokens or without. Wait for the outputs in order; at most
+        one output may be outstanding when the next step is launched.
         """
         started = time.perf_counter()
         self._admit(scheduled)
@@ -140,7 +142,7 @@ class ModelRunner:
             self._met_grammar |= seq.grammar is not None
 
     def make_graphs(self, sizes: GraphSizes) -> StepGraphs:
-        """Room for graphs of these sizes, to be captured; steps whose plan says so replay them."""
+        """Return graphs of these sizes, still to be captured; plans with a `graph_mode` replay them."""
         self.graphs = StepGraphs(
             self.model,
             self._kernels,
@@ -152,26 +154,26 @@ class ModelRunner:
         )
         return self.graphs
 
-    def limit_exchange(self, comm_sms: int | None) -> None:
-        """SMs of the exchange beside ubatches from now on; graphs in slices hold the limit of their capture."""
-        assert self.ubatches is not None, "there are no slices"
+    def limit_all2all(self, comm_sms: int | None) -> None:
+        """Set the SMs of the all-to-alls beside ubatches; discard ubatched graphs, because they keep the limit of their capture."""
+        assert self.ubatches is not None, "there are no ubatches"
         self.ubatches.comm_sms = comm_sms
         if self.graphs is not None:
             self.graphs.discard_ubatches()
 
     def drop_ubatches(self) -> None:
-        """No step will be cut."""
+        """Free the ubatches: no step will be cut."""
         self.ubatches = None
         if self.graphs is not None:
             self.graphs.drop_ubatches()
 
     def close(self) -> None:
-        """Forget the captured forwards; before the group that they exchange over is left."""
+        """Discard the captured forwards; call it before their process group is left."""
         if self.graphs is not None:
             self.graphs.close()
 
     def _plan(self, batch: ForwardBatch, plan: StepPlan) -> Callable[[], Forwarded]:
-        """Plan attention; what runs the forward."""
+        """Plan attention and return the function that runs the forward."""
         if plan.graph_mode:
             assert self.graphs is not None, "a step replays graphs, but none were captured"
             key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
@@ -179,7 +181,7 @@ class ModelRunner:
         if not plan.ubatch:
             self._attention.plan(batch)
             return partial(self._forward, self.model, batch)
-        assert self.ubatches is not None, "a step is cut, but there are no slices"
+        assert self.ubatches is not None, "a step is cut, but there are no ubatches"
         self.ubatches.plan(batch)
         return partial(self._forward, self.ubatches, batch)
 
@@ -194,12 +196,12 @@ class ModelRunner:
         logits_LV = graph.logits(batch)
         if logits_LV is None:
             logits_LV = self._logits(graph.hidden_TD, batch)
-        # A copy, because the next replay may write there before the host has it.
+        # A copy, because the next replay may overwrite it before the host has read it.
         offs_Le = graph.offs_Le.clone() if watching and graph.offs_Le is not None else None
         return graph.hidden_TD, logits_LV, offs_Le
 
     def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
-        """float32, of the rows that sample, if any do."""
+        """Return float32 logits of the rows that sample; None if no row does."""
         if not len(batch.logits_indices):
             return None
         return self.model.compute_logits(hidden_TD[batch.logits_indices])
@@ -212,12 +214,12 @@ class ModelRunner:
             logits_LV, batch.sampling_rows_cpu, batch.sampling_positions_cpu, allowed
         )
         if self._last_tokens is not None:
-            # What follows an invalid token is thrown away with it.
+            # Tokens that follow an invalid token are discarded with it.
             self._last_tokens.index_copy_(0, batch.sampling_rows, sampled.token_B.clamp(min=0))
         return sampled
 
     def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
-        """Begin to compute what the sampling sequences with a grammar may say."""
+        """Start to compute the grammar masks of the sequences that sample, in the order of their logits."""
         pairs = zip(scheduled.seqs, scheduled.samples.tolist(), strict=True)
         return self._masks.start(seq.grammar for seq, samples in pairs if samples)
 

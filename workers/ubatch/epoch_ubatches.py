@@ -189,7 +189,7 @@ class EpochUbatches:
         kept = self._gather(overlap_cache.load_policy(path) if self._rank == 0 else None)[0]
         if kept is not None:
             overlap.policy = kept
-            runner.limit_exchange(kept.comm_sms)
+            runner.limit_all2all(kept.comm_sms)
             return frozenset()
         if choices:
             self._choose_comm_sms(runner, choices, largest["prefill"], run)
@@ -207,7 +207,7 @@ class EpochUbatches:
     def _choose_comm_sms(
         self, runner: ModelRunner, choices: Sequence[int], num_tokens: int, run: tuning.Run
     ) -> None:
-        limit = runner.limit_exchange
+        limit = runner.limit_all2all
         best = tuning.best_comm_sms(choices, num_tokens, run, self._gather, limit)
         limit(best)
         reason = f"fastest of {choices} and no limit"

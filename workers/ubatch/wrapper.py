@@ -1,14 +1,14 @@
-"""Runs a forward as slices that alternate on one thread, so that one's exchange travels while another one computes.
+"""Runs a forward as ubatches that take turns on one thread, so that one computes while another's all-to-all travels.
 
-Each slice's forward runs in a greenlet: wherever it is about to wait for an exchange (`Pending.wait`) it hands over to
-the next slice, round robin, so slice i reaches every layer before slice i + 1 does. Model code knows nothing of it. The
-one rule: no context manager that changes the thread (inference mode, stream) may be open around a wait.
+Each ubatch's forward runs in a greenlet. Before it waits for an all-to-all (`Pending.wait`) it yields to the next
+ubatch, round robin; so ubatch i reaches every layer before ubatch i + 1. Model code knows nothing of it. One rule: no
+context manager that changes the thread's inference mode or stream may be open around a wait.
 
-In a CUDA graph each slice computes on a stream of its own: its kernels take the SMs that another slice's leave idle at
-their ends, which takes 3 to 7 % off prefills in slices and 19 % off decodes (two H200). `wait_previous_ubatch` keeps
-them in turn where it matters, or all would compute at once and then all wait: 112 ms instead of 104 (8,192 tokens a
-rank on four H200; 107 on one stream). Eagerly all share one: there the GPU waits for the host, and a change of streams
-costs 1 to 2 us.
+In a CUDA graph each ubatch computes on a stream of its own: its kernels take the SMs that another ubatch's kernels
+leave idle at their ends, which takes 3 to 7 % off ubatched prefills and 19 % off ubatched decodes (two H200).
+`wait_previous_ubatch` keeps the order between the streams; without it all ubatches compute at once and then all wait:
+112 ms instead of 104 (8,192 tokens a rank on four H200; 107 ms on one stream). Eager ubatches share one stream, because
+there the GPU waits for the host, and a change of streams costs the host 1 to 2 us.
 """
 
 from collections import deque
@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from greenlet import greenlet
 
-from kernels.attention.base import AttentionBatch, GraphForm
+from kernels.attention.base import GraphAttention, GraphForm
+from kernels.attention.batch import AttentionBatch
 from kernels.backends.select import Backends
 from kernels.pending import can_yield_ubatch, set_yield_ubatch
 from workers.runner.forward_batch import ForwardBatch
@@ -33,100 +34,104 @@ CPU = torch.device("cpu")
 
 
 class UbatchModel(Protocol):
-    """A model whose weights can be used with several sets of kernels."""
+    """A model whose weights can be used with several sets of backends."""
 
     def with_kernels(self, kernels: Backends) -> "UbatchModel":
-        """The same weights, other kernels."""
+        """Return a view of the same weights that calls these backends."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """hidden_TD of the batch's rows."""
+        """Return hidden_TD of the batch's rows."""
 
 
 class UBatchWrapper:
-    """A model's `forward`, and its attention's `plan`, cut into as many slices as there are `kernels`.
+    """A model's `forward` and its attention's `plan`, in one ubatch for each of `backends`.
 
-    Each slice has its own exchange and attention, because several are under way at once; the attentions must be
-    bound to the same KV caches. Make it when the weights are loaded.
+    Each ubatch has its own all-to-all and attention, because the ubatches are in flight together. All attentions must
+    be bound to the same KV caches. Make the wrapper when the weights are loaded.
 
-    comm_sms    SMs of the exchange while slices alternate, the rest being the expert product's; None: no limit
+    comm_sms    SMs of the all-to-alls while ubatches take turns; the grouped GEMM has the rest. None: no limit
     total_sms   SMs of the device, 0 without one
     """
 
     def __init__(
         self,
         model: UbatchModel,
-        kernels: Sequence[Backends],
+        backends: Sequence[Backends],
         *,
         comm_sms: int | None = None,
         total_sms: int = 0,
     ):
         self.comm_sms = comm_sms
+        self.backends = backends
         self._model = model
         self._total_sms = total_sms
-        self._kernels = kernels
-        self._models = [model.with_kernels(own) for own in kernels]
+        self._models = [model.with_kernels(own) for own in backends]
         self._planned: AttentionBatch | None = None
+        self._planned_rows = 0
         self._parts: list[ForwardBatch] = []
 
     @property
     def num_ubatches(self) -> int:
-        """How many slices a step is cut into."""
-        return len(self._kernels)
+        """Ubatches of a step."""
+        return len(self.backends)
 
     def recorded(self, recorder: SpanRecorder) -> "UBatchWrapper":
         """Return the same wrapper with all-to-alls that `recorder` follows."""
-        kernels = [recorder.record(own, ubatch) for ubatch, own in enumerate(self._kernels)]
+        backends = [recorder.record(own, ubatch) for ubatch, own in enumerate(self.backends)]
         return UBatchWrapper(
-            self._model, kernels, comm_sms=self.comm_sms, total_sms=self._total_sms
+            self._model, backends, comm_sms=self.comm_sms, total_sms=self._total_sms
         )
 
     def plan(self, batch: ForwardBatch) -> None:
         """Plan attention for each ubatch of `batch`."""
-        self._planned, self._parts = batch, cut(batch, batch.num_rows, self.num_ubatches)
-        for own, part in zip(self._kernels, self._parts, strict=True):
+        self._planned, self._planned_rows = batch, batch.num_rows
+        self._parts = cut(batch, batch.num_rows, self.num_ubatches)
+        for own, part in zip(self.backends, self._parts, strict=True):
             own.attention.plan(part)
 
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
-        """As the attention's, for each slice of graphs of up to `max_rows` rows."""
-        for own in self._kernels:
-            attention: Any = own.attention
+        """As GraphAttention.reserve_graphs, for ubatches of graphs of up to `max_rows` rows."""
+        for attention in self._graph_attentions():
             attention.reserve_graphs(-(-max_rows // self.num_ubatches), max_seqs, max_blocks)
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
-        """As the attention's, but decodes have one form alone: they are rarely worth cutting."""
-        attention: Any = self._kernels[0].attention
-        forms: tuple[GraphForm, ...] = attention.forms(
-            num_rows // self.num_ubatches, prompts=prompts
-        )
+        """As GraphAttention.forms, but decodes have one form only, because cutting them rarely pays."""
+        first = self._graph_attentions()[0]
+        forms = first.forms(num_rows // self.num_ubatches, prompts=prompts)
         return forms if prompts else forms[-1:]
 
     def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        """As the attention's: the one that serves all slices."""
+        """Return the form that serves all ubatches of the batch."""
         general = self.forms(num_rows, prompts=prompts)[-1]
         if not prompts:
             return general
-        attentions: list[Any] = [own.attention for own in self._kernels]
         found = {
             attention.form(batch.ubatch(start, end), end - start, prompts=True)
-            for attention, (start, end) in zip(
-                attentions, ubatch_rows(num_rows, self.num_ubatches), strict=True
-            )
+            for attention, (start, end) in self._with_rows(num_rows)
         }
         return found.pop() if len(found) == 1 else general
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
-        """As the attention's, for each slice."""
-        self._planned = None
-        rows = ubatch_rows(num_rows, self.num_ubatches)
-        for own, (start, end) in zip(self._kernels, rows, strict=True):
-            attention: Any = own.attention
+        """As GraphAttention.plan_graph, for each ubatch."""
+        self._planned, self._planned_rows = None, num_rows
+        for attention, (start, end) in self._with_rows(num_rows):
             attention.plan_graph(batch.ubatch(start, end), end - start, form)
 
+    def _graph_attentions(self) -> list[GraphAttention]:
+        """Attention of each ubatch. Graphs are captured only where `Attention.graph` is true."""
+        return [cast(GraphAttention, own.attention) for own in self.backends]
+
+    def _with_rows(self, num_rows: int) -> Iterator[tuple[GraphAttention, tuple[int, int]]]:
+        """Yield attention and rows of each ubatch."""
+        rows = ubatch_rows(num_rows, self.num_ubatches)
+        return zip(self._graph_attentions(), rows, strict=True)
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return the model's hidden states, [T, D]. Attention must have been planned for the rows of `batch`.
+        """Return the model's hidden states, [T, D]. Attention must have been planned for as many rows.
 
         An error of a ubatch is raised here at once; the forwards of the other ubatches are unwound.
         """
+        assert self._planned_rows == batch.num_rows, (self._planned_rows, batch.num_rows)
         parts = self._parts
         if batch is not self._planned:  # attention was planned with another batch, for a graph
             parts = cut(batch, batch.num_rows, self.num_ubatches)
@@ -135,16 +140,16 @@ class UBatchWrapper:
         ]
         device = batch.input_ids.device
         streams = self._streams(device)
-        beside = [*streams[1:], *(own.all2all.stream for own in self._kernels)]
-        with sm_split(self._kernels, self.comm_sms, self._total_sms), forked(beside):
+        side_streams = [*streams[1:], *(own.all2all.stream for own in self.backends)]
+        with sm_split(self.backends, self.comm_sms, self._total_sms), forked(side_streams):
             hidden = alternate(forwards, device, streams)
         return torch.cat(hidden)
 
     def _streams(self, device: torch.device) -> list[torch.cuda.Stream]:
-        """What each slice computes on in a graph, the first on the caller's; none where all share that."""
+        """The compute stream of each ubatch in a graph, the first being the caller's; none for eager forwards."""
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return []
-        return [own.stream or torch.cuda.current_stream(device) for own in self._kernels]
+        return [own.stream or torch.cuda.current_stream(device) for own in self.backends]
 
 
 def alternate(
@@ -152,28 +157,28 @@ def alternate(
     device: torch.device = CPU,
     streams: Sequence[torch.cuda.Stream] = (),
 ) -> list[T]:
-    """Run the tasks by turns on this thread, changing at each `Pending.wait`; their results in order.
+    """Run the tasks in turns on this thread and return their results in order.
 
-    Each task runs on its stream of `device`, without `streams` on the caller's. The first error is raised at once;
-    tasks that have begun are unwound by GreenletExit. No task may hand over in another inference mode than the
-    caller's, which the others would inherit, or on another stream than its own.
+    A turn ends at a `Pending.wait`. Each task runs on its stream of `device`; without `streams` all run on the
+    caller's. The first error is raised at once, and tasks that have begun are unwound by GreenletExit. A task must
+    yield in the caller's inference mode, because the other tasks would inherit another one, and on its own stream.
     """
-    assert not can_yield_ubatch(), "slices cannot be cut again"
+    assert not can_yield_ubatch(), "ubatches cannot be cut again"
     modes, caller = _modes(device), torch.cuda.current_stream() if streams else None
-    slices = [_Slice(task, stream, modes()) for task, stream in zip_longest(tasks, streams)]
-    turns = deque(slices)  # the first one runs
-    left: torch.cuda.Event | None = None  # what the last turn that is over gave its stream
+    ubatches = [_Ubatch(task, stream, modes()) for task, stream in zip_longest(tasks, streams)]
+    turns = deque(ubatches)  # the first one runs
+    left: torch.cuda.Event | None = None  # on the stream of the last turn, behind its work
 
     def leave() -> None:
         nonlocal left
-        assert modes() == turns[0].modes, "a slice left a context manager open"
+        assert modes() == turns[0].modes, "a ubatch left a context manager open"
         if streams:
             left = torch.cuda.current_stream().record_event()
 
     def yield_ubatch() -> None:
         leave()
         turns.rotate(-1)
-        turns[0].go_on()
+        turns[0].resume()
 
     def wait_previous_ubatch() -> None:
         if left is not None:
@@ -182,24 +187,26 @@ def alternate(
     set_yield_ubatch(yield_ubatch, wait_previous_ubatch)
     try:
         while turns:
-            result = turns[0].go_on()  # back when the one that runs has ended
+            result = turns[0].resume()  # returns when the task that runs has ended
             leave()
-            turns.popleft().result = result
+            turns.popleft().results.append(result)
     except BaseException as error:
-        set_yield_ubatch(None)  # what unwinds must not come back here
+        set_yield_ubatch(None)  # tasks that unwind must not yield to this loop
         for other in turns:
-            if not other.dead:
-                other.unwind(error)
+            other.unwind(error)
         raise
     finally:
         set_yield_ubatch(None)
         if caller is not None:
             torch.cuda.set_stream(caller)
-    return [part.result for part in slices]
+    return [ubatch.results[0] for ubatch in ubatches]
 
 
 def _modes(device: torch.device) -> Callable[[], tuple[bool, int]]:
-    """The thread's inference mode and current stream. Asked at each turn: public calls cost a microsecond."""
+    """Return a function that reads the thread's inference mode and current stream at each turn.
+
+    It calls torch's private function, because the public one costs a microsecond.
+    """
     inference_mode = torch.is_inference_mode_enabled
     if device.type != "cuda":
         return lambda: (inference_mode(), 0)
@@ -207,10 +214,8 @@ def _modes(device: torch.device) -> Callable[[], tuple[bool, int]]:
     return lambda: (inference_mode(), current_stream(index))
 
 
-class _Slice(greenlet):
-    """One task, the stream and modes that it runs in, and its result when it has ended."""
-
-    result: T | None = None
+class _Ubatch(Generic[T]):
+    """One task, and the stream and modes that it runs in. `results` has its result once it has ended."""
 
     def __init__(
         self,
@@ -218,54 +223,61 @@ class _Slice(greenlet):
         stream: torch.cuda.Stream | None,
         modes: tuple[bool, int],
     ):
-        super().__init__(task)
+        self.results: list[T] = []
+        self._greenlet = greenlet(task)
+        self._switch: Callable[[], T] = self._greenlet.switch
         self._stream = stream
         self.modes = modes if stream is None else (modes[0], stream.cuda_stream)
 
-    def go_on(self) -> T:
-        """Run it, on its stream, until it or one that it hands over to ends; what that one returns."""
+    def resume(self) -> T:
+        """Run it on its stream until it, or a task that it yields to, ends; return the result of that task."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
-        return self.switch()
+        return self._switch()
 
     def unwind(self, error: BaseException) -> None:
-        """Run its `finally` blocks; what they raise is noted on `error`."""
+        """Run its `finally` blocks if it has begun; note what they raise on `error`."""
+        if self._greenlet.dead:
+            return
         try:
-            self.throw()
+            self._greenlet.throw()
         except BaseException as another:
-            error.add_note(f"unwinding another slice raised {another!r}")
+            error.add_note(f"unwinding another ubatch raised {another!r}")
 
 
 @contextmanager
 def forked(streams: Iterable[torch.cuda.Stream | None]) -> Iterator[None]:
-    """`streams` go on behind what the current one was given by now, and it behind them, also where an error ends it.
+    """Make `streams` wait for the current stream at the begin, and the current stream for them at the end.
 
-    So whatever slices that are unwound held may be freed, and a CUDA graph can hold all of it.
+    It does so after an error too. So the memory of unwound ubatches may be freed, and a CUDA graph can hold all work.
     """
-    streams = list(filter(None, streams))
-    current = torch.cuda.current_stream() if streams else None
-    for stream in streams:
+    forks = list(filter(None, streams))
+    if not forks:
+        yield
+        return
+    current = torch.cuda.current_stream()
+    for stream in forks:
         stream.wait_stream(current)
     try:
         yield
     finally:
-        for stream in streams:
+        for stream in forks:
             current.wait_stream(stream)
 
 
 @contextmanager
-def sm_split(kernels: Sequence[Backends], comm_sms: int | None, total_sms: int) -> Iterator[None]:
-    """`comm_sms` of the device's SMs for the exchanges, the others for the expert product; no limit afterwards."""
+def sm_split(backends: Sequence[Backends], comm_sms: int | None, total_sms: int) -> Iterator[None]:
+    """Limit the all-to-alls to `comm_sms` of the device's SMs and the grouped GEMMs to the rest, until the end."""
     if comm_sms is None:
         yield
         return
-    assert 0 < comm_sms < total_sms, f"{comm_sms} of {total_sms} SMs for the exchange"
+    assert 0 < comm_sms < total_sms, f"{comm_sms} of {total_sms} SMs for the all-to-all"
     try:
-        for own in kernels:
+        for own in backends:
             own.all2all.set_num_sms(comm_sms)
             own.grouped_gemm.set_num_sms(total_sms - comm_sms)
         yield
     finally:
-        for own in kernels:
+        for own in backends:
             own.all2all.set_num_sms(None)
             own.grouped_gemm.set_num_sms(None)
