@@ -1,4 +1,4 @@
-"""What one rank reads of the YAML: model, scheduler, cache. Knows nothing of Ray or HTTP."""
+"""Sections of the YAML that a rank reads: model, scheduler, cache. Knows nothing of Ray or HTTP."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -20,7 +20,7 @@ class Section(BaseModel):
 
 
 class RoutingConfig(Section):
-    """Who chooses each token's experts."""
+    """Choice of each token's experts."""
 
     kind: Literal["model", "uniform", "zipf", "balanced"] = Field(
         "model",
@@ -31,7 +31,7 @@ class RoutingConfig(Section):
 
 
 class ModelSection(Section):
-    """Which checkpoint, in which precision."""
+    """Checkpoint and precision."""
 
     path: str = Field(description="Hugging Face checkpoint folder; relative to the YAML's folder.")
     weights: Literal["checkpoint", "dummy"] = Field(
@@ -48,7 +48,7 @@ class ModelSection(Section):
 
 
 def not_for_answers(model: ModelSection) -> Iterator[str]:
-    """What of these settings makes the model's answers meaningless; for people."""
+    """Yield a warning for each setting that makes the model's answers meaningless."""
     if model.weights == "dummy":
         yield "model.weights is dummy: the weights are random, so the answers mean nothing"
     if model.routing.kind != "model":
@@ -106,7 +106,7 @@ class OverlapConfig(Section):
     @field_validator("mode", mode="before")
     @classmethod
     def _yaml_words(cls, value: object) -> object:
-        """YAML 1.1 reads a bare `on` or `off` as a boolean."""
+        """Turn booleans back into words, because YAML 1.1 reads a bare `on` or `off` as a boolean."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     num_ubatches: int = Field(2, ge=2, le=8, description="Slices of a step.")
@@ -123,7 +123,7 @@ class OverlapConfig(Section):
 
 
 class RankConfig(Section):
-    """Everything one rank needs, resolved: no `auto` but in kernels, model.path absolute."""
+    """Resolved settings of one rank: `auto` remains in kernels only, and model.path is absolute."""
 
     model: ModelSection
     scheduler: SchedulerConfig

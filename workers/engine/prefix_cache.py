@@ -1,8 +1,8 @@
-"""Sequences that begin alike share KV blocks: which ones a sequence can start with, and when others can find its own.
+"""Prefix cache: sequences with equal beginnings share KV blocks.
 
-A block can be found once the step that fills it was launched and its tokens are known, whether they came from a prompt
-or were generated. A sequence whose next block is just being computed by another one waits for it instead of computing
-it too: equal prompts that come together, such as several answers to one, are computed once.
+A block can be found once the step that fills it was launched and its tokens are known, from a prompt or generated. A
+sequence whose next block is being computed by another sequence waits for it instead of computing it too, so equal
+prompts that arrive together, such as several answers to one prompt, are computed once.
 """
 
 from workers.engine.block_pool import BlockPool, chain_keys, root_key
@@ -10,11 +10,11 @@ from workers.engine.sequence import Sequence
 
 
 class PrefixCache:
-    """The keys of the blocks of a pool. Switched off it finds nothing."""
+    """Keys of the blocks of a pool. A disabled cache finds nothing."""
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool):
         self.num_queries = 0  # tokens looked up when their request first ran
-        self.num_hits = 0  # those found
+        self.num_hits = 0  # of these, tokens found
         self._pool = pool
         self._block_size = block_size
         self._enabled = enabled
@@ -23,7 +23,7 @@ class PrefixCache:
         )  # of prompt blocks that running sequences have not computed yet
 
     def find(self, seq: Sequence) -> list[int] | None:
-        """The blocks that `seq` can start with, or None: another one is about to compute more of them.
+        """Return the blocks that `seq` can start with; None if another sequence is about to compute the next block.
 
         The last token is always computed because its logits are needed. A prompt with prompt_logprobs needs the
         logits of all its tokens, until its first output was sent.
@@ -41,7 +41,7 @@ class PrefixCache:
         return blocks
 
     def started(self, seq: Sequence) -> None:
-        """`seq` runs from behind the blocks found for it."""
+        """`seq` starts to run from the end of the blocks found for it."""
         if not self._enabled:
             return
         num_found = seq.num_computed // self._block_size
@@ -54,9 +54,9 @@ class PrefixCache:
             self.num_hits += seq.num_computed
 
     def register(self, seq: Sequence) -> None:
-        """Make the blocks of `seq` that launched steps fill (`seq.next_full` is reached) visible to later launches.
+        """Register the blocks of `seq` that launched steps fill, once `seq.next_full` is reached.
 
-        Those whose last token is pending come with the next commit.
+        A block whose last token is pending is registered by the next commit.
         """
         first = seq.next_full // self._block_size - 1
         num_full = min(seq.num_computed, seq.num_tokens) // self._block_size
@@ -67,17 +67,17 @@ class PrefixCache:
         seq.next_full = (num_full + 1) * self._block_size
 
     def stopped(self, seq: Sequence) -> None:
-        """`seq` gives its blocks back, perhaps before it has computed them all."""
+        """`seq` gives its blocks back, possibly before all are computed."""
         if self._enabled:
             num_full = seq.next_full // self._block_size - 1
             self._coming.difference_update(seq.block_keys[num_full:])
 
     def forget(self, seq: Sequence) -> None:
-        """Nobody finds the blocks of `seq` any more, also when it was preempted and has given them back."""
+        """Remove the blocks of `seq` from the cache, also after a preemption released them."""
         self._pool.forget(seq.block_ids or self._pool.find(seq.block_keys))
 
     def forget_all(self) -> None:
-        """Nobody finds what was computed so far, and it counts for nothing."""
+        """Remove all blocks from the cache and reset its counts."""
         self._pool.forget_all()
         self.num_queries = self.num_hits = 0
 

@@ -1,15 +1,16 @@
-"""Continuous batching on one rank: who runs in this step, with how many tokens. Pure bookkeeping.
+"""Continuous batching on one rank: chooses the sequences of a step and their numbers of tokens. Pure bookkeeping.
 
-Decodes and prefills are one thing here: a sequence has known tokens and computed tokens, and a step computes
-some of the difference. Order is by priority, then arrival. Running sequences come before waiting ones; when the cache
-is full the last in order give their blocks back and start again later (preemption by recompute), so nothing is ever
-dropped. Who waits takes nothing from who runs, whatever its priority.
+The scheduler treats decodes and prefills alike: a sequence has known tokens and computed tokens, and a step computes
+some of the difference. Order is by priority, then arrival. Running sequences come before waiting sequences. When the
+cache is full, the last sequences in order give their blocks back and start again later (preemption by recompute), so
+nothing is dropped. A waiting sequence takes nothing from a running sequence, whatever its priority.
 
-Whoever starts shares the blocks of the longest prefix that is in the cache already, its own from before a preemption
-included; see `workers/engine/prefix_cache.py`. Who would gain by waiting a step for such blocks lets others go first.
+A sequence that starts shares the blocks of the longest prefix in the cache, also its own blocks from before a
+preemption; see `workers/engine/prefix_cache.py`. A sequence whose next block is being computed by another sequence
+waits for it, and later sequences may start before it.
 
-A step may be scheduled before the tokens of the one before it are known. Blocks and rows change hands at once all the
-same: what steps write and read they do in the order in which they were launched.
+A step may be scheduled before the tokens of the step before it are known. Blocks and rows still change owners at once,
+because steps write and read them in the order of their launches.
 """
 
 import itertools
@@ -28,17 +29,17 @@ from workers.runner.step_output import StepOutput
 from workers.sampling.grammar import Grammar
 from workers.wire.request import EngineRequest, RequestOutput
 
-MAX_HELD_BACK = 32  # waiting sequences looked at that could start but had better not yet
+MAX_HELD_BACK = 32  # waiting sequences that one step considers, of those that wait for blocks of other sequences
 
 _by_order = attrgetter("order")
 
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """What one step runs: `seqs[i]` computes `num_new_tokens[i]` tokens; the first num_decodes compute one.
+    """Work of one step: `seqs[i]` computes `num_new_tokens[i]` tokens; the first num_decodes sequences compute one.
 
-    samples[i] says that sequence i reaches its last token in this step and gets a new one. `admitted` are those that
-    moved into their rows since the last step that was launched.
+    samples[i]   sequence i reaches its last token in this step and gets a new token
+    admitted     sequences that moved into their rows since the last launched step
     """
 
     seqs: list[Sequence]
@@ -59,7 +60,7 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Waiting and running sequences of one rank, both in order, and the blocks they hold."""
+    """Waiting and running sequences of one rank, both in order, and their blocks."""
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Somebody waits or runs."""
+        """Whether a sequence waits or runs."""
         return bool(self._by_id)
 
     def add(self, request: EngineRequest, grammar: Grammar | None = None) -> str | None:
@@ -103,7 +104,7 @@ class Scheduler:
         return error
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Forget a request, wherever it is, and free its blocks. Unknown ids are fine: it may have finished."""
+        """Remove a request and free its blocks; return its sequence, None if the id is unknown or has finished."""
         seq = self._by_id.get(request_id)
         if seq is None:
             return None
@@ -112,13 +113,13 @@ class Scheduler:
 
     @property
     def needs_tokens(self) -> bool:
-        """Somebody can only go on once the tokens of the launched steps are committed."""
+        """Whether a running sequence needs the tokens of the launched steps before its next step."""
         return any(seq.num_pending and seq.needs_last_token for seq in self.running)
 
     def schedule(self) -> ScheduledBatch:
-        """Choose this step's sequences and give them the blocks they need.
+        """Choose this step's sequences and allocate their blocks.
 
-        May choose nobody while tokens are pending, though there is work: then `commit` comes first.
+        While tokens are pending the batch may be empty although there is work: then `commit` comes first.
         """
         budget = self._config.max_num_batched_tokens
         work: list[tuple[Sequence, int]] = []
@@ -144,12 +145,12 @@ class Scheduler:
         return _batch(work, self._admitted.copy())
 
     def launched(self, batch: ScheduledBatch) -> None:
-        """`batch` is under way; `commit` follows, for all launched batches in their order."""
+        """Enter the launch of `batch`; `commit` follows for all launched batches in their order."""
         self._admitted.clear()
         self.table.launched(batch.seqs, batch.num_new_tokens, batch.samples)
 
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
-        """Enter what a launched step computed. Who has finished or was aborted meanwhile gets nothing."""
+        """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
         outputs: list[RequestOutput | None] = []
         tokens = iter(step.token_ids)
         for seq, samples in zip(batch.seqs, batch.samples.tolist(), strict=True):
@@ -165,24 +166,23 @@ class Scheduler:
             return None
         request_id = seq.request.request_id
         if token_id < 0:
-            self.prefixes.forget(seq)  # their K and V may be broken too
+            self.prefixes.forget(seq)  # the K and V of its blocks may be NaN too
             self._finish(seq)
-            error = (
+            reason = (
                 f"no token can stand at position {seq.num_tokens}: "
                 "a logit is NaN or infinite, or all tokens are forbidden"
             )
-            return RequestOutput(request_id, [], "error", error)
-        if seq.grammar is not None:
-            error = seq.grammar.advance(token_id)
-            if error is not None:
-                self._finish(seq)
-                return RequestOutput(request_id, [], "error", error)
-        self.table.append_token(seq, token_id)
-        reason = seq.finish_reason()
-        if reason is not None:
+            return RequestOutput(request_id, [], "error", reason)
+        error = None if seq.grammar is None else seq.grammar.advance(token_id)
+        if error is not None:
             self._finish(seq)
-        num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # told once
-        return RequestOutput(request_id, [token_id], reason, num_cached_tokens=num_cached)
+            return RequestOutput(request_id, [], "error", error)
+        self.table.append_token(seq, token_id)
+        finish_reason = seq.finish_reason()
+        if finish_reason is not None:
+            self._finish(seq)
+        num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # reported once
+        return RequestOutput(request_id, [token_id], finish_reason, num_cached_tokens=num_cached)
 
     def _refusal(self, request: EngineRequest) -> str | None:
         length = len(request.prompt_token_ids)
@@ -201,12 +201,12 @@ class Scheduler:
         return None
 
     def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> None:
-        index = 0  # of those before it, each waits for the blocks of another one
+        index = 0  # sequences before it wait for blocks of another sequence
         while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
             if len(self.running) == self._config.max_num_seqs:
                 break
             seq = self.waiting[index]
-            # Who was preempted goes on from all its tokens.
+            # A preempted sequence needs all its tokens to be known.
             cached = None if seq.num_pending else self.prefixes.find(seq)
             if cached is None:
                 index += 1
@@ -215,7 +215,7 @@ class Scheduler:
             num_new = min(num_remaining, budget)
             if num_new < num_remaining and not self._config.chunked_prefill:
                 break
-            # All known tokens get their blocks at once: a prompt that starts can finish.
+            # Allocate blocks for all known tokens, so that a prompt that starts can finish.
             need = self._blocks_for(seq.num_tokens) - len(cached)
             if need > self.pool.num_free_besides(cached):
                 break
@@ -225,7 +225,7 @@ class Scheduler:
             budget -= num_new
 
     def _start(self, seq: Sequence, cached: list[int], need: int) -> None:
-        """Run `seq` from behind its `cached` blocks, with `need` new ones."""
+        """Run `seq` from the end of its `cached` blocks, with `need` new blocks."""
         self.pool.share(cached)
         seq.block_ids = cached + self.pool.allocate(need)
         seq.num_computed = len(cached) * self._block_size
@@ -235,7 +235,7 @@ class Scheduler:
         insort(self.running, seq, key=_by_order)
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Hold blocks for `num_tokens` of seq; False when the pool is empty."""
+        """Allocate blocks up to `num_tokens` tokens of `seq`; return False if the pool is empty."""
         while len(seq.block_ids) * self._block_size < num_tokens:
             if not self.pool.num_free:
                 return False
@@ -280,7 +280,7 @@ def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
 
 
 def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> ScheduledBatch:
-    """Order the work so that sequences with one new token come first, as attention wants them."""
+    """Return a batch in which sequences with one new token come first, because attention needs this order."""
     decodes = [item for item in work if item[1] == 1]
     extends = [item for item in work if item[1] != 1]
     ordered = decodes + extends

@@ -1,4 +1,4 @@
-"""One request on a rank, and the arrays that hold all running ones row by row. No scheduling, no model."""
+"""One request on a rank, and the arrays of all running sequences, one row each. Knows no scheduling and no model."""
 
 import sys
 from dataclasses import dataclass, field
@@ -11,20 +11,19 @@ from workers.wire.request import EngineRequest, FinishReason
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request and how far it is. Tokens `[0, num_computed)` have their K and V in the cache, or will have once the
-    steps that were launched are done: whatever is launched later finds them there.
+    """A request and its progress. K and V of tokens `[0, num_computed)` are in the cache, or will be when the launched
+    steps are done; later launches find them there.
 
-    row is its place in the SequenceTable while it runs, -1 while it waits. order says who comes first: smaller
-    (priority, arrival).
-
-    max_num_tokens     prompt and output at which it ends
-    block_keys         of the first full blocks, as many as were needed so far
-    next_full          when so many tokens are computed, another block is full and gets its key
-    num_cached_tokens  tokens found in the prefix cache when it first ran
-    grammar            what its output must match, and how far it is; None = anything
-    num_pending        tokens that launched steps draw for it and that the host does not know yet
-    needs_last_token   its next logits are edited by what the host knows of its last token
-    finished           nothing more is to come, whatever launched steps still bring
+    row                row in the SequenceTable while it runs, -1 while it waits
+    order              (priority, arrival); smaller comes first
+    max_num_tokens     prompt and output tokens at which the sequence ends
+    block_keys         keys of the first full blocks, as far as they were needed
+    next_full          number of computed tokens at which another block is full and gets its key
+    num_cached_tokens  tokens found in the prefix cache when the sequence first ran
+    grammar            grammar of the output and its state; None = any output
+    num_pending        tokens that launched steps draw and that the host does not know yet
+    needs_last_token   its logits processors or its grammar read the last token on the host
+    finished           the request has ended; outputs of launched steps are dropped
     """
 
     request: EngineRequest
@@ -52,12 +51,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far, as far as the host knows it."""
+        """Tokens of prompt and output that the host knows."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far."""
+        """Output tokens so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
@@ -67,13 +66,13 @@ class Sequence:
 
     @property
     def ends_with_pending(self) -> bool:
-        """Its pending token is the last one, whichever it is."""
+        """Whether the pending token is the last token, whichever it is."""
         return (
             self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_num_tokens
         )
 
     def finish_reason(self) -> FinishReason | None:
-        """Why the token just appended is the last one, or None."""
+        """Return the reason why the token just appended is the last token, or None."""
         if self.token_ids[-1] in self.request.params.stop_token_ids:
             return "stop"
         if self.grammar is not None and self.grammar.complete:
@@ -82,11 +81,11 @@ class Sequence:
 
 
 class SequenceTable:
-    """Tokens and blocks of the running sequences, a row each, so that a batch is gathered without Python loops.
+    """Tokens and blocks of the running sequences, one row each, so that a batch is gathered without Python loops.
 
     token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed int64 [rows].
 
-    Where a row's token is pending, token_ids holds -1 - row: a forward finds it on the device by that number.
+    In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int):
@@ -98,28 +97,28 @@ class SequenceTable:
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
-        """Give `seq` a row and copy its tokens and blocks there."""
+        """Assign a row to `seq` and copy its tokens and blocks there."""
         seq.row = self._free_rows.pop()
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.block_table[seq.row, : len(seq.block_ids)] = seq.block_ids
         self.num_computed[seq.row] = seq.num_computed
 
     def remove(self, seq: Sequence) -> None:
-        """Take `seq`'s row back."""
+        """Free the row of `seq`."""
         self._free_rows.append(seq.row)
         seq.row = -1
 
     def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
-        """int64 [B]."""
+        """Return the rows of `seqs`, int64 [B]."""
         return np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
 
     def append_block(self, seq: Sequence, block: int) -> None:
-        """`seq` holds one more block."""
+        """Append a block to `seq`."""
         self.block_table[seq.row, len(seq.block_ids)] = block
         seq.block_ids.append(block)
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
-        """`seq` has one more token; it may have lost its row."""
+        """Append a token to `seq`, which may have lost its row."""
         if seq.row >= 0:
             self.token_ids[seq.row, seq.num_tokens] = token_id
         seq.token_ids.append(token_id)
@@ -127,7 +126,7 @@ class SequenceTable:
     def launched(
         self, seqs: list[Sequence], num_new_tokens: np.ndarray, samples: np.ndarray
     ) -> None:
-        """A step computes `num_new_tokens` more of each of `seqs`, and draws a token for those with `samples`."""
+        """Enter a launch: each of `seqs` computes `num_new_tokens` tokens; those with `samples` get a pending token."""
         rows = self.rows_of(seqs)
         ends = self.num_computed[rows] + num_new_tokens
         self.num_computed[rows] = ends

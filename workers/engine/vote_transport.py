@@ -88,13 +88,13 @@ class DeviceVoteTransport(AbortableVote):
     def __init__(self, timeout_s: float, device: torch.device):
         self._timeout_s = timeout_s
         self._group = dist.new_group(backend="nccl")
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         num_ranks = dist.get_world_size()
         self._row = torch.empty(NUM_FIELDS, dtype=torch.int64, device=device)
         self._rows = torch.empty(num_ranks, NUM_FIELDS, dtype=torch.int64, device=device)
         self._row_host = torch.empty(NUM_FIELDS, dtype=torch.int64, pin_memory=True)
         self._rows_host = torch.empty(num_ranks, NUM_FIELDS, dtype=torch.int64, pin_memory=True)
-        self._done = torch.cuda.Event()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def _all_gather(self, row: np.ndarray) -> np.ndarray:
         self._row_host.numpy()[:] = row
@@ -104,7 +104,7 @@ class DeviceVoteTransport(AbortableVote):
             self._rows_host.copy_(self._rows, non_blocking=True)
             self._done.record()
         deadline = time.monotonic() + self._timeout_s
-        while not self._done.query():
+        while not self._done.query():  # type: ignore[no-untyped-call]
             if self._aborted:
                 raise LockstepError(ABORTED)
             if time.monotonic() > deadline:

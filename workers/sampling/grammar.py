@@ -1,7 +1,7 @@
-"""Compiles grammars with llguidance and follows outputs through them. Knows nothing of JSON, logits or tensors.
+"""Compiles grammars with llguidance and advances them by output tokens. Knows nothing of JSON, logits or tensors.
 
-A matcher that fails allows only the end tokens and says why at the next `advance`, so a failure ends its own request
-and nothing else.
+A matcher that fails allows only the end tokens and returns its error at the next `advance`, so a failure ends its own
+request only.
 """
 
 import json
@@ -10,40 +10,41 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
-# How the errors begin of requests that end because of their grammar.
+# First words of the error of a request that ends because of its grammar.
 GRAMMAR_FAILED = "the grammar"
 
-_MAX_COMPILED = 64  # grammars kept to be copied: 0.01 ms instead of 1 to 100
+_MAX_COMPILED = 64  # grammars kept, because a copy takes 0.01 ms and a compilation 1 to 100 ms
 # llguidance follows the references of a schema or grammar by recursion: 20,000 levels ended the process at 8 MiB.
-# The stack is only reserved; what is not used takes no memory.
+# The stack is only reserved: unused pages take no memory.
 _STACK_BYTES = 256 * 2**20
 
 
 def compile_thread(name: str) -> ThreadPoolExecutor:
-    """One thread with a stack that no grammar within the limits of the API can exhaust."""
+    """Return a pool of one thread, whose stack no grammar within the limits of the API can exhaust."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=name)
     before = threading.stack_size(_STACK_BYTES)
     try:
-        pool.submit(int).result()  # starts it
+        pool.submit(int).result()  # starts the thread
     finally:
         threading.stack_size(before)
     return pool
 
 
 def limits() -> LLParserLimits:
-    """llguidance's own limits; its errors do not repeat the grammar."""
+    """Return llguidance's own limits, with errors that do not repeat the grammar."""
     return LLParserLimits(verbose_errors=False)
 
 
 class Grammar:
-    """How far one request's output is in its grammar. It goes on through preemptions: only output counts.
+    """State of one request's output in its grammar. Preemptions keep it, because only output advances it.
 
-    complete: the output may end here and nothing can follow.
+    complete   the output may end here and nothing can follow
     """
 
     def __init__(self, matcher: LLMatcher):
@@ -51,7 +52,7 @@ class Grammar:
         self.complete = False
 
     def advance(self, token_id: int) -> str | None:
-        """The output got this token; why the grammar cannot go on, or None."""
+        """Advance by an output token; return the reason why the grammar cannot go on, or None."""
         if self.matcher.consume_token(token_id):
             self.complete = self.matcher.is_stopped()
             if not (self.complete and self.matcher.is_error()):
@@ -59,40 +60,40 @@ class Grammar:
         return f"{GRAMMAR_FAILED} cannot go on: {plain(self.matcher.get_error())}"
 
 
-# What `GrammarCompiler.compile` gives: a fresh grammar, or why there is none.
+# Result of `GrammarCompiler.compile`: a fresh grammar, or the reason of the failure.
 Compiled = Grammar | str
 
 
 class GrammarCompiler:
-    """Makes grammars over the tokenizer of one checkpoint."""
+    """Compiles grammars for the tokenizer of one checkpoint."""
 
     def __init__(self, folder: str | Path, vocab_size: int):
         self._compiled: dict[str, LLMatcher] = {}
         self._thread = compile_thread("grammar-compile")
-        # At once and not with the first grammar: it holds the interpreter lock for 0.5 s, and the step loop with it.
+        # Loaded now, because it holds the interpreter lock for 0.5 s and the first grammar would delay the step loop.
         self._tokenizer = self._thread.submit(_load_tokenizer, Path(folder), vocab_size)
 
     def ready(self, grammar: str) -> Grammar | None:
-        """A fresh copy of a grammar that was compiled before. For the thread that owns the requests."""
+        """Return a fresh copy of a grammar that was compiled before, or None. For the thread that owns the requests."""
         matcher = self._compiled.get(grammar)
         return None if matcher is None else Grammar(matcher.deep_copy())
 
     def compile(self, grammar: str, done: Callable[[Compiled], None]) -> None:
-        """Compile llguidance's `grammar` on a thread and call `done` there."""
+        """Compile llguidance's `grammar` on the compile thread and call `done` there."""
         self._thread.submit(self._compile, grammar, done)
 
     def wait(self) -> None:
-        """Until all that was asked for so far is compiled."""
+        """Wait until all grammars so far are compiled."""
         self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Drop what waits."""
+        """Drop grammars that wait."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compile(self, grammar: str, done: Callable[[Compiled], None]) -> None:
         try:
             done(self._fresh(grammar))
-        except BaseException as error:  # panics included: nothing else ends this request's wait
+        except BaseException as error:  # panics of llguidance too, because `done` must be called
             logger.exception("a grammar was not compiled")
             done(f"{GRAMMAR_FAILED} could not be compiled: {error}")
 
@@ -110,7 +111,7 @@ class GrammarCompiler:
 
 
 def _load_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
-    """The checkpoint's tokenizer. Ids beyond it, up to vocab_size, are never allowed."""
+    """Return the checkpoint's tokenizer. Ids beyond it, up to vocab_size, are never allowed."""
     file = folder / "tokenizer.json"
     if file.is_file():
         text = file.read_text(encoding="utf-8")
@@ -123,7 +124,7 @@ def _load_tokenizer(folder: Path, vocab_size: int) -> LLTokenizer:
 
 
 def end_token_ids(folder: Path, tokenizer_json: str) -> list[int]:
-    """The tokens that end an output: those of generation_config, config and tokenizer_config, the first one first."""
+    """Return the tokens that end an output, from generation_config, config and tokenizer_config in this order."""
     config = _read_json(folder / "config.json")
     config = config.get("text_config") or config
     found: list[int] = []
@@ -138,11 +139,14 @@ def end_token_ids(folder: Path, tokenizer_json: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def _read_json(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
 
 
 def plain(error: str) -> str:
-    """An error of llguidance without its place holder for what `limits` leaves out, and its only one without words."""
+    """Return an error of llguidance in plain words, without the place holder for text that `limits` leaves out."""
     text = error.replace("<non-verbose/>", "").strip()
     return text.replace("NoExtensionBias", "no text matches it from here on")

@@ -1,6 +1,6 @@
-"""Log-probabilities of tokens from raw logits, of outputs and of prompts. Knows no model and no scheduling.
+"""Log-probabilities of output and prompt tokens, from raw logits. Knows nothing of models and scheduling.
 
-Raw: as the model gave them, before grammar, bias, penalties and temperature.
+Raw logits are the model's, before grammar, bias, penalties and temperature.
 
 T tokens of a forward, N rows, V vocabulary, D hidden size.
 """
@@ -15,17 +15,17 @@ from workers.engine.sequence import Sequence
 from workers.runner.host_copy import to_device
 from workers.wire.request import TokenLogprobs
 
-# [N, D] of the model's result to float32 [N, V].
+# From hidden states [N, D] to logits float32 [N, V].
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 
-# Rows whose logits exist at the same time: a whole prompt's would not fit (4096 x 152k float32 = 2.5 GB).
+# Rows whose logits exist at one time, because those of a whole prompt take 2.5 GB (4096 x 152k float32).
 MAX_LOGITS_ROWS = 256
 
 
 @dataclass(frozen=True)
 class LogprobTensors:
-    """What logits say of N tokens; K alternatives of each, of which token n wants num_top[n]."""
+    """Log-probabilities of N tokens, with K alternatives each, of which num_top[n] are reported for token n."""
 
     logprob_N: torch.Tensor
     rank_N: torch.Tensor
@@ -34,12 +34,17 @@ class LogprobTensors:
     num_top: list[int]
 
     def to(self, copy: ToHost) -> "LogprobTensors":
-        """The same, elsewhere."""
-        tensors = (self.logprob_N, self.rank_N, self.top_ids_NK, self.top_logprobs_NK)
-        return LogprobTensors(*map(copy, tensors), self.num_top)
+        """Return a copy whose tensors are copied by `copy`."""
+        return LogprobTensors(
+            copy(self.logprob_N),
+            copy(self.rank_N),
+            copy(self.top_ids_NK),
+            copy(self.top_logprobs_NK),
+            self.num_top,
+        )
 
     def lists(self) -> list[TokenLogprobs]:
-        """One for each token."""
+        """Return one entry for each token."""
         rows = zip(
             self.logprob_N.tolist(),
             self.rank_N.tolist(),
@@ -57,8 +62,8 @@ class LogprobTensors:
 def token_logprobs(
     logits_NV: torch.Tensor, token_N: torch.Tensor, num_top: list[int]
 ) -> LogprobTensors:
-    """What float32 logits say of int64 tokens >= 0, with the num_top[n] most probable tokens beside token n."""
-    logprobs_NV = logits_NV.log_softmax(dim=-1)  # logsumexp takes eight times as long on a CPU
+    """Return the log-probabilities of int64 tokens >= 0 from float32 logits, with num_top[n] alternatives."""
+    logprobs_NV = logits_NV.log_softmax(dim=-1)  # eight times as fast as logsumexp on a CPU
     index_N1 = token_N.unsqueeze(1)
     rank_N = (logits_NV > logits_NV.gather(1, index_N1)).sum(dim=-1) + 1
     top_NK = logits_NV.topk(min(max(num_top, default=0), logits_NV.shape[1])).indices
@@ -73,17 +78,17 @@ def token_logprobs(
 
 @dataclass
 class PromptParts:
-    """A prompt's log-probabilities so far: of `num_targets` tokens, all but the first."""
+    """Log-probabilities of a prompt so far: of `num_targets` tokens, without the first token."""
 
     parts: list[LogprobTensors]
     num_targets: int = 0
 
     def to(self, copy: ToHost) -> "PromptParts":
-        """The same, elsewhere."""
+        """Return a copy whose tensors are copied by `copy`."""
         return PromptParts([part.to(copy) for part in self.parts], self.num_targets)
 
     def lists(self) -> list[TokenLogprobs | None]:
-        """One for each token, None for the first."""
+        """Return one entry for each token, None for the first."""
         return [None, *(found for part in self.parts for found in part.lists())]
 
 
@@ -92,16 +97,16 @@ CompletePrompts = dict[str, PromptParts]
 
 
 class PromptLogprobs:
-    """Collects prompts' log-probabilities while they are prefilled, in one step or in chunks."""
+    """Collects the log-probabilities of prompts while they are prefilled, in one step or in chunks."""
 
     def __init__(self) -> None:
-        # By the sequence's row, until the prompt is complete or another sequence moves in.
+        # By row of the sequence, until the prompt is complete or another sequence moves in.
         self._unfinished: dict[int, PromptParts] = {}
 
     def admit(self, seq: Sequence) -> None:
-        """`seq` moved into its row, to be computed from its first token on if its prompt is wanted.
+        """`seq` moved into its row. It is computed from its first token on if it reports its prompt.
 
-        Whoever has output has been told of its prompt already.
+        A sequence with output has reported its prompt already.
         """
         self._unfinished.pop(seq.row, None)
         if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
@@ -115,9 +120,9 @@ class PromptLogprobs:
         hidden_TD: torch.Tensor,
         compute_logits: ComputeLogits,
     ) -> CompletePrompts | None:
-        """Add a forward's result for `seqs` before they advance; the prompts that are now complete.
+        """Add the hidden states of a forward; return the prompts that are now complete, None without any.
 
-        query_start_loc int32 [B+1]: where each sequence's new tokens start in hidden_TD.
+        query_start_loc int32 [B+1]: start of each sequence's new tokens in hidden_TD. The sequences have not advanced.
         """
         if not self._unfinished:
             return None
@@ -131,9 +136,10 @@ class PromptLogprobs:
             )
             first, last = query_start_loc[index : index + 2]
             prompt = seq.request.prompt_token_ids
-            # Each position predicts the next one's token; the prompt's last one predicts the first output.
+            # Each position predicts the next token; the last position of the prompt predicts the first output.
             targets = prompt[found.num_targets + 1 : found.num_targets + 1 + last - first]
             num_top = seq.request.params.prompt_logprobs
+            assert num_top is not None, "admit keeps only sequences that report their prompt"
             found.parts += _of_targets(targets, num_top, hidden_TD[first:last], compute_logits)
             found.num_targets += len(targets)
             if seq.num_computed + last - first == len(prompt):  # this step samples
@@ -144,11 +150,11 @@ class PromptLogprobs:
 def _of_targets(
     targets: list[int], num_top: int, hidden_ND: torch.Tensor, compute_logits: ComputeLogits
 ) -> list[LogprobTensors]:
-    """hidden_ND[i] predicts targets[i]; more rows than targets may be there."""
+    """Return the log-probabilities of `targets`: hidden_ND[i] predicts targets[i], further rows are ignored."""
     found: list[LogprobTensors] = []
     for first in range(0, len(targets), MAX_LOGITS_ROWS):
         ids = np.array(targets[first : first + MAX_LOGITS_ROWS], dtype=np.int64)
         rows_ND, ids_N = hidden_ND[first : first + len(ids)], to_device(ids, hidden_ND.device)
-        # Unnamed, so that logits of two parts are never there at once.
+        # The logits have no name here, so that those of two parts never exist at one time.
         found.append(token_logprobs(compute_logits(rows_ND), ids_N, [num_top] * len(ids)))
     return found

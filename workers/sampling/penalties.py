@@ -1,7 +1,7 @@
 """Presence, frequency and repetition penalties on the logits of rows. Knows nothing of requests or the model.
 
-How often a sequence has each token is kept per slot on the device: written when a sequence moves in, then one entry
-a token. On a CPU only the logits of tokens that a sequence has are looked at: of 152k logits that is little.
+The counts of a sequence's tokens are kept per slot on the device: written when a sequence moves in, then one entry per
+new token. On a CPU only the logits of a sequence's own tokens are read, a small part of 152k logits.
 
 P penalised rows, L tokens of the longest, V vocabulary, S slots.
 """
@@ -17,7 +17,7 @@ from workers.wire.request import SamplingParams
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether any of the three does anything."""
+    """Return whether any of the three penalties has an effect."""
     return bool(
         params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
     )
@@ -27,9 +27,9 @@ def has_penalties(params: SamplingParams) -> bool:
 class PenalisedRows:
     """The P rows of a batch that have penalties.
 
-    rows, slots  the same as rows_P1, slots_P1, on the host
-    rows_P1      int64, where they are in the batch
-    slots_P1     int64, where their tokens are counted
+    rows, slots  values of rows_P1 and slots_P1, on the host
+    rows_P1      int64, indices in the batch
+    slots_P1     int64, slots of their token counts
     values_3P1   float32: presence, frequency, repetition
     """
 
@@ -53,7 +53,7 @@ class Penalties:
     def set(
         self, slot: int, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
     ) -> None:
-        """A sequence moves into `slot`, with what it has generated so far."""
+        """A sequence with the output so far moves into `slot`."""
         self._values.pop(slot, None)
         if not has_penalties(params):
             return
@@ -69,7 +69,7 @@ class Penalties:
         seen_V.index_add_(0, output_ids, torch.full_like(output_ids, 2, dtype=torch.int32))
 
     def rows(self, slots: list[int]) -> PenalisedRows | None:
-        """Those of a batch's rows that have penalties; `slots` has each row's slot."""
+        """Return the rows of a batch that have penalties; `slots` holds the slot of each row."""
         rows = [row for row, slot in enumerate(slots) if slot in self._values]
         if not rows:
             return None
@@ -88,8 +88,8 @@ class Penalties:
     ) -> None:
         """Penalise float32 logits in place: repetition first, then frequency and presence.
 
-        token_ids_PL int64: all tokens of each row, in any order and number. Behind a shorter row's may stand
-        anything in the vocabulary: a token that was not counted stays as it is.
+        token_ids_PL int64: all tokens of each row, in any order and number. Shorter rows may be filled with any token
+        of the vocabulary, because the logit of a token that was not counted does not change.
         """
         presence_P1, frequency_P1, repetition_P1 = which.values_3P1
         seen_PL = self._seen_SV[which.slots_P1, token_ids_PL]
@@ -101,17 +101,17 @@ class Penalties:
         count_PL = seen_PL >> 1
         logits_PL -= frequency_P1 * count_PL
         logits_PL -= presence_P1 * (count_PL > 0)
-        # A token that is there twice is written twice, with the same value.
+        # A token that a row holds twice is written twice, with one value.
         logits_BV[which.rows_P1, token_ids_PL] = logits_PL
 
     def apply_everywhere(self, logits_BV: torch.Tensor, which: PenalisedRows) -> None:
-        """`apply` without being told the tokens, which on a GPU only the device may know: one kernel looks at all."""
+        """Penalise like `apply`; one kernel reads the counts of all tokens, because a GPU's host lacks new tokens."""
         from kernels.triton.penalise import penalise
 
         penalise(logits_BV, which.rows_P1, self._seen_SV, which.slots_P1, which.values_3P1)
 
     def count(self, token_B: torch.Tensor, which: PenalisedRows) -> None:
-        """The batch got `token_B`, int64; a negative one ends its sequence, so what it counts as does not matter."""
+        """Count the new tokens, int64. A negative token ends its sequence, so its count does not matter."""
         self._seen_SV[which.slots_P1, token_B[which.rows_P1].clamp(min=0)] += 2
 
     def _grow(self, num_slots: int) -> None:

@@ -166,7 +166,7 @@ def _filter_rows(
     """Apply `filter_weights` to int64 `rows` of the batch, _FILTER_ROWS at a time. May overwrite the weights."""
     if len(rows) == len(weights_BV) <= _FILTER_ROWS:
         return filter_weights(weights_BV, values_B6, filters)
-    for rows_F in to_device(rows, weights_BV.device).split(_FILTER_ROWS):
+    for rows_F in to_device(rows, weights_BV.device).split(_FILTER_ROWS):  # type: ignore[no-untyped-call]
         kept_FV = filter_weights(weights_BV[rows_F], values_B6[rows_F], filters)
         weights_BV.index_copy_(0, rows_F, kept_FV)
     return weights_BV
@@ -226,7 +226,8 @@ def _sort_descending(weights_FV: torch.Tensor, max_top_k: int) -> torch.Tensor:
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return float64 [B] in [0, 1) with 53 random bits, from uint64 keys (hashed seeds) and positions."""
     counter = keys + (positions.astype(np.uint64) + np.uint64(1)) * _STEP
-    return (_mix(counter) >> _UNUSED_BITS) * 2.0**-53
+    uniform: np.ndarray = (_mix(counter) >> _UNUSED_BITS) * 2.0**-53
+    return uniform
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

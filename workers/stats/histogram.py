@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 
 class Histogram:
-    """How many observations fell up to each bound, and their sum.
+    """Numbers of observations up to each bound, and their sum.
 
-    counts has one entry for each bound and one for all beyond; they are not cumulative. Other threads may read it:
-    they can miss the latest observation, no more.
+    counts has one entry for each bound and one beyond the last bound, not cumulative. Other threads may read a
+    histogram; they may miss the latest observation.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -19,10 +19,10 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """Count one."""
+        """Count one observation."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def values(self) -> list[float]:
-        """The counts and then the sum: what adds up over processes."""
+        """Return the counts, then the sum; the values of several processes may be added."""
         return [*self.counts, self.sum]

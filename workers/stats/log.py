@@ -1,7 +1,7 @@
-"""What the log lines of every process look like, and where they go: standard error, as text or as JSON.
+"""Log lines of every process, written to standard error as text or as JSON.
 
-Each line says which process wrote it. Fields given to a logger as `extra` (request_id, and the figures of a rank's
-regular line) are members of a JSON line; a text line shows the request's id.
+Each line carries the name of its process. Fields given to a logger as `extra` (request_id, the figures of a rank's
+stats line) become members of a JSON line; a text line shows the request's id.
 """
 
 import json
@@ -25,9 +25,9 @@ def set_up_logging(
     rank: int | None = None,
     stream: TextIO | None = None,
 ) -> None:
-    """Send this process's log lines to `stream`; other people's libraries only say what is wrong.
+    """Write this process's log lines to `stream`; of other libraries only warnings and errors.
 
-    process   its name in each line, such as "rank 0"
+    process   name of the process in each line, such as "rank 0"
     """
     handler = logging.StreamHandler(stream or sys.__stderr__)
     formatter = JsonFormatter if log_format == "json" else TextFormatter
@@ -42,7 +42,7 @@ def set_up_logging(
 
 
 def extra_fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given as `extra`."""
+    """Return the fields given as `extra`."""
     return {
         key: value
         for key, value in vars(record).items()
@@ -58,7 +58,7 @@ class TextFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """See the class."""
+        """Return the line of `record`."""
         moment = datetime.fromtimestamp(record.created).strftime("%Y-%m-%d %H:%M:%S")
         head = f"{moment}.{int(record.msecs):03d} {record.levelname:<7} {self._process}: "
         request_id = getattr(record, "request_id", None)
@@ -69,7 +69,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, process, rank, logger, message, exception, and what was given as `extra`."""
+    """One JSON object a line: time, level, process, rank, logger, message, exception, and the `extra` fields."""
 
     def __init__(self, process: str, rank: int | None = None):
         super().__init__()
@@ -77,7 +77,7 @@ class JsonFormatter(logging.Formatter):
         self._rank = rank
 
     def format(self, record: logging.LogRecord) -> str:
-        """See the class."""
+        """Return the line of `record`."""
         fields: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),

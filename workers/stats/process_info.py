@@ -10,14 +10,14 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class ProcessInfo(TypedDict):
-    """cpu_seconds since the process began; resident_bytes now (where there is no /proc, the most there ever were)."""
+    """cpu_seconds since the start of the process; resident_bytes now (without /proc, the peak)."""
 
     cpu_seconds: float
     resident_bytes: int
 
 
 def process_info() -> ProcessInfo:
-    """Takes 20 us."""
+    """Return the figures of this process; takes 20 us."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     try:
         resident = int(_STATM.read_text().split()[1]) * _PAGE

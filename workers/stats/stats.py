@@ -1,4 +1,4 @@
-"""What one rank counts about itself. Written by the step loop, read by other threads as a plain dict."""
+"""Statistics of one rank, written by the step loop and read by other threads as a plain dict."""
 
 import time
 from collections import Counter
@@ -15,19 +15,21 @@ from workers.stats.request_times import RequestTimer
 
 STEP_PARTS = ("schedule", "vote", "prepare", "forward", "sample", "output")
 STEP_TOKENS = tuple(float(2**i) for i in range(15))
-EXPERT_LOAD_EVERY = 32  # steps between two looks at the experts' load: 1 ms each on a CPU
+EXPERT_LOAD_EVERY = (
+    32  # steps between two samples of the experts' load, each of which takes 1 ms on a CPU
+)
 
 
 @dataclass(frozen=True, slots=True)
 class HostTimes:
-    """Seconds of one step before it was launched."""
+    """Seconds of one step on the host before its launch."""
 
     schedule: float = 0.0
     vote: float = 0.0
 
 
 class EngineStats:
-    """Counters since start, and gauges as of the last step."""
+    """Counters since the start, and gauges of the last step."""
 
     def __init__(self, expert_load: ExpertLoad | None = None) -> None:
         self.requests = RequestTimer()
@@ -53,7 +55,7 @@ class EngineStats:
         }
 
     def before_step(self, batch: ScheduledBatch) -> None:
-        """`batch` is about to run."""
+        """Count the requests of a batch before it runs."""
         if batch.admitted:
             self.requests.admitted(batch.admitted)
             self.prompt_tokens += sum(
@@ -76,7 +78,7 @@ class EngineStats:
         generated: int,
         publish: float,
     ) -> None:
-        """Add one step that was committed: `generated` tokens for their requests, `publish` seconds until they left."""
+        """Count a committed step with `generated` output tokens, published in `publish` seconds."""
         self.num_steps += 1
         mode = batch.forward_mode
         self.num_idle_steps += mode == ForwardMode.IDLE
@@ -95,7 +97,7 @@ class EngineStats:
         self.record_idle(scheduler)
 
     def record_idle(self, scheduler: Scheduler) -> None:
-        """Refresh the gauges."""
+        """Update the gauges."""
         self._gauges = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
@@ -106,11 +108,11 @@ class EngineStats:
         }
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it, picklable.
+        """Return all statistics, picklable.
 
         kinds        steps by (forward mode, graph mode, ubatched)
-        histograms   name -> its bounds, and its values (see `Histogram.values`)
-        time         when this was taken, by this machine's monotonic clock, for rates
+        histograms   name -> bounds and values (see `Histogram.values`)
+        time         monotonic time of the snapshot in seconds, for rates
         """
         timer = self.requests
         histograms = {

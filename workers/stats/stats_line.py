@@ -1,4 +1,4 @@
-"""The line that a busy rank writes to its log every few seconds. Pure arithmetic on two snapshots of its counters."""
+"""Log line of a busy rank, written every INTERVAL_S seconds: pure arithmetic on two snapshots of its counters."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ INTERVAL_S = 10.0
 
 
 def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] | None:
-    """What a rank did between two `EngineStats.snapshot`s; None when it had nothing to do.
+    """Return the figures of a rank between two `EngineStats.snapshot`s; None if it ran no steps.
 
     Rates are per second, times in milliseconds of a step, shares between 0 and 1.
     """
 
     def grown(key: str) -> float:
-        return now[key] - before[key]
+        return float(now[key] - before[key])
 
     seconds, steps = grown("time"), grown("steps")
     if seconds <= 0 or steps <= 0:
@@ -35,7 +35,7 @@ def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] 
 
 
 def stats_line(fields: dict[str, Any]) -> str:
-    """The fields as a person reads them."""
+    """Return the fields as a line of text."""
     split = ", ".join(f"{part} {value:.2f}" for part, value in fields["step_ms"].items())
     hits = fields["prefix_hit_rate"]
     line = (

@@ -1,24 +1,29 @@
-"""ZeroMQ sockets between ranks and ingresses, over TCP, encrypted and closed to strangers (CURVE).
+"""ZeroMQ sockets between ranks and ingresses over TCP, encrypted and authenticated (CURVE).
 
-The end that listens makes a key; only who was given it, through Ray, can connect. Knows nothing of what is sent.
+The listener makes a key pair; only processes that received its public key, through Ray, can connect. Knows nothing of
+the messages.
 """
 
 import threading
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import zmq
+
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
 @dataclass(frozen=True)
 class StreamAddress:
-    """Where somebody listens, and its public key."""
+    """Endpoint and public key of a listener."""
 
     endpoint: str
     key: bytes
 
 
-def listen(context: zmq.Context, host: str) -> tuple[zmq.Socket, StreamAddress]:
-    """A PULL socket on a free port of `host` for any number of senders, and where it is."""
+def listen(context: Context, host: str) -> tuple[Socket, StreamAddress]:
+    """Return a PULL socket on a free port of `host`, for any number of senders, and its address."""
     socket = _unbounded(context.socket(zmq.PULL))
     public, secret = zmq.curve_keypair()
     socket.curve_server = True
@@ -31,26 +36,26 @@ def listen(context: zmq.Context, host: str) -> tuple[zmq.Socket, StreamAddress]:
 
 
 class Sender:
-    """The end that sends. `send` and `close` may be called from different threads."""
+    """Sending end. `send` and `close` may be called from different threads."""
 
     def __init__(self, address: StreamAddress):
         self._lock = threading.Lock()
         self._socket = _connect(address)
 
     def send(self, message: bytes) -> None:
-        """Queue a message; it waits until the connection stands. After `close` it is dropped: nobody listens."""
+        """Queue a message until the connection is up; after `close` the message is dropped."""
         with self._lock:
             if not self._socket.closed:
                 self._socket.send(message, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Drop what is queued and disconnect."""
+        """Drop queued messages and disconnect."""
         with self._lock:
             self._socket.close()
 
 
-def _connect(address: StreamAddress) -> zmq.Socket:
-    """A PUSH socket to a listener."""
+def _connect(address: StreamAddress) -> Socket:
+    """Return a PUSH socket to a listener."""
     socket = _unbounded(zmq.Context.instance().socket(zmq.PUSH))
     if "[" in address.endpoint:
         socket.setsockopt(zmq.IPV6, 1)
@@ -60,8 +65,11 @@ def _connect(address: StreamAddress) -> zmq.Socket:
     return socket
 
 
-def _unbounded(socket: zmq.Socket) -> zmq.Socket:
-    """Sending never blocks; closing drops what is queued. The supervisor ends who does not read."""
+def _unbounded(socket: Socket) -> Socket:
+    """Lift the limits of a socket: sending never blocks, closing drops queued messages.
+
+    The supervisor closes the streams of an ingress that does not read.
+    """
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.LINGER, 0)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_AT_ONCE = 64
 _DEFAULTS = (None, None, 0, None)  # of the last four fields, which few outputs have
-POLLIN = int(zmq.POLLIN)  # its enum takes 10 us for an `&`
+POLLIN = int(zmq.POLLIN)  # `&` with the enum takes 10 us
 
 
 class TokenSender:
@@ -71,7 +71,7 @@ class TokenReceiver:
     def _drain(self) -> None:
         """Deliver all messages that are here, because the descriptor signals changes only."""
         for _ in range(MAX_MESSAGES_AT_ONCE):
-            if self._socket.closed or not self._socket.get(zmq.EVENTS) & POLLIN:
+            if self._socket.closed or not int(self._socket.get(zmq.EVENTS)) & POLLIN:
                 return
             message = self._socket.recv(zmq.NOBLOCK)
             try:
