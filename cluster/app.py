@@ -1,4 +1,4 @@
-"""`serve run cluster.app:build config=configs/local.yaml`: the same application without our launcher."""
+"""`serve run cluster.app:build config=configs/local.yaml`: the application without `phalanx serve`."""
 
 from ray.serve import Application
 
@@ -10,8 +10,8 @@ from cluster.ingress.ingress import deploy
 def build(args: dict[str, str]) -> Application:
     """The Serve application of a YAML. `args` holds `config` and any `key.path=value` overrides.
 
-    API keys come from this process's environment and from serve.api_keys_file. Raises ConfigError when the
-    configuration is wrong, ApiKeyError when the keys are.
+    API keys come from this process's environment and from serve.api_keys_file. Raises ConfigError for a
+    wrong configuration, ApiKeyError for wrong keys.
     """
     options = dict(args)
     path = options.pop("config", "configs/local.yaml")

@@ -1,6 +1,6 @@
-"""The `phalanx` command. Thin: each command imports what it needs when it runs, so that help is fast.
+"""The `phalanx` command. Each command imports its modules when it runs, so that help is fast.
 
-A user's mistake ends with one message on stderr and exit code 2; a server that fails, with 1.
+A user's mistake ends with one message on stderr and exit code 2; a server that fails ends with code 1.
 """
 
 import json
@@ -73,7 +73,7 @@ def check(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print what a configuration comes to: ranks, backends, memory. Starts nothing."""
+    """Print a configuration's ranks, backends and memory. Starts nothing."""
     report = _checked(_load(config, overrides))
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
@@ -91,10 +91,10 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two looks; rates are over them.")
+        float, typer.Option(min=0.1, help="Seconds between two scrapes; rates are over them.")
     ] = 1.0,
 ) -> None:
-    """Show what the ranks of a running server do, until Ctrl-C."""
+    """Show the load of a running server's ranks, until Ctrl-C."""
     from cluster.commands.top import UnreachableError, watch
 
     with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
@@ -210,7 +210,7 @@ def _checked(config: "PhalanxConfig") -> "CheckReport":
 
 @contextmanager
 def _user_errors(*kinds: type[Exception], code: int = 2) -> Iterator[None]:
-    """Turn a user's mistake into its message and exit code."""
+    """Turn errors of these kinds into their message and an exit code."""
     try:
         yield
     except kinds as error:

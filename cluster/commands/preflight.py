@@ -1,8 +1,8 @@
-"""What a start does in a process of its own, beside Ray's: `phalanx check`, then attention's compiler.
+"""Runs `phalanx check`, then attention's compiler, in a process of its own while Ray starts.
 
-Importing torch and looking for backends takes as long as Ray's start and would slow it down in the same process.
-FlashAttention 3 takes more than a minute to compile where no kernels are kept: the ranks find them in the folder that
-they share, or wait for its lock. What the compiler may fail of, the ranks will say.
+Importing torch and probing backends takes as long as Ray's start, and would slow it down in the same process.
+FlashAttention 3 takes more than a minute to compile if the cache folder has no kernels. The ranks find the compiled
+kernels in the folder that they share, or wait for its lock. Compiler errors are reported by the ranks, not here.
 """
 
 import os
@@ -28,12 +28,12 @@ SILENT = (
 
 
 class Preflight:
-    """The process, until it ends by itself or by `close`."""
+    """The process; it ends by itself or by `close`."""
 
     def __init__(self, config: PhalanxConfig, num_api_keys: int):
         self._warnings: Future[list[str]] = Future()
-        self._told = False
-        # Found where this process finds it: -m would look into the user's folder first.
+        self._reported = False
+        # With this process's sys.path: -m would import from the user's folder first.
         program = f"import sys; sys.path[:] = {sys.path!r}; from cluster.commands.preflight import run; run()"
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
@@ -41,37 +41,37 @@ class Preflight:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        question = pickle.dumps((config, num_api_keys))
-        threading.Thread(target=self._follow, args=(question,), daemon=True).start()
+        job = pickle.dumps((config, num_api_keys))
+        threading.Thread(target=self._follow, args=(job,), daemon=True).start()
 
     def done(self) -> bool:
         """Whether `warnings` would not wait."""
         return self._warnings.done()
 
     def warnings(self) -> list[str]:
-        """What the check found, the first time; nothing later. Raises what the check raised."""
-        found = [] if self._told else self._warnings.result()
-        self._told = True
+        """The warnings of the check at the first call, none later. Raises the error of the check."""
+        found = [] if self._reported else self._warnings.result()
+        self._reported = True
         return found
 
     def close(self) -> None:
-        """End it, and its compilers."""
+        """End the process and its compilers."""
         if self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)
             self._process.wait()
 
-    def _follow(self, question: bytes) -> None:
-        """Ask, wait for the answer, then for the end."""
+    def _follow(self, job: bytes) -> None:
+        """Send the job, wait for the outcome, then for the end of the process."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(question)
+            process.stdin.write(job)
         with process.stdout:
             answer = process.stdout.read()
         try:
             outcome = pickle.loads(answer)
-        except Exception:  # anything can come of broken bytes
+        except Exception:  # broken bytes can raise any error
             outcome = [SILENT.format(process.wait())]
         if isinstance(outcome, Exception):
             self._warnings.set_exception(outcome)
@@ -81,11 +81,11 @@ class Preflight:
 
 
 def run() -> None:
-    """The process: a configuration and the number of API keys come by stdin, warnings or an error go to stdout."""
+    """Run in the process: read (configuration, number of API keys) from stdin, write the outcome to stdout."""
     config, num_api_keys = pickle.load(sys.stdin.buffer)
     cuda_environment.prepare(os.environ)
     with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # others' words are no answer
+        os.dup2(2, 1)  # the output of libraries must not mix with the outcome
         report, outcome = _check(config, num_api_keys)
         answers.write(pickle.dumps(outcome))
     if report is not None:
@@ -99,7 +99,7 @@ def _check(
 
     try:
         report = check(config, num_api_keys)
-    except ValueError as error:  # what the user has to mend
+    except ValueError as error:  # a user's mistake
         return None, error
     except Exception as error:
         traceback.print_exc()
@@ -108,7 +108,7 @@ def _check(
 
 
 def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
-    """Attention's kernels for this machine's GPUs, if ranks here would compile them."""
+    """Compile attention's kernels for this machine's GPUs, if ranks here would."""
     import torch
 
     from kernels.attention.flashinfer_modules import compile_modules

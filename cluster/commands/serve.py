@@ -1,6 +1,6 @@
-"""`phalanx serve`: start Ray, the ranks and the HTTP endpoint, say how far it is, serve until told to stop.
+"""`phalanx serve`: start Ray, the ranks and the HTTP endpoint, show the progress, serve until a signal.
 
-SIGTERM lets the requests under way finish, for serve.drain_timeout_s at most; SIGINT, or a second signal, ends them.
+SIGTERM lets open requests finish, for serve.drain_timeout_s at most. SIGINT, or a second signal, ends them.
 """
 
 import errno
@@ -29,28 +29,28 @@ from workers.stats.log import set_up_logging
 if TYPE_CHECKING:
     from cluster.group.group import GroupHealth, GroupStatus
 
-# Ray starts workers at niceness 15, where any other process of the machine slows the ranks down. Read when Ray
-# starts; an operator's own setting wins. Serve's controller looks at its replicas ten times a second, which takes 5 %
-# of a core; three times are enough for replicas that hardly ever change.
+# Read when Ray starts; a variable that the operator has set is kept. Ray starts workers at niceness 15, where any other
+# process of the machine slows the ranks down. Serve's controller checks its replicas ten times a second, which takes
+# 5 % of a core; three times are enough because the replicas rarely change.
 RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3"}
-# What it says at every start is no news to those who did not turn it off.
+# Ray logs at every start that its token authentication is on, which is the default.
 AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
 POLL_S = 0.1
-HTTP_STOP_S = 5.0  # how long a call of Serve that is under way may take to return
-DRAIN_EXTRA_S = 3.0  # for an ingress to close its connections and tell
+HTTP_STOP_S = 5.0  # time for a running call of Serve to return
+DRAIN_EXTRA_S = 3.0  # time for an ingress to close its connections and report
 
 console = Console(highlight=False)
 
 
 class ServerError(RuntimeError):
-    """The server cannot start, or had to stop; the message says why."""
+    """The server cannot start, or had to stop; the message is the reason."""
 
 
 def run_server(config: PhalanxConfig) -> None:
     """Serve until SIGINT or SIGTERM.
 
-    Raises ServerError when the start fails or the ranks do; ConfigError, ApiKeyError and BackendChoiceError when the
+    Raises ServerError when the start or the ranks fail. Raises ConfigError, ApiKeyError and BackendChoiceError when the
     configuration does not fit this machine.
     """
     started = time.monotonic()
@@ -58,18 +58,18 @@ def run_server(config: PhalanxConfig) -> None:
     stop = StopSignals()
     stop.install()
     digests = load_digests(config.serve.api_keys_file)
-    os.environ.pop(VARIABLE, None)  # no process of Ray needs to know the keys themselves
+    os.environ.pop(VARIABLE, None)  # Ray's processes inherit the environment, and need no keys
     _check_port(config.serve.host, config.serve.port)
     check_num_ranks(config)
     preflight = Preflight(config, len(digests))
     try:
         with _stage("ray"):
             start_ray(config)
-        stop.install()  # again, since Ray has put its own handlers in their place
+        stop.install()  # again, because Ray has replaced the handlers
         url = None if stop.is_set() else _start_checked(config, digests, stop, preflight)
         if url is not None:
-            asks = f", {len(digests)} API key(s)" if digests else ""
-            console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{asks}", style="bold")
+            keys = f", {len(digests)} API key(s)" if digests else ""
+            console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{keys}", style="bold")
             _watch(config, stop)
             _drain(config, stop)
     finally:
@@ -80,7 +80,7 @@ def run_server(config: PhalanxConfig) -> None:
 
 
 def _print_warnings(preflight: Preflight) -> None:
-    """Print the warnings, once. Raises what the check raised."""
+    """Print the warnings of the check, once. Raises the error of the check."""
     for warning in preflight.warnings():
         console.print(f"  warning: {warning}", style="yellow")
 
@@ -89,7 +89,7 @@ def start_ray(config: PhalanxConfig) -> None:
     """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Ray's processes inherit them, so that ranks can take those of its processes that wait for work.
+    # Ray's processes inherit the variables, so a rank can run in a process that Ray has started before.
     os.environ.update(MULTICAST_OFF)
     logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
     import ray
@@ -98,8 +98,8 @@ def start_ray(config: PhalanxConfig) -> None:
     options: dict[str, Any] = {}
     if address is None:
         options = {
-            # Bookkeeping, not a limit, but Ray starts a process for each core that it counts: one each for ranks
-            # and replicas, the supervisor and Serve's controller.
+            # Not a limit, but Ray starts a process for each core that it counts: one for each rank and replica, the
+            # supervisor and Serve's controller.
             "num_cpus": config.cluster.ranks + config.serve.replicas + 2,
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
@@ -112,7 +112,7 @@ def start_ray(config: PhalanxConfig) -> None:
             log_to_driver=True,
             **options,
         )
-    except Exception as error:  # Ray's own are bare Exceptions, for a slow machine too
+    except Exception as error:  # Ray raises bare Exceptions, also on a slow machine
         where = f"join Ray at {address}" if address else "start a local Ray"
         raise ServerError(f"cannot {where}: {error}") from error
     show_logs(config.serve.log_format)
@@ -121,7 +121,7 @@ def start_ray(config: PhalanxConfig) -> None:
 def _start_checked(
     config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
 ) -> str | None:
-    """`_start`, but what the check has against the configuration says more than how the start fails for it."""
+    """`_start`; if it fails, errors of the check are raised first, because they explain the failure better."""
     try:
         return _start(config, digests, stop, preflight)
     except Exception:
@@ -132,7 +132,7 @@ def _start_checked(
 def _start(
     config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
 ) -> str | None:
-    """Bring ranks and HTTP up side by side. The URL, or None when told to stop meanwhile."""
+    """Start the ranks and HTTP side by side. Returns the URL, or None after a signal."""
     import ray
 
     from cluster.group import supervisor
@@ -154,7 +154,7 @@ def _start(
         stop.set()
         raise
     finally:
-        # Serve starts a Ray of its own where none runs: nothing of it may be called once ours has been ended.
+        # A call of Serve starts a new Ray if none runs, so none may come after ray.shutdown.
         if stop.is_set():
             calling_serve.acquire(timeout=HTTP_STOP_S)
 
@@ -234,7 +234,7 @@ def _start_http(
 
 
 def _watch(config: PhalanxConfig, stop: StopSignals) -> None:
-    """Return when told to stop; raise ServerError when the ranks have failed."""
+    """Return after a signal. Raises ServerError when a group has failed."""
     from cluster.group import supervisor
 
     ray_get = _ray_get()
@@ -247,7 +247,7 @@ def _watch(config: PhalanxConfig, stop: StopSignals) -> None:
 
 
 def _drain(config: PhalanxConfig, stop: StopSignals) -> None:
-    """Let no request in any more; return when the last one has ended, its time is over, or somebody is in a hurry."""
+    """Refuse new requests. Return when the last one has ended, at the timeout, or at a second signal."""
     from ray.exceptions import RayError
 
     from cluster.group import supervisor
@@ -269,7 +269,7 @@ def _shut_down(config: PhalanxConfig) -> None:
 
     if not ray.is_initialized():
         return
-    # Threads that still wait for an answer of Ray are told that it is gone; nobody wants to read that.
+    # Ray logs an error for every thread that waits for a call when Ray ends.
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     with _stage("stopped"):
         _stop_ranks(config)
@@ -277,7 +277,7 @@ def _shut_down(config: PhalanxConfig) -> None:
             from ray import serve
 
             serve.delete(config.serve.app_name)
-        # A local Ray goes away whole, Serve with it.
+        # The end of a local Ray ends Serve too.
         ray.shutdown()
 
 

@@ -1,6 +1,6 @@
-"""SIGINT and SIGTERM as a wish that the server looks at: stop at once, stop when done, or hurry up.
+"""SIGINT and SIGTERM as a state that the server polls: stop at once, or stop when requests have finished.
 
-The handler only appends to a list: locks could be held by the very code that it interrupts.
+The handler only appends to a list, because the code that it interrupts may hold locks.
 """
 
 import signal
@@ -10,31 +10,31 @@ POLL_S = 0.1
 
 
 class StopSignals:
-    """What has been asked for so far. `install` in the main thread, again whenever others may have put handlers."""
+    """The signals so far. Call `install` in the main thread, again after a library may have replaced the handlers."""
 
     def __init__(self) -> None:
         self._received: list[int] = []
 
     def install(self) -> None:
-        """Take SIGINT and SIGTERM."""
+        """Handle SIGINT and SIGTERM."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, _frame: self._received.append(received))
 
     def set(self) -> None:
-        """As if a signal had come, for what goes wrong."""
+        """Stop as after a signal, because of an error."""
         self._received.append(0)
 
     def is_set(self) -> bool:
-        """Whether to stop."""
+        """Whether the server must stop."""
         return bool(self._received)
 
     @property
     def patient(self) -> bool:
-        """Whether requests under way may finish: one SIGTERM and nothing else has come."""
+        """Whether open requests may finish: the only signal was one SIGTERM."""
         return self._received == [signal.SIGTERM]
 
     def wait(self, seconds: float) -> bool:
-        """Whether to stop, as soon as it is known, at the latest after so long."""
+        """Wait for a signal, for at most `seconds`; returns whether the server must stop."""
         deadline = time.monotonic() + seconds
         while not self._received and time.monotonic() < deadline:
             time.sleep(POLL_S)

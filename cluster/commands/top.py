@@ -1,4 +1,4 @@
-"""`phalanx top`: a live table of a running server's ranks, out of its /metrics."""
+"""`phalanx top`: a live table of a running server's ranks, from its /metrics."""
 
 import contextlib
 import json
@@ -10,20 +10,20 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from cluster.commands.top_metrics import NotOursError, Scrape, overview
+from cluster.commands.top_metrics import NotPhalanxError, Scrape, overview
 from cluster.commands.top_table import table
 
 TIMEOUT_S = 5.0
 
 
 class UnreachableError(RuntimeError):
-    """There is no such server, or it does not answer as one of ours."""
+    """There is no server at the URL, or it is no Phalanx server."""
 
 
 def watch(url: str, *, once: bool = False, as_json: bool = False, interval: float = 1.0) -> None:
     """Show the ranks of the server at `url` every `interval` seconds until Ctrl-C, or once.
 
-    Raises UnreachableError when it is not there, ValueError when the URL is none.
+    Raises UnreachableError without a server there, ValueError for text that is no URL.
     """
     with contextlib.suppress(KeyboardInterrupt):
         _run(_base_url(url), once=once, as_json=as_json, interval=interval)
@@ -59,7 +59,7 @@ def _live(url: str, interval: float) -> None:
             time.sleep(interval)
             try:
                 now = scrape(url)
-            except UnreachableError as error:  # it may come back
+            except UnreachableError as error:  # the server may come back
                 live.update(f"{error}\n(Ctrl-C ends)", refresh=True)
                 continue
             live.update(table(overview(before, now), url), refresh=True)
@@ -72,7 +72,7 @@ def scrape(url: str) -> Scrape:
         with urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
             text = answer.read().decode("utf-8", "replace")
         return Scrape(text, time.monotonic())
-    except NotOursError as error:
+    except NotPhalanxError as error:
         raise UnreachableError(f"{url} is not a Phalanx server: {error}") from error
     except HTTPError as error:
         raise UnreachableError(
@@ -87,7 +87,7 @@ def scrape(url: str) -> Scrape:
 
 
 def _base_url(url: str) -> str:
-    """http:// when nothing is said, and no path, whichever page the user copied."""
+    """The URL with http:// as the default scheme, and without a path."""
     parts = urlsplit(url if "://" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")

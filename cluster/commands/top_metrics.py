@@ -1,4 +1,4 @@
-"""What `phalanx top` shows, out of two scrapes of /metrics. Pure arithmetic on parsed Prometheus text."""
+"""The figures of `phalanx top`, from two scrapes of /metrics. Pure arithmetic on parsed Prometheus text."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ PREFIX = "phalanx:"
 Labels = dict[str, str]
 
 
-class NotOursError(ValueError):
-    """The text is not what this server's /metrics gives."""
+class NotPhalanxError(ValueError):
+    """The text is not from a Phalanx server's /metrics."""
 
 
 class Scrape:
-    """One scrape: the samples by name, and when it was taken."""
+    """One scrape: its samples by name, and its time."""
 
     def __init__(self, text: str, moment: float):
         self.moment = moment
@@ -28,26 +28,26 @@ class Scrape:
                         entry = (sample.labels, sample.value)
                         self._samples.setdefault(sample.name[len(PREFIX) :], []).append(entry)
         except ValueError as error:
-            raise NotOursError(f"its /metrics cannot be read: {error}") from error
+            raise NotPhalanxError(f"its /metrics cannot be read: {error}") from error
         if not self._samples:
-            raise NotOursError("its /metrics has nothing of Phalanx")
+            raise NotPhalanxError("its /metrics has nothing of Phalanx")
 
     def samples(self, name: str, **labels: str) -> Iterable[tuple[Labels, float]]:
-        """Those of a name whose labels agree."""
+        """The samples of a name that have these labels."""
         for found, value in self._samples.get(name, ()):
             if labels.items() <= found.items():
                 yield found, value
 
     def sum(self, name: str, **labels: str) -> float:
-        """Their sum; 0 when there are none."""
+        """The sum of the samples of a name that have these labels; 0 without samples."""
         return sum(value for _, value in self.samples(name, **labels))
 
     def values(self, name: str, label: str) -> list[str]:
-        """What a label says on them, in order of appearance."""
+        """The values of a label of a name, in order of appearance."""
         return list(dict.fromkeys(found[label] for found, _ in self.samples(name)))
 
     def buckets(self, name: str, **labels: str) -> dict[float, float]:
-        """A histogram's cumulative counts by upper bound, summed over children."""
+        """A histogram's cumulative counts by upper bound, summed over its samples."""
         counts: dict[float, float] = {}
         for found, value in self.samples(f"{name}_bucket", **labels):
             bound = float(found["le"])
@@ -75,7 +75,7 @@ class RankRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """The whole server between two scrapes; latencies are those of requests of that time."""
+    """The whole server between two scrapes; latencies are of requests of that time."""
 
     model: str
     seconds: float
@@ -88,7 +88,7 @@ class Overview:
 
 
 def overview(before: Scrape, now: Scrape) -> Overview:
-    """What happened between two scrapes of one server."""
+    """The figures between two scrapes of one server."""
     seconds = max(now.moment - before.moment, 1e-9)
     models = now.values("num_requests_running", "model_name")
     ended = [
@@ -112,7 +112,7 @@ def overview(before: Scrape, now: Scrape) -> Overview:
 
 
 def total(rows: list[RankRow]) -> dict[str, Any]:
-    """The columns of all ranks together, where a sum or a mean says something."""
+    """Sums and means over all ranks, of the columns that have one."""
     return {
         "prompt_tokens_per_s": sum(row.prompt_tokens_per_s for row in rows),
         "generation_tokens_per_s": sum(row.generation_tokens_per_s for row in rows),
@@ -123,9 +123,9 @@ def total(rows: list[RankRow]) -> dict[str, Any]:
 
 
 def quantile(buckets: dict[float, float], share: float) -> float | None:
-    """Where `share` of the observations lie below, interpolated in its bucket; None without any.
+    """The value below which `share` of the observations lie, interpolated in its bucket; None without observations.
 
-    `buckets` are cumulative counts by upper bound, with +Inf. In the last bucket its lower bound is the answer.
+    `buckets` are cumulative counts by upper bound, with +Inf. A value in the last bucket is given as its lower bound.
     """
     bounds = sorted(buckets)
     if not bounds or not buckets[bounds[-1]] > 0:
@@ -170,7 +170,7 @@ def _rank(before: Scrape, now: Scrape, seconds: float, rank: str) -> RankRow:
 
 
 def _grown(before: Scrape, now: Scrape, name: str, **labels: str) -> float:
-    """How much a counter grew; all of it when the server began anew."""
+    """The growth of a counter; its whole value after a restart of the server."""
     end, start = now.sum(name, **labels), before.sum(name, **labels)
     return end - start if end >= start else end
 

@@ -1,4 +1,4 @@
-"""The table of `phalanx top`. Knows nothing of where the figures come from."""
+"""The table of `phalanx top`. Knows nothing of /metrics."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -15,7 +15,7 @@ _BAR = 6
 
 
 def table(seen: Overview, url: str) -> RenderableType:
-    """A row for each rank, their sum, and the requests' latencies above."""
+    """A row for each rank and one for all; the requests' latencies above."""
     head = Text.assemble(
         (seen.model or "?", "bold"),
         f"  {url}  {seen.requests_per_s:.1f} requests/s",

@@ -1,4 +1,4 @@
-"""API keys from the environment and from a file. Only their digests leave this module, and no message shows a key.
+"""API keys from the environment and from a file. Only digests leave this module, and no message contains a key.
 
 Knows nothing of HTTP.
 """
@@ -10,15 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "PHALANX_API_KEY"
-_KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{1,512}")  # what a header can carry; a comma separates keys
+_KEY = re.compile(r"[\x21-\x2b\x2d-\x7e]{1,512}")  # allowed in a header; a comma separates keys
 
 
 class ApiKeyError(ValueError):
-    """The keys cannot be used; the message says which and why, without showing it."""
+    """A key cannot be used; the message has its place and the reason, not the key."""
 
 
 def load_digests(keys_file: str | None) -> tuple[bytes, ...]:
-    """SHA-256 digests of all keys of this process's environment and of the file; none = no key is asked for."""
+    """SHA-256 digests of all keys of the environment and of the file. Without any, clients need no key."""
     keys = read_variable()
     if keys_file is not None:
         keys += read_keys_file(keys_file)
@@ -26,12 +26,12 @@ def load_digests(keys_file: str | None) -> tuple[bytes, ...]:
 
 
 def digest(key: bytes) -> bytes:
-    """What is kept and compared of a key."""
+    """The digest that stands for a key."""
     return hashlib.sha256(key).digest()
 
 
 def read_variable() -> list[str]:
-    """The keys of PHALANX_API_KEY, separated by commas; empty is as good as unset."""
+    """The keys of PHALANX_API_KEY, separated by commas; an empty variable is like none."""
     value = os.environ.get(VARIABLE, "")
     keys = _checked(value.split(","), VARIABLE, "key")
     if value and not keys:
@@ -40,7 +40,7 @@ def read_variable() -> list[str]:
 
 
 def read_keys_file(path: str) -> list[str]:
-    """A key a line; empty lines and what follows a # at the line's start or behind a space do not count."""
+    """The keys of a file, one a line. A # at the start of a line or after a space begins a comment."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:

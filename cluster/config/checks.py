@@ -1,6 +1,6 @@
-"""Combinations of settings that cannot work, though each setting alone is fine.
+"""Finds combinations of settings that cannot work, though each setting alone is valid.
 
-Pure but for reading the checkpoint's config.json and the file of API keys. Each check yields problems; none raises.
+Reads the checkpoint's config.json and the file of API keys; has no other effect. Checks yield problems, none raises.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from workers.models.specs import ModelConfig
 
 
 def check_together(config: PhalanxConfig) -> list[Problem]:
-    """Everything that is impossible, in the order of the sections."""
+    """All problems, in the order of the sections."""
     problems: list[Problem] = []
     try:
         model = load_model_config(config.model.path)
@@ -67,7 +67,7 @@ def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
 
 
 def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
-    """What hangs on the longest request: checkpoint, step budget, cache."""
+    """Limits that depend on the longest request: checkpoint, step budget, cache."""
     length = config.model.max_model_len
     if model is not None:
         trained = model.max_position_embeddings

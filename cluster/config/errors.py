@@ -1,6 +1,6 @@
-"""Turns everything that is wrong with a configuration into one error with a line per problem.
+"""Turns all problems of a configuration into one error with a line per problem.
 
-Knows pydantic's error records and JSON schema; knows nothing of YAML text or of what the keys mean.
+Reads pydantic's error records and JSON schema. Knows nothing of YAML text and of the meaning of keys.
 """
 
 import difflib
@@ -16,10 +16,9 @@ JsonSchema = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong. `message` goes behind the key; without a key it is about the file.
+    """One problem. `message` follows the key; without a key it is about the file.
 
-    `involves` are the other keys that the complaint rests on: it is dropped when one of those is
-    wrong itself.
+    involves: the other keys that the problem depends on. If one of them is wrong itself, the problem is dropped.
     """
 
     key: str
@@ -41,7 +40,7 @@ class ConfigError(ValueError):
     def of(
         cls, source: str, problems: Sequence[Problem], places: Mapping[str, str] | None = None
     ) -> "ConfigError":
-        """`places` says where a key stood: "line 7"."""
+        """The error of `problems`; `places` has the place of each key, such as "line 7"."""
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         lines = [f"{source}: {count}"]
         for problem in problems:
@@ -53,13 +52,13 @@ class ConfigError(ValueError):
 
 
 def show(value: Any) -> str:
-    """A value as it would stand in YAML's flow form, cut short."""
+    """A value in YAML's flow form, at most 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def from_pydantic(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
-    """One problem a key, though pydantic complains once for each arm of a union."""
+    """One problem per key; pydantic reports one per arm of a union."""
     schema = model.model_json_schema()
     known = dict(leaf_schemas(schema))
     found: dict[str, Problem] = {}
@@ -78,7 +77,7 @@ def from_pydantic(error: ValidationError, model: type[BaseModel]) -> list[Proble
 
 
 def leaf_schemas(schema: JsonSchema, prefix: str = "") -> Iterator[tuple[str, JsonSchema]]:
-    """(dotted key, JSON schema) of every setting, with references to sections followed."""
+    """(dotted key, JSON schema) of every setting; follows references to sections."""
     return _leaves(schema, schema, prefix)
 
 
@@ -111,14 +110,14 @@ def _locate(loc: tuple[int | str, ...], root: JsonSchema) -> tuple[str, JsonSche
 
 
 def _nearest(key: str, known: Mapping[str, Any]) -> str:
-    """A hint at the setting that was probably meant, in the same section or in another one."""
+    """A hint at the most similar setting, in the same section or in another one."""
     section, _, name = key.rpartition(".")
     siblings = [other for other in known if other.rpartition(".")[0] == section]
     same_name = [other for other in known if other.rpartition(".")[2] == name]
     sections = sorted({other.partition(".")[0] for other in known})
     if same_name:
         return f"did you mean {' or '.join(same_name)}?"
-    # A wrong section (`schedular.max_num_seqs`) is nearer to its full key than to any sibling.
+    # A wrong section (`schedular.max_num_seqs`) resembles the full key more than any sibling.
     if not section:
         close = difflib.get_close_matches(name, sections, n=1)
         if close:
@@ -136,13 +135,13 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 
 
 def _close_names(name: str, keys: list[str]) -> list[str]:
-    """Keys whose last part resembles `name`, best first."""
+    """The key whose last part resembles `name` most, if one does."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
     return [by_name[match] for match in difflib.get_close_matches(name, by_name, n=1)]
 
 
 def allowed(schema: JsonSchema) -> str:
-    """What a JSON schema admits, in words."""
+    """The values that a JSON schema admits, in words."""
     if "anyOf" in schema:
         return " or ".join(allowed(arm) for arm in schema["anyOf"])
     if "enum" in schema:

@@ -1,6 +1,6 @@
-"""Reads a YAML file and `key.path=value` overrides into plain dictionaries.
+"""Reads a YAML file and `key.path=value` overrides into plain dictionaries, with the place of each key.
 
-Remembers where each key stood. Knows nothing of which keys exist.
+Knows nothing of the keys that exist.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from cluster.config.errors import Problem, show
 
 @dataclass
 class ConfigSource:
-    """What was read, the problems of the text itself, and each dotted key's place: "line 7"."""
+    """The data, the problems of the text, and each dotted key's place, such as "line 7"."""
 
     data: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class ConfigSource:
 
 
 def read_config(path: Path, overrides: Sequence[str]) -> ConfigSource:
-    """The file with the overrides laid over it. Never raises: what is wrong is in `problems`."""
+    """Read the file and apply the overrides. Never raises: errors are in `problems`."""
     source = ConfigSource()
     _read_yaml(path, source)
     for override in overrides:
@@ -66,7 +66,7 @@ def _yaml_reason(error: Exception) -> str:
 
 
 def _note_places(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> None:
-    """Remember each key's line; a key that stands twice is a problem, YAML would keep the last."""
+    """Note each key's line. A key that stands twice is a problem, because YAML would keep the last one."""
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
         key = f"{prefix}{getattr(key_node, 'value', key_node)}"

@@ -17,11 +17,10 @@ from cluster.config.phalanx_config import PhalanxConfig
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
-    """Read a YAML and lay `key.path=value` overrides (values in YAML) over it.
+    """Read a YAML and apply `key.path=value` overrides, whose values are YAML.
 
-    Relative paths count from the YAML's folder, or from the current folder when an override sets
-    them; they come out absolute, and serve.model_name filled. Raises ConfigError with all problems at
-    once.
+    Relative paths start at the YAML's folder, or at the current folder if an override sets them. The result has
+    absolute paths and a serve.model_name. Raises ConfigError with all problems.
     """
     path = Path(path)
     source = read_config(path, overrides)
@@ -39,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfi
 
 
 def _touches(problem: Problem, wrong: set[str]) -> bool:
-    """Whether it rests on a key, or a key of a section, that is wrong itself."""
+    """Whether a problem depends on a key, or on a section, that is wrong itself."""
     keys = {problem.key, *problem.involves}
     return bool(wrong & (keys | {key.partition(".")[0] for key in keys}))
 
@@ -53,7 +52,7 @@ def _fill_derived(source: ConfigSource, path: Path) -> None:
 
 
 def _make_absolute(source: ConfigSource, path: Path, section: str, key: str) -> str | None:
-    """Count a path from the YAML's folder, or from the current one when an override sets it."""
+    """Make a path absolute: from the YAML's folder, or from the current folder if an override sets it."""
     values = source.data.get(section)
     if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
         return None
@@ -65,7 +64,7 @@ def _make_absolute(source: ConfigSource, path: Path, section: str, key: str) -> 
 
 
 def _validate(data: dict[str, Any]) -> tuple[PhalanxConfig, list[Problem]]:
-    """The configuration and what is wrong with single fields, which get their defaults in it."""
+    """The configuration and the problems of single fields; fields with a problem get their defaults."""
     try:
         return PhalanxConfig.model_validate(data, strict=True), []
     except ValidationError as error:

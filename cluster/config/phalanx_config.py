@@ -28,7 +28,7 @@ CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 2048
 
 
 class ClusterConfig(Section):
-    """How many ranks, and where they run."""
+    """Number and place of the ranks."""
 
     ranks: int = Field(
         1, ge=1, le=MAX_RANKS, description="Data-parallel ranks; the experts are spread over them."
@@ -45,7 +45,7 @@ class ClusterConfig(Section):
         description="CPU threads of a rank; auto = its share of all cores but one, at most 8.",
     )
     vote_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds a rank waits for the others in a step before it gives up."
+        30.0, gt=0, description="Seconds a rank waits for the votes of its peers before it fails."
     )
     start_timeout_s: float = Field(
         300.0, gt=0, description="Seconds that each stage of the start may take."
@@ -90,5 +90,5 @@ def json_schema() -> dict[str, Any]:
     schema = PhalanxConfig.model_json_schema()
     for node in (schema, *schema["$defs"].values()):
         for field in node["properties"].values():
-            field.pop("title", None)  # the key in other letters
+            field.pop("title", None)  # it repeats the key
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

@@ -23,9 +23,9 @@ RANK_PROCESS_BYTES = 400 * 10**6
 
 
 def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -> RankConfig:
-    """Fill every `auto` from checkpoint and machine; those of kernels stay, and num_blocks on GPUs.
+    """Fill every `auto` except those of kernels, and num_blocks on GPUs.
 
-    num_gpus is what all nodes have together; None = look at this machine.
+    num_gpus: GPUs of all nodes; None = count this machine's.
     Raises ConfigError when the cache cannot hold one request of the longest length.
     """
     from workers.weights.tensors import DTYPE_BYTES  # imports torch
@@ -77,7 +77,7 @@ def _cpu_blocks(cache: CacheConfig, block_bytes: int, max_model_len: int) -> int
 def resolve_scheduler(
     scheduler: SchedulerSection, device: Literal["cpu", "cuda"], max_model_len: int
 ) -> SchedulerConfig:
-    """The limits of a step without `auto`; one that is left out makes room for one that is given."""
+    """The limits of a step without `auto`; an auto limit is chosen to fit the other limit."""
     on_gpu = device == "cuda"
     seqs, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     if tokens == "auto":
@@ -92,14 +92,14 @@ def resolve_scheduler(
 
 
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:
-    """Sequences running at once on a rank, where all nodes have `num_gpus` together; needs no torch."""
+    """Sequences running at once on a rank if all nodes together have `num_gpus`. Needs no torch."""
     device = resolve_device(config, num_gpus)
     length = load_model_config(config.model.path).max_position_embeddings
     return resolve_scheduler(config.scheduler, device, length).max_num_seqs
 
 
 def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Literal["cpu", "cuda"]:
-    """cluster.device; auto is cuda when there is a GPU for every rank."""
+    """cluster.device; auto is cuda if there is a GPU for every rank."""
     if config.cluster.device != "auto":
         return config.cluster.device
     if num_gpus is None:
@@ -110,9 +110,9 @@ def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Litera
 
 
 def resolve_threads(config: PhalanxConfig) -> int:
-    """cluster.threads_per_rank; auto is a share of this machine's cores, less one for HTTP.
+    """cluster.threads_per_rank; auto is a share of this machine's cores but one, which is for HTTP.
 
-    A rank whose threads wait for a core that another process holds is slower than one with fewer threads.
+    A rank whose threads wait for a busy core is slower than a rank with fewer threads.
     """
     if config.cluster.threads_per_rank != "auto":
         return config.cluster.threads_per_rank
@@ -126,7 +126,7 @@ def available_cores() -> int:
 
 
 def check_num_ranks(config: PhalanxConfig) -> None:
-    """Raises ConfigError when the ranks' processes, whatever the model, take more memory than this machine has."""
+    """Raise ConfigError if the ranks' processes take more memory than this machine has, before they load a model."""
     if config.cluster.ray_address is not None:
         return
     per_node = config.cluster.dims.ranks_per_node

@@ -1,6 +1,6 @@
-"""The `serve` section of the YAML: the HTTP endpoint, who may use it, how much of it, and its end.
+"""The `serve` section of the YAML: HTTP endpoint, access control, limits, shutdown, logs.
 
-Knows nothing of how any of it is enforced.
+Knows nothing of the code that enforces it.
 """
 
 from typing import Annotated, Literal
@@ -16,7 +16,7 @@ MIN_QUEUED = 1024
 
 
 class LimitsConfig(Section):
-    """What one request may ask for. Beyond it a client gets a 4xx that names the limit."""
+    """Limits of one request. A request beyond a limit gets a 4xx error that names the limit."""
 
     max_body_bytes: int = Field(
         4 * 1024 * 1024, ge=1024, description="Largest request body; larger ones get a 413."
@@ -141,7 +141,7 @@ class ServeConfig(Section):
 
 
 def open_choices_limit(serve: ServeConfig, num_running: int) -> int:
-    """Choices one ingress takes at once: its share of what can run and of the queue behind that."""
+    """Choices that one ingress admits at once: its share of the running choices and of the queue."""
     if serve.max_queued_requests == "auto":
         queued = max(QUEUE_DEPTH * num_running, MIN_QUEUED)
     else:

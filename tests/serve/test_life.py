@@ -28,6 +28,8 @@ def test_stops_within_ten_seconds_and_leaves_nothing(tmp_path, checkpoint):
         seconds, left = server.stop(signal.SIGTERM)
     assert seconds < 10 and not left, (seconds, left)
     assert server.process.returncode == 0, server.log.read_text()
+    output = server.log.read_text()
+    assert "ERROR" not in output and "WARNING" not in output, output
 
 
 def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.commands.top_metrics import NotOursError, Scrape, overview, quantile
+from cluster.commands.top_metrics import NotPhalanxError, Scrape, overview, quantile
 from cluster.commands.top_table import table
 from cluster.metrics.metrics import IngressMetrics
 from workers.stats.histogram import Histogram
@@ -136,7 +136,7 @@ def test_quantiles(buckets, share, expected):
 
 @pytest.mark.parametrize("text", ["", "<html>no</html>", "python_info 1.0\n", "a{ b"])
 def test_other_peoples_text_is_refused(text):
-    with pytest.raises(NotOursError):
+    with pytest.raises(NotPhalanxError):
         Scrape(text, 0.0)
 
 
