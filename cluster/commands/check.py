@@ -234,7 +234,7 @@ def _rank_table(ranks: list[RankRow]) -> Table:
     table = Table(title="ranks", title_justify="left", title_style="bold", box=None)
     for name in ("rank", "node", "device", "experts"):
         table.add_column(name)
-    for name in ("weights", "KV blocks", "buffers", "slices", "graphs"):
+    for name in ("weights", "KV blocks", "buffers", "ubatches", "graphs"):
         table.add_column(name, justify="right")
     for row in ranks:
         kv = "at start" if row.kv_bytes is None else size(row.kv_bytes)
@@ -246,7 +246,7 @@ def _rank_table(ranks: list[RankRow]) -> Table:
             size(row.weight_bytes),
             kv,
             size(row.buffer_bytes),
-            size(row.slice_bytes) if row.slice_bytes else "none",
+            size(row.ubatch_bytes) if row.ubatch_bytes else "none",
             size(row.graph_bytes) if row.graph_bytes else "none",
         )
     return table

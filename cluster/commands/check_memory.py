@@ -1,4 +1,4 @@
-"""What each rank of a configuration keeps in memory, by arithmetic; of the machine only its GPU's size is asked."""
+"""Estimates the memory of each rank of a configuration. Reads nothing of the machine but the size of its GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,12 +20,12 @@ INT64 = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """One rank: where it runs, which experts it holds, what it keeps in memory.
+    """One rank: its place, its experts, its memory.
 
-    `kv_bytes` is None where the size is measured when the rank starts. `buffer_bytes` is what the largest step takes,
-    `slice_bytes` what the exchanges and attentions of ubatches hold beside it, 0 where there are none.
-    `graph_bytes` is what the CUDA graphs' common pool of memory takes, 0 without graphs; what CUDA itself keeps for
-    each graph is measured at the start.
+    kv_bytes       KV cache; None if the rank measures the size when it starts
+    buffer_bytes   backends and the largest step
+    ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
+    graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is measured later
     """
 
     rank: int
@@ -35,13 +35,13 @@ class RankRow:
     weight_bytes: int
     kv_bytes: int | None
     buffer_bytes: int
-    slice_bytes: int
+    ubatch_bytes: int
     graph_bytes: int
 
     @property
     def fixed_bytes(self) -> int:
-        """All but the KV cache."""
-        return self.weight_bytes + self.buffer_bytes + self.slice_bytes + self.graph_bytes
+        """All memory but the KV cache."""
+        return self.weight_bytes + self.buffer_bytes + self.ubatch_bytes + self.graph_bytes
 
 
 def rank_rows(
@@ -53,7 +53,7 @@ def rank_rows(
     num_ubatches: int,
     graphs: GraphSizes,
 ) -> list[RankRow]:
-    """A row for each rank; `shape` is that of `backend_shape`, num_ubatches 0 where no step is ever cut."""
+    """Return a row for each rank; `shape` is from `backend_shape`, num_ubatches is 0 if no step is ever cut."""
     dims = config.dims
     placement = dims.expert_placement(model.num_experts)
     held = backend_memory(selection, shape, num_ubatches=num_ubatches)
@@ -79,7 +79,7 @@ def rank_rows(
             ),
             kv_bytes=None,
             buffer_bytes=held.kept + step,
-            slice_bytes=held.ubatches,
+            ubatch_bytes=held.ubatches,
             graph_bytes=graph_bytes,
         )
         table.append(replace(row, kv_bytes=_kv_bytes(config, block_bytes, row)))
@@ -91,7 +91,7 @@ def _expert_range(experts: range) -> str:
 
 
 def _kv_bytes(config: RankConfig, block_bytes: int, row: RankRow) -> int | None:
-    """As configured, or an upper bound where a GPU can be asked; the rank measures after a profiling forward."""
+    """Return the configured size, or an upper bound if there is a GPU; the rank measures after a profiling forward."""
     cache = config.cache
     if cache.num_blocks != "auto":
         return cache.num_blocks * block_bytes
@@ -100,7 +100,7 @@ def _kv_bytes(config: RankConfig, block_bytes: int, row: RankRow) -> int | None:
 
 
 def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None:
-    """Why the ranks of this table do not fit on GPUs as the one that is here, with what to change; or None."""
+    """Return why the ranks of this table do not fit on GPUs like the one here, with what to change; or None."""
     total, cache = _gpu_bytes(), config.cache
     if total is None:
         return None
@@ -126,7 +126,7 @@ def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None
 
 
 def _gpu_bytes() -> int | None:
-    """Memory of this machine's first GPU; the others are taken to be alike."""
+    """Return the memory of this machine's first GPU; all GPUs are assumed to be equal."""
     if not torch.cuda.is_available():
         return None
     total: int = torch.cuda.get_device_properties(0).total_memory
@@ -136,7 +136,7 @@ def _gpu_bytes() -> int | None:
 def _model_bytes(
     config: RankConfig, model: ModelConfig, dtype: torch.dtype, num_tokens: int
 ) -> int:
-    """Inputs of a step of so many tokens, the logits of a full batch in float32, and the hidden states."""
+    """Return bytes of the inputs of a step, its hidden states, and the logits of a full batch in float32."""
     seqs = config.scheduler.max_num_seqs
     blocks = -(-int(config.model.max_model_len) // config.cache.block_size)
     inputs = INT64 * (3 * num_tokens + seqs + 2 * seqs * blocks)

@@ -85,7 +85,7 @@ def test_no_microbatches_and_why(yaml_path: Path, overrides: list[str], reason: 
     report = checked(yaml_path, *overrides)
     assert report.steps["ubatches"].startswith(f"off: {reason}")
     assert set(report.steps) == {"cuda_graphs", "ubatches"}
-    assert report.ranks[0].slice_bytes == 0
+    assert report.ranks[0].ubatch_bytes == 0
 
 
 def test_what_is_measured(yaml_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_warns_of_thresholds_that_no_step_reaches(yaml_path: Path) -> None:
 def test_memory_of_slices(yaml_path: Path) -> None:
     auto, off = checked(yaml_path), checked(yaml_path, "overlap.mode=off")
     row = auto.ranks[0]
-    assert row.slice_bytes > 2 * 128 * 2**20, "a workspace for each, and half of the rows"
-    assert row.fixed_bytes == off.ranks[0].fixed_bytes + row.slice_bytes
+    assert row.ubatch_bytes > 2 * 128 * 2**20, "a workspace for each, and half of the rows"
+    assert row.fixed_bytes == off.ranks[0].fixed_bytes + row.ubatch_bytes
 
 
 def test_low_latency_says_which_key_to_set_to_what(yaml_path: Path) -> None:

@@ -32,7 +32,7 @@ class AttentionBlock:
         self.qkv_bias_Q = builder.empty(qkv_size) if spec.qkv_bias else None
         self.num_qk_heads = spec.num_heads + spec.num_kv_heads
         self._qkv_view = (-1, self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
-        # q and k heads are normalised and rotated together: half as many operators
+        # one norm and rotation for the heads of q and k: half as many operators
         self.qk_norm = (
             builder.norm(self.num_qk_heads, spec.head_dim) if spec.qk_norm == "head" else None
         )

@@ -12,7 +12,7 @@ from kernels.native.dense import dense_kernels
 def linear(
     x_TK: torch.Tensor, w_NK: torch.Tensor, start: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """start + x @ w.T, a new tensor [T, N]; start is a residual [T, N], a bias [N], or None for zeros."""
+    """Return start + x @ w.T, a new tensor [T, N]; start is a residual [T, N], a bias [N], or None for zeros."""
     native = dense_kernels(x_TK.device.type, x_TK.dtype)
     if native is not None and native.takes(x_TK, w_NK):
         return native.linear(x_TK, w_NK, start)

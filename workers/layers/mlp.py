@@ -14,7 +14,7 @@ from workers.models.specs import MlpSpec, SharedExpertSpec
 
 
 class MlpBlock:
-    """residual + down(activation(gate(h)) * up(h)) with h = norm(residual)."""
+    """residual + down(silu(gate(h)) * up(h)) with h = norm(residual)."""
 
     def __init__(self, builder: LayerBuilder, spec: MlpSpec):
         dim = builder.hidden_size

@@ -52,7 +52,7 @@ class MoeBlock:
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
         topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
         pending = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK)
-        if self.shared is not None:  # while the rows travel
+        if self.shared is not None:  # computed while the rows travel
             residual_TD = self.shared.add_to(residual_TD, h_TD)
         expert_input = pending.wait()
         if self.expert_load.watching:
@@ -62,6 +62,6 @@ class MoeBlock:
 
     def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.forced_routing is not None:
-            linear(h_TD, self.router_ED)  # a step costs what it would
+            linear(h_TD, self.router_ED)  # keeps the cost of the step
             return self.forced_routing(batch.input_ids, batch.positions, batch.num_token_non_padded)
         return route_tokens(h_TD, self.router_ED, self.spec.router, batch.num_token_non_padded)

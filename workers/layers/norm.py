@@ -19,12 +19,11 @@ class RMSNorm:
     `weight` has any shape that broadcasts against x and ends in D; fill it through `load_scale`:
     copy checkpoint values, then multiply by it. The result has x's dtype, or `out_dtype`.
 
-    Four forms, equal to rounding. On GPUs it is one Triton kernel, together with the addition before it.
-    In float32 on CPU it is one call of our C code, where that is there. Without, an operator costs 1 to
-    3 us however few rows there are, and `F.rms_norm` runs half a dozen of them inside: for 8 rows of 128
-    it took 11 us where the four below took 5.5 us together. Both use
-    sqrt(mean(x^2) + eps) == hypot(|x|, sqrt(D eps)) / sqrt(D), with the factor sqrt(D) kept in the
-    weight. Elsewhere `F.rms_norm` is one kernel.
+    Four forms, equal up to rounding. GPUs run one Triton kernel, together with the addition before the norm. CPUs run
+    one call of our C code in float32, if it was compiled. Without it, four operators take 5.5 us for 8 rows of 128,
+    where `F.rms_norm` takes 11 us, because it runs six operators of 1 to 3 us each inside. Both CPU forms use
+    sqrt(mean(x^2) + eps) == hypot(|x|, sqrt(D eps)) / sqrt(D), and keep the factor sqrt(D) in the weight. Devices
+    without Triton run `F.rms_norm`, which is one kernel there.
     """
 
     __slots__ = (
@@ -60,7 +59,7 @@ class RMSNorm:
         self.weight = torch.empty(shape, dtype=weight_dtype, device=device)
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
-        """x [..., D] in any floating dtype and strides; the result is a new contiguous tensor."""
+        """Return the norm of x [..., D], of any floating dtype and strides, as a new contiguous tensor."""
         if self.triton is not None and x.dim() == 2 and self.weight.dim() == 1:
             return self.triton.add_rms_norm(x, None, self.weight, self.eps).to(out_dtype or x.dtype)
         if self._fused:
@@ -77,9 +76,10 @@ class RMSNorm:
         delta_TD: torch.Tensor | None,
         out_TD: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x += delta in place, where there is one, which may be in parts [P, T, D]; returns x and its norm.
+        """Add delta to x in place; return x and its norm.
 
-        The norm is in out_TD, rows maybe strided, where given, else contiguous.
+        delta   [T, D], or parts [P, T, D] of a sum; None: no addition
+        out     receives the norm, rows maybe strided, may be x itself; None: a new contiguous tensor
         """
         if self.triton is not None:
             normed = self.triton.add_rms_norm(x_TD, delta_TD, self.weight, self.eps, out_TD)

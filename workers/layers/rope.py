@@ -2,10 +2,10 @@
 
 T tokens, N heads, d head dim, r rotated values of a head, P positions.
 
-Checkpoints pair dim i of a head with dim i + d/2. The model stores q and k heads with each pair
-side by side instead (the rows of their projections are permuted while loading; scores do not change
-as long as q and k agree). A pair is then one complex number and the rotation one multiplication:
-3 us a layer for 8 rows on CPU, against 10 us for the form that rolls halves.
+Most checkpoints pair value i of a head with value i + d/2. The model stores the two values of a pair of q and k side
+by side instead: loading permutes the rows of their projections, and scores stay equal because q and k have the same
+order. A pair is then one complex number and the rotation one multiplication, 3 us a layer for 8 rows on CPU instead
+of 10 us for the form that rolls halves.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from workers.models.specs import ModelConfig
 
 
 def build_rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Rotations of every position: complex64 [P, d/2], scaled by the type's attention factor."""
+    """Return the rotations of every position: complex64 [P, d/2], scaled by the type's attention factor."""
     inv_freq, factor = _inverse_frequencies(config)
     angles_Pd = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.complex(angles_Pd.cos() * factor, angles_Pd.sin() * factor).to(device)
@@ -59,17 +59,17 @@ def norm_and_rotate(
 
 
 def _rotates_whole(x_TNd: torch.Tensor, rotation_T1r: torch.Tensor) -> bool:
-    """Whether the rotation is of whole heads."""
+    """Return whether the rotation covers whole heads."""
     return 2 * rotation_T1r.shape[-1] == x_TNd.shape[-1]
 
 
 def _inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """float32 [d/2] on the CPU, and the factor on cos and sin."""
+    """Return float32 [d/2] on the CPU, and the factor on cos and sin."""
     rope, dim = config.attention.rope, config.attention.head_dim
     if rope.rope_type == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         return 1.0 / (rope.rope_theta**exponents), 1.0
-    # Imported for scaled types only: transformers costs memory that most models can spare.
+    # Imported for scaled types only, because transformers takes memory that most models do not need.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     # The functions read these few attributes of a transformers config and nothing else.

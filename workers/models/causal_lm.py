@@ -38,10 +38,10 @@ class Layer(NamedTuple):
 
 
 class CausalLM(ABC):
-    """One rank's model: everything but other ranks' experts. Fill it with `load_weights`.
+    """The model of one rank: all layers, with the experts of this rank alone. `load_weights` fills it.
 
-    `max_positions` bounds the positions of a batch (default: the checkpoint's own limit);
-    `forced_routing(layer=...)` makes what chooses a layer's experts in place of its router.
+    max_positions    bound on the positions of a batch; None: the limit of the checkpoint
+    forced_routing   forced_routing(layer=...) makes the replacement of a layer's router; None: routers choose
     """
 
     def __init__(

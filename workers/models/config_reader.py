@@ -24,7 +24,7 @@ HARMLESS_KEYS = frozenset(
     }
 )
 # fmt: on
-# Keys of which only these values leave the mathematics as it is in every family here.
+# Keys with the values that every family here computes; other values would change the results.
 FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "chunk_size_feed_forward": (0, None),
@@ -35,7 +35,7 @@ FULL_ATTENTION = ("full_attention", "attention")
 
 
 class ModelConfigError(ValueError):
-    """A config.json that no model here can honour: each field, its value, and what would do."""
+    """A config.json that no model here supports; names each field, its value and the supported values."""
 
 
 class ConfigReader:
@@ -55,57 +55,57 @@ class ConfigReader:
         self._read = set(HARMLESS_KEYS)
 
     def raw(self, key: str) -> Any:
-        """The value as it stands, None where it is missing; marks the key as read."""
+        """Return the value unchecked, None if it is missing; mark the key as read."""
         self._read.add(key)
         return self._raw.get(key)
 
     def integer(self, key: str) -> int:
-        """A whole number >= 1."""
+        """Return a whole number >= 1."""
         return self._integer(key, self._defaults[key])
 
     def integer_or(self, key: str, default: int) -> int:
-        """A whole number >= 1, or `default` where the key is null, or missing and without a default of its own."""
+        """Return a whole number >= 1; `default` if the key is null, or missing without an entry in the defaults."""
         if self._raw.get(key, self._defaults.get(key)) is None:
             self.ignore(key)
             return default
         return self._integer(key, self._defaults.get(key, default))
 
     def number(self, key: str) -> float:
-        """A number > 0."""
+        """Return a number > 0."""
         default = self._defaults[key]
         return float(self._typed(key, default, lambda v: is_number(v) and v > 0, "a number > 0"))
 
     def number_or_none(self, key: str) -> float | None:
-        """A number > 0, or None where the key is missing or null."""
+        """Return a number > 0, or None if the key is missing or null."""
         if self.raw(key) is None:
             return None
         value: float = self._typed(key, 1.0, lambda v: is_number(v) and v > 0, "a number > 0")
         return float(value)
 
     def boolean(self, key: str) -> bool:
-        """true or false."""
+        """Return true or false."""
         default = self._defaults[key]
         value: bool = self._typed(key, default, lambda v: isinstance(v, bool), "true or false")
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """Whole numbers >= 0, in a list or one alone; the empty tuple where the key is missing or null."""
+        """Return whole numbers >= 0, from a list or a single number; () if the key is missing or null."""
         self._read.add(key)
         return self._integers(self._raw, key)
 
     def fixed(self, key: str, *supported: Any) -> None:
-        """Complain where the key is there with another value than `supported`."""
+        """Complain if the key has another value than `supported`."""
         value = self.raw(key)
         if key in self._raw and value not in supported:
             wanted = " or ".join(json.dumps(allowed) for allowed in supported)
             self.problems.append(f"{key} is {_short(value)}; supported: {wanted}")
 
     def ignore(self, *keys: str) -> None:
-        """Mark keys as known: they change nothing that a forward computes."""
+        """Mark keys as read: no forward depends on them."""
         self._read.update(keys)
 
     def layers_with_experts(self) -> tuple[bool, ...]:
-        """Which layers have experts, by `decoder_sparse_step` and `mlp_only_layers`."""
+        """Return which layers have experts, by `decoder_sparse_step` and `mlp_only_layers`."""
         step, dense = self.integer("decoder_sparse_step"), self.integers("mlp_only_layers")
         return tuple(
             layer not in dense and (layer + 1) % step == 0
@@ -113,13 +113,13 @@ class ConfigReader:
         )
 
     def rope(self) -> RopeSpec:
-        """The rotary embedding, in the old or the new form."""
+        """Return the rotary embedding, from the old or the new form."""
         self.ignore("rope_parameters", "rope_scaling", "rope_theta")
         length = self.integer("max_position_embeddings")
         return parse_rope(self._raw, self._defaults["rope_theta"], length, self.problems)
 
     def finish(self, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> ModelConfig:
-        """The config with all fields that families have in common; `problems` says whether it is of use."""
+        """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
         for key, supported in FIXED_VALUES.items():
             self.fixed(key, *supported)
         self._check_layer_types()
@@ -189,7 +189,7 @@ class ConfigReader:
             )
 
     def _check_shapes(self, config: ModelConfig) -> None:
-        """Relations between fields, each of them valid alone."""
+        """Check relations between fields that are valid alone."""
         attention, experts, top_k = config.attention, config.num_experts, config.top_k
         if attention.num_heads % attention.num_kv_heads:
             self.problems.append(
@@ -211,7 +211,7 @@ class ConfigReader:
 
 
 def read_json(folder: Path, name: str, *, required: bool) -> dict[str, Any]:
-    """A JSON object of a checkpoint folder; empty where a file that is not required is missing."""
+    """Return a JSON object of a checkpoint folder; {} if a file that is not required is missing."""
     file = folder / name
     if not folder.is_dir():
         raise ModelConfigError(

@@ -1,4 +1,4 @@
-"""Reads the rotary embedding's settings out of config.json, in the old and the new form.
+"""Reads the settings of the rotary embedding from config.json, in the old and the new form.
 
 transformers 5 writes `rope_parameters`; older versions wrote `rope_theta` beside `rope_scaling`.
 Knows nothing of tensors: `workers/layers/rope.py` turns the settings into angles.
@@ -35,7 +35,7 @@ SUPPORTED_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 NEEDS_ORIGINAL_LENGTH = frozenset({"yarn", "llama3"})
 
-# Their angles depend on the length reached so far: cached keys would have to be turned again.
+# Their angles depend on the current length, so cached keys would have to be rotated again.
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
@@ -72,7 +72,7 @@ def parse_rope(
 
 
 def _pop_type(parameters: dict[str, Any], source: str, problems: list[str]) -> Any:
-    """`rope_type`, or `type` as it was called before."""
+    """Return `rope_type`, or `type`, its older name."""
     legacy = parameters.pop("type", None)
     rope_type = parameters.pop("rope_type", legacy or "default")
     if legacy is not None and legacy != rope_type:
@@ -100,5 +100,5 @@ def _check_parameters(
 
 
 def is_number(value: Any) -> bool:
-    """A finite int or float; JSON's true and false are not."""
+    """Return whether the value is a finite int or float; JSON's true and false are neither."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)

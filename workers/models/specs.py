@@ -1,4 +1,4 @@
-"""What a model is made of, layer by layer, as plain data. Needs neither torch nor transformers.
+"""The layers of a model as plain data. Needs neither torch nor transformers.
 
 A model family reads config.json into a `ModelConfig`; all code outside `workers/models/<family>/` reads this alone.
 Knows nothing of config.json's names, weights or ranks.
@@ -13,7 +13,6 @@ from workers.weights.quantization import BlockQuantization
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
-Activation = Literal["silu"]
 QkNorm = Literal["head", "full"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -66,16 +65,15 @@ class GqaSpec:
 
     @property
     def kernel_spec(self) -> AttentionSpec:
-        """What the attention kernels need of it."""
+        """The spec of this layer for the attention kernels."""
         return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
+    """Dense gated MLP: down(silu(gate(x)) * up(x)), `width` values between."""
 
     width: int
-    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,6 @@ class MoeSpec:
     width: int
     router: RouterSpec
     shared: SharedExpertSpec | None = None
-    activation: Activation = "silu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +147,7 @@ class ModelConfig:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """What the attention kernels need, layer by layer."""
+        """The specs of all layers for the attention kernels."""
         return tuple(layer.attention.kernel_spec for layer in self.layers)
 
     @property

@@ -157,7 +157,7 @@ def _family_fields(family: str, sizes: dict[str, int | None]) -> dict[str, Any]:
 def _write(
     folder: Path, config: dict[str, Any], num_shards: int, seed: int, overwrite: bool
 ) -> None:
-    """Everything; no weights in 0 shards. Nothing is written where something is wrong."""
+    """Write all files; without weights for 0 shards. Nothing is written if a value is wrong."""
     model = parse_model_config(config, {}, "config.json")
     num_tensors = len(weight_map(model))
     if num_shards > num_tensors:
@@ -171,14 +171,14 @@ def _write(
 
 
 def _refuse_renamed(config_fields: dict[str, Any]) -> None:
-    """config.json's name for something that has a parameter of its own would be given twice."""
+    """Refuse config.json's name of a field that has a parameter of its own: it would be given twice."""
     for name, parameter in _RENAMED.items():
         if name in config_fields:
             raise ValueError(f"{name}: give {parameter} instead")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A tokenizer whose id b < 256 is byte b, then the special tokens. Round trips are exact."""
+    """Return a tokenizer whose id b < 256 is byte b, followed by the special tokens. Round trips are exact."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_in = {byte: chr(byte) for byte in printable}
     for byte in range(NUM_BYTES):  # the byte-level alphabet: unprintable bytes move past 255
@@ -210,13 +210,13 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer, max_length: int) -> None:
 
 
 def generation_config(special_ids: list[int]) -> dict[str, Any]:
-    """generation_config.json for the ids of SPECIAL_TOKENS: either end token stops a generation."""
+    """Return generation_config.json for the ids of SPECIAL_TOKENS: either end token stops a generation."""
     end_of_text, _, im_end = special_ids
     return {"eos_token_id": [im_end, end_of_text], "pad_token_id": end_of_text}
 
 
 def _validate(sizes: dict[str, int | None]) -> None:
-    """Refuse what the family's reader would not refuse under the name of the parameter."""
+    """Refuse values that the family's reader would not refuse under the name of the parameter."""
     for key, value in sizes.items():
         if value is not None and (
             isinstance(value, bool) or not isinstance(value, int) or value < 1
@@ -236,7 +236,7 @@ def _validate(sizes: dict[str, int | None]) -> None:
 
 
 def _write_weights(folder: Path, config: ModelConfig, num_shards: int, seed: int) -> None:
-    """One file, or several of about equal bytes with an index. Only one shard is in memory."""
+    """Write one file, or several of about equal bytes with an index. Only one shard is in memory at once."""
     entries = {entry.name: entry for entry in weight_map(config)}
     counts = {name: entry.size for name, entry in entries.items()}
     total = sum(counts.values())
@@ -266,7 +266,7 @@ def _write_weights(folder: Path, config: ModelConfig, num_shards: int, seed: int
 
 
 def _draw(entry: WeightEntry, config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """A tensor in the checkpoint's dtype; or in FP8, and its scales."""
+    """Return a tensor in the checkpoint's dtype by its name; or in FP8, with its scales."""
     tied = config.tie_word_embeddings
     tensor = draw(entry, tied=tied, seed=seed, generator=torch.Generator())
     if not entry.quantised:

@@ -1,6 +1,6 @@
-"""The headers of a checkpoint's safetensors files: what is stored where, compared with what the config asks for.
+"""Reads the headers of a checkpoint's safetensors files and compares them with the weight map.
 
-All that is wrong is named at once, before any tensor is read. Knows nothing of ranks or of models.
+All complaints are raised at once, before any tensor is read. Knows nothing of ranks or of models.
 """
 
 import json
@@ -25,17 +25,18 @@ FLOATS = {
 FP8 = "F8_E4M3"
 DTYPES = {**FLOATS, FP8: torch.float8_e4m3fn}
 MAX_NAMED = 20
-TIED_HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+TIED_HEAD = (
+    "lm_head.weight"  # not in the weight map of a tied checkpoint, which may hold it none the less
+)
 
 
 class CheckpointError(ValueError):
-    """A checkpoint whose tensors are not those of its config, or whose files cannot be read."""
+    """The tensors of a checkpoint differ from its config, or its files cannot be read."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's entry in the header of its file; `offset` and `num_bytes` are where it lies there."""
+    """A tensor's entry in the header of its file; `offset` is its first byte in the file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -45,7 +46,7 @@ class StoredTensor:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Disk name -> header entry, over all files. Reads no tensor."""
+    """Return the header entry of each tensor of all files, by name. Reads no tensor."""
     stored: dict[str, StoredTensor] = {}
     for file in _weight_files(folder):
         for name, entry in _read_header(file).items():
@@ -58,7 +59,7 @@ def read_headers(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """One file, or those that the index names."""
+    """Return the one file, or the files that the index names."""
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -78,7 +79,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The library checks the header and the file's length against each other; it does not tell where tensors lie."""
+    """Return a file's entries. The library checks header and length, but does not return the offsets of tensors."""
     try:
         with safe_open(file, framework="pt"):
             pass
@@ -101,7 +102,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 def check_against_map(
     folder: Path, stored: Mapping[str, StoredTensor], entries: Iterable[WeightEntry]
 ) -> None:
-    """Raise CheckpointError that names every missing, surplus or misshaped tensor, and wrong kinds of numbers."""
+    """Raise CheckpointError with every missing, surplus or misshaped tensor, and every tensor of a wrong dtype."""
     expected: dict[str, tuple[tuple[int, ...], bool]] = {}
     for entry in entries:
         expected[entry.name] = (entry.shape, entry.quantised)
@@ -134,15 +135,17 @@ def check_against_map(
         )
 
 
-def check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
-    """A tied checkpoint may repeat the embedding as lm_head, but not hold another one."""
+def check_tied_head(head: StoredTensor, embedding: StoredTensor, embedding_name: str) -> None:
+    """Raise CheckpointError if a tied checkpoint has a head that differs from its embedding; it may repeat it."""
     with (
         safe_open(head.file, framework="pt") as head_file,
         safe_open(embedding.file, framework="pt") as embedding_file,
     ):
-        if not torch.equal(head_file.get_tensor(TIED_HEAD), embedding_file.get_tensor(EMBEDDING)):
+        if not torch.equal(
+            head_file.get_tensor(TIED_HEAD), embedding_file.get_tensor(embedding_name)
+        ):
             raise CheckpointError(
-                f"{TIED_HEAD} differs from {EMBEDDING}, but tie_word_embeddings is true"
+                f"{TIED_HEAD} differs from {embedding_name}, but tie_word_embeddings is true"
             )
 
 

@@ -1,7 +1,7 @@
-"""Random weights: how each tensor of a checkpoint is drawn, and a model filled with them in place of a checkpoint.
+"""Random weights: draws each tensor of a checkpoint, and fills a model without a checkpoint.
 
 A tensor's values depend on (seed, name) and the kind of device alone, so every number of ranks holds the same model.
-They keep activations near 1 and finite in bfloat16 over many layers. Knows nothing of files.
+The values keep activations near 1 and finite in bfloat16 over many layers. Knows nothing of files.
 """
 
 import math
@@ -18,7 +18,7 @@ from workers.weights.weight_map import WeightEntry, WeightKind
 
 NUM_BYTES = 256
 LOGIT_STD = 3.0  # wide enough that the two best rarely lie within 1e-3
-# Spread router logits, so that the order of experts does not hang on rounding.
+# Factors on 1 / sqrt(columns). Router logits are spread, so that rounding does not change the order of experts.
 GAINS = {WeightKind.ROUTER: 1.5, WeightKind.DOWN_PROJECTION: 2.0}
 
 
@@ -32,16 +32,18 @@ class Init:
 
 
 def init_of(entry: WeightEntry, *, tied: bool) -> Init:
-    """Return how the tensor is drawn; `tied`: the embedding is the head too."""
+    """Return mean and deviation of a tensor; `tied`: the embedding is the head too."""
     kind = entry.kind
     if kind == WeightKind.HEAD or (tied and kind == WeightKind.EMBEDDING):
-        # Ids that stand for no byte get small logits: a random model then neither ends by chance, which
-        # keeps a benchmark's output lengths, nor names ids that decode to nothing.
+        # Ids beyond the bytes get small logits, because a random model would end by chance, which shortens the outputs
+        # of a benchmark, or choose ids that decode to nothing.
         return Init(LOGIT_STD / math.sqrt(entry.shape[1]), weak_from=NUM_BYTES)
     if kind == WeightKind.EMBEDDING:
         return Init(1.0)
     if kind in (WeightKind.NORM, WeightKind.QK_NORM):
-        return Init(0.1, mean=1.0)  # not all ones: a loader that skips a norm must be caught
+        return Init(
+            0.1, mean=1.0
+        )  # not all ones, because tests must notice a loader that skips a norm
     if kind == WeightKind.BIAS:
         return Init(0.1)
     return Init(GAINS.get(kind, 1.0) / math.sqrt(entry.shape[1]))
@@ -69,7 +71,7 @@ def draw_weights(
 ) -> None:
     """Fill `model` with random weights drawn on `device`; `progress(done, total)` in bytes, after each tensor.
 
-    On CPU they are those of `phalanx make-checkpoint` for the same config.json.
+    On CPU the values equal those of `phalanx make-checkpoint` for the same config.json.
     """
     generator = torch.Generator(device)
     entries, slots = rank_weights(config, placement, rank), model.weight_slots()
@@ -82,4 +84,4 @@ def draw_weights(
             progress(done, total)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # a large vocabulary in float32
+        torch.cuda.empty_cache()  # the values of a large vocabulary in float32

@@ -1,7 +1,7 @@
-"""Fills a model straight from safetensors, reading only what this rank holds.
+"""Fills a model from safetensors files, reading only the tensors that this rank holds.
 
-First every file's header is checked against the config, so that all that is wrong is named at once; then tensors are
-read into the model's fused parameters. Knows nothing of what the tensors mean.
+Every file's header is checked against the weight map first, so that one error names all that is wrong. Then tensors
+are read into the model's fused parameters. Knows nothing of what the tensors mean.
 """
 
 from pathlib import Path
@@ -12,7 +12,6 @@ from kernels.routing.placement import ExpertPlacement
 from workers.models.registry import weight_map
 from workers.models.specs import ModelConfig
 from workers.weights.files import (
-    EMBEDDING,
     TIED_HEAD,
     CheckpointError,
     check_against_map,
@@ -23,6 +22,7 @@ from workers.weights.quantization import SCALE_SUFFIX
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import Progress, SlottedModel
 from workers.weights.tensors import rank_weights
+from workers.weights.weight_map import WeightKind
 
 __all__ = ["CheckpointError", "load_weights"]
 
@@ -39,12 +39,13 @@ def load_weights(
 ) -> None:
     """Fill `model`, which is on `device`, from the checkpoint folder; `progress(done, total)` in bytes read.
 
-    What is in FP8 on disk stays so where the model computes with FP8, and becomes the model's dtype elsewhere.
-    CheckpointError names every missing, surplus or misshaped tensor, other ranks' included.
+    A tensor in FP8 on disk stays in FP8 where the model computes with FP8; elsewhere it takes the model's dtype.
+    CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks.
     """
     stored = read_headers(Path(path))
     tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
-    check_against_map(Path(path), stored, weight_map(config))
+    entries = weight_map(config)
+    check_against_map(Path(path), stored, entries)
     slots = model.weight_slots()
     sources = []
     for entry in rank_weights(config, placement, rank):
@@ -54,4 +55,5 @@ def load_weights(
         sources.append(SlotSource(slots[entry.name], parts))
     fill_slots(sources, device, num_threads=torch.get_num_threads(), progress=progress)
     if tied_head is not None:
-        check_tied_head(tied_head, stored[EMBEDDING])
+        name = next(entry.name for entry in entries if entry.kind == WeightKind.EMBEDDING)
+        check_tied_head(tied_head, stored[name], name)

@@ -1,6 +1,6 @@
 """Reads config.json's `quantization_config`: FP8 weights in blocks, as DeepSeek's and Qwen3's releases have them.
 
-Knows nothing of tensors. What is stored in FP8 has its scales beside it, under its name and SCALE_SUFFIX.
+Knows nothing of tensors. The scales of a tensor in FP8 are stored under its name and SCALE_SUFFIX.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 SCALE_SUFFIX = "_scale_inv"
 KEY = "quantization_config"
 
-# Fields of which only these values are what is computed here; null is a field that is not there.
+# The supported values of each field; None stands for null and for a missing field.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "weight_block_size": ([128, 128],),
@@ -26,7 +26,7 @@ SKIPPED = "modules_to_not_convert"
 
 @dataclass(frozen=True)
 class BlockQuantization:
-    """FP8 in 128 x 128 blocks, but for `skipped`: names, or ends of names, of modules; names with all below them."""
+    """FP8 in blocks of 128 x 128 values. `skipped`: modules without, by name (with modules below) or end of name."""
 
     skipped: frozenset[str] = frozenset()
 
@@ -39,7 +39,7 @@ class BlockQuantization:
 
 
 def parse_quantization(raw: Mapping[str, Any], problems: list[str]) -> BlockQuantization | None:
-    """None where config.json has no quantisation; complaints name the field."""
+    """Return the quantisation, None if config.json has none; complaints with the field go to `problems`."""
     found = raw.get(KEY)
     if found is None:
         return None

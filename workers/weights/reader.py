@@ -1,8 +1,8 @@
-"""Reads tensors out of files on several threads and puts them where they belong. Knows nothing of checkpoints' rules.
+"""Reads tensors out of files on several threads into their slots. Knows nothing of the weight map.
 
-A mapped file costs page faults, and a copy of it to a GPU a second copy through a buffer of the driver. Here each
-thread reads some tensors at a time into memory of its own, pinned for GPUs, sends them there in one copy on a stream of
-its own and fills their slots; while one thread's copy runs, the others read.
+A mapped file costs page faults, and its copy to a GPU costs a second copy through a buffer of the driver. Therefore
+each thread reads several tensors at a time into its own memory, pinned for GPUs, copies them to the GPU at once on its
+own stream, and fills their slots. Other threads read while the copy runs.
 """
 
 import os
@@ -18,21 +18,21 @@ import torch
 from workers.weights.files import DTYPES, CheckpointError, StoredTensor
 from workers.weights.slots import Progress, Slot
 
-PIECE = 32 * 2**20  # bytes of a thread's buffer, and of a copy
+PIECE = 32 * 2**20  # bytes of a thread's buffer and of one copy
 MAX_THREADS = 8
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class SlotSource:
-    """What fills a slot: a tensor, or one in FP8 and its scales."""
+    """A slot and the stored tensors that fill it: one, or one in FP8 and its scales."""
 
     slot: Slot
     stored: Sequence[StoredTensor]
 
     @property
     def place(self) -> tuple[str, int]:
-        """File and offset; sources in this order lie one after the other."""
+        """File and offset: the order of sources on disk."""
         return str(self.stored[0].file), self.stored[0].offset
 
     @property
@@ -48,9 +48,9 @@ def fill_slots(
     num_threads: int,
     progress: Progress | None = None,
 ) -> None:
-    """Fill every slot, all of them on `device`; `progress(done, total)` in bytes, from any thread but one at a time.
+    """Fill every slot, all on `device`; `progress(done, total)` in bytes runs on any thread, one call at a time.
 
-    CheckpointError when a file cannot be read, or is shorter than its header said.
+    Raises CheckpointError if a file cannot be read, or is shorter than its header says.
     """
     ordered = sorted(sources, key=lambda source: source.place)
     work = _Work(ordered, progress)
@@ -61,11 +61,11 @@ def fill_slots(
         future.result()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()  # the threads' buffers, which only their streams could use again
+        torch.cuda.empty_cache()  # the buffers of the threads: only their streams could use them again
 
 
 class _Work:
-    """The sources in portions, handed out to threads."""
+    """The sources in portions, which threads take one by one."""
 
     def __init__(self, ordered: Sequence[SlotSource], progress: Progress | None):
         self.total = sum(source.num_bytes for source in ordered)
@@ -75,7 +75,7 @@ class _Work:
         self._lock = Lock()
 
     def next(self) -> list[SlotSource] | None:
-        """Another portion; None when there is no more, or nobody should go on."""
+        """Return the next portion, None if there is none or `stop` was called."""
         with self._lock:
             return next(self._portions, None)
 
@@ -86,13 +86,13 @@ class _Work:
                 self._progress(self._done, self.total)
 
     def stop(self) -> None:
-        """Hand out nothing any more."""
+        """Return no further portion from `next`."""
         with self._lock:
             self._portions = iter(())
 
 
 def _portions(ordered: Sequence[SlotSource]) -> Iterator[list[SlotSource]]:
-    """Neighbours of PIECE bytes together at most, or one that is larger."""
+    """Yield neighbours of at most PIECE bytes together, or a single larger source."""
     portion: list[SlotSource] = []
     num_bytes = 0
     for source in ordered:
@@ -106,7 +106,7 @@ def _portions(ordered: Sequence[SlotSource]) -> Iterator[list[SlotSource]]:
 
 
 class _Reader:
-    """One thread's buffers and files."""
+    """The buffers and files of one thread."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -114,7 +114,7 @@ class _Reader:
         self._files: dict[Path, int] = {}
 
     def run(self, work: _Work) -> None:
-        """Until there is no more work; a failure here stops the others too."""
+        """Fill slots until no portion is left; a failure stops the other threads too."""
         try:
             with ExitStack() as stack:
                 stack.callback(self._close_files)
@@ -160,7 +160,7 @@ class _Reader:
             self._sent.record()
 
     def _read(self, stored: StoredTensor, skip: int, target: torch.Tensor) -> None:
-        """Bytes from `skip` of a tensor on into all of `target`, uint8 on the CPU."""
+        """Read a tensor's bytes from `skip` on into the whole of `target`, uint8 on the CPU."""
         view, done = memoryview(target.numpy()), 0  # type: ignore[arg-type]  # numpy's stubs lag behind
         try:
             if stored.file not in self._files:
@@ -183,10 +183,10 @@ class _Reader:
 def copies(
     sizes: Sequence[int], starts: Sequence[int]
 ) -> Iterator[tuple[int, list[tuple[int, int, int, int]]]]:
-    """How tensors of `sizes` bytes reach their `starts` (ascending) in one buffer, in copies of PIECE bytes at most.
+    """Split tensors of `sizes` bytes at `starts` (ascending) of one buffer into copies of at most PIECE bytes.
 
-    For each copy: its place in the buffer, and what to read for it: (tensor, bytes of it to skip, place in the copy,
-    bytes).
+    Yields for each copy its place in the buffer, and its reads: (tensor, bytes of the tensor to skip, place in the
+    copy, bytes).
     """
     base, end = 0, 0
     reads: list[tuple[int, int, int, int]] = []

@@ -1,6 +1,6 @@
 """Where a checkpoint's tensor goes in a model's fused parameters, by its entry in the weight map. Knows no file.
 
-A checkpoint's tensor may be in FP8 with scales or not, and so may the parameter: every slot takes both.
+A checkpoint's tensor may be in FP8 with scales, and so may the parameter: every slot takes both kinds of tensors.
 """
 
 from collections.abc import Callable, Mapping
@@ -61,13 +61,13 @@ class WeightSlot:
             self.target.mul_(self.scale)
 
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """As `fill` with what FP8 values [N, K] and the scales of their blocks stand for."""
+        """Copy the product of FP8 values [N, K] and the scales of their blocks."""
         self.fill(dequantise(values, scales))
 
 
 @dataclass(frozen=True)
 class BlockSlot:
-    """A destination for one matrix that the model computes with in FP8."""
+    """A destination for one matrix that the model holds in FP8."""
 
     target: BlockWeights
 
@@ -77,12 +77,12 @@ class BlockSlot:
         return self.target.values.nbytes + self.target.scales.nbytes
 
     def fill(self, disk_tensor: torch.Tensor) -> None:
-        """Round to FP8."""
+        """Round to FP8 and copy."""
         rounded = quantise_blocks(disk_tensor)
         self.fill_blocks(rounded.values, rounded.scales)
 
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """Copy as they are."""
+        """Copy values and scales unchanged."""
         self.target.values.copy_(values)
         self.target.scales.copy_(scales)
 
@@ -91,7 +91,7 @@ Slot = WeightSlot | BlockSlot
 
 
 class SlottedModel(Protocol):
-    """A model that says where each disk tensor goes."""
+    """A model with a destination for each tensor of the checkpoint, by name."""
 
     def weight_slots(self) -> Mapping[str, Slot]: ...
 

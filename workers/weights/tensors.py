@@ -16,7 +16,7 @@ def stores_fp8_experts(config: ModelConfig) -> bool:
 
 
 def rank_weights(config: ModelConfig, placement: ExpertPlacement, rank: int) -> list[WeightEntry]:
-    """Return what one rank holds: the experts of that rank, and every tensor that is not an expert's."""
+    """Return the tensors of one rank: those of its experts, and every tensor that belongs to no expert."""
     local = placement.local_experts(rank)
     return [entry for entry in weight_map(config) if entry.expert is None or entry.expert in local]
 
@@ -29,7 +29,7 @@ def rank_weight_bytes(
     *,
     fp8_experts: bool = False,
 ) -> int:
-    """Return the bytes of one rank's weights in memory (norms, a few KiB, may take twice their share).
+    """Return the bytes of one rank's weights in memory (norms, a few KiB, may take twice as much).
 
     fp8_experts   the experts' product computes with FP8 weights; all else is held in `dtype`, whatever the
                   checkpoint holds

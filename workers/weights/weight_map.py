@@ -12,7 +12,7 @@ FP8_BLOCK, FP8_SCALE_BYTES = 128, 4  # as in kernels.block_fp8, which needs torc
 
 
 class WeightKind(StrEnum):
-    """What a tensor is for: decides how random values are drawn and whether FP8 checkpoints hold it in FP8."""
+    """Purpose of a tensor. Decides how random values are drawn and whether FP8 checkpoints hold it in FP8."""
 
     EMBEDDING = "embedding"
     HEAD = "head"
@@ -34,11 +34,11 @@ class WeightEntry:
 
     name, shape   in the checkpoint
     parameter     dotted path from the model to the parameter, with list indices: "layers.3.attention.qkv_QD"
-    kind          what it is for
+    kind          its purpose
     rows          first row and end row in the parameter; None: all rows. A norm of one head fills every row
     head_dim      the rows (of a norm the values) are heads of this size, whose values i and i + head_dim / 2 come side
                   by side in the parameter; 0: in the order of the checkpoint
-    expert        the expert that it belongs to, whose index in the parameter depends on the rank; None: not an expert's
+    expert        the expert that owns it; its index in the parameter depends on the rank. None: no routed expert
     quantised     the checkpoint holds it in FP8, with a tensor of scales beside it
     """
 

@@ -40,7 +40,7 @@ CHECKPOINT_NAMES: dict[str, str | None] = {}
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
-    """The config; `read.problems` names what is wrong with it."""
+    """Return the config; `read.problems` names what is wrong with it."""
     heads = read.integer("num_attention_heads")
     bias = read.boolean("attention_bias")
     attention = GqaSpec(
