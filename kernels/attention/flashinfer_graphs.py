@@ -248,7 +248,7 @@ class _ShapeGraphs:
         return _PlannedMixed(rows, self._some_decodes, prompts, out_THd, all_new=pages is None)
 
     def reserve_prompts(self, prompt_pages: _PageBuffers) -> None:
-        """Allocate for graphs with prompts: wrappers whose addresses are those of the largest step."""
+        """Allocate for graphs with prompts: wrappers with the addresses of the largest step."""
         spec, seqs = self._shape.spec, self._max_seqs
         self._out_THd = torch.zeros(
             (self._max_rows, spec.num_heads, spec.head_dim),

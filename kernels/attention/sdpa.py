@@ -1,6 +1,6 @@
 """Attention by gathering pages and calling `scaled_dot_product_attention`: runs everywhere.
 
-The CPU's backend and the reference for others. The G = H / h query heads that share a KV head become
+The CPU's backend and the reference of all backends. The G = H / h query heads that share a KV head become
 query rows of that head, so grouped-query attention copies nothing. Knows nothing of scheduling.
 
 T tokens, H query heads, h KV heads, G = H / h, d head dim, B sequences, L keys, M query rows.
@@ -17,20 +17,18 @@ from kernels.attention.base import Attention, AttentionBatch
 from kernels.attention.spec import AttentionSpec
 from kernels.pending import wait_previous_ubatch
 
-QUERY_CHUNK = (
-    512  # query rows of one call: bounds the mask and skips most of the keys above the diagonal
-)
-CALL_COST = (
-    512  # padded keys that cost as much as one more call (60 us for 1024 keys on a CPU core)
-)
-# Query rows that CUDA's memory-efficient kernel takes at once (64, for some shapes 32). Of heads that share their keys
-# it reads the mask wrongly when one row is left over (torch 2.11, pytorch/pytorch#191937): 65 rows become 66.
+# Query rows of one call: bounds the mask and skips most of the keys above the diagonal.
+QUERY_CHUNK = 512
+# Padded keys that cost as much as one more call (60 us for 1024 keys on a CPU core).
+CALL_COST = 512
+# Query rows of a block in CUDA's memory-efficient kernel (64, for some shapes 32). Where heads share their keys, the
+# kernel reads the mask wrongly for a last block of one row (torch 2.11, pytorch/pytorch#191937): 65 rows become 66.
 CUDA_QUERY_BLOCK = 32
 
 
 @dataclass(frozen=True)
 class _DecodeGroup:
-    """Decodes of similar length. `rows` are their rows, or None for all of them in order."""
+    """Decodes of similar length. `rows` are their rows of the batch; None: all decodes, in order."""
 
     rows: torch.Tensor | None
     blocks: torch.Tensor  # int64 [B * max_blocks]
@@ -39,7 +37,7 @@ class _DecodeGroup:
 
 @dataclass(frozen=True)
 class _Extend:
-    """New tokens `start .. end` of one sequence, after `context` older ones in `blocks` (None: no older)."""
+    """Rows `start` to `end` of one sequence, behind `context` tokens in `blocks` (None: no earlier tokens)."""
 
     start: int
     end: int
@@ -59,7 +57,7 @@ class Cache:
 
 
 class SdpaAttention(Attention):
-    """Decodes in batches of similar length, other sequences one by one."""
+    """Decodes in groups of similar length, prompts one by one."""
 
     name = "sdpa"
     auto = "gathers pages for torch's own attention, runs everywhere"
@@ -114,7 +112,7 @@ class SdpaAttention(Attention):
         return out_THd
 
     def _store(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache) -> None:
-        """Write new keys and values to their slots."""
+        """Write the new K and V to their slots."""
         cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
         cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
 
@@ -127,7 +125,7 @@ class SdpaAttention(Attention):
         ]
 
     def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
-        """Attention of the planned decodes into out_BHd."""
+        """Write the attention of the planned decodes to out_BHd."""
         for group in self._decodes:
             if group.rows is None:
                 out_BHd.copy_(self._decode(q_BHd, cache, group))
@@ -209,7 +207,7 @@ class SdpaAttention(Attention):
             out_THd[start:end] = out_hGMd.permute(2, 0, 1, 3).flatten(1, 2)[: end - start]
 
     def _reserve_causal(self, num_keys: int) -> None:
-        """One causal mask for every offset: row i of it shows keys up to `i + W`, W = columns - chunk."""
+        """Make one causal mask for all offsets: row i shows keys up to `i + W`, W = columns - QUERY_CHUNK."""
         columns = 0 if self._causal is None else self._causal.shape[1]
         if columns < num_keys + QUERY_CHUNK:
             columns = (1 << (num_keys - 1).bit_length()) + QUERY_CHUNK
@@ -218,7 +216,7 @@ class SdpaAttention(Attention):
             self._causal = hidden.triu_(columns - QUERY_CHUNK + 1).to(cache.device, cache.dtype)
 
     def _causal_mask(self, offset: int, num_rows: int, num_keys: int) -> torch.Tensor:
-        """The slice [num_rows, num_keys] in which row i shows keys up to `offset + i`."""
+        """Return the part [num_rows, num_keys] of the mask in which row i shows keys up to `offset + i`."""
         assert self._causal is not None
         first = self._causal.shape[1] - QUERY_CHUNK - offset
         mask = self._causal[:num_rows, first : first + num_keys]
@@ -227,9 +225,9 @@ class SdpaAttention(Attention):
 
 
 def length_groups(num_blocks: np.ndarray, block_size: int) -> list[np.ndarray | None]:
-    """Split decodes so that short ones are not padded to the longest when that costs more than a call.
+    """Group decodes by length where padding short decodes to the longest costs more than a further call.
 
-    num_blocks int [B] blocks of each decode. Returns int64 index arrays, or [None] for one group of all.
+    num_blocks is int [B], the blocks of each decode. Return int64 index arrays, or [None] for one group of all.
     """
     if not len(num_blocks):
         return []
@@ -239,7 +237,7 @@ def length_groups(num_blocks: np.ndarray, block_size: int) -> list[np.ndarray | 
     order = np.argsort(num_blocks, kind="stable")
     groups, start, wasted = [], 0, 0
     for i in range(1, len(order)):
-        # Padding the group so far up to this one's length; when that costs more than a call, cut here.
+        # Keys that pad the group so far to the length of decode i; cut here when they cost more than a call.
         wasted += int(num_blocks[order[i]] - num_blocks[order[i - 1]]) * (i - start)
         if wasted * block_size > CALL_COST:
             groups.append(order[start:i])

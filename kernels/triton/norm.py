@@ -1,4 +1,4 @@
-"""Triton kernel for a residual add and the root-mean-square norm after it. R rows, D their width."""
+"""Triton kernel for a residual addition followed by a root-mean-square norm. R rows of D values."""
 
 import torch
 import triton
@@ -29,7 +29,7 @@ def _add_rms_norm(
         for part in tl.static_range(1, PARTS):
             part_ptr = delta_ptr + part * delta_part + row * delta_row
             delta += tl.load(part_ptr + column, mask=mask, other=0.0).to(tl.float32)
-        # Each sum is rounded, as when these are separate operators.
+        # Both sums are rounded, as separate operators round them.
         delta = delta.to(delta_ptr.dtype.element_ty).to(tl.float32)
         x = (x.to(tl.float32) + delta).to(x_ptr.dtype.element_ty)
         tl.store(x_ptr + row * x_row + column, x, mask=mask)
@@ -47,10 +47,10 @@ def add_rms_norm(
     eps: float,
     out_RD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x += delta in place (unless None), then x / sqrt(mean(x^2) + eps) * weight.
+    """Add delta to x in place (None: add nothing), then return x / sqrt(mean(x^2) + eps) * weight.
 
-    delta_RD    or parts of it, [P, R, D], which are added in order and in float32
-    out_RD      receives the result, rows maybe strided; None: a new contiguous tensor
+    delta_RD    or partial sums [P, R, D], which are added in order, in float32
+    out_RD      receives the result; its rows may be strided, and it may be x. None: a new contiguous tensor
     """
     num_rows, width = x_RD.shape
     if out_RD is None:

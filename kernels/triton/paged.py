@@ -1,4 +1,4 @@
-"""Triton kernels beside paged attention: new K and V into their slots, block tables into one list of pages.
+"""Triton kernels beside paged attention: they write new K and V to slots, and block tables to one list of pages.
 
 T tokens, B sequences, h KV heads, d head dim, P pages.
 """
@@ -41,7 +41,7 @@ def store_kv(
     """Copy each token's K and V to its slot of the caches [num_blocks, block_size, h, d].
 
     k, v       rows of contiguous heads, any stride between rows
-    slots      int64 [up to T]: block * block_size + offset, -1 for none; rows beyond have none
+    slots      int64 [up to T]: block * block_size + offset, -1 for none; rows beyond `slots` are not copied
     """
     num_rows, num_kv_heads, head_dim = k_Thd.shape
     assert k_Thd.stride()[1:] == v_Thd.stride()[1:] == (head_dim, 1), "heads must be contiguous"
@@ -100,10 +100,10 @@ def list_pages(
     slots: torch.Tensor | None = None,
     padded_slots: torch.Tensor | None = None,
 ) -> None:
-    """The used entries of each row, one row after the other, without a copy to the host.
+    """Write the used entries of each row of the block table, row after row; nothing is copied to the host.
 
     block_table   int64 [B, max_blocks]
-    starts        int32 [R + 1], R >= B: where each row's entries go; rows from B on have none
+    starts        int32 [R + 1], R >= B: index of each row's first entry in `pages`; rows from B on have no entries
     pages         int32 [>= P], written
     padded_slots  int64 [R], written if given: slots [B], then -1
     """

@@ -88,7 +88,7 @@ def norm_rotate_store(
     weight    [H + h, d]; None: no norm
     rotation  complex64 [T, 1, r/2], r <= d: turns the first r values of each head in interleaved pairs;
               None: no rotation
-    slots     int64 [up to T], -1 for none; rows beyond have none
+    slots     int64 [up to T], -1 for none; K and V of rows beyond `slots` are not copied
     caches    [num_blocks, block_size, h, d]
     """
     num_kv_heads = k_cache.shape[2]

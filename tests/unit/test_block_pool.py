@@ -118,7 +118,7 @@ def test_keys_tell_blocks_positions_prefixes_and_salts_apart():
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random holders; `contents` is what a block was last given, and `holders` who has which blocks."""
+    """Random holders; `contents` has the last key of each block, `holders` the blocks of each holder."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Steps with a stand-in for attention: what else they run, and that the kernels of attention are not waited for."""
+"""Steps with DummyAttention: the other kernels run, and nothing waits for attention to compile."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -28,21 +28,21 @@ class FusedAttention(SdpaAttention):
     fused_store = True
 
 
-def test_a_stand_in_is_called_as_what_it_replaces() -> None:
+def test_dummy_has_the_form_of_the_replaced_attention() -> None:
     assert DummyAttention(FusedAttention([SPEC], 16)).fused_store
-    stand_in = DummyAttention(SdpaAttention([SPEC], 16))
-    assert not stand_in.fused_store and stand_in.specs == (SPEC,)
+    dummy = DummyAttention(SdpaAttention([SPEC], 16))
+    assert not dummy.fused_store and dummy.specs == (SPEC,)
 
 
-def test_a_stand_in_answers_with_zeros_in_the_shape_of_the_query() -> None:
-    stand_in = DummyAttention(SdpaAttention([SPEC], 16))
+def test_a_dummy_returns_zeros_in_the_shape_of_the_query() -> None:
+    dummy = DummyAttention(SdpaAttention([SPEC], 16))
     caches = [torch.full((2, 1, 16, 2, 8), 7.0)]
-    stand_in.bind(caches)
-    stand_in.plan(SimpleNamespace(slot_mapping=torch.arange(5)))
+    dummy.bind(caches)
+    dummy.plan(SimpleNamespace(slot_mapping=torch.arange(5)))
     qkv_TMd = torch.randn(6, 8, 8)  # one row of padding
     answers = (
-        stand_in(qkv_TMd[:, :4], qkv_TMd[:, 4:6], qkv_TMd[:, 6:], 0),
-        stand_in.attend(qkv_TMd, 0),
+        dummy(qkv_TMd[:, :4], qkv_TMd[:, 4:6], qkv_TMd[:, 6:], 0),
+        dummy.attend(qkv_TMd, 0),
     )
     for o_THd in answers:
         assert o_THd.shape == (6, 4, 8) and o_THd.dtype == qkv_TMd.dtype and not o_THd.any()
@@ -63,7 +63,7 @@ def epoch(tmp_path: Path) -> Iterator[Epoch]:
         threads=1,
         vote_timeout_s=5,
     )
-    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "stand-in"), timeout_s=5)
+    epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "dummy"), timeout_s=5)
     epoch.run_stage(WEIGHTS, lambda done, total: None)
     yield epoch
     epoch.process.close()
@@ -99,7 +99,7 @@ def test_steps_run_before_attention_is_compiled(
     assert epoch._attention_compiled is None
 
 
-def test_the_forward_with_a_stand_in_is_finite(epoch: Epoch) -> None:
+def test_the_forward_with_a_dummy_is_finite(epoch: Epoch) -> None:
     runner, scheduler = epoch.make(8, DummyAttention(epoch.kernels.attention))
     hidden: list[torch.Tensor] = []
     forward = runner.model.forward

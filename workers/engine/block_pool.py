@@ -1,7 +1,10 @@
-"""The paged KV cache: which blocks are whose, and what the full ones hold. Knows nothing of requests.
+"""The blocks of the paged KV cache: references, contents of full blocks, eviction. Knows nothing of requests.
 
-A full block has a key: a digest of its tokens and of the key before it, so that equal keys mean equal tokens from the
-first one on, and equal K and V. Nobody can make two chains meet: the digest is a cryptographic one, and the root of
+One pool serves all layers: block b is block b in the cache of every layer, in every group of layers (see
+kernels/attention/kv_layout.py).
+
+A full block has a key: a digest of its tokens and of the key before it. Equal keys therefore mean equal tokens from the
+first one on, and equal K and V. Two chains cannot be made to meet, because the digest is cryptographic and the root of
 a chain is a digest of the salt in a domain of its own.
 """
 
@@ -14,13 +17,13 @@ _KEY_BYTES = 32
 
 
 def root_key(salt: str) -> bytes:
-    """The key before a sequence's first block; sequences of different salts share nothing."""
-    data = salt.encode(errors="surrogatepass")  # half a character is a salt as good as any
+    """Return the key before a sequence's first block; sequences with different salts share no blocks."""
+    data = salt.encode(errors="surrogatepass")  # a lone surrogate is a valid salt
     return hashlib.blake2b(data, digest_size=_KEY_BYTES, person=b"cache salt").digest()
 
 
 def chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """The keys of the full blocks of `token_ids`, which follow a block (or root) of key `parent`."""
+    """Return the keys of the full blocks of `token_ids`, which follow a block (or root) with key `parent`."""
     data = array("i", token_ids).tobytes()
     block_bytes = block_size * 4
     keys = []
@@ -32,10 +35,10 @@ def chain_keys(parent: bytes, token_ids: Sequence[int], block_size: int) -> list
 
 
 class BlockPool:
-    """Blocks with reference counts; a block is free again when its last holder releases it.
+    """Blocks with reference counts; a block is free when its last holder has released it.
 
-    A free block with a key keeps its contents, can be found and held again, and gives way when there is no free block
-    without: the one longest unused first, and of one sequence the last before those that it builds upon.
+    A free block with a key keeps its contents: `find` returns it, `share` holds it again. It is evicted when no free
+    block without a key is left, the longest unused block first, and of one sequence the last block first.
     """
 
     def __init__(self, num_blocks: int):
@@ -48,7 +51,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds, those with contents included."""
+        """Blocks without a holder, blocks with contents included."""
         return len(self._blank) + len(self._unused)
 
     @property
@@ -57,7 +60,10 @@ class BlockPool:
         return 1 - self.num_free / self.num_blocks
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest run of `keys` that is here, held or free. `share` them before anything else."""
+        """Return the blocks, held or free, of the longest run of `keys` that the pool has.
+
+        Call `share` on them before any other method, because `allocate` may evict free blocks.
+        """
         blocks = []
         for key in keys:
             block = self._block_of.get(key)
@@ -67,11 +73,11 @@ class BlockPool:
         return blocks
 
     def num_free_besides(self, blocks: list[int]) -> int:
-        """Blocks that are free and not among `blocks`."""
+        """Return the number of free blocks that are not among `blocks`."""
         return self.num_free - sum(not self._references[block] for block in blocks)
 
     def allocate(self, count: int) -> list[int]:
-        """`count` free blocks, held once. The caller has checked `num_free`."""
+        """Return `count` free blocks, each with one holder now. The caller has checked `num_free`."""
         assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
         blocks = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
         for block in blocks:
@@ -79,7 +85,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """One more holder for each of `blocks`, which must be held already or have contents."""
+        """Add a holder to each of `blocks`, which must be held already or have contents."""
         for block in blocks:
             if not self._references[block]:
                 assert block in self._unused, f"block {block} is free and cannot be shared"
@@ -87,7 +93,7 @@ class BlockPool:
             self._references[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """One holder fewer for each of `blocks`, which are in the order of their sequence."""
+        """Remove a holder from each of `blocks`, which are in the order of their sequence."""
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released but not held"
             self._references[block] -= 1
@@ -98,7 +104,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def register(self, block: int, key: bytes) -> None:
-        """K and V of `key` are written in `block`, which is held. One block per key: a second one stays without."""
+        """Set the key of a held block whose K and V are written. A second block of the same key gets none."""
         assert self._references[block] > 0, f"block {block} is free and cannot get a key"
         assert block not in self._key_of, f"block {block} has a key already"
         if key not in self._block_of:
@@ -106,7 +112,7 @@ class BlockPool:
             self._key_of[block] = key
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody finds `blocks` any more; who holds them keeps them."""
+        """Remove the keys of `blocks`, so that `find` no longer returns them. Holders keep them."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:
@@ -116,7 +122,7 @@ class BlockPool:
                 self._blank.append(block)
 
     def forget_all(self) -> None:
-        """Nobody finds anything any more."""
+        """Remove all keys."""
         self.forget(list(self._key_of))
 
     def _evict(self) -> int:

@@ -8,7 +8,7 @@ from workers.engine.scheduler import Scheduler
 from workers.models.causal_lm import CausalLM
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
-from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_room, own_bytes
+from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_longest_request_fits, own_bytes
 from workers.rank.process import RankProcess
 from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
@@ -89,7 +89,7 @@ class RunnerMaker:
         if not process.dims.alone:
             of_ranks = process_group.gather_objects((fitting, own))
             fitting, own = min(of_ranks, key=lambda found: found[0])
-        check_room(fitting, process.max_model_len, cache.block_size, own)
+        check_longest_request_fits(fitting, process.max_model_len, cache.block_size, own)
         return fitting
 
     def _own_bytes(self, graph_sizes: GraphSizes) -> OwnBytes:

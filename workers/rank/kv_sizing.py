@@ -1,7 +1,7 @@
-"""How many KV blocks a GPU has room for beside weights, the largest steps and CUDA graphs. Knows nothing of ranks.
+"""Number of KV blocks that fit on a GPU beside weights, the largest steps and CUDA graphs. Knows nothing of ranks.
 
-All of it is measured, not estimated: the caller runs the largest step and the one that samples most (see
-WarmUpSteps), and some of the largest graphs are captured once to be thrown away.
+All sizes are measured: the caller runs the largest step and the step that samples most (see WarmUpSteps), and the
+largest graphs are captured once and discarded.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
 
-_MARGIN = 1.1  # of what the graphs were measured to take
+_MARGIN = 1.1  # factor on the measured bytes of graphs
 
 
 @dataclass(frozen=True)
 class OwnBytes:
-    """What a rank takes at most beside its KV cache; `steps` is its buffers and the largest step's rows."""
+    """Most bytes that a rank needs beside its KV cache; `steps` is buffers and the rows of the largest step."""
 
     weights: int
     steps: int
@@ -45,7 +45,7 @@ def own_bytes(
     weight_bytes: int,
     kv_bytes: int,
 ) -> OwnBytes:
-    """Measure it, with weights and a KV cache of these sizes. Collective; the runner is of no use afterwards."""
+    """Measure a rank with weights and a KV cache of these sizes. Collective; the runner cannot be used afterwards."""
     torch.cuda.reset_peak_memory_stats()
     with memory_for("a step"):
         steps.sample(runner, scheduler)
@@ -57,10 +57,10 @@ def own_bytes(
 
 
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
-    """What graphs of these sizes will take, with those of slices. Collective; the runner is of no use afterwards.
+    """Return the bytes of graphs of these sizes, with graphs of ubatches. Collective; ends the use of the runner.
 
-    They share a pool that the largest ones, whole and in slices, fill; each further one takes what one of the next size
-    takes, with as many slices as many times that.
+    All graphs share a memory pool, which the largest graph of whole steps and of ubatches fills. Each further graph
+    takes the bytes of a graph of the next size; a step of n ubatches has n graphs.
     """
     if not sizes:
         return 0
@@ -71,9 +71,9 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     graphs.capture(keys[:1])
     count = graphs.count(keys)
     if runner.ubatches is not None:
-        sliced = [key._replace(ubatch=True) for key in keys]
-        graphs.capture(sliced[:1])
-        count += runner.ubatches.num_ubatches * graphs.count(sliced)
+        cut = [key._replace(ubatch=True) for key in keys]
+        graphs.capture(cut[:1])
+        count += runner.ubatches.num_ubatches * graphs.count(cut)
     largest = free - torch.cuda.mem_get_info()[0]
     each = graphs.capture(keys[1:2]) / max(1, graphs.count(keys[1:2]))
     graphs.close()
@@ -83,15 +83,17 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
 def blocks_that_fit(
     device: torch.device, memory_fraction: float, *, block_bytes: int, own_bytes: int
 ) -> int:
-    """KV blocks in what `memory_fraction` of the GPU leaves when `own_bytes` and other programs are taken off."""
+    """Return the KV blocks that fit in `memory_fraction` of the GPU less `own_bytes` and memory of other programs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return (int(total * memory_fraction) - others - own_bytes) // block_bytes
 
 
-def check_room(num_blocks: int, max_model_len: int, block_size: int, own: OwnBytes) -> None:
-    """Raises ValueError, with what to change, when the longest request does not fit into what `own` leaves."""
+def check_longest_request_fits(
+    num_blocks: int, max_model_len: int, block_size: int, own: OwnBytes
+) -> None:
+    """Raise ValueError, with the settings to change, if the longest request needs more than `num_blocks`."""
     need = -(-max_model_len // block_size)
     if num_blocks < need:
         raise ValueError(
