@@ -1,4 +1,4 @@
-"""`Pending`: the only way to the result of an exchange, the same for every backend."""
+"""`Pending`: the only way to the result of an all-to-all, the same for every backend."""
 
 import threading
 from collections.abc import Callable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class _OfThread(threading.local):
-    """What a thread does before it waits, and in the middle of a slice's turn."""
+    """The functions that the ubatches of a step have set for their thread."""
 
     yield_ubatch: Callable[[], None] | None = None
     wait_previous_ubatch: Callable[[], None] | None = None
@@ -20,31 +20,33 @@ _of_thread = _OfThread()
 def set_yield_ubatch(
     yield_ubatch: Callable[[], None] | None, wait_previous_ubatch: Callable[[], None] | None = None
 ) -> None:
-    """From now on `wait` on this thread calls `yield_ubatch` first, where other work can go on; None: it just waits.
+    """Set what this thread does while the ubatches of a step take turns on it; None ends that.
 
-    wait_previous_ubatch    what `wait_previous_ubatch` does from now on; None: nothing
+    yield_ubatch           runs the next ubatches and returns when it is the caller's turn again; `Pending.wait` calls
+                           it before it blocks
+    wait_previous_ubatch   makes the current stream wait for the turn before; see the function of that name
     """
     _of_thread.yield_ubatch, _of_thread.wait_previous_ubatch = yield_ubatch, wait_previous_ubatch
 
 
 def can_yield_ubatch() -> bool:
-    """Whether `wait` on this thread lets other work go on first."""
+    """Return whether `Pending.wait` on this thread lets other ubatches run first."""
     return _of_thread.yield_ubatch is not None
 
 
 def wait_previous_ubatch() -> None:
-    """What this thread gives its stream next begins after all that other slices gave theirs before they handed over.
+    """Make the current stream wait for all work that the previous turn put on its stream; without ubatches do nothing.
 
-    Called in the middle of what a slice computes between two exchanges, where slices have streams of their own.
-    Attention then finds what earlier slices have written to its cache. And no long kernel keeps from the SMs
-    the short ones that come before another slice's exchange: ranks would wait for it, with nothing left to compute.
+    Attention calls it between writing and reading its cache, the middle of a turn, because in a CUDA graph each ubatch
+    has a stream of its own. Then attention reads what earlier ubatches have written. And no long kernel takes the SMs
+    from the short kernels before another ubatch's all-to-all, for which all ranks would have to wait.
     """
     if _of_thread.wait_previous_ubatch is not None:
         _of_thread.wait_previous_ubatch()
 
 
 class Pending(Generic[T]):
-    """A result under way. `wait()` blocks until it is there; asked again, it answers the same."""
+    """A result in flight. `wait` blocks until it has arrived; later calls return the same result."""
 
     def __init__(self, finish: Callable[[], T]):
         self._finish: Callable[[], T] | None = finish
@@ -53,13 +55,13 @@ class Pending(Generic[T]):
 
     @classmethod
     def ready(cls, result: T) -> "Pending[T]":
-        """A result that needs no waiting."""
+        """Return a result that needs no waiting."""
         pending = cls.__new__(cls)
         pending._finish, pending._result, pending._error = None, result, None
         return pending
 
     def wait(self) -> T:
-        """The result; raises what the exchange raised. Where slices of a step alternate, the others run first."""
+        """Return the result or raise the all-to-all's error. Where ubatches take turns, the next ubatches run first."""
         if self._finish is not None:
             yield_ubatch = _of_thread.yield_ubatch
             if yield_ubatch is not None:
@@ -67,7 +69,7 @@ class Pending(Generic[T]):
         return self.result()
 
     def result(self) -> T:
-        """`wait` without letting others run: for exchanges that must finish an earlier one of their own."""
+        """Do as `wait` but yield to no ubatch; for an all-to-all that must first finish its own earlier one."""
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:

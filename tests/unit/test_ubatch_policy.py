@@ -102,7 +102,7 @@ def test_the_reason_has_the_numbers():
     )
     line = policy.lines()[0]
     assert "from 256 sequences on" in line
-    assert "2.00 ms whole, 1.50 ms in slices, +33 %" in line
+    assert "2.00 ms whole, 1.50 ms in ubatches, +33 %" in line
 
 
 def test_the_slowest_rank_counts_and_all_agree():

@@ -1,4 +1,4 @@
-"""Of which sizes a rank has CUDA graphs, and what it votes for by them. Pure."""
+"""The sizes of a rank's CUDA graphs, and the rank's vote by them. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from kernels.backends.select import Selection
 from workers.config import Auto, SchedulerConfig
 from workers.engine.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
 
-# Up to here a step with prompts is bound by the weights it reads, and one size an octave is enough.
+# Rows up to which a step with prompts is bound by reading weights, so that one size an octave is enough.
 FINE_MIXED_ROWS = 512
 SMALLEST_MIXED_ROWS = 16
 
@@ -20,7 +20,7 @@ class GraphsUnavailableError(ValueError):
 
 
 class GraphKey(NamedTuple):
-    """Which captured forward: of what, with how many rows, whole or in slices."""
+    """A captured forward: the steps it serves, its rows, and whether it runs in ubatches."""
 
     mode: GraphMode
     rows: int
@@ -29,7 +29,7 @@ class GraphKey(NamedTuple):
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Rows of the graphs that every rank has, rising, of DECODE and of MIXED steps."""
+    """Rows of the graphs that every rank has, ascending, of DECODE and of MIXED steps."""
 
     decode: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
@@ -49,14 +49,14 @@ class GraphSizes:
         return max((*self.decode, *self.mixed))
 
     def whole_steps(self) -> list[GraphKey]:
-        """All graphs of whole steps."""
+        """Return the keys of all graphs of whole steps."""
         decodes = [GraphKey(GraphMode.DECODE, rows) for rows in self.decode]
         return [*decodes, *(GraphKey(GraphMode.MIXED, rows) for rows in self.mixed)]
 
     def key(
         self, forward_mode: ForwardMode, num_tokens: int, ubatch: bool = False
     ) -> GraphKey | None:
-        """What a step replays in which all ranks have so many tokens; None where no graph takes it."""
+        """Return the graph of a step in which all ranks have `num_tokens` tokens; None if no graph takes it."""
         vote = self.vote(forward_mode, num_tokens)
         for mode, name in GRAPH_ROWS.items():
             if vote[name]:
@@ -64,7 +64,7 @@ class GraphSizes:
         return None
 
     def vote(self, forward_mode: ForwardMode, num_tokens: int) -> dict[str, int]:
-        """A rank's `decode_rows` and `mixed_rows` of its Vote."""
+        """Return `decode_rows` and `mixed_rows` of a rank's Vote."""
         decodes = forward_mode in (ForwardMode.IDLE, ForwardMode.DECODE)
         return {
             "decode_rows": _smallest(self.decode, num_tokens) if decodes else 0,
@@ -77,9 +77,9 @@ def _smallest(sizes: Sequence[int], num_tokens: int) -> int:
 
 
 def decode_sizes(max_rows: int) -> tuple[int, ...]:
-    """Rows of the graphs that serve 1 to `max_rows` decodes, rising: every one up to 8, then four an octave.
+    """Return rows of graphs for 1 to `max_rows` decodes, ascending: every number up to 8, then four an octave.
 
-    Padding to the next one wastes less than 9 % on average, whatever the maximum.
+    Padding to the next size wastes less than 9 % on average, whatever the maximum.
     """
     sizes, size = [], 1
     while size < max_rows:
@@ -89,7 +89,7 @@ def decode_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def mixed_sizes(max_rows: int) -> tuple[int, ...]:
-    """Rows of the graphs that serve steps with prompts: powers of two, then four an octave."""
+    """Return rows of graphs for steps with prompts, ascending: powers of two, then four an octave."""
     sizes, size = [], SMALLEST_MIXED_ROWS
     while size < max_rows:
         sizes.append(size)
@@ -100,9 +100,11 @@ def mixed_sizes(max_rows: int) -> tuple[int, ...]:
 def graphs_to_capture(
     scheduler: SchedulerConfig, selection: Selection, device: torch.device, *, mixed: bool
 ) -> GraphSizes:
-    """Sizes of the graphs of a rank, none where they are off or cannot be; `mixed` as of the attention.
+    """Return the sizes of a rank's graphs; none where graphs are off or unavailable.
 
-    Raises GraphsUnavailableError where the configuration demands what cannot be.
+    mixed   whether the attention can be captured with prompts
+
+    Raises GraphsUnavailableError if the configuration demands graphs that are unavailable.
     """
     if graphs_off(scheduler.cuda_graphs, selection, device.type) is not None:
         return GraphSizes()

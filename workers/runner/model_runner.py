@@ -155,7 +155,7 @@ class ModelRunner:
         return self.graphs
 
     def limit_all2all(self, comm_sms: int | None) -> None:
-        """Set the SMs of the all-to-alls beside ubatches; discard ubatched graphs, because they keep the limit of their capture."""
+        """Set the SMs of the all-to-alls beside ubatches; discard ubatched graphs, which keep their own limit."""
         assert self.ubatches is not None, "there are no ubatches"
         self.ubatches.comm_sms = comm_sms
         if self.graphs is not None:

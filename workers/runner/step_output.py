@@ -1,4 +1,4 @@
-"""What one forward gave the sequences of its batch, on its way from the runner to the scheduler. No tensors."""
+"""The results of one forward for the sequences of its batch, from the runner to the scheduler. No tensors."""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +8,7 @@ from workers.wire.request import RequestOutput, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class RunTimes:
-    """Seconds of one step by part: of the host before the forward, then of the device on GPUs."""
+    """Seconds of one step by part: `prepare` on the host; `forward` and `sample` on a GPU, if any."""
 
     prepare: float = 0.0
     forward: float = 0.0
@@ -17,13 +17,12 @@ class RunTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The sampling sequences are those of the batch that get a new token, in its order.
+    """Sampling sequences are the sequences of the batch that get a new token, in its order.
 
     token_ids        one for each sampling sequence, -1 = its logits were not finite
-    logprobs         one for each of token_ids, None for a sequence that did not ask; None when nobody asked
-    prompt_logprobs  by request id, for prompts that this step completed; None when there are none
-    times            how long it took
-    expert_load      of steps in which it was looked at
+    logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
+    prompt_logprobs  by request id, for prompts that this step completed; None if there are none
+    expert_load      None in steps that do not read it
     """
 
     token_ids: list[int]
@@ -34,9 +33,9 @@ class StepOutput:
     expert_load: LoadSample | None = None
 
     def attach(self, outputs: list[RequestOutput | None]) -> list[RequestOutput]:
-        """`outputs`, one for each sampling sequence, with the log-probabilities that each one asked for.
+        """Return `outputs`, one for each sampling sequence, with the log-probabilities of each request.
 
-        None stands for a sequence that needs none any more.
+        None in `outputs` stands for a sequence that has ended; it is left out.
         """
         if self.logprobs is None and self.prompt_logprobs is None:
             return [output for output in outputs if output is not None]

@@ -86,7 +86,7 @@ class SpanRecorder:
 
 
 class _RecordedPending(Pending[Any]):
-    """A pending result; records when its ubatch asks for it, when the ubatch continues, and when it has the result."""
+    """A pending result; records when its ubatch waits for it, when the ubatch continues, and when it has the result."""
 
     def __init__(self, pending: Pending[Any], record: Callable[[], None]):
         super().__init__(self._finish_recorded)

@@ -1,4 +1,4 @@
-"""Keeps what a start has measured of slices, for the next start of the same model on the same hardware and software."""
+"""Keeps a measured overlap policy for the next start of the same model on the same hardware and software."""
 
 import hashlib
 import json
@@ -16,13 +16,13 @@ SOURCES = (".py", ".c")
 
 
 def cache_path(facts: Mapping[str, object]) -> Path:
-    """Where a policy measured under these facts is kept."""
+    """Return the file of a policy that was measured under these facts."""
     text = json.dumps({key: repr(value) for key, value in facts.items()}, sort_keys=True)
     return cache_folder() / f"overlap-{hashlib.sha256(text.encode()).hexdigest()[:20]}.json"
 
 
 def software(folders: Iterable[Path] = OURS) -> str:
-    """Tells apart what may run a step faster or slower: our own sources and the libraries' versions."""
+    """Return a text that differs where a step's speed may: a digest of our sources, and the libraries' versions."""
     digest = hashlib.sha256()
     files = (path for folder in folders for path in sorted(folder.rglob("*")))
     for path in files:
@@ -32,7 +32,7 @@ def software(folders: Iterable[Path] = OURS) -> str:
 
 
 def load_policy(path: Path) -> OverlapPolicy | None:
-    """What `save_policy` wrote; None where there is nothing to be read."""
+    """Return the policy that `save_policy` wrote; None if the file cannot be read."""
     try:
         return OverlapPolicy(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
@@ -40,7 +40,7 @@ def load_policy(path: Path) -> OverlapPolicy | None:
 
 
 def save_policy(path: Path, policy: OverlapPolicy) -> None:
-    """Keep it for the next start; a folder that cannot be written to costs only time then."""
+    """Write the policy for the next start. If the folder cannot be written to, the next start measures again."""
     draft = path.with_suffix(".draft")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
-"""When a rank wants its step cut into ubatches: from the configuration, or from what was measured. Pure.
+"""When a rank votes for ubatches: thresholds from the configuration or from measurements. Pure.
 
-Everything here is equal on all ranks, which the comparison of settings at the start and the exchange of measurements
-see to.
+All ranks have the same policy, because they compare their settings at the start and gather all measurements.
 """
 
 from collections.abc import Sequence
@@ -12,25 +11,25 @@ from workers.config import OverlapConfig
 from workers.engine.step_sync import ForwardMode
 
 PHASES = ("decode", "prefill")
-# Slices must be faster by so much, at a size and at all measured ones above it: less is noise.
+# Share by which ubatches must be faster at a size and at all larger measured sizes; less is noise.
 MARGIN = 0.02
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of a step of `num_tokens` on each rank, run whole and in slices: of the slowest rank."""
+    """Seconds of a step of `num_tokens` on each rank, whole and in ubatches, on the slowest rank."""
 
     num_tokens: int
     whole_s: float
-    sliced_s: float
+    ubatched_s: float
 
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """From how many tokens on a rank wants ubatches; None = never.
+    """The tokens of a rank's step from which on the rank votes for ubatches; None = never.
 
-    comm_sms   multiprocessors of the exchange meanwhile; None = it is not limited
-    reasons    why, by setting
+    comm_sms   multiprocessors of the all-to-all beside ubatches; None = no limit
+    reasons    the reason for each setting
     """
 
     min_decode_tokens: int | None
@@ -39,7 +38,7 @@ class OverlapPolicy:
     reasons: dict[str, str]
 
     def wants(self, mode: ForwardMode, num_tokens: int) -> bool:
-        """The vote of a rank with this step; one without tokens runs along in either form."""
+        """Return the vote of a rank with this step. An idle rank votes yes, because it runs padding in either form."""
         if mode == ForwardMode.IDLE:
             return True
         decodes = mode == ForwardMode.DECODE
@@ -52,11 +51,11 @@ class OverlapPolicy:
         return self.min_decode_tokens is not None or self.min_prefill_tokens is not None
 
     def with_comm_sms(self, comm_sms: int | None, reason: str) -> "OverlapPolicy":
-        """The same with another limit on the exchange."""
+        """Return this policy with another limit on the all-to-all."""
         return replace(self, comm_sms=comm_sms, reasons={**self.reasons, "comm_sms": reason})
 
     def lines(self) -> list[str]:
-        """What it comes to, for the log."""
+        """Return the policy as lines for the log."""
         reasons = self.reasons
         if not self.enabled and reasons["decode"] == reasons["prefill"]:
             return [f"no ubatches: {reasons['decode']}"]
@@ -64,12 +63,12 @@ class OverlapPolicy:
         return [
             f"ubatches in decode {_since(self.min_decode_tokens, 'sequences')} ({reasons['decode']})",
             f"ubatches in prefill {_since(self.min_prefill_tokens, 'tokens')} ({reasons['prefill']})",
-            f"SMs of the exchange beside ubatches: {limit} ({reasons['comm_sms']})",
+            f"SMs of the all-to-all beside ubatches: {limit} ({reasons['comm_sms']})",
         ]
 
 
 def never(reason: str) -> OverlapPolicy:
-    """No ubatches at all."""
+    """Return a policy without ubatches."""
     return OverlapPolicy(None, None, None, dict.fromkeys((*PHASES, "comm_sms"), reason))
 
 
@@ -104,7 +103,7 @@ def configured(
 
 
 def too_many_sms(comm_sms: int, num_sms: int, usual: Sequence[int]) -> str | None:
-    """Why a GPU of `num_sms` multiprocessors cannot give the exchange `comm_sms`, or None."""
+    """Return why a GPU of `num_sms` multiprocessors cannot give `comm_sms` to the all-to-all, or None."""
     if comm_sms < num_sms:
         return None
     return (
@@ -116,32 +115,32 @@ def too_many_sms(comm_sms: int, num_sms: int, usual: Sequence[int]) -> str | Non
 def with_measured(
     policy: OverlapPolicy, phase: str, samples: Sequence[Sample], margin: float = MARGIN
 ) -> OverlapPolicy:
-    """`policy` with the threshold of one phase as `samples`, in ascending order of tokens, have it."""
+    """Return `policy` with the threshold of one phase from `samples`, which are in ascending order of tokens."""
     least = threshold(samples, margin)
     reasons = {**policy.reasons, phase: explain(samples, least)}
     return replace(policy, reasons=reasons, **{f"min_{phase}_tokens": least})
 
 
 def threshold(samples: Sequence[Sample], margin: float = MARGIN) -> int | None:
-    """The fewest tokens from which on slices won at every measured size; None when they lose at the largest."""
+    """Return the fewest tokens from which on ubatches win at every measured size; None if they lose at the largest."""
     least = None
     for sample in reversed(samples):
-        if sample.sliced_s > (1 - margin) * sample.whole_s:
+        if sample.ubatched_s > (1 - margin) * sample.whole_s:
             break
         least = sample.num_tokens
     return least
 
 
 def explain(samples: Sequence[Sample], least: int | None) -> str:
-    """Why the threshold is what it is: the time of slices against whole steps where it was decided."""
+    """Return the reason for a threshold: the times of both forms at the size that decided it."""
     if not samples:
         return "no step is large enough to be cut"
     shown = [s for s in samples if s.num_tokens == least] or samples
     sample = shown[-1]
-    gain = 100 * (sample.whole_s / sample.sliced_s - 1)
+    gain = 100 * (sample.whole_s / sample.ubatched_s - 1)
     return (
         f"measured at {sample.num_tokens} a rank: {1e3 * sample.whole_s:.2f} ms whole, "
-        f"{1e3 * sample.sliced_s:.2f} ms in slices, {gain:+.0f} %"
+        f"{1e3 * sample.ubatched_s:.2f} ms in ubatches, {gain:+.0f} %"
     )
 
 

@@ -1,6 +1,6 @@
-"""Measures at the start from which sizes of step on slices are faster than the whole.
+"""Measures at the start from which step sizes on ubatches are faster than whole steps.
 
-Collective: every rank times the same steps, and what counts is the slowest. Knows the runner's steps only as functions.
+Collective: every rank times the same steps, and the slowest rank's time counts.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from workers.ubatch.policy import OverlapPolicy, Sample, threshold, with_measure
 from workers.ubatch.rank_overlap import Gather
 from workers.wire.request import EngineRequest, SamplingParams
 
-BUDGET_S = 30.0  # smaller steps than those measured by then are not cut
+BUDGET_S = 30.0  # sizes that are not measured by then are not cut
 REPEATS = 3
 PROMPT_LEN = 1024  # tokens of a prompt in measured prefills
 CONTEXT_LEN = 128  # tokens before measured decodes
@@ -26,12 +26,12 @@ TIMED = {
     "prefill": (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE),
 }
 
-# Seconds of this rank's step of so many tokens in a phase, whole (False) or in slices (True).
+# Returns the seconds of this rank's step: phase, tokens, whether in ubatches.
 Run = Callable[[str, int, bool], float]
 
 
 def sizes_to_measure(phase: str, largest: int) -> list[int]:
-    """Powers of two from the phase's smallest to below `largest`, then that."""
+    """Return the powers of two from the phase's smallest size to below `largest`, then `largest`."""
     sizes, size = [], SMALLEST[phase]
     while size < largest:
         sizes.append(size)
@@ -40,7 +40,7 @@ def sizes_to_measure(phase: str, largest: int) -> list[int]:
 
 
 def sizes_to_warm_up(phase: str, least: int | None, largest: int) -> list[int]:
-    """Of the same, those that stand for steps of `least` tokens and more, which are cut; none where None are."""
+    """Return the measured sizes that cover all steps of `least` tokens and more; none if `least` is None."""
     if least is None:
         return []
     return [size for size in sizes_to_measure(phase, largest) if 2 * size > least]
@@ -54,17 +54,22 @@ def tune(
     gather: Gather,
     budget_s: float = BUDGET_S,
 ) -> OverlapPolicy:
-    """`policy` with measured thresholds of `phases`; the same on all ranks. `largest` is the biggest step of each.
+    """Return `policy` with measured thresholds of `phases`, the same on all ranks.
 
-    From the largest size down to the first at which slices do not win: nothing below it changes the threshold.
+    largest   tokens of the largest step of each phase
+
+    Measures from the largest size down to the first size at which ubatches do not win, because smaller sizes cannot
+    change the threshold.
     """
     started = time.monotonic()
     for phase in sorted(phases):
         samples: list[Sample] = []
         for size in reversed(sizes_to_measure(phase, largest[phase])):
             mine = run(phase, size, False), run(phase, size, True), time.monotonic() - started
-            whole_s, sliced_s, spent_s = (max(column) for column in zip(*gather(mine), strict=True))
-            samples.insert(0, Sample(size, whole_s, sliced_s))
+            whole_s, ubatched_s, spent_s = (
+                max(column) for column in zip(*gather(mine), strict=True)
+            )
+            samples.insert(0, Sample(size, whole_s, ubatched_s))
             if spent_s > budget_s or threshold(samples) != size:
                 break
         policy = with_measured(policy, phase, samples)
@@ -78,7 +83,7 @@ def best_comm_sms(
     gather: Gather,
     limit: Callable[[int | None], None],
 ) -> int | None:
-    """Which limit on the exchange's multiprocessors, set by `limit`, makes a prefill in slices fastest; None = none."""
+    """Return the SMs of the all-to-all, set by `limit`, at which a ubatched prefill is fastest; None = no limit."""
     seconds = {}
     for choice in (None, *choices):
         limit(choice)
@@ -87,12 +92,12 @@ def best_comm_sms(
 
 
 def decode_context(max_prompt_len: int) -> int:
-    """Tokens of the sequences that measured decodes go on from."""
+    """Return the tokens of each sequence before its measured decodes."""
     return max(1, min(CONTEXT_LEN, max_prompt_len // 2))
 
 
 def steps_of_prompts(num_seqs: int, length: int, max_num_tokens: int) -> int:
-    """Steps until so many prompts of one length are computed, each of whose sequences decodes from then on."""
+    """Return the steps that compute `num_seqs` prompts of `length` tokens; each sequence then decodes in every step."""
     computed = steps = 0
     while computed < num_seqs * length:
         computed += max_num_tokens - computed // length
@@ -101,7 +106,7 @@ def steps_of_prompts(num_seqs: int, length: int, max_num_tokens: int) -> int:
 
 
 class StepTimer:
-    """Times real steps of one rank's runner: a `Run`."""
+    """Times real steps of one rank's runner; a `Run`."""
 
     def __init__(
         self,
@@ -120,11 +125,11 @@ class StepTimer:
         self._vocab_size = vocab_size
 
     def __call__(self, phase: str, num_tokens: int, ubatch: bool) -> float:
-        """Seconds of one step, the median of some after a first one."""
+        """Return the seconds of one step: the median of REPEATS steps after a first one."""
         found = []
         if phase == "decode":
             length = decode_context(self._max_prompt_len)
-            # The first to start decode while the last ones' prompts are computed.
+            # The first sequences decode while the prompts of the last sequences are computed.
             before = steps_of_prompts(num_tokens, length, self._max_num_tokens)
             lengths = [length] * num_tokens
             found = self._steps(lengths, before + 1 + REPEATS, phase, num_tokens, ubatch)
@@ -134,7 +139,7 @@ class StepTimer:
         return statistics.median(found[1 : 1 + REPEATS])
 
     def _prompts(self, num_tokens: int) -> list[int]:
-        """Lengths of prompts that fill one step."""
+        """Return lengths of prompts that fill one step."""
         length = max(PROMPT_LEN, -(-num_tokens // self._max_num_seqs))
         length = min(length, self._max_prompt_len)
         full, rest = divmod(num_tokens, length)
@@ -143,7 +148,7 @@ class StepTimer:
     def _steps(
         self, lengths: list[int], max_tokens: int, phase: str, num_tokens: int, ubatch: bool
     ) -> list[float]:
-        """Run requests to their end; seconds of the steps of `num_tokens` in this phase, which alone may be cut."""
+        """Run requests to their end; return the seconds of the steps of `num_tokens` in this phase, which may be cut."""
         generator = np.random.default_rng(num_tokens)
         for index, length in enumerate(lengths):
             request = EngineRequest(
@@ -164,7 +169,7 @@ class StepTimer:
             result = output.wait()
             self._scheduler.commit(batch, result)
             if counts:
-                # Where the next step is launched ahead, preparing it costs nothing.
+                # An asynchronous engine prepares a step while the step before computes, so preparation costs nothing.
                 prepare = 0.0 if self._runner.asynchronous else result.times.prepare
                 found.append(prepare + result.times.forward)
         self._scheduler.prefixes.forget_all()
