@@ -226,12 +226,12 @@ def _sort_descending(weights_FV: torch.Tensor, max_top_k: int) -> torch.Tensor:
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return float64 [B] in [0, 1) with 53 random bits, from uint64 keys (hashed seeds) and positions."""
     counter = keys + (positions.astype(np.uint64) + np.uint64(1)) * _STEP
-    uniform: np.ndarray = (_mix(counter) >> _UNUSED_BITS) * 2.0**-53
-    return uniform
+    return (_mix(counter) >> _UNUSED_BITS) * 2.0**-53
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """Apply SplitMix64's finaliser: every input bit changes every output bit half of the time."""
     x = (x ^ (x >> _SHIFT[0])) * _MULTIPLY[0]
     x = (x ^ (x >> _SHIFT[1])) * _MULTIPLY[1]
-    return x ^ (x >> _SHIFT[2])
+    mixed: np.ndarray = x ^ (x >> _SHIFT[2])
+    return mixed

@@ -12,7 +12,8 @@ def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] 
     """
 
     def grown(key: str) -> float:
-        return float(now[key] - before[key])
+        difference: float = now[key] - before[key]  # of counters an int, which is printed so
+        return difference
 
     seconds, steps = grown("time"), grown("steps")
     if seconds <= 0 or steps <= 0:
