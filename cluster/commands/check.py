@@ -1,4 +1,4 @@
-"""`phalanx check`: what a configuration comes to on this machine. Starts nothing, allocates nothing.
+"""`phalanx check`: the ranks, backends and memory of a configuration on this machine. Starts and allocates nothing.
 
 The rank table and the memory figures are arithmetic; only the backends and warnings look at the
 machine.
@@ -61,7 +61,7 @@ class CheckReport:
 
 
 def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport:
-    """Resolve a valid configuration; None = look for API keys where the server would.
+    """Resolve a valid configuration; num_api_keys None = count the keys that the server would load.
 
     Raises BackendChoiceError when a named backend cannot run, GraphsUnavailableError when CUDA graphs are demanded and
     cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
@@ -99,7 +99,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
 
 
 def _packages(unavailable: Mapping[str, str], device: str) -> dict[str, str]:
-    """The generations of packages that several backends or releases share, where a backend can run on them."""
+    """The recognised generation of each package that exists in several, if a backend can use it."""
     packages = (
         backend_class(seam, name).recognised_package()
         for seam, names in SEAMS.items()
@@ -176,7 +176,7 @@ def _cpu_warnings(config: RankConfig, node_ranks: list[RankRow]) -> Iterator[str
 
 
 def available_memory() -> int | None:
-    """Bytes that processes can still take on this machine, None where that is not known."""
+    """Bytes that processes can still allocate on this machine; None if unknown."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             fields = dict(line.split(":", 1) for line in file)
@@ -186,7 +186,7 @@ def available_memory() -> int | None:
 
 
 def foreign_kernels_version() -> str | None:
-    """Version of the installed distribution named `kernels`, which clashes with our package."""
+    """Version of the installed distribution named `kernels`, which shares its name with a package of Phalanx."""
     try:
         return importlib.metadata.version("kernels")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Which kernel backends besides the chosen ones could run here, and why the rest cannot. Starts nothing."""
+"""Lists the kernel backends that were not chosen: whether they could run here, and why not. Starts nothing."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ def probe_or_assume(device: str) -> tuple[Mapping[str, str], str]:
 def alternatives(
     selection: select.Selection, unavailable: Mapping[str, str], shape: BackendShape
 ) -> dict[str, dict[str, str]]:
-    """Seam to the names that were not chosen, each with why it cannot run beside the other choices, or ""."""
+    """For each seam the backends that were not chosen, each with the reason why it cannot run, or ""."""
     chosen = selection.names()
     return {
         seam: {

@@ -17,7 +17,7 @@ MEASURED = "measured at the start"
 def graph_line(
     scheduler: SchedulerConfig, selection: Selection, device: str
 ) -> tuple[GraphSizes, str]:
-    """Which CUDA graphs there will be, and why. Raises GraphsUnavailableError where they are demanded and cannot be.
+    """The sizes of the CUDA graphs, and the reason. Raises GraphsUnavailableError if demanded graphs cannot exist.
 
     A GPU that is not here is taken for a Hopper.
     """
@@ -30,14 +30,14 @@ def graph_line(
 
 
 def slow_for_want_of_graphs(scheduler: SchedulerConfig, selection: Selection) -> Iterator[str]:
-    """What of the backends costs GPUs their CUDA graphs, where nobody asked for that; for people."""
+    """Warn of backends that prevent CUDA graphs without a setting that turns graphs off."""
     unsupported_reason = selection.graph_unsupported_reason
     if scheduler.cuda_graphs == "auto" and unsupported_reason is not None:
         yield f"small steps will be slow, since there are no CUDA graphs: {unsupported_reason}"
 
 
 def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dict[str, str]]:
-    """How many slices there are, 0 where no step is ever cut; setting to what it comes to."""
+    """The number of ubatches, 0 if no step is ever cut; the resolved value of each setting."""
     all2all = selection.all2all_class
     policy, unknown = configured(config, all2all)
     if not policy.enabled and not unknown:
@@ -64,7 +64,7 @@ def _comm_sms(config: OverlapConfig, name: str, choices: tuple[int, ...]) -> str
 
 
 def check_comm_sms(config: OverlapConfig, selection: Selection, num_ubatches: int) -> None:
-    """Raises ConfigError where a GPU that is here has no more multiprocessors than overlap.comm_sms takes."""
+    """Raise ConfigError if overlap.comm_sms takes all multiprocessors of a GPU of this machine."""
     wanted = config.comm_sms
     if (
         wanted == "auto"
@@ -79,7 +79,7 @@ def check_comm_sms(config: OverlapConfig, selection: Selection, num_ubatches: in
 
 
 def never_reached(config: OverlapConfig, scheduler: SchedulerConfig) -> Iterator[str]:
-    """Thresholds that no step comes to; for people."""
+    """Warn of thresholds that no step reaches."""
     for key, most in (
         ("min_decode_tokens", "max_num_seqs"),
         ("min_prefill_tokens", "max_num_batched_tokens"),

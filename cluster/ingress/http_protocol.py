@@ -1,6 +1,6 @@
-"""uvicorn's HTTP connection with limits on what a client may keep waiting: its request's head, and its reading.
+"""uvicorn's HTTP connection with time and size limits: on a request's head, and on a client that does not read.
 
-Only counts and timers; nothing here runs for a token. Knows nothing of what is asked or answered.
+Counters and timers only; no code here runs per token. Knows nothing of the content of requests and answers.
 """
 
 import asyncio
@@ -14,12 +14,12 @@ MAX_HEAD_BYTES = 64 * 1024
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose request line and headers are too slow or too long, or whose client stopped reading."""
+    """Closes a connection if the request's head is too slow or too long, or if the client does not read."""
 
     client_timeout_s = 60.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Expect a request at once."""
+        """Start the timer of the first request."""
         super().connection_made(transport)
         self._in_message = False
         self._in_head = True
@@ -29,14 +29,15 @@ class HttpProtocol(HttpToolsProtocol):
         self._start_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the timers."""
+        """Stop the timers."""
         self._stop_read_timer()
         self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """A part of a request. The first one after an answer starts the clock: for the next head, or for the
-        rest of a body that was refused early, which is read so that the client gets to see why.
+        """Take a part of a request. The first part after an answer starts the timer.
+
+        After an early refusal the rest of the body is read too, because the client reads the answer only then.
         """
         if self.timeout_keep_alive_task is not None and self._read_timer is None:
             if not self._in_message:
@@ -49,36 +50,36 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(431, f"the headers have more than {MAX_HEAD_BYTES} bytes, the limit")
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Note that a request begins."""
         self._in_message = self._in_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is there; how long the body may take is up to who reads it."""
+        """Stop the timer: the head is complete, and the application limits the time of the body."""
         self._in_head = False
         self._stop_read_timer()
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """The whole request is there."""
+        """Note that the request is complete."""
         self._in_message = False
         self._stop_read_timer()
         super().on_message_complete()
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as we write."""
+        """Start the timer of a client that does not read."""
         super().pause_writing()
         self._send_timer = self.loop.call_later(self.client_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the timer: the client has read."""
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        """What cannot be parsed gets the envelope of all other errors."""
+        """Answer a request that cannot be parsed with the error envelope."""
         self._in_head = False
         self._refuse(400, msg)
 
@@ -113,5 +114,5 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 def limited_protocol(client_timeout_s: float) -> type[HttpProtocol]:
-    """The class with its time limit; uvicorn makes an object of it for each connection."""
+    """The class with a time limit; uvicorn creates an object of it for each connection."""
     return type("LimitedHttpProtocol", (HttpProtocol,), {"client_timeout_s": client_timeout_s})

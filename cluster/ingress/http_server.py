@@ -1,7 +1,7 @@
-"""The HTTP server inside an ingress replica. Knows nothing of what the application does.
+"""The HTTP server inside an ingress replica. Knows nothing of the application.
 
-A client's connection ends here and not in a proxy of Serve's: a proxy holds the first token back (Serve's own: 50 ms)
-or listens on all interfaces (HAProxy's statistics), and each costs a process on the way of every token.
+Clients connect to this server, not to a proxy of Serve, because Serve's own proxy holds the first token back for 50 ms,
+HAProxy's statistics listen on all interfaces, and either adds a process to the way of every token.
 """
 
 import asyncio
@@ -13,7 +13,9 @@ from starlette.types import ASGIApp
 from cluster.config.serve_section import ServeConfig
 from cluster.ingress.http_protocol import limited_protocol
 
-SHUTDOWN_S = 3  # for what is still open when the server is told to stop; whoever stops it may wait longer before
+SHUTDOWN_S = (
+    3  # time for requests that are open when the server stops; the ingress has drained before
+)
 
 
 class HttpServer:
@@ -27,7 +29,7 @@ class HttpServer:
                 ws="none",
                 lifespan="off",
                 access_log=False,
-                log_config=None,  # its warnings leave the way of all others
+                log_config=None,  # its warnings go to the root logger
                 timeout_keep_alive=config.limits.keep_alive_s,  # type: ignore[arg-type]  # a float works too
                 timeout_graceful_shutdown=SHUTDOWN_S,
             )
@@ -36,8 +38,8 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to answer, in the running event loop."""
-        # Not serve(): its signal handlers belong to the process's owner.
+        """Start to serve, in the running event loop."""
+        # Not serve(): that would install signal handlers, and this process belongs to Ray.
         self._task = asyncio.create_task(self._server._serve([self._socket]))
 
     def check(self) -> None:
@@ -46,7 +48,7 @@ class HttpServer:
             raise RuntimeError("the HTTP server of this ingress has ended")
 
     async def stop(self) -> None:
-        """Close the port, then end what is still open. Again or before the start it does nothing."""
+        """Close the port, then end open requests. Does nothing a second time or before the start."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

@@ -1,8 +1,8 @@
-"""What one ingress counts of its requests, and /metrics: that of all ingresses, and the ranks' own, as text.
+"""The counts of one ingress, and /metrics: the counts of all ingresses and of the ranks as text.
 
-Names are those of vLLM with our prefix, so that dashboards carry over; the label `rank` stands where vLLM has
-`engine`. Own counting instead of the client library's: a scrape lands on one ingress of several, so counts must
-travel and add up, and an observation takes 0.2 us instead of 1, which matters once a token.
+Names are vLLM's with another prefix, so that dashboards carry over; vLLM's label `engine` is `rank` here. The client
+library does not count, because a scrape reaches one ingress of several, so counts must travel and add up; and an
+observation takes 0.2 us instead of 1 us, which matters once per token.
 """
 
 import platform
@@ -37,7 +37,7 @@ _PER_TOKEN = (
 )
 _TOKENS = tuple(float(2**i) for i in range(18))
 
-# Of requests; each has the label model_name too.
+# Families of requests; each also has the label model_name.
 _REQUEST_FAMILIES = {
     "request_success": Family("Choices ended, by reason.", ("finished_reason",)),
     "time_to_first_token_seconds": Family("From arrival to the first token.", (), _FIRST_TOKEN),
@@ -51,7 +51,7 @@ _REQUEST_FAMILIES = {
     "request_prompt_tokens": Family("Prompt tokens of a choice.", (), _TOKENS),
     "request_generation_tokens": Family("Output tokens of a choice.", (), _TOKENS),
 }
-# Of the HTTP server.
+# Families of the HTTP server.
 _SERVER_FAMILIES = {
     "http_requests": Family("Answers, by route and status.", ("handler", "status")),
     "http_request_duration_seconds": Family(
@@ -67,7 +67,7 @@ GAUGES = frozenset(name for name, family in FAMILIES.items() if family.is_gauge)
 
 
 class IngressMetrics:
-    """The counts of one ingress process. Used from its event loop only."""
+    """The counts of one ingress process, used in its event loop only."""
 
     def __init__(self) -> None:
         self._model_name = ""
@@ -81,16 +81,16 @@ class IngressMetrics:
             if family.bounds
         }
         self.observe_first_token = self._histograms["time_to_first_token_seconds"].observe
-        """observe_first_token(seconds): a choice's first token left."""
+        """observe_first_token(seconds): count the first token of a choice."""
         self.observe_inter_token = self._histograms["inter_token_latency_seconds"].observe
-        """observe_inter_token(seconds): from one piece of a choice to its next."""
+        """observe_inter_token(seconds): count the time between two pieces of a choice."""
 
     def set_model_name(self, model_name: str) -> None:
-        """The label of all counts of requests."""
+        """Set the label of all counts of requests."""
         self._model_name = model_name
 
     def observe_end(self, reason: str) -> None:
-        """A choice ended: stop, length, abort (the client went away) or error."""
+        """Count the end of a choice: stop, length, abort (the client left) or error."""
         self._ended[reason] = self._ended.get(reason, 0) + 1
 
     def observe_finished(
@@ -101,7 +101,7 @@ class IngressMetrics:
         first_token_s: float,
         total_s: float,
     ) -> None:
-        """The sizes and times of a choice that was answered to its end."""
+        """Count the sizes and times of a choice that was answered completely."""
         histograms = self._histograms
         histograms["e2e_request_latency_seconds"].observe(total_s)
         histograms["request_prompt_tokens"].observe(num_prompt_tokens)
@@ -111,12 +111,12 @@ class IngressMetrics:
             histograms["request_time_per_output_token_seconds"].observe(mean)
 
     def observe_http(self, handler: str, status: int) -> None:
-        """An answer's headers left."""
+        """Count an answer whose headers were sent."""
         key = (handler, str(status))
         self._http[key] = self._http.get(key, 0) + 1
 
     def observe_http_end(self, handler: str, seconds: float) -> None:
-        """An answer is complete, or its client gone."""
+        """Count the time of an answer that is complete, or whose client has left."""
         if handler not in self._http_seconds:
             bounds = FAMILIES["http_request_duration_seconds"].bounds
             self._http_seconds[handler] = Histogram(bounds)
@@ -137,7 +137,7 @@ class IngressMetrics:
         }
 
     def render(self, rank_stats: list[dict[str, Any]], total: Snapshot | None = None) -> bytes:
-        """Prometheus text of the ranks' statistics and of `total`, the snapshots of all ingresses (None = this one)."""
+        """Prometheus text of the ranks' statistics and of `total`, the sum over all ingresses (None = this one)."""
         total = self.snapshot() if total is None else total
         model = {"model_name": self._model_name}
         registry = CollectorRegistry(auto_describe=False)
@@ -155,7 +155,7 @@ class IngressMetrics:
 
 
 class _Families(Collector):
-    """Families that are already made; those without samples are left out."""
+    """Finished families; families without samples are left out."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = [family for family in families if family.samples]

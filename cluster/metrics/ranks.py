@@ -1,6 +1,6 @@
 """The ranks' statistics (`workers.stats.stats.EngineStats.snapshot`) as Prometheus families, each with a `rank` label.
 
-Names are those of vLLM where it has the like. Knows nothing of where the statistics come from.
+Names are vLLM's where vLLM has the metric. Knows nothing of the source of the statistics.
 """
 
 from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ HISTOGRAMS = {
 
 
 def rank_families(stats: RankStats, model_name: str) -> Iterator[Metric]:
-    """All families of all ranks; what a rank does not report is left out."""
+    """All families of all ranks; a statistic that a rank does not report is left out."""
     labels = ["model_name", "rank"]
     heads: Heads = [
         ([model_name, str(values.get("rank", i))], values) for i, values in enumerate(stats)

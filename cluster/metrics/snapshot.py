@@ -1,7 +1,7 @@
-"""What a process counted, in a form that adds up over processes, and the way from there to Prometheus families.
+"""The counts of a process in a form that adds up over processes, and their conversion to Prometheus families.
 
-A snapshot maps a metric's name to its values by labels. A counter's values are one number; a histogram's are its
-counts by bucket and then its sum (`workers.stats.histogram.Histogram.values`). Knows nothing of who counts what.
+A snapshot maps a metric's name to its values by labels. A counter has one value; a histogram has its counts by bucket
+and then its sum (`workers.stats.histogram.Histogram.values`). Knows nothing of the meaning of metrics.
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -23,7 +23,7 @@ Snapshot = dict[str, dict[tuple[str, ...], list[float]]]
 
 @dataclass(frozen=True)
 class Family:
-    """A metric: a counter, unless it has the bounds of a histogram's buckets or is a gauge."""
+    """A metric: a histogram if it has bounds of buckets, else a gauge or a counter."""
 
     help: str
     labels: tuple[str, ...] = ()
@@ -32,17 +32,17 @@ class Family:
 
 
 class SnapshotTotals:
-    """The last snapshot of every ingress, living or dead: what a dead one counted stays counted."""
+    """The last snapshot of every ingress; the counts of an ingress that has ended stay in the total."""
 
     def __init__(self) -> None:
         self._last: dict[str, Snapshot] = {}
 
     def put(self, sender: str, snapshot: Snapshot) -> None:
-        """What `sender` has counted since it began."""
+        """Replace the snapshot of `sender`, which has its counts since its start."""
         self._last[sender] = snapshot
 
     def retire(self, sender: str, gauges: Container[str]) -> None:
-        """`sender` is gone: its `gauges` no longer hold, its counts do."""
+        """Drop the `gauges` of a `sender` that has ended; keep its counts."""
         if sender in self._last:
             last = self._last[sender]
             self._last[sender] = {name: last[name] for name in last if name not in gauges}
@@ -94,7 +94,7 @@ def add_histogram(
     bounds: Sequence[float],
     values: Sequence[float],
 ) -> None:
-    """One child, from the counts by bucket and the sum; Prometheus wants the counts cumulative."""
+    """Add one labelled histogram from counts by bucket and the sum; Prometheus expects cumulative counts."""
     *counts, total = values
     edges = [*map(floatToGoString, bounds), "+Inf"]
     buckets = list(zip(edges, accumulate(counts), strict=True))
