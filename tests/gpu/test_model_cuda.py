@@ -11,6 +11,7 @@ from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.backends.select import probe
 from tests.closeness import calc_diff
+from tests.family_cases import CASES, family_checkpoint
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.runner.forward_batch import ForwardBatch
 
@@ -67,6 +68,23 @@ def test_logits_equal_the_cpu(
 ):
     reference = OneRank(checkpoint)
     model = OneRank(checkpoint, dtype, device="cuda", backend=backend)
+    for batch in batches():
+        expected = reference.logits(batch)
+        found = model.logits(on_gpu(batch)).cpu()
+        assert found.isfinite().all()
+        assert calc_diff(found, expected) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-9), (torch.bfloat16, 1e-3)], ids=str
+)
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_every_family_equals_the_cpu(
+    tmp_path: Path, family: str, variant: str, dtype: torch.dtype, tolerance: float
+):
+    """Norms over all heads, clipping, attention without norms and shared experts run fused kernels of their own."""
+    checkpoint = family_checkpoint(tmp_path, family, variant)
+    reference, model = OneRank(checkpoint), OneRank(checkpoint, dtype, device="cuda")
     for batch in batches():
         expected = reference.logits(batch)
         found = model.logits(on_gpu(batch)).cpu()

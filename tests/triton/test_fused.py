@@ -63,6 +63,15 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype):
     close(normed, F.rms_norm(expected.float(), (width,), weight.float(), 1e-6))
 
 
+def test_norm_of_strided_rows_in_place():
+    """As of all heads of q beside those of k and v."""
+    wide, weight = randn(5, 96), randn(64)
+    expected = wide.clone()
+    expected[:, :64] = F.rms_norm(wide[:, :64], (64,), weight, 1e-6)
+    add_rms_norm(wide[:, :64], None, weight, 1e-6, wide[:, :64])
+    close(wide, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 2048])
 def test_add_rms_norm_of_parts(width: int, dtype: torch.dtype):
