@@ -65,11 +65,13 @@ def _store_kv(at: Inputs) -> None:
     store_kv(qkv[:, HEADS : 2 * HEADS], qkv[:, 2 * HEADS :], at.slice(), *at.caches())
 
 
-def _norm_rotate_store(at: Inputs) -> None:
+def _norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int) -> None:
     from kernels.triton.qk_rope import norm_rotate_store
 
-    weight = torch.ones(2 * HEADS, HEAD_DIM, dtype=torch.bfloat16, device=at.device)
-    rotation = at.rows(1, HEAD_DIM // 2, dtype=torch.complex64)
+    weight = None
+    if norm:
+        weight = torch.ones(2 * HEADS, HEAD_DIM, dtype=torch.bfloat16, device=at.device)
+    rotation = at.rows(1, rotary_dim // 2, dtype=torch.complex64)
     qkv = at.rows(3 * HEADS, HEAD_DIM)
     norm_rotate_store(qkv, weight, 1e-6, rotation, at.slice(), *at.caches())
 
@@ -175,7 +177,9 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "list_pages": partial(_list_pages, padded=False),
     "list_pages_for_graphs": partial(_list_pages, padded=True),
     "store_kv": _store_kv,
-    "norm_rotate_store": _norm_rotate_store,
+    "norm_rotate_store": partial(_norm_rotate_store, norm=True, rotary_dim=HEAD_DIM),
+    "rotate_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
+    "rotate_part_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
     "norm": _norm,
     "route": partial(_route, on_device=False),
     "route_in_graphs": partial(_route, on_device=True),
