@@ -8,7 +8,7 @@ from kernels.all2all.base import AllToAll
 
 
 class UnboundAllToAll(AllToAll):
-    """Refuses every call: a model that holds it needs `with_kernels` before it runs."""
+    """Refuses every call: a model that holds it needs `with_backends` before it runs."""
 
     name = "unbound"
 

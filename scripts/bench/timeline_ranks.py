@@ -222,7 +222,7 @@ class Annotations:
     """Names the host's phases in a profile, while it is entered."""
 
     def __init__(self, epoch: Epoch):
-        attention = type(epoch.kernels.attention)
+        attention = type(epoch.backends.attention)
         self._methods = [
             (Engine, "step", STEP),
             (Scheduler, "schedule", "schedule"),

@@ -141,17 +141,17 @@ def _build(
         placement=ExpertPlacement(case.num_experts, num_ranks),
         block_size=4,
     )
-    kernels = select.build(selection, context)
+    backends = select.build(selection, context)
     if copies:
-        kernels.all2all.stream, kernels.all2all.kernel_rows = CommStream(device), -1
-    return kernels, shared_memory
+        backends.all2all.stream, backends.all2all.kernel_rows = CommStream(device), -1
+    return backends, shared_memory
 
 
 def _check_contract(
-    kernels: select.Backends, case: Case, rank: int, num_ranks: int, device: torch.device
+    backends: select.Backends, case: Case, rank: int, num_ranks: int, device: torch.device
 ) -> None:
     """Every exchange of the case, `in_flight` at a time, twice over, against the reference."""
-    all2all: AllToAll = kernels.all2all
+    all2all: AllToAll = backends.all2all
     if all2all.max_in_flight is not None:
         case = replace(case, in_flight=min(case.in_flight, all2all.max_in_flight))
     experts = ExpertPlacement(case.num_experts, num_ranks).local_experts(rank)
@@ -172,7 +172,7 @@ def _check_contract(
             assert ends == sorted(ends)
             if device.type == "cpu":
                 assert (ends[-1:] or [0])[0] == routed.x_RD.shape[0]
-            y_RD = kernels.grouped_gemm(routed, local_w13, local_w2)
+            y_RD = backends.grouped_gemm(routed, local_w13, local_w2)
             returned.append(all2all.combine(y_RD, routed.handle))
         tolerance = 1e-5 if case.dtype == torch.float32 else 3e-2
         for inputs, pending in zip(drawn, returned, strict=True):
@@ -199,14 +199,14 @@ def run_cases(
         device = take_gpu(rank)
     for label, case in cases.items():
         unique = replace(info, name=f"{info.name}-{label}")
-        kernels, shared_memory = _build(name, gemm, case, rank, num_ranks, unique, device)
-        equal = kernels.all2all.needs_equal_tokens
+        backends, shared_memory = _build(name, gemm, case, rank, num_ranks, unique, device)
+        equal = backends.all2all.needs_equal_tokens
         try:
-            _check_contract(kernels, case.equal() if equal else case, rank, num_ranks, device)
+            _check_contract(backends, case.equal() if equal else case, rank, num_ranks, device)
         except Exception as error:
             raise AssertionError(f"case {label}") from error
         finally:
-            kernels.all2all.close()
+            backends.all2all.close()
             if shared_memory is not None:
                 shared_memory.close()
 

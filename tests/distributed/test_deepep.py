@@ -77,8 +77,8 @@ def run_normal(rank: int, num_ranks: int, info: GroupInfo, cases: dict[str, Case
     deep_ep_fake.install()
     for case in cases.values():
         all2all = normal(case, num_ranks)
-        kernels = Backends(all2all, ReferenceGroupedGemm(), None)  # type: ignore[arg-type]
-        test_all2all._check_contract(kernels, case.equal(), rank, num_ranks, CPU)
+        backends = Backends(all2all, ReferenceGroupedGemm(), None)  # type: ignore[arg-type]
+        test_all2all._check_contract(backends, case.equal(), rank, num_ranks, CPU)
         all2all.close()
     return deep_ep_fake.FakeBuffer.alive
 

@@ -91,7 +91,7 @@ def test_slices_compute_what_a_whole_step_does(
 def traces(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
     """Recorded orders of a ubatched step and of a plain one."""
     recorder = SpanRecorder(torch.device("cpu"))
-    slices = [recorder.record(kernels, i) for i, kernels in enumerate(sliced.slices)]
+    slices = [recorder.record(backends, i) for i, backends in enumerate(sliced.slices)]
     whole = recorder.record(sliced.whole, 0)
     batch = batch_of("mixed", rank, rows_of("mixed", num_ranks, num_ubatches))
     recorder.start()
@@ -136,8 +136,8 @@ def timings(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
     found = {}
     for delay in (0.0, DELAY):
         slices = [
-            recorder.record(slowed(kernels, compute=COMPUTE, delay=delay), i)
-            for i, kernels in enumerate(sliced.slices)
+            recorder.record(slowed(backends, compute=COMPUTE, delay=delay), i)
+            for i, backends in enumerate(sliced.slices)
         ]
         tries = []
         for _ in range(TRIES):

@@ -54,13 +54,13 @@ class SlicedRank:
         self._epoch = Epoch(RankProcess(rank, config), rendezvous, 30)
         self._epoch.load()
         self.model = self._epoch.model
-        self.whole = self._epoch.kernels
+        self.whole = self._epoch.backends
         process = self._epoch.process
         self.caches = process.caches(MAX_SEQS * BLOCKS_PER_SEQ)
-        context = process.kernel_context(self._epoch._shared_memory)
+        context = process.backend_context(self._epoch._shared_memory)
         self.slices = build_ubatch_backends(process.selection, context, self.whole, num_ubatches)
-        for kernels in (self.whole, *self.slices):
-            kernels.attention.bind(self.caches)
+        for backends in (self.whole, *self.slices):
+            backends.attention.bind(self.caches)
 
     def fill_caches(self) -> None:
         """The same keys and values whenever it is called."""
@@ -69,12 +69,12 @@ class SlicedRank:
             cache.copy_(torch.randn(cache.shape, generator=generator))
 
     @torch.inference_mode()
-    def plain(self, batch: ForwardBatch, kernels: Backends | None = None) -> torch.Tensor:
+    def plain(self, batch: ForwardBatch, backends: Backends | None = None) -> torch.Tensor:
         """hidden_TD of one whole forward, with the rank's own kernels or others."""
         self.fill_caches()
-        kernels = kernels or self.whole
-        kernels.attention.plan(batch)
-        return self.model.with_kernels(kernels).forward(batch)
+        backends = backends or self.whole
+        backends.attention.plan(batch)
+        return self.model.with_backends(backends).forward(batch)
 
     @torch.inference_mode()
     def ubatched(self, batch: ForwardBatch, slices: list[Backends] | None = None) -> torch.Tensor:
@@ -89,9 +89,9 @@ class SlicedRank:
         """hidden_TD of the same slices, each run to its end before the next one begins."""
         self.fill_caches()
         found, count = [], len(self.slices)
-        for kernels, part in zip(self.slices, cut(batch, batch.num_rows, count), strict=True):
-            kernels.attention.plan(part)
-            found.append(self.model.with_kernels(kernels).forward(part))
+        for backends, part in zip(self.slices, cut(batch, batch.num_rows, count), strict=True):
+            backends.attention.plan(part)
+            found.append(self.model.with_backends(backends).forward(part))
         return torch.cat(found)
 
     def close(self) -> None:
@@ -132,9 +132,9 @@ class Slow(GroupedGemm):
         return self._inner(*inputs)
 
 
-def slowed(kernels: Backends, *, compute: float, delay: float) -> Backends:
+def slowed(backends: Backends, *, compute: float, delay: float) -> Backends:
     """Backends whose attention and experts take `compute` seconds each, and whose exchanges are `delay` under way."""
-    attention = kernels.attention
+    attention = backends.attention
     attend = attention.__class__.__call__
 
     class SlowAttention(attention.__class__):
@@ -145,8 +145,8 @@ def slowed(kernels: Backends, *, compute: float, delay: float) -> Backends:
     slow = object.__new__(SlowAttention)
     slow.__dict__.update(attention.__dict__)
     return replace(
-        kernels,
-        all2all=Delayed(kernels.all2all, delay),
-        grouped_gemm=Slow(kernels.grouped_gemm, compute),
+        backends,
+        all2all=Delayed(backends.all2all, delay),
+        grouped_gemm=Slow(backends.grouped_gemm, compute),
         attention=slow,
     )

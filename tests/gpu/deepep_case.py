@@ -120,10 +120,10 @@ class Layer:
     """Dispatch, the experts of this rank, combine."""
 
     def __init__(self, name: str, gemm: str, case: Case, rank: int, product: Any = None):
-        kernels = build(name, gemm, case, rank)
+        backends = build(name, gemm, case, rank)
         self.all2all, self.gemm, self.case, self.rank = (
-            kernels.all2all,
-            kernels.grouped_gemm,
+            backends.all2all,
+            backends.grouped_gemm,
             case,
             rank,
         )

@@ -83,7 +83,7 @@ def test_a_slice_reads_what_earlier_ones_have_written():
 class Slow:
     """Gives its rows back after a long time."""
 
-    def with_kernels(self, kernels: Any) -> "Slow":
+    def with_backends(self, backends: Any) -> "Slow":
         return self
 
     def forward(self, part: Any) -> torch.Tensor:
@@ -103,11 +103,11 @@ def test_what_slices_computed_is_there_when_the_step_goes_on(graph: bool):
         ubatch=lambda start, end: SimpleNamespace(input_ids=ids[start:end]),
     )
     exchange = SimpleNamespace(stream=None)
-    kernels: list[Any] = [
+    backends: list[Any] = [
         SimpleNamespace(stream=stream, all2all=exchange)
         for stream in (None, torch.cuda.Stream(), torch.cuda.Stream())
     ]
-    wrapper = UBatchWrapper(Slow(), kernels)
+    wrapper = UBatchWrapper(Slow(), backends)
     wrapper._planned_rows = len(ids)
     found = torch.empty_like(ids)
 

@@ -94,7 +94,7 @@ class OneRank:
         blocks = max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE
         self.attention.bind(allocate_kv_caches(groups, *blocks, dtype, torch.device(device)))
         grouped_gemm = grouped_gemm or ReferenceGroupedGemm()
-        kernels = self.kernels = Backends(
+        backends = self.backends = Backends(
             LocalAllToAll(
                 Permutation(
                     range(config.num_experts),
@@ -108,7 +108,7 @@ class OneRank:
         )
         placement = ExpertPlacement(config.num_experts, 1)
         self.model = model_class(config)(
-            config, kernels, placement=placement, rank=0, device=device, dtype=dtype, **options
+            config, backends, placement=placement, rank=0, device=device, dtype=dtype, **options
         )
         where = {"placement": placement, "rank": 0, "device": torch.device(device)}
         if drawn:

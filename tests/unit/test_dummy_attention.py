@@ -74,7 +74,7 @@ def test_steps_run_before_attention_is_compiled(
 ) -> None:
     compiled: Future[None] = Future()
     epoch._attention_compiled = compiled
-    attention: Attention = epoch.kernels.attention
+    attention: Attention = epoch.backends.attention
     order: list[str] = []
 
     def refuse(*args: object) -> None:
@@ -100,7 +100,7 @@ def test_steps_run_before_attention_is_compiled(
 
 
 def test_the_forward_with_a_dummy_is_finite(epoch: Epoch) -> None:
-    runner, scheduler = epoch.make(8, DummyAttention(epoch.kernels.attention))
+    runner, scheduler = epoch.make(8, DummyAttention(epoch.backends.attention))
     hidden: list[torch.Tensor] = []
     forward = runner.model.forward
 
@@ -112,4 +112,4 @@ def test_the_forward_with_a_dummy_is_finite(epoch: Epoch) -> None:
     epoch.make.warm_up_steps().prefill(runner, scheduler, 16)
     assert [len(rows) for rows in hidden] == [16, 1], "a prefill and a decode"
     assert all(rows.isfinite().all() and rows.any() for rows in hidden)
-    assert not epoch.kernels.attention.kv_caches, "attention itself was not touched"
+    assert not epoch.backends.attention.kv_caches, "attention itself was not touched"

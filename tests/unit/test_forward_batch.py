@@ -142,7 +142,7 @@ def test_the_model_counts_tokens_as_a_graph_does(tmp_path: Path, num_tokens: int
     """Rows behind the count on the device reach no expert, whatever the batch says on the host."""
     rank = OneRank(small_checkpoint(tmp_path))
     seen = []
-    all2all = rank.kernels.all2all
+    all2all = rank.backends.all2all
     dispatch = all2all.dispatch
 
     def watched(x_TD, topk_idx_TK, topk_weights_TK):

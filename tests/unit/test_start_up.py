@@ -120,7 +120,7 @@ def test_the_stages_of_a_rank(rank: RankProcess) -> None:
     for stage, heard in told.items():
         epoch.run_stage(stage, lambda done, total, heard=heard: heard.append((done, total)))
         if stage == KERNELS:
-            assert not epoch.kernels.attention.kv_caches, "the warm-up's small cache is gone"
+            assert not epoch.backends.attention.kv_caches, "the warm-up's small cache is gone"
     done, total = told[WEIGHTS][-1]
     assert done == total > 0
     assert told[KERNELS] == [(n, 10) for n in range(11)], "100, 64, 32 .. 1, sampling, attention"

@@ -148,7 +148,7 @@ def test_slices_part_in_graphs_alone(thread, capturing):
     thread.capturing, seen = capturing, []
 
     class Model:
-        def with_kernels(self, kernels: object) -> "Model":
+        def with_backends(self, backends: object) -> "Model":
             return self
 
         def forward(self, part: object) -> torch.Tensor:
@@ -158,11 +158,11 @@ def test_slices_part_in_graphs_alone(thread, capturing):
             return torch.zeros(1)
 
     sides = [FakeStream("side 0"), FakeStream("side 1")]
-    kernels = [
+    backends = [
         SimpleNamespace(stream=stream, all2all=SimpleNamespace(stream=side))
         for stream, side in zip((None, thread.streams["a"]), sides, strict=True)
     ]
-    wrapper = UBatchWrapper(Model(), kernels)
+    wrapper = UBatchWrapper(Model(), backends)
     wrapper._planned_rows = 4
     batch = SimpleNamespace(
         input_ids=SimpleNamespace(device=CUDA), num_rows=4, ubatch=lambda start, end: None

@@ -182,14 +182,14 @@ class PassedOn(AllToAll):
         self.num_sms.append(num_sms)
 
 
-def slice_kernels(rank: OneRank, count: int, log: list[str]) -> list[Backends]:
+def slice_backends(rank: OneRank, count: int, log: list[str]) -> list[Backends]:
     """Exchange and attention of each slice, over the rank's own caches."""
     found = []
     for index in range(count):
         attention = type(rank.attention)(rank.attention.specs, rank.attention.block_size)
         attention.bind(rank.attention.kv_caches)
-        all2all = PassedOn(rank.kernels.all2all, log, str(index))
-        found.append(Backends(all2all, rank.kernels.grouped_gemm, attention))
+        all2all = PassedOn(rank.backends.all2all, log, str(index))
+        found.append(Backends(all2all, rank.backends.grouped_gemm, attention))
     return found
 
 
@@ -224,7 +224,7 @@ def check_slices(rank: OneRank, batch: ForwardBatch, num_ubatches: int) -> None:
         cache.copy_(before)
 
     log: list[str] = []
-    wrapper = UBatchWrapper(rank.model, slice_kernels(rank, num_ubatches, log))
+    wrapper = UBatchWrapper(rank.model, slice_backends(rank, num_ubatches, log))
     wrapper.plan(batch)
     found_TD = wrapper.forward(batch)
     real = slice(batch.num_tokens)
@@ -251,16 +251,16 @@ class Product(ReferenceGroupedGemm):
 @pytest.mark.parametrize("fails", [False, True])
 def test_sms_are_divided_and_given_back(tmp_path: Path, fails: bool):
     product = Product()
-    kernels = [Backends(PassedOn(None, [], "0"), product, None) for _ in range(2)]
+    backends = [Backends(PassedOn(None, [], "0"), product, None) for _ in range(2)]
     try:
-        with sm_split(kernels, 20, 132):
-            assert [own.all2all.num_sms for own in kernels] == [[20], [20]]
+        with sm_split(backends, 20, 132):
+            assert [own.all2all.num_sms for own in backends] == [[20], [20]]
             assert set(product.num_sms) == {112}
             if fails:
                 raise KeyError
     except KeyError:
         assert fails
-    assert [own.all2all.num_sms for own in kernels] == [[20, None], [20, None]]
+    assert [own.all2all.num_sms for own in backends] == [[20, None], [20, None]]
     assert product.num_sms[-1] is None
 
 
@@ -306,8 +306,8 @@ class TwoForms:
     ],
 )
 def test_slices_share_the_form_that_serves_all(sequences, form):
-    kernels = SimpleNamespace(attention=TwoForms())
-    wrapper = UBatchWrapper(SimpleNamespace(with_kernels=lambda own: own), [kernels] * 2)
+    backends = SimpleNamespace(attention=TwoForms())
+    wrapper = UBatchWrapper(SimpleNamespace(with_backends=lambda own: own), [backends] * 2)
     assert wrapper.forms(17, prompts=True) == (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
     assert wrapper.forms(15, prompts=True) == (GraphForm.MIXED,)
     assert wrapper.forms(64, prompts=False) == (GraphForm.DECODES,)

@@ -42,10 +42,10 @@ class AttentionBlock:
         self.o_DQ = builder.empty(builder.hidden_size, spec.q_size)
         self.o_bias_D = builder.empty(builder.hidden_size) if spec.output_bias else None
 
-    def with_kernels(self, kernels: Backends) -> Self:
+    def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls other attention."""
         view = copy(self)
-        view.attention = kernels.attention
+        view.attention = backends.attention
         return view
 
     def forward(

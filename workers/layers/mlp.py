@@ -22,7 +22,7 @@ class MlpBlock:
         self.w13_2ID = builder.empty(2 * spec.width, dim)
         self.w2_DI = builder.empty(dim, spec.width)
 
-    def with_kernels(self, kernels: Any) -> Self:
+    def with_backends(self, backends: Any) -> Self:
         """Return the block itself, which uses no backend."""
         return self
 

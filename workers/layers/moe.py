@@ -38,10 +38,10 @@ class MoeBlock:
         self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
         self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
 
-    def with_kernels(self, kernels: Backends) -> Self:
+    def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls another all-to-all and grouped product of the same kinds."""
         view = copy(self)
-        view.all2all, view.grouped_gemm = kernels.all2all, kernels.grouped_gemm
+        view.all2all, view.grouped_gemm = backends.all2all, backends.grouped_gemm
         return view
 
     def forward(

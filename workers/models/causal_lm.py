@@ -47,7 +47,7 @@ class CausalLM(ABC):
     def __init__(
         self,
         config: ModelConfig,
-        kernels: Backends,
+        backends: Backends,
         *,
         placement: ExpertPlacement,
         rank: int,
@@ -63,7 +63,7 @@ class CausalLM(ABC):
         builder = LayerBuilder(
             hidden_size=config.hidden_size,
             norm_eps=config.norm_eps,
-            backends=kernels,
+            backends=backends,
             placement=placement,
             rank=rank,
             device=self.device,
@@ -88,11 +88,11 @@ class CausalLM(ABC):
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden_TD after the last layer, before the final norm; call `attention.plan(batch)` before."""
 
-    def with_kernels(self, kernels: Backends) -> Self:
+    def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls other attention and all-to-all."""
         view = copy(self)
         view.layers = [
-            Layer(layer.attention.with_kernels(kernels), layer.mlp.with_kernels(kernels))
+            Layer(layer.attention.with_backends(backends), layer.mlp.with_backends(backends))
             for layer in self.layers
         ]
         return view

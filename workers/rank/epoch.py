@@ -44,22 +44,22 @@ from workers.ubatch.epoch_ubatches import EpochUbatches
 logger = logging.getLogger(__name__)
 
 # Attributes that hold memory of the device or of the group; a closed epoch has none of them.
-_HELD = ("kernels", "ubatches", "model", "make", "runner", "scheduler", "engine", "_vote")
+_HELD = ("backends", "ubatches", "model", "make", "runner", "scheduler", "engine", "_vote")
 
 
 class Epoch:
     """The group that this rank belongs to, and its part of it. Building it meets the peers. Collective.
 
-    kernels     the backends of whole steps
+    backends    the backends of whole steps
     ubatches    the backends of ubatches, and the policy
-    model       the weights of the process, run with `kernels`
+    model       the weights of the process, run with `backends`
     runner      with `scheduler` over the KV memory of the process, once KV_CACHE has run
     engine      once `start_engine` has run
     seconds     time of each stage
     failed      an error ended the engine, or `abort` was called: peers may still wait for this rank
     """
 
-    kernels: Backends
+    backends: Backends
     ubatches: EpochUbatches
     model: CausalLM
     make: RunnerMaker
@@ -82,7 +82,7 @@ class Epoch:
             with self._timed("process group"):
                 self._meet(timeout_s)
             with self._timed("all-to-all"):
-                self._build_kernels()
+                self._build_backends()
         except BaseException:
             self.failed = True
             self.close()
@@ -120,18 +120,18 @@ class Epoch:
         self._closing.callback(shared.close)
         return shared
 
-    def _build_kernels(self) -> None:
+    def _build_backends(self) -> None:
         process, config = self.process, self.process.config
         takes = backend_memory(
             process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
         )
-        context = process.kernel_context(self._shared_memory)
+        context = process.backend_context(self._shared_memory)
         with memory_for("the exchange's buffers", takes.kept):
-            self.kernels = process.build_kernels(context)
-            self._closing.callback(self.kernels.all2all.close)
+            self.backends = process.build_backends(context)
+            self._closing.callback(self.backends.all2all.close)
         with memory_for("ubatches", takes.ubatches):
             self.ubatches = EpochUbatches(
-                process.overlap, config, process.selection, context, self.kernels
+                process.overlap, config, process.selection, context, self.backends
             )
             self._closing.callback(self.ubatches.close)
 
@@ -154,11 +154,11 @@ class Epoch:
         process = self.process
         if process.device.type == "cuda" and not self._warm:
             with memory_for("attention's workspace"):
-                self._attention_compiled = bind_beside(self.kernels.attention, process.caches(1))
+                self._attention_compiled = bind_beside(self.backends.attention, process.caches(1))
         process.load(progress)
         assert process.model is not None
-        self.model = process.model.with_kernels(self.kernels)
-        self.make = RunnerMaker(process, self.model, self.kernels, self.ubatches)
+        self.model = process.model.with_backends(self.backends)
+        self.make = RunnerMaker(process, self.model, self.backends, self.ubatches)
 
     def compile_kernels(self, progress: Progress | None = None) -> None:
         """Run all that compiles at first use, at every size of step that has kernels of its own. Collective.
@@ -168,10 +168,10 @@ class Epoch:
         if self._warm:
             return
         max_tokens = self.process.config.scheduler.max_num_batched_tokens
-        sizes = warm_up_sizes(max_tokens, dense=self.kernels.grouped_gemm.compiles_by_rows)
+        sizes = warm_up_sizes(max_tokens, dense=self.backends.grouped_gemm.compiles_by_rows)
         steps, total = self.make.warm_up_steps(), len(sizes) + 2
         report_progress = progress or (lambda done, total: None)
-        dummy = DummyAttention(self.kernels.attention)
+        dummy = DummyAttention(self.backends.attention)
         with memory_for("a step"):
             dummy.bind(self.process.caches(1))
             runner, scheduler = self.make(steps.num_blocks, dummy)
@@ -195,7 +195,7 @@ class Epoch:
             process.config.scheduler,
             process.selection,
             process.device,
-            mixed=self.kernels.attention.mixed_graph,
+            mixed=self.backends.attention.mixed_graph,
         )
         if not process.num_blocks:
             process.num_blocks = self.make.num_kv_blocks(self.graph_sizes)
@@ -254,12 +254,12 @@ class Epoch:
                 self.runner,
                 self._vote,
                 PlanConfig(
-                    self.kernels.all2all.needs_equal_tokens, process.config.overlap.num_ubatches
+                    self.backends.all2all.needs_equal_tokens, process.config.overlap.num_ubatches
                 ),
                 epoch=self.rendezvous.epoch,
                 publish=publish,
                 wake_peers=wake_peers,
-                stats=EngineStats(self.kernels.expert_load),
+                stats=EngineStats(self.backends.expert_load),
                 grammars=process.grammars,
                 asynchronous=process.asynchronous,
                 graph_sizes=self.graph_sizes,
@@ -294,8 +294,8 @@ class Epoch:
             self._shared_memory.abort()
         if "ubatches" in vars(self):
             self.ubatches.abort()
-        if "kernels" in vars(self):
-            self.kernels.all2all.abort()
+        if "backends" in vars(self):
+            self.backends.all2all.abort()
         process_group.abort(self.process.device)
         if self.started:
             self.engine.stop()  # an engine that sleeps goes to the vote

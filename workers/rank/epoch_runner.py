@@ -22,7 +22,7 @@ class RunnerMaker:
 
     process: RankProcess
     model: CausalLM
-    kernels: Backends
+    backends: Backends
     ubatches: EpochUbatches
 
     def __call__(
@@ -32,15 +32,15 @@ class RunnerMaker:
 
         attention   takes the place of the attention of whole steps
         """
-        process, config, model, kernels = (
+        process, config, model, backends = (
             self.process,
             self.process.config,
             self.model,
-            self.kernels,
+            self.backends,
         )
         if attention is not None:
-            kernels = replace(kernels, attention=attention)
-            model = model.with_kernels(kernels)
+            backends = replace(backends, attention=attention)
+            model = model.with_backends(backends)
         scheduler = Scheduler(
             config.scheduler,
             num_blocks=num_blocks,
@@ -50,7 +50,7 @@ class RunnerMaker:
         )
         runner = ModelRunner(
             model,
-            kernels,
+            backends,
             scheduler.table,
             rank=process.rank,
             max_num_tokens=config.scheduler.max_num_batched_tokens,
@@ -67,7 +67,7 @@ class RunnerMaker:
         config = self.process.config
         return WarmUpSteps(
             self.process.dims,
-            self.kernels.all2all.needs_equal_tokens,
+            self.backends.all2all.needs_equal_tokens,
             self.process.max_model_len,
             config.scheduler,
             config.cache.block_size,

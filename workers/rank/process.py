@@ -45,8 +45,8 @@ class ClosableEpoch(Protocol):
 class RankProcess:
     """One data-parallel rank without its peers.
 
-    kernels      grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
-    model        the weights; an epoch runs them with its own kernels
+    backends     grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
+    model        the weights; an epoch runs them with its own backends
     num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
     kv_caches    one tensor a layer, allocated once
     warm         every kernel that a step may need has been compiled here
@@ -69,7 +69,7 @@ class RankProcess:
         self.selection = select.select(config.kernels, select.probe(self.device), self.shape)
         self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
         self.grammars: GrammarCompiler | None = None
-        self.kernels: select.Backends | None = None
+        self.backends: select.Backends | None = None
         self.model: CausalLM | None = None
         self.num_blocks = 0
         self.kv_caches: list[torch.Tensor] = []
@@ -82,29 +82,29 @@ class RankProcess:
         assert self.epoch is None or self.epoch.closed, "the last epoch is still open"
         self.epoch = epoch
 
-    def build_kernels(self, context: BackendContext) -> select.Backends:
+    def build_backends(self, context: BackendContext) -> select.Backends:
         """Collective: the backends of an epoch, with the grouped GEMM that the weights were made for."""
         built = select.build(self.selection, context)
-        if self.kernels is None:
-            self.kernels = replace(
+        if self.backends is None:
+            self.backends = replace(
                 built, all2all=UnboundAllToAll(), attention=DummyAttention(built.attention)
             )
-        kept = self.kernels
+        kept = self.backends
         return replace(built, grouped_gemm=kept.grouped_gemm, expert_load=kept.expert_load)
 
     def load(self, progress: Progress | None = None) -> None:
         """Build the model and read this rank's weights, unless an epoch before has done so."""
         if self.model is not None:
             return
-        assert self.kernels is not None, "build_kernels comes first"
+        assert self.backends is not None, "build_backends comes first"
         self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
         with memory_for("the weights", self.weight_bytes()):
-            self.model = self._load(self.kernels, progress)
+            self.model = self._load(self.backends, progress)
 
-    def _load(self, kernels: select.Backends, progress: Progress | None) -> CausalLM:
+    def _load(self, backends: select.Backends, progress: Progress | None) -> CausalLM:
         model = model_class(self.model_config)(
             self.model_config,
-            kernels,
+            backends,
             placement=self.placement,
             rank=self.rank,
             device=self.device,
@@ -123,7 +123,7 @@ class RankProcess:
             load_weights(model, self.config.model.path, **where)
         return model
 
-    def kernel_context(self, shared_memory: SharedMemoryGroup | None) -> BackendContext:
+    def backend_context(self, shared_memory: SharedMemoryGroup | None) -> BackendContext:
         """What the backends of this rank are built from, inside the current process group."""
         return BackendContext(
             shape=self.shape,

@@ -50,7 +50,7 @@ def trace_step(epoch: Epoch, phase: str, num_tokens: int) -> RankTrace:
     return RankTrace(
         rank=epoch.process.rank,
         num_tokens=num_tokens,
-        all2all=epoch.kernels.all2all.name,
+        all2all=epoch.backends.all2all.name,
         plain=plain,
         ubatched=ubatched,
         unrecorded=unrecorded,
@@ -62,7 +62,7 @@ def _recorded(
 ) -> ModelRunner:
     """Return another runner over the same sequences; each of its forwards adds a recording to `found`."""
     assert runner.ubatches is not None
-    whole = epoch.model.with_kernels(recorder.record(epoch.kernels, 0))
+    whole = epoch.model.with_backends(recorder.record(epoch.backends, 0))
     recorded = copy(runner)
     recorded.model = _followed(whole, recorder, found[False])
     recorded.ubatches = _followed(runner.ubatches.recorded(recorder), recorder, found[True])

@@ -77,7 +77,7 @@ class StepGraphs:
     def __init__(
         self,
         model: CausalLM,
-        kernels: Backends,
+        backends: Backends,
         builder: ForwardBatchBuilder,
         *,
         sizes: GraphSizes,
@@ -88,8 +88,8 @@ class StepGraphs:
         self.sizes = sizes
         self._model, self._ubatches = model, ubatches
         # Graphs are captured only where `Attention.graph` is true.
-        self._attention = cast(GraphAttention, kernels.attention)
-        self._expert_load = kernels.expert_load
+        self._attention = cast(GraphAttention, backends.attention)
+        self._expert_load = backends.expert_load
         self._builder = builder
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}

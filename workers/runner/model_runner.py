@@ -40,7 +40,7 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        kernels: Backends,
+        backends: Backends,
         table: SequenceTable,
         *,
         rank: int,
@@ -54,11 +54,11 @@ class ModelRunner:
         self.model = model
         self.ubatches = ubatches
         self.asynchronous = asynchronous
-        self._kernels = kernels
+        self._backends = backends
         self._max_num_seqs, self._max_blocks = max_num_seqs, table.block_table.shape[1]
         self.graphs: StepGraphs | None = None
-        self._attention = kernels.attention
-        self._expert_load = kernels.expert_load
+        self._attention = backends.attention
+        self._expert_load = backends.expert_load
         self._rank = rank
         self._device = device
         self._sampler = Sampler(table, max_num_seqs, model.config.vocab_size, device)
@@ -145,7 +145,7 @@ class ModelRunner:
         """Return graphs of these sizes, still to be captured; plans with a `graph_mode` replay them."""
         self.graphs = StepGraphs(
             self.model,
-            self._kernels,
+            self._backends,
             self._builder,
             sizes=sizes,
             max_seqs=self._max_num_seqs,

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 class UbatchModel(Protocol):
     """A model whose weights can be used with several sets of backends."""
 
-    def with_kernels(self, kernels: Backends) -> "UbatchModel":
+    def with_backends(self, backends: Backends) -> "UbatchModel":
         """Return a view of the same weights that calls these backends."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -65,7 +65,7 @@ class UBatchWrapper:
         self.backends = backends
         self._model = model
         self._total_sms = total_sms
-        self._models = [model.with_kernels(own) for own in backends]
+        self._models = [model.with_backends(own) for own in backends]
         self._planned: AttentionBatch | None = None
         self._planned_rows = 0
         self._parts: list[ForwardBatch] = []
