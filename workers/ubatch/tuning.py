@@ -148,7 +148,7 @@ class StepTimer:
     def _steps(
         self, lengths: list[int], max_tokens: int, phase: str, num_tokens: int, ubatch: bool
     ) -> list[float]:
-        """Run requests to their end; return the seconds of the steps of `num_tokens` in this phase, which may be cut."""
+        """Run requests to their end; return the seconds of this phase's steps of `num_tokens`, which may be cut."""
         generator = np.random.default_rng(num_tokens)
         for index, length in enumerate(lengths):
             request = EngineRequest(
