@@ -96,7 +96,7 @@ class CacheConfig(Section):
 
 
 class OverlapConfig(Section):
-    """Ubatches: one slice of a step communicates while another one computes."""
+    """Ubatches: one ubatch of a step communicates while another one computes."""
 
     mode: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -109,7 +109,7 @@ class OverlapConfig(Section):
         """Turn booleans back into words, because YAML 1.1 reads a bare `on` or `off` as a boolean."""
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
-    num_ubatches: int = Field(2, ge=2, le=8, description="Slices of a step.")
+    num_ubatches: int = Field(2, ge=2, le=8, description="Ubatches of a step.")
     min_decode_tokens: Auto | PositiveInt = Field(
         "auto", description="Fewest sequences of a rank, all decoding, that are worth cutting."
     )
@@ -118,7 +118,7 @@ class OverlapConfig(Section):
     )
     comm_sms: Auto | PositiveInt = Field(
         "auto",
-        description="Multiprocessors of the exchange while slices overlap, where its backend takes a limit.",
+        description="Multiprocessors of the all-to-all while ubatches overlap, if its backend takes a limit.",
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.distributed.engine_harness import make_request, rank_config
+from workers.engine.step_sync import LockstepError
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
@@ -94,3 +95,16 @@ def test_masks_belong_to_the_sequences_that_sample(epoch):
     assert mixed.num_new_tokens.tolist() == [1, 255] and mixed.samples.tolist() == [False, True]
     assert grammars[scheduled.index(mixed)] == [mixed.seqs[1].grammar]
     assert bytes(epoch.outputs["short"]) == b"ab" and bytes(epoch.outputs["long"]) == b"xyz"
+
+
+def test_an_error_after_the_forward_is_voted(epoch, monkeypatch):
+    """Peers are not in a collective then: the step ends, and the next vote carries the error."""
+
+    def fail(*args):
+        raise MemoryError("no room for the logits")
+
+    monkeypatch.setattr(epoch.engine.runner._sampler, "sample", fail)
+    epoch.engine.submit(make_request("a", [1, 2, 3]))
+    assert epoch.engine.step().run
+    with pytest.raises(LockstepError, match="rank 0: MemoryError: no room for the logits"):
+        epoch.engine.step()
