@@ -188,6 +188,12 @@ class AllToAll(Backend):
     def set_num_sms(self, num_sms: int | None) -> None:
         """Limit the SMs of dispatch and combine, where the backend has a limit; None: no limit."""
 
+    def reset(self) -> None:
+        """Forget dispatches whose combine will not come, because an error ended their step on every rank.
+
+        If the error was one rank's alone, peers wait for that rank: then the epoch ends, see `abort`.
+        """
+
     def abort(self) -> None:
         """End all waits for peers on the device, now and later, from any thread; results are then undefined."""
 

@@ -41,7 +41,9 @@ class StreamSignals:
             *(_Operation(_WAIT_32, address, 1, _EQUAL) for address in own),
             *(_Operation(_WRITE_32, address, 0) for address in own),
         ]
+        releases = [_Operation(_WRITE_32, address, 1) for address in own]
         self._operations = (_Operation * len(operations))(*operations)
+        self._releases = (_Operation * len(releases))(*releases)
 
     def signal_and_wait(self, stream: torch.cuda.Stream) -> None:
         """Signal the earlier work of `stream` to all peers, then let it wait for their signals.
@@ -49,14 +51,22 @@ class StreamSignals:
         Two calls over the same words need another signal of every rank to every rank between them; otherwise a word
         could be set before it was reset.
         """
-        driver = _driver()
-        code = driver.cuStreamBatchMemOp_v2(
-            ctypes.c_void_p(stream.cuda_stream), len(self._operations), self._operations, 0
-        )
-        if code:
-            text = ctypes.c_char_p()
-            driver.cuGetErrorString(code, ctypes.byref(text))
-            raise RuntimeError(f"cuStreamBatchMemOp: {(text.value or b'?').decode()} ({code})")
+        _submit(stream, self._operations)
+
+    def release(self, stream: torch.cuda.Stream) -> None:
+        """Write this rank's own words over `stream`, so that a stream that waits for them goes on."""
+        _submit(stream, self._releases)
+
+
+def _submit(stream: torch.cuda.Stream, operations: "ctypes.Array[_Operation]") -> None:
+    driver = _driver()
+    code = driver.cuStreamBatchMemOp_v2(
+        ctypes.c_void_p(stream.cuda_stream), len(operations), operations, 0
+    )
+    if code:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"cuStreamBatchMemOp: {(text.value or b'?').decode()} ({code})")
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from kernels.all2all.abort_word import AbortWord
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.payload import Gathered, RowFormat, permute_local
@@ -87,7 +88,8 @@ class SymmAllToAll(AllToAll):
         self._rows_at, self._sums_at = HEADER_BYTES, HEADER_BYTES + row_bytes
         new: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._starts = torch.tensor(placement.starts, **new)
-        self._calls = torch.zeros(1, **new)
+        self._calls = torch.zeros(2, **new)
+        self._abort = AbortWord(device)
         words = self._memory.local[: 8 * self._num_ranks].view(torch.int32)
         self._row_words, self._sum_words = words.chunk(2)
         self._all_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -129,6 +131,12 @@ class SymmAllToAll(AllToAll):
             return out_TD
 
         return Pending(finish)
+
+    def reset(self) -> None:
+        self._busy = False
+
+    def abort(self) -> None:
+        self._abort.set()
 
     def close(self) -> None:
         # The memory stays mapped in each peer until the peer releases it.
@@ -174,6 +182,7 @@ class SymmAllToAll(AllToAll):
             self._starts,
             self._calls,
             self._row_words,
+            self._abort.word,
             num_rows,
             self._rank,
             self._rows_at,
@@ -195,6 +204,7 @@ class SymmAllToAll(AllToAll):
             self._starts,
             self._calls,
             self._sum_words,
+            self._abort.word,
             out_TD,
             num_rows,
             self._rank,

@@ -21,6 +21,7 @@ def push_rows_kernel(
     starts_ptr,
     calls_ptr,
     words_ptr,
+    abort_ptr,
     num_rows,
     rank,
     rows_at,
@@ -35,7 +36,10 @@ def push_rows_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """ROWS rows at a time; program 0 stays until all ranks' rows are here."""
+    """Push ROWS rows at a time; program 0 stays until all ranks' rows are here.
+
+    calls_ptr   int32 [2], calls of this kernel and of push_sums_kernel
+    """
     program = tl.program_id(0)
     # Read before the barrier of the signal: a warp that came late would read what another has stored below.
     call = tl.load(calls_ptr) + 1
@@ -65,5 +69,5 @@ def push_rows_kernel(
             tl.store(x_out, x, mask=here & wanted)
     signal_ranks(bases_ptr, words_at + 4 * rank, NUM_RANKS)
     if program == 0:
-        wait_for_ranks(words_ptr, call, NUM_RANKS)
+        wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS)
         tl.store(calls_ptr, call)

@@ -109,6 +109,7 @@ def push_sums_kernel(
     starts_ptr,
     calls_ptr,
     words_ptr,
+    abort_ptr,
     out_ptr,
     num_rows,
     rank,
@@ -124,7 +125,12 @@ def push_sums_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Push, signal, wait, add."""
+    """Push, signal, wait, add.
+
+    calls_ptr, int32 [2], counts sums by themselves: ranks that all left out a combine are still in step.
+    """
+    # Read before the signal: program 0 counts the call when all programs of all ranks have signalled.
+    call = tl.load(calls_ptr + 1) + 1
     _push(
         y_ptr,
         place_ptr,
@@ -142,7 +148,9 @@ def push_sums_kernel(
         BLOCK,
     )
     signal_ranks(bases_ptr, words_at + 4 * rank, NUM_RANKS)
-    wait_for_ranks(words_ptr, tl.load(calls_ptr), NUM_RANKS)
+    wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS)
+    if tl.program_id(0) == 0:
+        tl.store(calls_ptr + 1, call)
     _add(
         rows_ptr,
         sums_ptr,

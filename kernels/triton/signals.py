@@ -1,4 +1,4 @@
-"""Words in memory that GPUs of one host share, by which kernels tell each other that rows have arrived.
+"""Words in memory that GPUs of one host share, by which kernels signal each other that rows have arrived.
 
 A rank has one word for each peer. A call adds UNITS to it, each program of the peer's kernel its share, so
 the word says how many calls have arrived whole, whatever their grids. Words wrap around.
@@ -9,13 +9,14 @@ import triton.language as tl
 
 UNITS: tl.constexpr = tl.constexpr(1024)
 MAX_PROGRAMS = UNITS.value
+ABORT_POLLS: tl.constexpr = tl.constexpr(512)  # some 0.3 ms
 
 
 @triton.jit
 def signal_ranks(bases_ptr, word_at, NUM_RANKS: tl.constexpr):
-    """What this program stored is on its way: once a rank sees its word grow, it sees the rows too.
+    """Signal every rank that this program has stored its rows. A rank that reads the grown word reads the rows too.
 
-    word_at   where this rank's word lies in every rank's memory, in bytes
+    word_at   offset of this rank's word in every rank's memory, in bytes
     """
     tl.debug_barrier()
     # One fence for all peers: releasing each word by itself would wait for the one before.
@@ -29,11 +30,21 @@ def signal_ranks(bases_ptr, word_at, NUM_RANKS: tl.constexpr):
 
 
 @triton.jit
-def wait_for_ranks(words_ptr, call, NUM_RANKS: tl.constexpr):
-    """Until call number `call` (from 1) of every rank has arrived whole. words_ptr int32 [NUM_RANKS]."""
+def wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS: tl.constexpr):
+    """Wait until call number `call` (from 1) of every rank has arrived whole, or the abort word is set.
+
+    words_ptr   int32 [NUM_RANKS]
+    abort_ptr   int32 [1], in memory of the host; read once in ABORT_POLLS polls, because that takes 1 to 2 us
+
+    After an abort the rows that were awaited are undefined.
+    """
+    aborted = call * 0
     for rank in tl.static_range(NUM_RANKS):
-        while _load_acquire(words_ptr + rank) - call * UNITS < 0:
-            pass
+        polls = call * 0
+        while (_load_acquire(words_ptr + rank) - call * UNITS < 0) & (aborted == 0):
+            polls += 1
+            if polls % ABORT_POLLS == 0:
+                aborted = _load_acquire(abort_ptr)
 
 
 @triton.jit

@@ -48,6 +48,12 @@ def test_peers_are_told_then_awaited_then_their_words_taken_back(monkeypatch):
     assert driver.batches == [told + awaited + taken_back]
 
 
+def test_a_release_writes_the_words_that_this_rank_awaits(monkeypatch):
+    driver = FakeDriver()
+    signals(monkeypatch, driver, rank=1, num_ranks=3).release(SimpleNamespace(cuda_stream=5))
+    assert driver.batches == [[(WRITE, 1064, 1, 0), (WRITE, 1064 + 8, 1, 0)]]
+
+
 def test_a_refusal_says_why(monkeypatch):
     own = signals(monkeypatch, FakeDriver(800), rank=0, num_ranks=2)
     with pytest.raises(RuntimeError, match=r"cuStreamBatchMemOp: not permitted \(800\)"):

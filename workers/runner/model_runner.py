@@ -92,7 +92,11 @@ class ModelRunner:
         prepare = time.perf_counter() - started
         clock = StepClock(self._device)
         clock.mark()
-        forwarded = forward()
+        try:
+            forwarded = forward()
+        except BaseException:
+            self._kernels.all2all.reset()
+            raise
         clock.mark()
         try:
             return self._finish(scheduled, batch, forwarded, mask, clock, prepare)

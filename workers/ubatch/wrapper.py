@@ -141,8 +141,13 @@ class UBatchWrapper:
         device = batch.input_ids.device
         streams = self._streams(device)
         side_streams = [*streams[1:], *(own.all2all.stream for own in self.backends)]
-        with sm_split(self.backends, self.comm_sms, self._total_sms), forked(side_streams):
-            hidden = alternate(forwards, device, streams)
+        try:
+            with sm_split(self.backends, self.comm_sms, self._total_sms), forked(side_streams):
+                hidden = alternate(forwards, device, streams)
+        except BaseException:
+            for own in self.backends:
+                own.all2all.reset()
+            raise
         return torch.cat(hidden)
 
     def _streams(self, device: torch.device) -> list[torch.cuda.Stream]:
