@@ -13,10 +13,8 @@ from tests.distributed.test_epochs import live
 from tests.gpu.test_cuda_graphs import checkpoint, configure, judge
 from workers.rank.process_group import local_rendezvous
 
-UNAVAILABLE = (
-    probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
-)
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))]
+MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 __all__ = ["checkpoint"]  # a fixture
 

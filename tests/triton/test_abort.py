@@ -74,7 +74,7 @@ def test_an_exchange_without_its_peer_ends_and_is_reset() -> None:
     found: list[Any] = []
     assert not ends(lambda: found.append(dispatch()), exchange.abort, 0.5), "its peer never came"
     assert exchange._calls.tolist() == [1, 0]
-    with pytest.raises(AssertionError, match="a dispatch is under way"):
+    with pytest.raises(AssertionError, match="the last dispatch has no combine"):
         exchange.dispatch(x, ids, weights)
     exchange.reset()
     routed = dispatch()
