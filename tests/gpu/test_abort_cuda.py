@@ -29,7 +29,7 @@ def wait_alone(rank: int, num_ranks: int, info: GroupInfo, name: str) -> tuple[f
         x, ids, weights = draw(MAX_TOKENS, torch.Generator("cuda").manual_seed(1))
         for _ in range(ROUNDS):
             routed = all2all.dispatch(x, ids, weights).wait()
-            answers = torch.zeros_like(routed.in_order())
+            answers = torch.zeros_like(routed.permuted_rows())
             all2all.combine(answers, routed.handle).wait()
         done = torch.cuda.Event()
         done.record()
@@ -69,7 +69,7 @@ def reset_together(rank: int, num_ranks: int, info: GroupInfo, name: str) -> boo
         all2all.dispatch(x, ids, weights)
     all2all.reset()
     routed = all2all.dispatch(x, ids, weights).wait()
-    answers = torch.zeros_like(routed.in_order())
+    answers = torch.zeros_like(routed.permuted_rows())
     all2all.combine(answers, routed.handle).wait()
     torch.cuda.synchronize()
     all2all.close()

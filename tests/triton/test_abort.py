@@ -78,6 +78,6 @@ def test_an_exchange_without_its_peer_ends_and_is_reset() -> None:
         exchange.dispatch(x, ids, weights)
     exchange.reset()
     routed = dispatch()
-    answers = torch.zeros_like(routed.in_order())
+    answers = torch.zeros_like(routed.permuted_rows())
     assert exchange.combine(answers, routed.handle).wait().shape == (4, 24)
     assert exchange._calls.tolist() == [2, 1]
