@@ -125,45 +125,13 @@ def push_sums_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Push, signal, wait, add.
-
-    calls_ptr, int32 [2], counts sums by themselves: ranks that all left out a combine are still in step.
-    """
-    # Read before the signal: program 0 counts the call when all programs of all ranks have signalled.
+    """Push, signal, wait, add. calls_ptr int32 [2] counts sums apart from rows, so a combine may be left out."""
+    # Read before the signal, because program 0 writes it after all programs have signalled.
     call = tl.load(calls_ptr + 1) + 1
-    _push(
-        y_ptr,
-        place_ptr,
-        rows_ptr,
-        bases_ptr,
-        num_rows,
-        rank,
-        sums_at,
-        HIDDEN,
-        TOP_K,
-        NUM_RANKS,
-        ROW_BYTES,
-        WEIGHTS_AT,
-        ROWS,
-        BLOCK,
-    )
+    _push(y_ptr, place_ptr, rows_ptr, bases_ptr, num_rows, rank, sums_at,
+        HIDDEN, TOP_K, NUM_RANKS, ROW_BYTES, WEIGHTS_AT, ROWS, BLOCK)  # fmt: skip
     signal_ranks(bases_ptr, words_at + 4 * rank, NUM_RANKS)
     wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS)
-    if tl.program_id(0) == 0:
-        tl.store(calls_ptr + 1, call)
-    _add(
-        rows_ptr,
-        sums_ptr,
-        starts_ptr,
-        out_ptr,
-        num_rows,
-        rank,
-        HIDDEN,
-        TOP_K,
-        NUM_RANKS,
-        ROW_BYTES,
-        IDS_AT,
-        ROWS,
-        BLOCK,
-        BLOCK_K,
-    )
+    tl.store(calls_ptr + 1, call, mask=tl.program_id(0) == 0)
+    _add(rows_ptr, sums_ptr, starts_ptr, out_ptr, num_rows, rank, HIDDEN,
+        TOP_K, NUM_RANKS, ROW_BYTES, IDS_AT, ROWS, BLOCK, BLOCK_K)  # fmt: skip
