@@ -10,7 +10,7 @@ from tests.devices import need_gpus
 from tests.distributed.engine_harness import Event, make_request
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_epochs import live
-from tests.gpu.test_cuda_graphs import checkpoint, configure, judge
+from tests.gpu.test_cuda_graphs import check_answers, checkpoint, configure
 from workers.rank.process_group import local_rendezvous
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
@@ -55,7 +55,7 @@ def test_ten_epochs(checkpoint: Path, all2all: str, overlap: str):
     for number, seconds in enumerate(found[0].seconds):
         print(number, {stage: round(spent, 3) for stage, spent in seconds.items()})
     events = [Event(0, rank, request) for rank in range(NUM_RANKS) for request in requests[rank]]
-    judge(checkpoint, events, found)
+    check_answers(checkpoint, events, found)
     for rank in found:
         held = rank.device_bytes[WARM_UP_EPOCHS:]
         assert max(held) - held[0] < DEVICE_BOUND, [x >> 20 for x in rank.device_bytes]
