@@ -104,14 +104,14 @@ class PacedRankActor(RankActor):
         self._senders: dict[str, Any] = {}
         self._info: dict[str, Any] = {}
         engine = PacedEngine(self._publish, step_s)
-        self._rank = SimpleNamespace(engine=engine)
+        self._current = SimpleNamespace(engine=engine, started=True)
         self._done = None
         self._inbox = Inbox(node_address())
         self._inbox.deliver_to(engine, self._epoch)
 
     async def set_step(self, step_s: float) -> None:
         """From now on a token each `step_s` seconds."""
-        self._rank.engine.step_s = step_s
+        self._current.engine.step_s = step_s
 
     async def begin(self) -> None:
         """The part of `start` that a PacedEngine needs."""
