@@ -17,6 +17,7 @@ from kernels.host.cuda_environment import check_multicast_off, share_compiled_ke
 from kernels.host.shm import PeerLeftError
 from workers.config import RankConfig
 from workers.engine.step_sync import LockstepError
+from workers.rank.network import bind_to_address
 from workers.rank.rank_info import RankInfo, Rendezvous
 from workers.stats.log import set_up_logging
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
@@ -60,6 +61,7 @@ class RankActor:
         self._store: Any = None
         self._progress = (0, 0)
         self._address = node_address()
+        bind_to_address(os.environ, self._address)
         self._inbox = Inbox(self._address)
         self._peers: list[InboxSender] = []
         self._senders: dict[str, TokenSender] = {}
