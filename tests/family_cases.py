@@ -10,7 +10,7 @@ from workers.weights.checkpoint import make_checkpoint
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mixtral": {
         "untied": {},
-        "tied": {"tie_word_embeddings": True, "head_dim": 24},
+        "tied": {"tie_word_embeddings": True, "head_dim": 24, "hidden_act": "gelu"},
     },
     "olmoe": {
         "untied": {"clip_qkv": 0.5},
@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "tied": {
             "tie_word_embeddings": True,
             "qkv_bias": False,
+            "hidden_act": "gelu_pytorch_tanh",
             "norm_topk_prob": True,
             "mlp_only_layers": [1],
         },

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from kernels.activation import Activation
 from kernels.all2all.base import Layout
 from kernels.backends.backend import Backend, BackendShape
 from kernels.block_fp8 import BlockWeights
@@ -13,7 +14,7 @@ ROW_BYTES = 16  # TMA and torch's grouped_mm refuse other strides
 
 
 class GroupedGemm(Backend):
-    """y = (silu(x @ gate.T) * (x @ up.T)) @ down.T, each row with the weights of its expert.
+    """y = (activation(x @ gate.T) * (x @ up.T)) @ down.T, each row with the weights of its expert.
 
     layouts            the forms of input it takes
     row_alignment      on GPUs: the first permuted row of each expert must be a multiple of it
@@ -37,11 +38,14 @@ class GroupedGemm(Backend):
         return num_rows * widths * shape.dtype.itemsize
 
     @abstractmethod
-    def __call__(self, expert_input: Any, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
+    def __call__(
+        self, expert_input: Any, w13_e2ID: Any, w2_eDI: Any, activation: Activation = "silu"
+    ) -> torch.Tensor:
         """Return the outputs in x's dtype: y_RD in expert order of an ExpertInput, y_eMD of a MaskedInput.
 
         w13       in the form of `empty_weights`, for each expert first the rows of gate, then the rows of up
         w2        in the form of `empty_weights`
+        activation   of gate; every backend computes every activation
         R == 0 and e == 0 are allowed. With a `routing`, y has its permuted rows, and the unused rows are undefined.
         """
 

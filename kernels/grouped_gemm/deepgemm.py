@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput, MaskedInput
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, BlockWeights
@@ -108,10 +109,10 @@ class DeepGemm(GroupedGemm):
         return unaligned_reason(shape, cls.name)
 
     def __init__(self) -> None:
-        from kernels.triton.silu_mul import silu_mul
+        from kernels.triton.gated_activation import gated_activation
 
         self._deep_gemm = load_deep_gemm()
-        self._silu_mul: Callable[..., Any] = silu_mul
+        self._gated_activation: Callable[..., Any] = gated_activation
         self.row_alignment = int(self._deep_gemm.get_mk_alignment_for_contiguous_layout())
 
     def set_num_sms(self, num_sms: int | None) -> None:
@@ -121,32 +122,37 @@ class DeepGemm(GroupedGemm):
         self._deep_gemm.set_num_sms(num_sms)
 
     def __call__(
-        self, expert_input: ExpertInput | MaskedInput, w13_e2ID: Any, w2_eDI: Any
+        self,
+        expert_input: ExpertInput | MaskedInput,
+        w13_e2ID: Any,
+        w2_eDI: Any,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
         if isinstance(expert_input, MaskedInput):
-            return self.call_masked(expert_input, w13_e2ID, w2_eDI)
+            return self.call_masked(expert_input, w13_e2ID, w2_eDI, activation)
         routing = expert_input.device_routing()
         assert routing.alignment % self.row_alignment == 0, routing.alignment
         x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
         if not routing.num_permuted:
             return torch.empty_like(x_ND[:0])
         h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.ends_e)
-        activated = self._activate(h_R2I.unsqueeze(0), routing.ends_e[num_experts - 1 :])
+        num_used = routing.ends_e[num_experts - 1 :]
+        activated = self._gated_activation(h_R2I.unsqueeze(0), num_used, activation)
         wait_previous_ubatch()
         return self._contiguous(_first(activated), w2_eDI, routing.ends_e)
 
-    def call_masked(self, masked: MaskedInput, w13_e2ID: Any, w2_eDI: Any) -> torch.Tensor:
+    def call_masked(
+        self, masked: MaskedInput, w13_e2ID: Any, w2_eDI: Any, activation: Activation = "silu"
+    ) -> torch.Tensor:
         """Return y_eMD in bfloat16; rows from counts_e on are undefined."""
         x = masked.x_eMD if masked.scale_eMS is None else (masked.x_eMD, masked.scale_eMS)
-        activated = self._activate(self._masked(x, w13_e2ID, masked), masked.counts_e)
+        h_eM2I = self._masked(x, w13_e2ID, masked)
+        activated = self._gated_activation(h_eM2I, masked.counts_e, activation)
         wait_previous_ubatch()
         return self._masked(activated, w2_eDI, masked)
 
     def _fetch(self, expert_input: ExpertInput) -> Any:
         return expert_input.permuted_rows()
-
-    def _activate(self, h_eM2I: torch.Tensor, counts_e: torch.Tensor) -> Any:
-        return self._silu_mul(h_eM2I, counts_e)
 
     def _contiguous(self, x_RD: Any, weights: Any, ends_e: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(x_RD), weights.shape[1], dtype=x_RD.dtype, device=x_RD.device)
@@ -180,10 +186,10 @@ class DeepGemmFp8(DeepGemm):
 
     def __init__(self) -> None:
         super().__init__()
+        from kernels.triton.gated_activation_fp8 import gated_activation_fp8
         from kernels.triton.scatter_fp8 import scatter_fp8
-        from kernels.triton.silu_mul_fp8 import silu_mul_fp8
 
-        self._scatter, self._silu_mul = scatter_fp8, silu_mul_fp8
+        self._scatter, self._gated_activation = scatter_fp8, gated_activation_fp8
 
     def empty_weights(
         self,

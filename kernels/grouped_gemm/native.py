@@ -5,6 +5,7 @@ R routed rows, D hidden, I expert width, e local experts.
 
 import torch
 
+from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.base import ExpertInput
 from kernels.backends.backend import BackendShape
 from kernels.grouped_gemm.base import GroupedGemm
@@ -38,13 +39,17 @@ class NativeGroupedGemm(GroupedGemm):
         self._scratch = torch.empty(0)
 
     def __call__(
-        self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
+        self,
+        expert_input: ExpertInput,
+        w13_e2ID: torch.Tensor,
+        w2_eDI: torch.Tensor,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
         x_RD = expert_input.x_RD
         num_rows, hidden_size = x_RD.shape
         num_experts, _, width = w2_eDI.shape
         if num_rows > MAX_ROWS_PER_EXPERT * num_experts:
-            return self._large(expert_input, w13_e2ID, w2_eDI)
+            return self._large(expert_input, w13_e2ID, w2_eDI, activation)
         y_RD = torch.empty_like(x_RD)
         if not num_rows:
             return y_RD
@@ -58,6 +63,7 @@ class NativeGroupedGemm(GroupedGemm):
             num_experts,
             hidden_size,
             width,
+            ACTIVATIONS.index(activation),
             w13_e2ID.data_ptr(),
             w2_eDI.data_ptr(),
             y_RD.data_ptr(),

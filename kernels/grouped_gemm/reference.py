@@ -6,7 +6,9 @@ R routed rows, D hidden, I expert width, e local experts.
 import torch
 from torch.nn import functional as F
 
+from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
+from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import GroupedGemm
 
 
@@ -18,14 +20,19 @@ class ReferenceGroupedGemm(GroupedGemm):
     graph = False
 
     def __call__(
-        self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
+        self,
+        expert_input: ExpertInput,
+        w13_e2ID: torch.Tensor,
+        w2_eDI: torch.Tensor,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
         x_RD = expert_input.permuted_rows()
         y_RD = torch.empty_like(x_RD)
         start = 0
         for expert, end in enumerate(expert_input.offs_e.tolist()):
             if end > start:
-                gate, up = F.linear(x_RD[start:end], w13_e2ID[expert]).chunk(2, dim=-1)
-                torch.mm(F.silu(gate).mul_(up), w2_eDI[expert].t(), out=y_RD[start:end])
+                h_R2I = F.linear(x_RD[start:end], w13_e2ID[expert])
+                h_RI = gated_activation(h_R2I, activation)
+                torch.mm(h_RI, w2_eDI[expert].t(), out=y_RD[start:end])
             start = end
         return y_RD

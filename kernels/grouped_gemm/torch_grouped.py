@@ -6,9 +6,11 @@ R routed rows, D hidden, I expert width, e local experts.
 import torch
 from torch.nn import functional as F
 
+from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BlockWeights
+from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
 from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
@@ -48,22 +50,26 @@ class TorchGroupedGemm(GroupedGemm):
         return torch.empty(shape, device=device, dtype=dtype).transpose(1, 2)
 
     def __call__(
-        self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
+        self,
+        expert_input: ExpertInput,
+        w13_e2ID: torch.Tensor,
+        w2_eDI: torch.Tensor,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
         x_RD, offs_e = expert_input.permuted_rows(), expert_input.offs_e
         if not x_RD.shape[0]:
             return torch.empty_like(x_RD)
         h_R2I = F.grouped_mm(x_RD, w13_e2ID.transpose(-2, -1), offs=offs_e)
-        activated = _silu_mul(h_R2I, offs_e)
+        activated = _activate(h_R2I, offs_e, activation)
         wait_previous_ubatch()
         return F.grouped_mm(activated, w2_eDI.transpose(-2, -1), offs=offs_e)
 
 
-def _silu_mul(h_R2I: torch.Tensor, offs_e: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up; on GPUs of the used rows only."""
+def _activate(h_R2I: torch.Tensor, offs_e: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return activation(gate) * up; on GPUs of the used rows only."""
     if h_R2I.is_cuda:
-        from kernels.triton.silu_mul import silu_mul
+        from kernels.triton import gated_activation as on_gpu
 
-        return silu_mul(h_R2I.unsqueeze(0), offs_e[-1:]).squeeze(0)
-    gate_RI, up_RI = h_R2I.chunk(2, dim=-1)
-    return F.silu(gate_RI).mul_(up_RI)
+        out_1RI = on_gpu.gated_activation(h_R2I.unsqueeze(0), offs_e[-1:], activation)
+        return out_1RI.squeeze(0)
+    return gated_activation(h_R2I, activation)

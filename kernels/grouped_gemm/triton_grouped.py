@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.backends.backend import BackendShape
 from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
@@ -66,16 +67,20 @@ class TritonGroupedGemm(GroupedGemm):
         self._num_sms = min(num_sms or self._all_sms, self._all_sms)
 
     def __call__(
-        self, expert_input: ExpertInput, w13_e2ID: torch.Tensor, w2_eDI: torch.Tensor
+        self,
+        expert_input: ExpertInput,
+        w13_e2ID: torch.Tensor,
+        w2_eDI: torch.Tensor,
+        activation: Activation = "silu",
     ) -> torch.Tensor:
         routing, x = expert_input.device_routing(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
         up, down = self._tiles(routing, x, row_R)
         bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
         product, num_sms = self._kernel.grouped_gemm, self._num_sms
-        h_RI = product(x, row_R, w13_e2ID, *bounds, gated=True, tile=up, num_sms=num_sms)
+        h_RI = product(x, row_R, w13_e2ID, *bounds, activation=activation, tile=up, num_sms=num_sms)
         wait_previous_ubatch()
-        return product(h_RI, None, w2_eDI, *bounds, gated=False, tile=down, num_sms=num_sms)
+        return product(h_RI, None, w2_eDI, *bounds, activation=None, tile=down, num_sms=num_sms)
 
     def _tiles(
         self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None

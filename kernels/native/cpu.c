@@ -168,10 +168,44 @@ void route_top_k(const float *logits, int64_t R, int64_t E, int64_t K, int64_t r
     }
 }
 
-/* y[R, D] = (silu(x @ gate.T) * (x @ up.T)) @ down.T, rows grouped by expert: expert e has rows ends[e-1] .. ends[e].
+enum { SILU, GELU, GELU_TANH }; /* in the order of kernels.activation.ACTIVATIONS */
+
+/* erfc(x) for x >= 0, absolute error below 3e-7 (Abramowitz and Stegun, 7.1.26). Vectorises, unlike erfcf. */
+static inline float erfc_positive(float x)
+{
+    float t = 1.0f / (1.0f + 0.3275911f * x);
+    return exp_negative(-x * x) *
+           t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
+}
+
+/* hidden[I] = activation(gate[I]) * up[I] */
+static void activate(const float *gate, const float *up, int64_t I, int64_t activation, float *hidden)
+{
+    switch (activation) {
+    case SILU:
+        for (int64_t i = 0; i < I; i++) {
+            float g = gate[i], m = exp_negative(g < 0 ? g : -g);
+            hidden[i] = g * up[i] * (g < 0 ? m : 1.0f) / (1.0f + m);
+        }
+        break;
+    case GELU:
+        for (int64_t i = 0; i < I; i++) {
+            float g = gate[i], tail = 0.5f * erfc_positive((g < 0 ? -g : g) * 0.707106781f);
+            hidden[i] = g * up[i] * (g < 0 ? tail : 1.0f - tail);
+        }
+        break;
+    case GELU_TANH: /* (1 + tanh(x)) / 2 is sigmoid(2x); the factor is 2 sqrt(2 / pi) */
+        for (int64_t i = 0; i < I; i++) {
+            float g = gate[i], x = 1.59576912f * g * (1.0f + 0.044715f * g * g), m = exp_negative(x < 0 ? x : -x);
+            hidden[i] = g * up[i] * (x < 0 ? m : 1.0f) / (1.0f + m);
+        }
+    }
+}
+
+/* y[R, D] = (activation(x @ gate.T) * (x @ up.T)) @ down.T. Expert e has rows ends[e-1] .. ends[e].
  * w13 [experts, 2I, D] gate first, w2 [experts, D, I]; scratch holds 3 I floats for each row of the largest group. */
-void grouped_gated_mlp(const float *x, const int32_t *ends, int64_t experts, int64_t D, int64_t I, const float *w13,
-                       const float *w2, float *y, float *scratch)
+void grouped_gated_mlp(const float *x, const int32_t *ends, int64_t experts, int64_t D, int64_t I, int64_t activation,
+                       const float *w13, const float *w2, float *y, float *scratch)
 {
     int64_t start = 0;
     for (int64_t e = 0; e < experts; e++) {
@@ -179,11 +213,7 @@ void grouped_gated_mlp(const float *x, const int32_t *ends, int64_t experts, int
         float *both = scratch, *hidden = scratch + rows * 2 * I;
         product(x + start * D, w13 + e * 2 * I * D, both, rows, 2 * I, D);
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < I; i++) {
-                float g = both[r * 2 * I + i], up = both[r * 2 * I + I + i];
-                float m = exp_negative(g < 0 ? g : -g);
-                hidden[r * I + i] = g * up * (g < 0 ? m : 1.0f) / (1.0f + m);
-            }
+            activate(both + r * 2 * I, both + r * 2 * I + I, I, activation, hidden + r * I);
         product(hidden, w2 + e * D * I, y + start * D, rows, D, I);
         start = ends[e];
     }

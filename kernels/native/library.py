@@ -25,7 +25,7 @@ FLAGS = (
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES = {
-    "grouped_gated_mlp": [_POINTER] * 2 + [_INT] * 3 + [_POINTER] * 4,
+    "grouped_gated_mlp": [_POINTER] * 2 + [_INT] * 4 + [_POINTER] * 4,
     "paged_decode": [_POINTER, _INT, *[_POINTER] * 3, _INT, _POINTER, *[_INT] * 5, _FLOAT]
     + [_POINTER] * 2,
     "linear": [_POINTER] * 3 + [_INT] * 4 + [_POINTER],

@@ -1,8 +1,8 @@
 """One product of rows with their experts' weights. The kernel is persistent: each program computes many tiles.
 
 The tensor memory accelerator, where the GPU has one, loads the weights and the rows that are in expert order. Gathered
-rows are read through an index. With GATED the weights hold gate rows, then up rows, and the result is silu(gate) * up,
-so that gate and up never reach memory.
+rows are read through an index. With GATED the weights hold gate rows, then up rows, and the result is
+activation(gate) * up, so that gate and up never reach memory.
 
 W output columns (half of an expert's weight rows where GATED), D input columns, e local experts, R permuted rows.
 """
@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.activation import Activation
+from kernels.triton.gated_activation import gate_activation
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -25,7 +28,7 @@ class Operands:
     weights: torch.Tensor
     starts_e: torch.Tensor
     ends_e: torch.Tensor
-    gated: bool
+    activation: Activation | None
     out_RW: torch.Tensor
 
     @property
@@ -50,7 +53,8 @@ class Operands:
         return {
             "NUM_EXPERTS": num_experts,
             "EXPERTS_2": triton.next_power_of_2(num_experts),
-            "GATED": self.gated,
+            "GATED": self.activation is not None,
+            "ACTIVATION": self.activation,
             "INDEXED": self.row_R is not None,
         }
 
@@ -126,6 +130,7 @@ def _multiply(
     up_row,
     depth,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     INDEXED: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -133,7 +138,7 @@ def _multiply(
     TILE_W: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Return float32 [TILE_W, TILE_R]: weights @ x.T, or silu(gate @ x.T) * (up @ x.T)."""
+    """Return float32 [TILE_W, TILE_R]: weights @ x.T, or activation(gate @ x.T) * (up @ x.T)."""
     inputs = tl.arange(0, TILE_D)[None, :]
     out = tl.zeros((TILE_W, TILE_R), tl.float32)
     up = tl.zeros((TILE_W, TILE_R), tl.float32)
@@ -147,7 +152,7 @@ def _multiply(
         if GATED:
             up = tl.dot(weights.load([up_row, d]), tile.T, up, input_precision=PRECISION)
     if GATED:
-        out = out * tl.sigmoid(out) * up
+        out = gate_activation(out, ACTIVATION) * up
     return out
 
 
@@ -166,6 +171,7 @@ def grouped_gemm_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_2: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     INDEXED: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -195,7 +201,7 @@ def grouped_gemm_kernel(
         weight_row = expert * (width * 2 if GATED else width) + column
         out = _multiply(
             *(x, x_at, start, permuted < end, weights, weight_row, weight_row + width, depth),
-            *(GATED, INDEXED, EVEN, PRECISION, TILE_R, TILE_W, TILE_D),
+            *(GATED, ACTIVATION, INDEXED, EVEN, PRECISION, TILE_R, TILE_W, TILE_D),
         )
         columns = column + tl.arange(0, TILE_W)
         out_at = out_ptr + permuted.to(tl.int64)[:, None] * width + columns[None, :]
@@ -211,7 +217,7 @@ def grouped_gemm(
     ends_e: torch.Tensor,
     num_permuted: int,
     *,
-    gated: bool,
+    activation: Activation | None,
     tile: Tile,
     num_sms: int,
 ) -> torch.Tensor:
@@ -220,12 +226,13 @@ def grouped_gemm(
     x          rows of D columns, contiguous in the last axis
     row_R      int32 row of x of each permuted row; None: x has the permuted rows
     weights    [e, W, D], gated [e, 2W, D] with gate rows first; contiguous, rows of a multiple of 16 bytes
+    activation   of the gated product; None: the product is not gated
     starts_e, ends_e   int32: the permuted rows of expert i are starts_e[i] .. ends_e[i] - 1
     """
     num_experts, weight_rows, depth = weights.shape
-    width = weight_rows // 2 if gated else weight_rows
+    width = weight_rows // 2 if activation else weight_rows
     assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == depth
     out_RW = torch.empty(num_permuted, width, dtype=x.dtype, device=x.device)
     if num_permuted and num_experts:
-        tile.launch(Operands(x, row_R, weights, starts_e, ends_e, gated, out_RW), num_sms)
+        tile.launch(Operands(x, row_R, weights, starts_e, ends_e, activation, out_RW), num_sms)
     return out_RW

@@ -150,6 +150,23 @@ def _load(
 
 
 @gluon.jit
+def _gate_activation(gate, ACTIVATION: gl.constexpr):
+    """Return the activation of float32 values.
+
+    kernels.triton.gated_activation has the same in Triton. It is not shared, because this module must also run as
+    Python, with torch in place of Gluon's language.
+    """
+    if ACTIVATION == "silu":
+        out = gate * (1 / (1 + gl.exp(-gate)))
+    elif ACTIVATION == "gelu":
+        out = 0.5 * gate * (1 + gl.erf(gate * 0.7071067811865476))
+    else:
+        gl.static_assert(ACTIVATION == "gelu_tanh")
+        out = gate * (1 / (1 + gl.exp(-1.5957691216057308 * gate * (1 + 0.044715 * gate * gate))))
+    return out
+
+
+@gluon.jit
 def _store(out, out_tiles, buf, start, end, column):
     """Store the rows of the tile up to `end` - 1, without waiting for the copy.
 
@@ -164,17 +181,18 @@ def _store(out, out_tiles, buf, start, end, column):
 
 @gluon.jit
 def _multiply(
-    out_tiles,
-    out_bufs,
+    outputs,
     ring,
     bounds,
     sizes,
     GROUP: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     INDEXED: gl.constexpr,
     TILE_W: gl.constexpr,
 ):
     """Run the multiplying warps of rows GROUP * 64 .. GROUP * 64 + 63 of each tile."""
+    out_tiles, out_bufs = outputs
     x_bufs, w_bufs, ready, empty = ring
     num_tiles, column_tiles, depth = sizes
     STAGES: gl.constexpr = x_bufs.shape[0]
@@ -206,7 +224,7 @@ def _multiply(
             if GATED:
                 # The columns of gate, then those of up: a thread holds both values of a pair.
                 out, up = gl.permute(gl.reshape(out, (GROUP_ROWS, 2, TILE_W)), (0, 2, 1)).split()
-                out = out * (1 / (1 + gl.exp(-out))) * up
+                out = _gate_activation(out, ACTIVATION) * up
             _store(out, out_tiles, out_bufs.index(GROUP), start, end, tile % column_tiles * TILE_W)
         else:
             for _ in range(0, depth, DEPTH):
@@ -231,6 +249,7 @@ def hopper_grouped_gemm_kernel(
     NUM_EXPERTS: gl.constexpr,
     EXPERTS_2: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     INDEXED: gl.constexpr,
     TILE_R: gl.constexpr,
     TILE_W: gl.constexpr,
@@ -262,15 +281,15 @@ def hopper_grouped_gemm_kernel(
         mbarrier.init(empty.index(stage), count=2)
 
     sources = (x, x_ptr, x_stride_8, row_ptr, weights)
-    ring = (x_bufs, w_bufs, ready, empty)
+    outputs, ring = (out_tiles, out_bufs), (x_bufs, w_bufs, ready, empty)
     bounds = (starts_ptr, ends_ptr)
     sizes = (num_tiles, column_tiles, depth)
     first: gl.constexpr = 0
     second: gl.constexpr = 1
     gl.warp_specialize(
         [
-            (_multiply, (out_tiles, out_bufs, ring, bounds, sizes, first, GATED, INDEXED, TILE_W)),
-            (_multiply, (out_tiles, out_bufs, ring, bounds, sizes, second, GATED, INDEXED, TILE_W)),
+            (_multiply, (outputs, ring, bounds, sizes, first, GATED, ACTIVATION, INDEXED, TILE_W)),
+            (_multiply, (outputs, ring, bounds, sizes, second, GATED, ACTIVATION, INDEXED, TILE_W)),
             (_load, (sources, ring, bounds, sizes, width, GATED, INDEXED, TILE_W)),
         ],
         [4, LOADERS],

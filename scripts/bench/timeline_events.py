@@ -44,7 +44,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
     ),
     (StepPart.EXPERT_ORDER, r"permute_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
     (StepPart.GROUPED, r"grouped_gemm_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm"),
-    (StepPart.ACTIVATION, r"silu"),
+    (StepPart.ACTIVATION, r"gated_activation|silu|[Gg]elu"),
     (StepPart.SAMPLING, r"_penalise|ArgMax|Sampling"),
     (StepPart.DENSE, r"nvjet|cublas|gemm|gemv|splitKreduce|cutlass"),
 )

@@ -254,6 +254,8 @@ class Machine:
             where=lambda condition, yes, no: yes if condition else no,
             sum=lambda values, axis: int(values.sum(axis)),
             exp=torch.exp,
+            erf=torch.erf,
+            static_assert=_check,
             reshape=lambda values, shape: values.reshape(shape),
             permute=lambda values, order: values.permute(order),
             allocate_shared_memory=self.allocate,
@@ -307,6 +309,10 @@ class _Kernel:
 def _receive(tiles: Descriptor, corner: Sequence[int], barrier: Barrier, buffer: Shared) -> None:
     buffer.store(tiles.load(corner))
     barrier.arrive(0, -tiles.block_type.nbytes)
+
+
+def _check(condition: bool) -> None:
+    assert condition
 
 
 def _init(barrier: Barrier, count: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kernels.activation import Activation
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
@@ -107,10 +108,10 @@ def _forced_route(at: Inputs) -> None:
 
 def _experts(at: Inputs) -> None:
     """Rows to expert order, quantised too, and back."""
+    from kernels.triton.gated_activation import gated_activation
     from kernels.triton.permute_pairs import permute_pairs
     from kernels.triton.scatter_fp8 import scatter_fp8
     from kernels.triton.scatter_rows import scatter_rows
-    from kernels.triton.silu_mul import silu_mul
     from kernels.triton.weighted_sum import weighted_sum
 
     aligned = 128 * EXPERTS
@@ -119,7 +120,7 @@ def _experts(at: Inputs) -> None:
             at.ids(), range(EXPERTS), num_permuted, alignment
         )
         y_RD = scatter_rows(at.rows(WIDTH), permuted_idx_NK, num_permuted)
-        silu_mul(y_RD.unsqueeze(0), bounds_3e[1, EXPERTS - 1 :])
+        gated_activation(y_RD.unsqueeze(0), bounds_3e[1, EXPERTS - 1 :], "silu")
         weights_NK = at.rows(TOP_K, dtype=torch.float32)
         out_ND = weighted_sum(y_RD, permuted_idx_NK, weights_NK)
         weighted_sum(y_RD, permuted_idx_NK, weights_NK, (at.size // 2, at.size, out_ND))
@@ -147,7 +148,9 @@ def _penalise(at: Inputs) -> None:
     penalise(logits, at.rows(1, dtype=torch.int64), seen, at.rows(1, dtype=torch.int64), values)
 
 
-def _grouped_gemm(at: Inputs, *, expected: int | None = None) -> None:
+def _grouped_gemm(
+    at: Inputs, *, expected: int | None = None, activation: Activation = "silu"
+) -> None:
     """`expected` rows, whatever their number, as the choice of kernels goes by."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
     if expected is not None:
@@ -155,7 +158,7 @@ def _grouped_gemm(at: Inputs, *, expected: int | None = None) -> None:
     weights = torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.bfloat16, device=at.device)
     routed = ExpertInput(at.rows(WIDTH), routing.offs_e, None, routing)
     gemm = TritonGroupedGemm(num_sms=4, hopper=FOR_HOPPER)
-    gemm(routed, weights, weights[:, :WIDTH].contiguous())
+    gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation)
 
 
 def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
@@ -188,12 +191,13 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "exchange": _exchange,
     "grouped_gemm": _grouped_gemm,
     "grouped_gemm_of_many": partial(_grouped_gemm, expected=EXPERTS * 1000),
+    "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "push": _push,
     "penalise": _penalise,
 }
 
 
-def _tiles(rows_per_expert: int) -> list[int]:
+def _tiles(rows_per_expert: int, activation: Activation = "silu") -> list[int]:
     """Launch the products of Qwen3-30B-A3B's experts of one rank of four; how many programs an SM shall hold."""
     expected = EXPERTS * rows_per_expert
     none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
@@ -201,7 +205,7 @@ def _tiles(rows_per_expert: int) -> list[int]:
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
     x, gemm = torch.zeros(expected, 2048, **new), TritonGroupedGemm(num_sms=132, hopper=FOR_HOPPER)
     weights = torch.zeros(EXPERTS, 1536, 2048, **new), torch.zeros(EXPERTS, 2048, 768, **new)
-    gemm(ExpertInput(x, routing.offs_e, None, routing), *weights)
+    gemm(ExpertInput(x, routing.offs_e, None, routing), *weights, activation)
     return [tile.programs_per_sm for tile in gemm._tiles(routing, x, routing.row_R)]
 
 
@@ -216,6 +220,8 @@ def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:
 
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (8, 40, 80, 400, 1000)},
+    "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
+    "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
     **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
 }

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
+from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import route_on_device
 from tests.closeness import calc_diff
@@ -26,6 +28,24 @@ DTYPES = [torch.float32, torch.float16, *compiled_only(torch.bfloat16)]
 @torch.inference_mode()
 def test_equals_float32(hidden, width, num_rows, dtype, in_order):
     """As many rows an expert as each tile shape is for, one expert without any."""
+    check(hidden, width, num_rows, dtype, in_order, "silu")
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@torch.inference_mode()
+def test_other_activations_equal_float32(activation: Activation):
+    check(72, 40, 20, torch.float32, False, activation)
+
+
+def check(
+    hidden: int,
+    width: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    in_order: bool,
+    activation: Activation,
+) -> None:
+    """Compare the kernel with a float32 product of each expert's rows."""
     generator = torch.Generator().manual_seed(num_rows)
     x_ND = torch.randn(num_rows, hidden, generator=generator).to(DEVICE, dtype)
     w13 = torch.randn(EXPERTS - 2, 2 * width, hidden, generator=generator) / hidden**0.5
@@ -40,11 +60,11 @@ def test_equals_float32(hidden, width, num_rows, dtype, in_order):
     if in_order:
         num_routed = int(routing.offs_e[-1])
         routed = ExpertInput(routed.permuted_rows()[:num_routed].contiguous(), routing.offs_e, None)
-    y_RD = TritonGroupedGemm(num_sms=3)(routed, w13, w2)
+    y_RD = TritonGroupedGemm(num_sms=3)(routed, w13, w2, activation)
     for local, (start, end) in enumerate(zip(routing.starts_e, routing.ends_e, strict=True)):
         x_RD = x_ND[routing.row_R[start:end].long()].float()
         assert len(x_RD) == int((ids_NK == experts[local]).sum())
-        gate_RI, up_RI = F.linear(x_RD, w13[local].float()).chunk(2, -1)
-        expected_RD = F.linear(F.silu(gate_RI) * up_RI, w2[local].float())
+        h_RI = gated_activation(F.linear(x_RD, w13[local].float()), activation)
+        expected_RD = F.linear(h_RI, w2[local].float())
         if len(x_RD):
             assert calc_diff(y_RD[start:end], expected_RD) < TOLERANCE[dtype]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from kernels.activation import ACTIVATIONS, Activation
+from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.host.hopper import on_hopper
 from kernels.triton.grouped_gemm import TileShape, grouped_gemm
@@ -58,6 +60,37 @@ def _place(counts: list[int], gap: int) -> tuple[torch.Tensor, torch.Tensor, int
 @torch.inference_mode()
 def test_equals_float32(hopper, gated, indexed, shape, dtype, counts, gap, num_sms):
     """Widths and depths of whole tiles and of parts; rows come by an index or in order."""
+    activation = "silu" if gated else None
+    check(hopper, activation, indexed, shape, dtype, counts, gap, num_sms)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@torch.inference_mode()
+def test_other_activations_equal_float32(hopper, activation):
+    check(hopper, activation, True, (136, 320), torch.bfloat16, [1, 0, 65, 300], 37, 5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gate_activation(activation: Activation):
+    """As exact as the difference of gelu and its approximation needs, which bfloat16 outputs hide."""
+    gate = torch.linspace(-12, 12, 1001)
+    expected = gated_activation(torch.cat((gate, torch.ones(1001))), activation)
+    found = in_python(NAME)._gate_activation(gate, activation)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+
+
+def check(
+    hopper: ModuleType,
+    activation: Activation | None,
+    indexed: bool,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    counts: list[int],
+    gap: int,
+    num_sms: int,
+) -> None:
+    """Compare the kernel with a float32 product of each expert's rows; activation None: not gated."""
+    gated = activation is not None
     width, depth = shape
     generator = torch.Generator(DEVICE).manual_seed(len(counts) + gap)
     new = {"generator": generator, "device": DEVICE}
@@ -68,15 +101,17 @@ def test_equals_float32(hopper, gated, indexed, shape, dtype, counts, gap, num_s
     weights = weights.to(dtype)
     tile = hopper.HopperTile(128, 4) if gated else hopper.HopperTile(256, 3)
     out = grouped_gemm(
-        *(x, row_R, weights, starts, ends, num_permuted), gated=gated, tile=tile, num_sms=num_sms
+        *(x, row_R, weights, starts, ends, num_permuted),
+        activation=activation,
+        tile=tile,
+        num_sms=num_sms,
     )
     assert out.shape == (num_permuted, width) and out.dtype == dtype
     ordered = x if row_R is None else x[row_R.long()]
     for expert, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         expected = F.linear(ordered[start:end].float(), weights[expert].float())
-        if gated:
-            gate, up = expected.chunk(2, -1)
-            expected = F.silu(gate) * up
+        if activation is not None:
+            expected = gated_activation(expected, activation)
         if end > start:
             assert calc_diff(out[start:end], expected) < TOLERANCE[dtype]
 
@@ -92,7 +127,7 @@ def test_is_captured_in_a_graph_and_never_waits_for_the_device(hopper):
     def product() -> torch.Tensor:
         tile = hopper.HopperTile(128, 4)
         bounds = (starts, ends, num_permuted)
-        return grouped_gemm(x, row_R, weights, *bounds, gated=True, tile=tile, num_sms=132)
+        return grouped_gemm(x, row_R, weights, *bounds, activation="silu", tile=tile, num_sms=132)
 
     eager = product()
     torch.cuda.synchronize()

@@ -4,13 +4,14 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn import functional as F
 
+from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.payload import RowFormat
+from kernels.gated_activation import gated_activation as expected_activation
+from kernels.triton.gated_activation import gated_activation
+from kernels.triton.gated_activation_fp8 import gated_activation_fp8
 from kernels.triton.pack_rows import pack_rows
 from kernels.triton.scatter_fp8 import scatter_fp8
-from kernels.triton.silu_mul import silu_mul
-from kernels.triton.silu_mul_fp8 import silu_mul_fp8
 from tests.closeness import assert_near
 from tests.triton.device import COMPILED, DEVICE
 
@@ -45,20 +46,17 @@ def test_pack_rows(num_rows: int, hidden: int, top_k: int, dtype: torch.dtype):
         assert torch.equal(field, value), "x is there already, ids and weights are not"
 
 
-def gated(h: torch.Tensor) -> torch.Tensor:
-    gate, up = h.float().chunk(2, -1)
-    return F.silu(gate) * up
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [64, 768])
-def test_silu_mul(width: int, dtype: torch.dtype):
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activation(activation: Activation, width: int, dtype: torch.dtype):
     """As far as each group has rows."""
     h = randn(3, 8, 2 * width, dtype=dtype)
     counts = torch.tensor([0, 8, 5], dtype=torch.int32, device=DEVICE)
-    found = silu_mul(h, counts)
+    found = gated_activation(h, counts, activation)
+    expected = expected_activation(h.float(), activation)
     for group, count in enumerate(counts.tolist()):
-        close(found[group, :count], gated(h)[group, :count])
+        close(found[group, :count], expected[group, :count])
 
 
 def check_quantised(values: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> None:
@@ -69,15 +67,17 @@ def check_quantised(values: torch.Tensor, scales: torch.Tensor, expected: torch.
     torch.testing.assert_close(kept, groups, atol=2e-4, rtol=E4M3_TOLERANCE)
 
 
-def test_silu_mul_fp8():
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_activation_fp8(activation: Activation):
     h = randn(2, 8, 2 * 384, dtype=torch.bfloat16)
     h[0, 1] = 0
     counts = torch.tensor([3, 8], dtype=torch.int32, device=DEVICE)
-    values, scales = silu_mul_fp8(h, counts)
+    values, scales = gated_activation_fp8(h, counts, activation)
+    expected = expected_activation(h.float(), activation)
     assert values.dtype == torch.float8_e4m3fn and scales.stride(1) == 1
     for group, count in enumerate(counts.tolist()):
         where = (group, slice(count))
-        check_quantised(values[where], scales[where], gated(h)[where])
+        check_quantised(values[where], scales[where], expected[where])
 
 
 def test_scatter_fp8():

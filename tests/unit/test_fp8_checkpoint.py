@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.activation import Activation
 from kernels.backends import select
 from kernels.backends.config import KernelsConfig
 from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
@@ -36,12 +37,19 @@ class Fp8Gemm(ReferenceGroupedGemm):
     def empty_weights(self, *shape: int, device: Any, dtype: torch.dtype) -> BlockWeights:
         return BlockWeights.empty(*shape, device=device)
 
-    def __call__(self, expert_input: Any, w13: BlockWeights, w2: BlockWeights) -> torch.Tensor:
+    def __call__(
+        self,
+        expert_input: Any,
+        w13: BlockWeights,
+        w2: BlockWeights,
+        activation: Activation = "silu",
+    ) -> torch.Tensor:
         plain = (
             torch.stack([dequantise(w.values[e], w.scales[e]) for e in range(len(w.values))])
             for w in (w13, w2)
         )
-        return super().__call__(expert_input, *(w.to(expert_input.x_RD.dtype) for w in plain))
+        w13, w2 = (w.to(expert_input.x_RD.dtype) for w in plain)
+        return super().__call__(expert_input, w13, w2, activation)
 
 
 def rewrite(path: Path, change: Any) -> None:

@@ -1,9 +1,12 @@
 """Every grouped GEMM gives what a plain loop over rows gives."""
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch.nn import functional as F
 
+from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.base import ExpertInput
 from kernels.backends.select import probe
 from kernels.grouped_gemm.base import GroupedGemm
@@ -15,6 +18,12 @@ GEMMS: list[GroupedGemm] = [ReferenceGroupedGemm(), TorchGroupedGemm()]
 if "grouped_gemm.native" not in probe("cpu"):
     GEMMS.append(NativeGroupedGemm())
 
+# Written out, because the backends share gated_activation.
+FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": lambda x: x / (1 + (-x).exp()),
+    "gelu": lambda x: x * (1 + (x / 2**0.5).erf()) / 2,
+    "gelu_tanh": lambda x: x * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2,
+}
 SIZES = {
     "mixed": (3, 0, 17, 1),
     "one_expert": (0, 0, 9, 0),
@@ -34,7 +43,25 @@ def test_equals_a_loop_over_rows(
 ):
     if gemm.name == "native" and dtype != torch.float32:
         pytest.skip("native computes in float32")
-    sizes, hidden, width = SIZES[label], 32, 24
+    check(gemm, SIZES[label], dtype, "silu", own_weights)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("gemm", GEMMS, ids=lambda g: g.name)
+@pytest.mark.parametrize("label", ["mixed", "many"])
+def test_every_activation(label: str, gemm: GroupedGemm, activation: Activation):
+    check(gemm, SIZES[label], torch.float32, activation, True)
+
+
+def check(
+    gemm: GroupedGemm,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    activation: Activation,
+    own_weights: bool,
+) -> None:
+    """Compare the product of `sizes` rows for each expert with a float32 product of each row."""
+    hidden, width = 32, 24
     generator = torch.Generator().manual_seed(1)
     x_RD = torch.randn(sum(sizes), hidden, generator=generator).to(dtype)
     w13 = (torch.randn(len(sizes), 2 * width, hidden, generator=generator) / 6).to(dtype)
@@ -44,12 +71,12 @@ def test_equals_a_loop_over_rows(
             gemm.empty_weights(*w.shape, device="cpu", dtype=dtype).copy_(w) for w in (w13, w2)
         )
     offs_e = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
-    y_RD = gemm(ExpertInput(x_RD, offs_e, None), w13, w2)
+    y_RD = gemm(ExpertInput(x_RD, offs_e, None), w13, w2, activation)
     assert y_RD.dtype == dtype and y_RD.shape == x_RD.shape
     experts = [expert for expert, size in enumerate(sizes) for _ in range(size)]
     for row, expert in enumerate(experts):
         gate, up = (w13[expert].float() @ x_RD[row].float()).chunk(2)
-        expected_D = w2[expert].float() @ (F.silu(gate) * up)
+        expected_D = w2[expert].float() @ (FUNCTIONS[activation](gate) * up)
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(y_RD[row].float(), expected_D, atol=tolerance, rtol=tolerance)
 

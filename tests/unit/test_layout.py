@@ -34,7 +34,7 @@ ALLOWED = {
 # share a level. The longest prefix of a path decides its unit.
 ORDER = {
     "kernels": (
-        ("pending.py", "block_fp8.py", "triton"),
+        ("activation.py", "gated_activation.py", "pending.py", "block_fp8.py", "triton"),
         ("host",),
         ("native", "fused.py"),
         ("routing",),

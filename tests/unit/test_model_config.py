@@ -159,7 +159,11 @@ def test_generation_config_decides_eos(tmp_path: Path) -> None:
     [
         ({"model_type": "llama"}, ["model_type", "'llama'", "'qwen3_moe'"]),
         ({"architectures": ["Qwen3MoeForSequenceClassification"]}, ["architectures", "Sequence"]),
-        ({"hidden_act": "gelu"}, ["hidden_act", '"gelu"', '"silu"']),
+        (
+            {"hidden_act": "relu"},
+            ["hidden_act", '"relu"', '"silu" or "gelu" or "gelu_pytorch_tanh"'],
+        ),
+        ({"hidden_act": ["silu"]}, ["hidden_act", '["silu"]']),
         ({"use_sliding_window": True}, ["use_sliding_window", "true", "false"]),
         ({"quantization_config": {"quant_method": "gptq"}}, [".quant_method is 'gptq'", "fp8"]),
         ({"quantization_config": {"quant_method": "fp8"}}, [".weight_block_size is None", "128"]),

@@ -50,7 +50,9 @@ def test_norm_leaves_its_input_and_keeps_float32_on_request() -> None:
 
 
 def config_of(rope: RopeSpec, head_dim: int) -> ModelConfig:
-    moe = MoeSpec(num_experts=2, width=8, router=RouterSpec(top_k=1, renormalise=True))
+    moe = MoeSpec(
+        num_experts=2, width=8, activation="silu", router=RouterSpec(top_k=1, renormalise=True)
+    )
     attention = GqaSpec(num_heads=2, num_kv_heads=1, head_dim=head_dim, rope=rope)
     return ModelConfig(
         model_type="none",

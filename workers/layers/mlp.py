@@ -6,18 +6,18 @@ Knows no model and no checkpoint. T tokens, D hidden, I width between the two pr
 from typing import Any, Self
 
 import torch
-from torch.nn import functional as F
 
+from kernels.gated_activation import gated_activation
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
 from workers.models.specs import MlpSpec, SharedExpertSpec
 
 
 class MlpBlock:
-    """residual + down(silu(gate(h)) * up(h)) with h = norm(residual)."""
+    """residual + down(activation(gate(h)) * up(h)) with h = norm(residual)."""
 
     def __init__(self, builder: LayerBuilder, spec: MlpSpec):
-        dim = builder.hidden_size
+        dim, self.activation = builder.hidden_size, spec.activation
         self.norm = builder.norm(dim)
         self.w13_2ID = builder.empty(2 * spec.width, dim)
         self.w2_DI = builder.empty(dim, spec.width)
@@ -31,26 +31,22 @@ class MlpBlock:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Padding rows are computed and ignored."""
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD)
-        return linear(_gated(h_TD, self.w13_2ID), self.w2_DI, residual_TD), None
+        inner_TI = gated_activation(linear(h_TD, self.w13_2ID), self.activation)
+        return linear(inner_TI, self.w2_DI, residual_TD), None
 
 
 class SharedExpert:
     """An MLP that every token passes through; `gated`: times sigmoid(h @ gate), one factor a token."""
 
     def __init__(self, builder: LayerBuilder, spec: SharedExpertSpec):
-        dim = builder.hidden_size
+        dim, self.activation = builder.hidden_size, spec.activation
         self.w13_2ID = builder.empty(2 * spec.width, dim)
         self.w2_DI = builder.empty(dim, spec.width)
         self.gate_1D = builder.empty(1, dim) if spec.gated else None
 
     def add_to(self, residual_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
         """Return residual + the output for h, a new tensor."""
-        inner_TI = _gated(h_TD, self.w13_2ID)
+        inner_TI = gated_activation(linear(h_TD, self.w13_2ID), self.activation)
         if self.gate_1D is not None:  # a factor of a row passes through the product
             inner_TI.mul_(linear(h_TD, self.gate_1D).sigmoid_())
         return linear(inner_TI, self.w2_DI, residual_TD)
-
-
-def _gated(h_TD: torch.Tensor, w13_2ID: torch.Tensor) -> torch.Tensor:
-    gate_TI, up_TI = linear(h_TD, w13_2ID).chunk(2, dim=-1)
-    return F.silu(gate_TI).mul_(up_TI)

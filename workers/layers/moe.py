@@ -57,7 +57,7 @@ class MoeBlock:
         expert_input = pending.wait()
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)
-        y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI)
+        y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation)
         return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 
     def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

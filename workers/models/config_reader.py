@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kernels.activation import Activation
 from workers.models.rope_config import is_number, parse_rope
 from workers.models.specs import DTYPES, DtypeName, LayerSpec, ModelConfig, MoeSpec, RopeSpec
 from workers.weights.quantization import parse_quantization
@@ -26,10 +27,15 @@ HARMLESS_KEYS = frozenset(
 # fmt: on
 # Keys with the values that every family here computes; other values would change the results.
 FIXED_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "chunk_size_feed_forward": (0, None),
     "is_encoder_decoder": (False, None),
     "partial_rotary_factor": (1, None),
+}
+# Activations of the gated MLP under transformers' names.
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
 }
 FULL_ATTENTION = ("full_attention", "attention")
 
@@ -111,6 +117,12 @@ class ConfigReader:
             layer not in dense and (layer + 1) % step == 0
             for layer in range(self.integer("num_hidden_layers"))
         )
+
+    def activation(self) -> Activation:
+        """Return the activation of every MLP, silu if the key is missing."""
+        self.fixed("hidden_act", *ACTIVATIONS)
+        name = self._raw.get("hidden_act")
+        return ACTIVATIONS[name] if name in tuple(ACTIVATIONS) else "silu"
 
     def rope(self) -> RopeSpec:
         """Return the rotary embedding, from the old or the new form."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kernels.activation import Activation
 from kernels.attention.spec import AttentionSpec
 from workers.weights.quantization import BlockQuantization
 
@@ -71,9 +72,10 @@ class GqaSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Dense gated MLP: down(silu(gate(x)) * up(x)), `width` values between."""
+    """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
 
     width: int
+    activation: Activation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,7 @@ class SharedExpertSpec:
     """Dense MLP beside the routed experts. `gated`: its output is multiplied by sigmoid(x @ gate)."""
 
     width: int
+    activation: Activation
     gated: bool
 
 
@@ -104,6 +107,7 @@ class MoeSpec:
 
     num_experts: int
     width: int
+    activation: Activation
     router: RouterSpec
     shared: SharedExpertSpec | None = None
 

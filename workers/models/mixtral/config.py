@@ -43,6 +43,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
     moe = MoeSpec(
         num_experts=read.integer("num_local_experts"),
         width=read.integer("intermediate_size"),
+        activation=read.activation(),
         router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=True),
     )
     read.fixed("sliding_window", None)

@@ -57,6 +57,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
     moe = MoeSpec(
         num_experts=read.integer("num_experts"),
         width=read.integer("intermediate_size"),
+        activation=read.activation(),
         router=router,
     )
     layers = (LayerSpec(attention=attention, mlp=moe),) * read.integer("num_hidden_layers")

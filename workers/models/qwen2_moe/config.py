@@ -60,13 +60,18 @@ def read_config(read: ConfigReader) -> ModelConfig:
     router = RouterSpec(
         top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
     )
+    activation = read.activation()
+    shared = SharedExpertSpec(
+        width=read.integer("shared_expert_intermediate_size"), activation=activation, gated=True
+    )
     moe = MoeSpec(
         num_experts=read.integer("num_experts"),
         width=read.integer("moe_intermediate_size"),
+        activation=activation,
         router=router,
-        shared=SharedExpertSpec(width=read.integer("shared_expert_intermediate_size"), gated=True),
+        shared=shared,
     )
-    dense = MlpSpec(width=read.integer("intermediate_size"))
+    dense = MlpSpec(width=read.integer("intermediate_size"), activation=activation)
     read.fixed("use_sliding_window", False, None)
     read.ignore("sliding_window", "max_window_layers")
     layers = tuple(

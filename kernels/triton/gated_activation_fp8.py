@@ -1,6 +1,6 @@
-"""silu(gate) * up of each row, quantised to e4m3 in groups of 128, as far as there are rows.
+"""activation(gate) * up of each row, quantised to e4m3 in groups of 128; used rows alone.
 
-G groups of M rows each, of which the device knows how many are in use; I the width of gate and of up;
+G groups of M rows each, whose used rows come first; I the width of gate and of up;
 S = I / 128 scales of a row.
 """
 
@@ -8,17 +8,20 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.activation import Activation
 from kernels.triton.fp8 import GROUP, quantise
+from kernels.triton.gated_activation import gate_activation
 
 
 @triton.jit(do_not_specialize=["rows_per_group"])
-def silu_mul_fp8_kernel(
+def gated_activation_fp8_kernel(
     h_ptr,
     counts_ptr,
     out_ptr,
     scale_ptr,
     rows_per_group,
     num_scales,
+    ACTIVATION: tl.constexpr,
     BLOCK_S: tl.constexpr,
     GROUP: tl.constexpr,
 ):
@@ -32,14 +35,16 @@ def silu_mul_fp8_kernel(
         gate_at = h_ptr + at * 2 * num_scales * GROUP + columns
         gate = tl.load(gate_at, mask=inside[:, None], other=0).to(tl.float32)
         up = tl.load(gate_at + num_scales * GROUP, mask=inside[:, None], other=0).to(tl.float32)
-        quantised, scale = quantise(gate * tl.sigmoid(gate) * up)
+        quantised, scale = quantise(gate_activation(gate, ACTIVATION) * up)
         tl.store(out_ptr + at * num_scales * GROUP + columns, quantised, mask=inside[:, None])
         scale_at = scale_ptr + (group.to(tl.int64) * num_scales + scales) * rows_per_group + row
         tl.store(scale_at, scale, mask=inside)
 
 
-def silu_mul_fp8(h_GM2I: torch.Tensor, counts_G: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 [G, M, I] and float32 scales [G, M, S], their rows contiguous; see `silu_mul`. M % 4 == 0."""
+def gated_activation_fp8(
+    h_GM2I: torch.Tensor, counts_G: torch.Tensor, activation: Activation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 [G, M, I] and float32 scales [G, M, S], their rows contiguous; see `gated_activation`. M % 4 == 0."""
     num_groups, rows, width = h_GM2I.shape[0], h_GM2I.shape[1], h_GM2I.shape[2] // 2
     assert h_GM2I.is_contiguous() and len(counts_G) == num_groups
     assert width % GROUP == 0 and rows % 4 == 0, (width, rows)
@@ -47,13 +52,14 @@ def silu_mul_fp8(h_GM2I: torch.Tensor, counts_G: torch.Tensor) -> tuple[torch.Te
     out_GMI = torch.empty(num_groups, rows, width, dtype=torch.float8_e4m3fn, device=device)
     scale_GSM = torch.empty(num_groups, num_scales, rows, dtype=torch.float32, device=device)
     if num_groups and rows:
-        silu_mul_fp8_kernel[(rows, num_groups)](
+        gated_activation_fp8_kernel[(rows, num_groups)](
             h_GM2I,
             counts_G,
             out_GMI,
             scale_GSM,
             rows,
             num_scales,
+            ACTIVATION=activation,
             BLOCK_S=triton.next_power_of_2(num_scales),
             GROUP=GROUP,
             num_warps=4,
