@@ -1,9 +1,11 @@
 """Settings that must be there before a GPU is touched, in this process and in the ranks it starts; early failures."""
 
+import gc
 import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from kernels.host import cuda_environment
 from tests.gpu.pools import Pools
@@ -37,3 +39,12 @@ def pools() -> Iterator[Pools]:
     pools = Pools()
     yield pools
     pools.close()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_memory() -> Iterator[None]:
+    """Free what a file's tests leave on the GPU, because later files measure the memory of their process."""
+    yield
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

