@@ -108,3 +108,18 @@ def test_an_error_after_the_forward_is_voted(epoch, monkeypatch):
     assert epoch.engine.step().run
     with pytest.raises(LockstepError, match="rank 0: MemoryError: no room for the logits"):
         epoch.engine.step()
+
+
+def test_an_error_in_the_forward_is_raised_and_resets_the_all2all(epoch, monkeypatch):
+    """A dispatch whose combine never runs would otherwise be left for the next step of the process."""
+    resets = []
+
+    def fail(batch):
+        raise MemoryError("no room for the experts")
+
+    monkeypatch.setattr(epoch.engine.runner.model, "forward", fail)
+    monkeypatch.setattr(epoch.backends.all2all, "reset", lambda: resets.append(1))
+    epoch.engine.submit(make_request("a", [1, 2, 3]))
+    with pytest.raises(MemoryError, match="no room for the experts"):
+        epoch.engine.step()
+    assert resets == [1]

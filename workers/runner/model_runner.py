@@ -95,7 +95,7 @@ class ModelRunner:
         try:
             forwarded = forward()
         except BaseException:
-            self._kernels.all2all.reset()
+            self._backends.all2all.reset()
             raise
         clock.mark()
         try:
