@@ -114,7 +114,7 @@ class CopyEngineAllToAll(SymmAllToAll):
         """Let stream waits fall through, again and again: each one resets its words, and graphs hold many."""
         device = self._memory.local.device
         with torch.cuda.device(device):
-            stream = torch.cuda.Stream(device, -1)
+            stream = torch.cuda.Stream(device, -1)  # type: ignore[no-untyped-call]
             while not self._closing.wait(RELEASE_S):
                 self._rows_here.release(stream)
                 self._sums_here.release(stream)

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Channel:
         self._peers_consumed = [lines[rank] + 1 for rank in group.peers]
         self._counts = [[line + 2 + parity for line in lines] for parity in (0, 1)]
         self._seq = 0
-        self._open: deque[Pending] = deque()
+        self._open: deque[Pending[Any]] = deque()
 
     def begin(self) -> int:
         """Start the next exchange: which of the two slots may be filled now (0 or 1).
@@ -165,7 +165,8 @@ class SharedMemoryGroup:
         rows[self.rank, :length] = row
         self.words[self._row_words[self.rank]] = seq
         self.wait_words(self._peers_row_words, seq, self._row_timeout_s, "send its row")
-        return rows[:, :length].copy()
+        gathered: np.ndarray = rows[:, :length].copy()
+        return gathered
 
     def abort(self) -> None:
         """Leave from any thread: waits of this rank, and waits of peers for this rank, raise PeerLeftError."""

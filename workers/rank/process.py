@@ -102,7 +102,7 @@ class RankProcess:
             self.model = self._load(self.backends, progress)
 
     def _load(self, backends: select.Backends, progress: Progress | None) -> CausalLM:
-        model = model_class(self.model_config)(
+        model: CausalLM = model_class(self.model_config)(
             self.model_config,
             backends,
             placement=self.placement,
@@ -161,11 +161,13 @@ class RankProcess:
 
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights."""
+        dtype = self.config.model.dtype
+        assert dtype != "auto", "resolve_rank_config comes first"
         return rank_weight_bytes(
             self.model_config,
             self.placement,
             self.rank,
-            self.config.model.dtype,
+            dtype,
             fp8_experts=self.selection.fp8_experts,
         )
 

@@ -3,20 +3,24 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from workers.parallel import ParallelDims
 from workers.rank.rank_info import Rendezvous
+
+T = TypeVar("T")
 
 # A lost rank is noticed by the vote; this only bounds collectives of a group that is dying.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
-def host_store(host: str) -> dist.TCPStore:
+def host_store(host: str) -> TCPStore:
     """The store of a new group, on a free port of `host`; rank 0 keeps it alive."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager
@@ -34,7 +38,7 @@ def join(
     Raises torch.distributed.DistError or RuntimeError when the others do not come within `timeout_s`.
     """
     # The store's own timeout bounds the wait for late ranks, the group's bounds its collectives.
-    store = dist.TCPStore(
+    store = TCPStore(
         rendezvous.host,
         rendezvous.port,
         is_master=False,
@@ -43,7 +47,7 @@ def join(
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.PrefixStore(rendezvous.name, store),
+        store=PrefixStore(rendezvous.name, store),
         rank=rank,
         world_size=dims.num_ranks,
         timeout=COLLECTIVE_TIMEOUT,
@@ -51,9 +55,9 @@ def join(
     )
 
 
-def gather_objects(value: object) -> list[object]:
+def gather_objects(value: T) -> list[T]:
     """`value` of every rank, in rank order."""
-    values: list[object] = [None] * dist.get_world_size()
+    values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
