@@ -1,4 +1,4 @@
-"""How the ranks of a group are laid out: data, tensor and expert parallelism, and hosts. Pure arithmetic, no torch.
+"""Layout of the ranks of a group: data, tensor and expert parallelism, and hosts. Pure arithmetic, no torch.
 
 All arithmetic on rank numbers outside the kernels is here. Knows nothing of Ray.
 """
@@ -18,7 +18,7 @@ class ParallelDims:
 
     num_ranks     data-parallel ranks, each of which is one process
     tensor_size   processes that share the attention of one data-parallel rank
-    num_nodes     hosts, with equally many ranks each
+    num_nodes     hosts, each with an equal number of ranks
     """
 
     num_ranks: int
@@ -33,17 +33,17 @@ class ParallelDims:
 
     @property
     def expert_size(self) -> int:
-        """Ranks that the experts are spread over."""
+        """Number of ranks that hold experts."""
         return self.num_ranks * self.tensor_size
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of each host."""
+        """Number of ranks of each host."""
         return self.num_ranks // self.num_nodes
 
     @property
     def alone(self) -> bool:
-        """Whether the group has one rank, so that there is nothing to communicate."""
+        """Whether the group has one rank, and so no communication."""
         return self.num_ranks == 1
 
     @property
@@ -52,34 +52,34 @@ class ParallelDims:
         return self.num_nodes == 1
 
     def ranks(self) -> range:
-        """All ranks."""
+        """Return all ranks."""
         return range(self.num_ranks)
 
     def node(self, rank: int) -> int:
-        """The host of `rank`."""
+        """Return the host of `rank`."""
         return rank // self.ranks_per_node
 
     def local_rank(self, rank: int) -> int:
-        """The place of `rank` among the ranks of its host, which is the index of its device."""
+        """Return the index of `rank` among the ranks of its host, which is the index of its device."""
         return rank % self.ranks_per_node
 
     def ranks_of_node(self, node: int) -> range:
-        """The ranks that share the memory of host `node`."""
+        """Return the ranks that share the memory of host `node`."""
         start = node * self.ranks_per_node
         return range(start, start + self.ranks_per_node)
 
     def peers(self, rank: int) -> list[int]:
-        """All ranks but `rank`, in order."""
+        """Return all ranks but `rank`, in order."""
         return [peer for peer in self.ranks() if peer != rank]
 
     def of_peers(self, rank: int, values: Sequence[T]) -> list[T]:
-        """The entries of `values`, which has one of each rank, that belong to the peers of `rank`."""
+        """Return the entries of the peers of `rank` in `values`, which has one entry a rank."""
         return [values[peer] for peer in self.peers(rank)]
 
     def equal_counts(self, count: int) -> tuple[int, ...]:
-        """`count` of every rank, as in StepPlan.num_tokens_across_dp."""
+        """Return `count` for every rank, as in StepPlan.num_tokens_across_dp."""
         return (count,) * self.num_ranks
 
     def expert_placement(self, num_experts: int) -> ExpertPlacement:
-        """Which rank holds which experts."""
+        """Return the placement of experts on ranks."""
         return ExpertPlacement(num_experts, self.expert_size)

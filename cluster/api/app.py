@@ -190,7 +190,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return response
 
     async def client_gone(_request: Request, _error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it; the status is for the count
+        return Response(status_code=499)  # to a closed connection; counted in metrics
 
     async def internal_error(_request: Request, _error: Exception) -> Response:
         message = "internal error; the server's log has the details"

@@ -107,7 +107,7 @@ class ServingTokenizer:
                 f"chat_template_kwargs: {reserved[0]!r} cannot be set",
                 param="chat_template_kwargs",
             )
-        if "developer" not in str(template):  # most templates only know the older name
+        if "developer" not in str(template):  # most templates have only the older name
             messages = [
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages

@@ -56,7 +56,7 @@ def floor_of(
     max_num_batched_tokens: int = 8192,
     hardware: Hardware | None = None,
 ) -> Floor:
-    """Return the floor of a load whose requests are all prefilled, then decoded together.
+    """Return the floor of a load: all requests are prefilled, then decoded together.
 
     in_flight counts requests on all ranks; lengths are tokens; a prefill step has max_num_batched_tokens of a rank.
     """
@@ -82,7 +82,7 @@ def floor_of(
 def step_floors(
     model: ModelConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
 ) -> dict[StepPart, Part]:
-    """Return the floor of each part of a step as separate kernels, whose inputs and outputs go through memory.
+    """Return the floor of each part of a step as separate kernels with inputs and outputs in memory.
 
     The sum exceeds the floor of the step, because in the step all parts overlap and pass data without memory.
     """

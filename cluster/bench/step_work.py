@@ -38,8 +38,8 @@ class StepShape:
     """One step of one rank; all ranks have equal steps.
 
     context    tokens that each of `tokens` attends to, on average
-    kv_reads   tokens whose K and V are read from the cache
-    sampled    tokens whose logits are computed
+    kv_reads   tokens with K and V that are read from the cache
+    sampled    tokens with computed logits
     """
 
     tokens: float

@@ -135,7 +135,7 @@ def _nearest(key: str, known: Mapping[str, Any]) -> str:
 
 
 def _close_names(name: str, keys: list[str]) -> list[str]:
-    """The key whose last part resembles `name` most, if one does."""
+    """Return the key with the last part that resembles `name` most, if one does."""
     by_name = {key.rpartition(".")[2]: key for key in reversed(keys)}
     return [by_name[match] for match in difflib.get_close_matches(name, by_name, n=1)]
 

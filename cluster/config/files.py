@@ -83,7 +83,7 @@ def _note_places(node: yaml.MappingNode, prefix: str, source: ConfigSource) -> N
 
 
 def _without_empty_sections(data: dict[Any, Any]) -> dict[str, Any]:
-    """Keys as text; a section whose keys are all commented out is null and left out."""
+    """Return the mapping with keys as text, without sections that are null because all their keys are comments."""
     return {key: value for key, value in _text_keys(data).items() if value is not None}
 
 

@@ -17,7 +17,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
-    """Read a YAML and apply `key.path=value` overrides, whose values are YAML.
+    """Read a YAML and apply `key.path=value` overrides, with values in YAML.
 
     Relative paths start at the YAML's folder, or at the current folder if an override sets them. The result has
     absolute paths and a serve.model_name. Raises ConfigError with all problems.

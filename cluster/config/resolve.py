@@ -112,7 +112,7 @@ def resolve_device(config: PhalanxConfig, num_gpus: int | None = None) -> Litera
 def resolve_threads(config: PhalanxConfig) -> int:
     """cluster.threads_per_rank; auto is a share of this machine's cores but one, which is for HTTP.
 
-    A rank whose threads wait for a busy core is slower than a rank with fewer threads.
+    A rank with threads that wait for a busy core is slower than a rank with fewer threads.
     """
     if config.cluster.threads_per_rank != "auto":
         return config.cluster.threads_per_rank

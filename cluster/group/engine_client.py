@@ -32,7 +32,7 @@ HEARTBEAT_S = 2.0
 class EngineClient:
     """One per ingress replica; `connect` before any other call.
 
-    replace_failed: whether `connect` replaces a supervisor whose groups have failed.
+    replace_failed: whether `connect` replaces a supervisor of failed groups.
     """
 
     def __init__(self, config: PhalanxConfig, *, replace_failed: bool = False):
@@ -141,7 +141,7 @@ class EngineClient:
         return timeout_s
 
     async def report_drained(self) -> None:
-        """Tell the supervisor that this ingress has no open request."""
+        """Report to the supervisor that this ingress has no open request."""
         await self._supervisor.drained.remote(self._ingress_id)
 
     async def close(self) -> None:

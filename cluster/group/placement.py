@@ -110,7 +110,7 @@ def verify(locations: list[RankLocation], config: RankConfig) -> None:
 def visible_gpus(locations: Sequence[RankLocation], rank: int) -> tuple[int | str, ...]:
     """The GPUs that a rank's process sees, none on CPU: its own first, then those of the ranks of its node.
 
-    Ray would show the process its own GPU alone. The CUDA driver then would not know that memory shared between ranks
+    Ray would show the process its own GPU alone. The CUDA driver then would not see that memory shared between ranks
     lies on another GPU.
     """
     own = locations[rank]

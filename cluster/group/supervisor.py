@@ -59,7 +59,7 @@ def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
 async def start(config: PhalanxConfig, *, replace_failed: bool) -> SupervisorHandle:
     """The supervisor of this configuration, created and started if there is none.
 
-    replace_failed: end a supervisor whose groups have failed, and create another. A server that nothing else
+    replace_failed: end a supervisor of failed groups, and create another. A server that nothing else
     watches, as under `serve run`, recovers by this; several ingresses may do it at once.
     Raises ValueError when a supervisor of this name runs another configuration.
     """

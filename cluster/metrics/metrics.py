@@ -111,12 +111,12 @@ class IngressMetrics:
             histograms["request_time_per_output_token_seconds"].observe(mean)
 
     def observe_http(self, handler: str, status: int) -> None:
-        """Count an answer whose headers were sent."""
+        """Count an answer after its headers were sent."""
         key = (handler, str(status))
         self._http[key] = self._http.get(key, 0) + 1
 
     def observe_http_end(self, handler: str, seconds: float) -> None:
-        """Count the time of an answer that is complete, or whose client has left."""
+        """Count the time of an answer that is complete, or that has lost its client."""
         if handler not in self._http_seconds:
             bounds = FAMILIES["http_request_duration_seconds"].bounds
             self._http_seconds[handler] = Histogram(bounds)

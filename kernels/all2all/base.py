@@ -189,7 +189,7 @@ class AllToAll(Backend):
         """Limit the SMs of dispatch and combine, where the backend has a limit; None: no limit."""
 
     def reset(self) -> None:
-        """Forget dispatches whose combine will not come, because an error ended their step on every rank.
+        """Forget dispatches without a combine, because an error ended their step on every rank.
 
         If the error was one rank's alone, peers wait for that rank: then the epoch ends, see `abort`.
         """

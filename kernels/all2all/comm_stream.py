@@ -15,8 +15,8 @@ import torch
 class CommStream(torch.cuda.Stream):
     """A stream for all-to-alls; their kernels have priority over those of the compute.
 
-    others   comm streams whose all-to-alls must not run beside those of this stream, so that their order is equal on
-             all ranks
+    others   comm streams with all-to-alls that must not run beside those of this stream, so that their order is equal
+             on all ranks
     """
 
     others: tuple["CommStream", ...] = ()

@@ -35,7 +35,7 @@ class Attention(Backend):
 
     `__call__` writes the new K and V to the cache and attends. Where `fused_store` is true, `store` and `attend` do so
     together, and `store` also norms and rotates. On GPUs both forms call `wait_previous_ubatch` between writing and
-    reading the cache. A class with `graph` is a GraphAttention, whose decodes can be captured.
+    reading the cache. A class with `graph` is a GraphAttention: its decodes can be captured.
     """
 
     # Whether forwards with prompts can be captured too; set by `bind`.

@@ -20,7 +20,7 @@ class Shape:
     row      T, padding included
     token    real tokens
     seq      B
-    sample   sequences whose next token is drawn
+    sample   sequences that draw their next token
     block    KV blocks of the longest sequence
 
     A new field declares no more than this: the builder reserves memory by it, and `ubatch` cuts the first axis.
@@ -36,7 +36,7 @@ class AttentionBatch:
 
     Tensors live on the device; arrays named `_cpu` live on the host.
 
-    num_tokens            real tokens; the rows behind them are padding, whose output is undefined but finite
+    num_tokens            real tokens; the rows behind them are padding with undefined but finite output
     num_seqs, num_decodes sequences; the first num_decodes of them have exactly one new token
     query_start_loc_cpu   int32 [B+1]: the row of each sequence's first new token; the last entry is num_tokens
     seq_lens_cpu          int32 [B]: context and new tokens
@@ -83,7 +83,7 @@ class AttentionBatch:
     def ubatch(self, start: int, end: int) -> Self:
         """Return a view of rows `start` to `end`. It has no samples.
 
-        A sequence may straddle a border. Its part in the later ubatch continues a chunked prefill, whose context
+        A sequence may straddle a border. Its part in the later ubatch continues a chunked prefill, and its context
         includes the earlier part; so in each layer the attention of earlier ubatches must run first.
         """
         return replace(self, **self._cut(start, end))

@@ -1,4 +1,4 @@
-"""Attention of zeros: replaces attention whose kernels are still compiling, so that all other kernels can compile.
+"""Attention of zeros: replaces attention while its kernels compile, so that all other kernels can compile.
 
 T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotated values of a head.
 """

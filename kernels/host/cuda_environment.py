@@ -1,7 +1,7 @@
-"""What a process sets in its environment before it touches a GPU. Imports nothing: it runs before torch does.
+"""Environment variables that a process sets before it uses a GPU. Imports no torch, because it runs before torch.
 
 Multicast over NVLink stays off in NCCL, torch's symmetric memory and NVSHMEM: a program that dies while it uses it can
-leave a host's GPUs unusable for everybody. Compiled kernels go to one folder for all ranks of a host.
+leave a host's GPUs unusable for all programs. Compiled kernels go to one folder for all ranks of a host.
 """
 
 from collections.abc import Mapping, MutableMapping
@@ -16,11 +16,11 @@ MULTICAST_OFF = {
 
 
 class MulticastError(RuntimeError):
-    """A library might use NVLink multicast in this process; the message says which setting is off."""
+    """A library might use NVLink multicast in this process; the message names the wrong variables."""
 
 
 def check_multicast_off(environment: Mapping[str, str]) -> None:
-    """Raise MulticastError with every variable that is not as MULTICAST_OFF has it."""
+    """Raise MulticastError with every variable that differs from MULTICAST_OFF."""
     wrong = [
         f"{name} is {environment.get(name) or 'not set'}, needed is {value}"
         for name, value in MULTICAST_OFF.items()
@@ -34,15 +34,15 @@ def check_multicast_off(environment: Mapping[str, str]) -> None:
 
 
 def prepare(environment: MutableMapping[str, str]) -> None:
-    """For a process that starts ranks of its own: no multicast, and compiled kernels in the shared folder."""
+    """Prepare a process that starts ranks itself: no multicast, and compiled kernels in the shared folder."""
     environment.update(MULTICAST_OFF)
     share_compiled_kernels(environment)
 
 
 def share_compiled_kernels(environment: MutableMapping[str, str]) -> None:
-    """Let what compiles at first use keep its results under the cache folder, unless told where before.
+    """Set the folders of kernels that compile at first use, below the cache folder; set variables stay.
 
-    flashinfer looks once, when it is imported; the others at each compilation.
+    flashinfer reads its variable once, at import; DeepGEMM and Triton read theirs at each compilation.
     """
     folder = cache_folder()
     for name, place in (

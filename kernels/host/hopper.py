@@ -1,4 +1,4 @@
-"""What runs on Hopper only."""
+"""Detection of Hopper GPUs."""
 
 import torch
 
@@ -6,5 +6,5 @@ HOPPER = 9  # compute capability, major
 
 
 def on_hopper(device: torch.device | None = None) -> bool:
-    """Whether this GPU, None: the current one, has FlashAttention 3 and products of groups of warps."""
+    """Return whether `device` is Hopper, with FlashAttention 3 and products of warp groups. None: the current GPU."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] == HOPPER

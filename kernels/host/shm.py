@@ -1,11 +1,10 @@
-"""Shared memory between the ranks of one host: small rows gathered in microseconds, and big slots.
+"""Shared memory between the ranks of one host: small rows gathered in microseconds, and large slots.
 
-The CPU's counterpart of peer-to-peer copies. Each rank writes only its own words and slots; sequence
-numbers say what is there. It relies on x86's total store order: a rank stores the data first and its
-sequence number last, and whoever sees the number sees the data. Knows nothing of tensors or of what
-the rows mean.
+It replaces peer-to-peer copies on CPU. Each rank writes only its own words and slots, and publishes them by a sequence
+number. This relies on x86's total store order: a rank stores the data first and its sequence number last, so a reader
+of the number reads the data too. Knows nothing of tensors or of the meaning of the rows.
 
-Measured with two ranks on two free cores: a gathered row 3 us; gloo takes 280 us for a small exchange.
+Measured with two ranks on two free cores: a gathered row takes 3 us, a small collective of gloo 280 us.
 """
 
 import mmap
@@ -28,9 +27,9 @@ SHM_FOLDER = Path("/dev/shm")
 ROW_WORDS = 32  # longest row of all_gather_row
 LINE = 8  # int64 words of a cache line: two ranks never write to the same line
 PAGE = 4096
-SPINS = 200  # polls before yielding the core, some 20 us; none when ranks must share cores
-YIELD_S = 2e-3  # then yield the core this long (0.7 us each), then sleep
-PEER_CHECK_S = 0.02  # how often a waiting rank looks whether the others are alive
+SPINS = 200  # polls before yielding the core, about 20 us; 0 when ranks must share cores
+YIELD_S = 2e-3  # seconds of yielding the core, 0.7 us each time; then the rank sleeps
+PEER_CHECK_S = 0.02  # interval at which a waiting rank checks that its peers are alive
 
 
 def shared_memory_unavailable() -> str | None:
@@ -43,13 +42,13 @@ def shared_memory_unavailable() -> str | None:
 
 
 class PeerLeftError(ConnectionError):
-    """A rank that others wait for has closed its group or died."""
+    """A rank that peers wait for has closed its group or died."""
 
 
 class Channel:
-    """A stream of exchanges: each rank publishes a slot, each reads all. Two slots a rank, used in turn.
+    """A stream of rounds. In each round every rank publishes a slot and reads all slots. A rank uses two slots in turn.
 
-    `slots` is uint8 [2, num_ranks, slot_bytes]: the slots of exchange n are `slots[n % 2]`.
+    `slots` is uint8 [2, num_ranks, slot_bytes]: the slots of round n are `slots[n % 2]`.
     """
 
     def __init__(self, group: "SharedMemoryGroup", name: str, words: int, slots: np.ndarray):
@@ -66,10 +65,10 @@ class Channel:
         self._open: deque[Pending[Any]] = deque()
 
     def begin(self) -> int:
-        """Start the next exchange: which of the two slots may be filled now (0 or 1).
+        """Start the next round; return which of the two slots may be filled now (0 or 1).
 
-        Waits until nobody reads that slot any more. This rank's own reading of it is finished here if
-        need be, so any number of exchanges may be under way without a deadlock.
+        Waits until all ranks have read the slot. This rank's own reads are finished here first, so any number of
+        rounds may be open without a deadlock.
         """
         while len(self._open) > 1:
             self._open[0].result()
@@ -79,10 +78,10 @@ class Channel:
         return self._seq & 1
 
     def publish(self, count: int, finish: Callable[[int, list[int]], T]) -> Pending[T]:
-        """Show the slot of `begin` to the others, with a number that they get beside it.
+        """Publish the slot of `begin` to the peers, with a number beside it.
 
-        `finish(parity, counts)` runs in `wait()`, when all ranks have published; it must copy what it
-        needs out of `slots[parity]`.
+        finish   `finish(parity, counts)` runs in `wait()`, when all ranks have published. It must copy its data out
+                 of `slots[parity]`.
         """
         seq = self._seq
         self._memory[self._counts[seq & 1][self._group.rank]] = count
@@ -92,10 +91,10 @@ class Channel:
         return pending
 
     def _finish(self, seq: int, pending: Pending[T], finish: Callable[[int, list[int]], T]) -> T:
-        # The counter of consumed slots only counts up, so exchanges finish in the order they began.
+        # The counter of consumed slots only counts up, so rounds finish in the order of `begin`.
         while self._open[0] is not pending:
             self._open[0].result()
-        what = f"publish exchange {seq} of {self.name}"
+        what = f"publish round {seq} of {self.name}"
         self._group.wait_words(self._peers_published, seq, self._group.timeout_s, what)
         memory = self._memory
         result = finish(seq & 1, [memory[word] for word in self._counts[seq & 1]])
@@ -107,8 +106,10 @@ class Channel:
 class SharedMemoryGroup:
     """All ranks of a group on one host. Constructing it waits for all of them.
 
-    `name` is the same on all ranks and used by no other group; `slot_bytes` lists the channels. The
-    segment is unlinked as soon as all have attached, so nothing stays behind however they end.
+    name         equal on all ranks and used by no other group
+    slot_bytes   bytes of a slot of each channel
+
+    The segment is unlinked as soon as all ranks have attached, so no file is left, also if a rank is killed.
     """
 
     def __init__(
@@ -154,12 +155,12 @@ class SharedMemoryGroup:
                 path.unlink(missing_ok=True)
 
     def all_gather_row(self, row: Sequence[int] | np.ndarray) -> np.ndarray:
-        """int64 [n], n <= 32, of every rank: int64 [num_ranks, n], a copy. A step's vote.
+        """Gather int64 [n], n <= 32, of every rank into int64 [num_ranks, n], a copy. Used for a step's vote.
 
-        Raises TimeoutError or PeerLeftError naming the ranks that did not come.
+        Raises TimeoutError or PeerLeftError with the names of the missing ranks.
         """
-        # A rank publishes n + 2 only after it saw n + 1 of all, which they publish after reading n: two
-        # slots need no counter of readers.
+        # A rank publishes row n + 2 only after it has read row n + 1 of all ranks, and a rank publishes row n + 1
+        # after it has read all rows n. So two slots need no counter of readers.
         self._row_seq = seq = self._row_seq + 1
         rows, length = self._rows[seq & 1], len(row)
         rows[self.rank, :length] = row
@@ -214,13 +215,13 @@ class SharedMemoryGroup:
     def _check_alive(
         self, late: Sequence[int], words: Sequence[int], least: int, what: str
     ) -> None:
-        """Raise when a rank that we wait for has closed its group or its process has ended."""
+        """Raise PeerLeftError if an awaited rank has closed its group or its process has ended."""
         for rank in late:
             if not self.words[rank * LINE]:
-                continue  # not attached yet: only the timeout can tell
+                continue  # not attached yet: only the timeout detects its end
             closed = self.words[rank * LINE + 1]
             gone = closed or not is_locked(self._fd, rank)
-            # It may have published and then left in order: what it published still counts.
+            # A rank may have published and then left in order: its published slot still counts.
             if gone and self.words[words[self.peers.index(rank)]] < least:
                 how = "left the group" if closed else "died"
                 raise PeerLeftError(f"rank {rank} {how} and did not {what}")
@@ -234,14 +235,14 @@ class SharedMemoryGroup:
 
 
 def segment_bytes(num_ranks: int, slot_bytes: Sequence[int]) -> int:
-    """Size of the segment that all ranks share."""
+    """Return the bytes of the segment that all ranks share."""
     return _layout(num_ranks, slot_bytes)[1]
 
 
 def _layout(num_ranks: int, slot_bytes: Sequence[int]) -> tuple[list[int], int]:
-    """Byte offsets of the rows and of each channel's slots, and the size of it all.
+    """Return the byte offsets of the rows and of each channel's slots, and the bytes of the segment.
 
-    Lines of words first: per rank attached/closed, then its row counter, then one line a channel.
+    Lines of words come first: of each rank attached and closed, then its row counter, then one line a channel.
     """
     position = 8 * LINE * num_ranks * (2 + len(slot_bytes))
     offsets = [position]
@@ -258,7 +259,7 @@ def _row_word(rank: int, num_ranks: int) -> int:
 
 
 def _create(path: Path, size: int) -> int:
-    """Make the segment, all zeros, and show it under its name only when it is whole."""
+    """Create the segment, all zeros. It gets its name only when it is complete."""
     draft = path.with_name(f"{path.name}.draft")
     fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -278,7 +279,7 @@ def _create(path: Path, size: int) -> int:
 
 
 def _open(path: Path, size: int, deadline: float, rank: int) -> int:
-    """Open the segment that rank 0 makes."""
+    """Open the segment that rank 0 creates."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""Whether the installed Triton can compile our kernels. Imports nothing of Triton."""
+"""Check that the installed Triton can compile our kernels. Imports nothing of Triton."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -1,7 +1,7 @@
-"""What stands between attention and experts, in our own C code, for float32 on CPU.
+"""Operators between attention and experts, in C, for float32 on CPU.
 
-An operator of torch costs 1 to 10 us however few rows it has, a norm is four of them, and a library's matrix product
-takes 20 to 40 us for the 8 rows of a decode step where this takes 8 to 15. Knows nothing of layers or requests.
+An operator of torch costs 1 to 10 us even with one row, and a norm is four operators. For the 8 rows of a decode step
+a library's matrix product takes 20 to 40 us, the product here 8 to 15 us. Knows nothing of layers or requests.
 
 R rows, K and N widths of a projection, E experts, k experts per row, H heads, d head dim.
 """
@@ -12,22 +12,22 @@ import torch
 
 from kernels.native.library import load_or_none
 
-# Beyond, a library's blocking and threads win.
+# Above these limits a library's blocking and threads are faster.
 MAX_LINEAR_ROWS = 16
 MAX_LINEAR_WEIGHTS = 2**20
 
 
 class DenseKernels:
-    """Contiguous float32 CPU tensors everywhere unless said otherwise."""
+    """Dense operators on CPU. Tensors are contiguous and float32 unless a docstring states otherwise."""
 
     def __init__(self) -> None:
         library = load_or_none()
-        assert library is not None, "ask dense_kernels"
+        assert library is not None, "dense_kernels() checks this"
         self._linear, self._rms_norm = library.linear, library.rms_norm
         self._norm_and_rotate, self._route_top_k = library.norm_and_rotate, library.route_top_k
 
     def takes(self, x_RK: torch.Tensor, w_NK: torch.Tensor) -> bool:
-        """Whether `linear` is the faster way."""
+        """Return whether `linear` is faster than torch for this product."""
         return (
             x_RK.shape[0] <= MAX_LINEAR_ROWS
             and w_NK.numel() <= MAX_LINEAR_WEIGHTS
@@ -37,7 +37,7 @@ class DenseKernels:
     def linear(
         self, x_RK: torch.Tensor, w_NK: torch.Tensor, start: torch.Tensor | None
     ) -> torch.Tensor:
-        """start + x @ w.T: [R, N]. start is [R, N], or [N] for all rows, or None."""
+        """Return start + x @ w.T: [R, N]. start is [R, N], or [N] for all rows, or None."""
         num_rows, width = x_RK.shape
         y_RN = torch.empty(num_rows, w_NK.shape[0])
         self._linear(
@@ -53,7 +53,7 @@ class DenseKernels:
         return y_RN
 
     def rms_norm(self, x: torch.Tensor, weight_K: torch.Tensor, floor: float) -> torch.Tensor:
-        """x / sqrt(sum(x^2) + floor) * weight over the last dim."""
+        """Return x / sqrt(sum(x^2) + floor) * weight over the last dim."""
         x = x.contiguous()
         out = torch.empty_like(x)
         width = weight_K.shape[0]
@@ -115,7 +115,7 @@ class DenseKernels:
 
 @functools.cache
 def dense_kernels(device_type: str, dtype: torch.dtype) -> DenseKernels | None:
-    """The kernels where they can run, else None: the caller has torch's operators."""
+    """Return the kernels where they can run; None: the caller uses torch's operators."""
     if device_type != "cpu" or dtype != torch.float32 or load_or_none() is None:
         return None
     return DenseKernels()

@@ -1,7 +1,7 @@
-"""The permutation of rows into expert order on a GPU. The host knows every shape and never waits for the device.
+"""The permutation of rows into expert order on a GPU. All shapes are set on the host, which never waits for the device.
 
-Only the device knows how many rows are local. So there are as many permuted rows as any routing could need; a permuted
-row behind the last row of its expert, or behind all experts, is unused and its content undefined.
+The number of local rows exists only on the device. So there are permuted rows for any routing; a permuted row behind
+the last row of its expert, or behind all experts, is unused and its content undefined.
 
 N gathered rows, K experts per row, e local experts, R permuted rows, D hidden.
 """
@@ -34,7 +34,7 @@ class DeviceRouting:
 
     @property
     def num_permuted(self) -> int:
-        """R."""
+        """Number of permuted rows, R."""
         return self.row_R.shape[0]
 
 

@@ -1,6 +1,6 @@
 """activation(gate) * up of each used row, in one launch.
 
-G groups of M rows each, whose used rows come first; I the width of gate and of up.
+G groups of M rows each, the used rows first; I the width of gate and of up.
 """
 
 import torch

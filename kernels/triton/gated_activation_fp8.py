@@ -1,6 +1,6 @@
 """activation(gate) * up of each row, quantised to e4m3 in groups of 128; used rows alone.
 
-G groups of M rows each, whose used rows come first; I the width of gate and of up;
+G groups of M rows each, the used rows first; I the width of gate and of up;
 S = I / 128 scales of a row.
 """
 

@@ -51,10 +51,12 @@ def penalise(
     slots_P1: torch.Tensor,
     values_3P1: torch.Tensor,
 ) -> None:
-    """float32 logits; int32 seen, twice a token's count in the output plus 1 when the prompt has it.
+    """Apply the penalties to the rows `rows_P1` of the logits, in place.
 
-    rows, slots int64: where each penalised row is in the logits and in `seen`; values float32: presence, frequency,
-    repetition.
+    logits_BV     float32
+    rows, slots   int64, index of each penalised row in the logits and in `seen`
+    seen_SV       int32, twice a token's count in the output, plus 1 if the prompt has the token
+    values        float32: presence, frequency, repetition
     """
     vocab_size = logits_BV.shape[1]
     assert logits_BV.stride(1) == seen_SV.stride(1) == 1

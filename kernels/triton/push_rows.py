@@ -1,7 +1,7 @@
-"""Writes each row into the memory of the ranks that hold any of its experts, and waits for theirs: one kernel.
+"""Writes each row into the memory of the ranks that hold any of its experts, and waits for the peers' rows: one kernel.
 
-A row has the same place everywhere, so nothing is counted before: where a rank holds none of a row's experts
-only the ids and weights go there, and what lies at the row's x is undefined. See `kernels.all2all.symm`.
+A row has an equal place on all ranks, so nothing is counted before. A rank that holds none of a row's experts gets
+only the ids and weights, and the row's x is undefined there. See `kernels.all2all.symm`.
 
 T rows of this rank, D hidden, K experts per row, r ranks.
 """
@@ -36,12 +36,12 @@ def push_rows_kernel(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Push ROWS rows at a time; program 0 stays until all ranks' rows are here.
+    """Push ROWS rows at a time; program 0 returns when the rows of all ranks have arrived.
 
     calls_ptr   int32 [2], calls of this kernel and of push_sums_kernel
     """
     program = tl.program_id(0)
-    # Read before the barrier of the signal: a warp that came late would read what another has stored below.
+    # Read before the barrier of the signal: a late warp would read the value that another warp stores below.
     call = tl.load(calls_ptr) + 1
     columns = tl.arange(0, BLOCK)[None, :]
     choices = tl.arange(0, BLOCK_K)[None, :]

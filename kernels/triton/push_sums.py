@@ -1,6 +1,6 @@
-"""Sums each row's local expert outputs into its owner's memory, waits for the others' sums and adds them: one kernel.
+"""Sums each row's local expert outputs into its owner's memory, waits for the peers' sums and adds them: one kernel.
 
-Only ranks that hold an expert of the row send a sum, and only theirs are added, in the order of the ranks and in
+Only ranks that hold an expert of the row send a sum. The owner adds only these sums, in the order of the ranks and in
 float32. All programs wait, so all of the grid must fit on the GPU at once. See `kernels.all2all.symm`.
 
 T rows of this rank, N = r * T of all ranks, D hidden, K experts per row, r ranks.
@@ -29,7 +29,7 @@ def _push(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """This rank's share of all rows, those of the next rank first: no two ranks write to one at once."""
+    """Push this rank's sums of all rows, the next rank's rows first: no two ranks write to one rank at once."""
     columns = tl.arange(0, BLOCK)[None, :]
     weights_ptr = (rows_ptr + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
     total_rows = NUM_RANKS * num_rows
@@ -76,7 +76,7 @@ def _add(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """This rank's rows: what the ranks of their experts have sent."""
+    """Add the sums that the ranks of a row's experts have sent, for this rank's rows."""
     columns = tl.arange(0, BLOCK)[None, :]
     choices = tl.arange(0, BLOCK_K)[None, :]
     ids_ptr = (rows_ptr + IDS_AT).to(tl.pointer_type(tl.int32))

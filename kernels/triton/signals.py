@@ -1,7 +1,7 @@
-"""Words in memory that GPUs of one host share, by which kernels signal each other that rows have arrived.
+"""Words in memory shared by the GPUs of one host. Kernels add to them to signal that rows have arrived.
 
-A rank has one word for each peer. A call adds UNITS to it, each program of the peer's kernel its share, so
-the word says how many calls have arrived whole, whatever their grids. Words wrap around.
+A rank has one word for each peer. A call of the peer's kernel adds UNITS to it in total, each program a share. So the
+word divided by UNITS is the number of calls that have arrived whole, whatever their grids. Words wrap around.
 """
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 UNITS: tl.constexpr = tl.constexpr(1024)
 MAX_PROGRAMS = UNITS.value
-ABORT_POLLS: tl.constexpr = tl.constexpr(512)  # some 0.3 ms
+ABORT_POLLS: tl.constexpr = tl.constexpr(512)  # about 0.3 ms
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS: tl.constexpr):
     words_ptr   int32 [NUM_RANKS]
     abort_ptr   int32 [1], in memory of the host; read once in ABORT_POLLS polls, because that takes 1 to 2 us
 
-    After an abort the rows that were awaited are undefined.
+    After an abort the rows of this call are undefined.
     """
     aborted = call * 0
     for rank in tl.static_range(NUM_RANKS):

@@ -84,7 +84,7 @@ def _leave(rank: int, num_ranks: int, info: GroupInfo, how: str) -> tuple[str, s
         if how == "sleep":
             group.channels[0].begin()
             pending = group.channels[0].publish(0, lambda parity, counts: None)
-            with pytest.raises(TimeoutError, match="publish exchange 1 of channel 0 within 1 s"):
+            with pytest.raises(TimeoutError, match="publish round 1 of channel 0 within 1 s"):
                 pending.wait()
             with pytest.raises(TimeoutError):  # and says so again
                 pending.wait()

@@ -52,7 +52,7 @@ def check_times(step: StepTrace, graphs: bool) -> None:
     spent = step.exposed + step.covered
     assert 0 <= spent <= 1.001 * step.seconds, (spent, step.seconds)
     for x in step.all2alls:
-        times = [0.0, x.called, x.sent, x.asked, x.awaited, x.arrived, step.seconds]
+        times = [0.0, x.called, x.sent, x.idle, x.awaited, x.arrived, step.seconds]
         assert times == sorted(times), x
 
 

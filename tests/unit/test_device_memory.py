@@ -105,7 +105,7 @@ def test_memory_that_ranks_share_and_that_is_not_there(monkeypatch: pytest.Monke
         shared(monkeypatch, full)
     assert "scheduler.max_num_batched_tokens" in str(caught.value)
     assert "allgather" not in str(caught.value), "it would need as much"
-    with pytest.raises(OutOfDeviceMemoryError) as told, memory_for("the exchange's buffers"):
+    with pytest.raises(OutOfDeviceMemoryError) as told, memory_for("the all-to-all's buffers"):
         shared(monkeypatch, full)
     assert asked in str(told.value)
     assert str(told.value).endswith(

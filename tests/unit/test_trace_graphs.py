@@ -159,7 +159,7 @@ def test_the_marks_of_both_forms_have_the_times_of_replays(epoch, phase, num_tok
         assert step.launched is None, "the trace is not that of a graph"
         assert step.seconds > 0
         for x in step.all2alls:
-            assert 0 < x.called < x.sent < x.asked < x.awaited < x.arrived < step.seconds
+            assert 0 < x.called < x.sent < x.idle < x.awaited < x.arrived < step.seconds
 
 
 def test_graphs_end_with_a_trace_that_fails(epoch, monkeypatch):

@@ -104,7 +104,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def register(self, block: int, key: bytes) -> None:
-        """Set the key of a held block whose K and V are written. A second block of the same key gets none."""
+        """Set the key of a held block with K and V written. A second block of the same key gets none."""
         assert self._references[block] > 0, f"block {block} is free and cannot get a key"
         assert block not in self._key_of, f"block {block} has a key already"
         if key not in self._block_of:

@@ -269,7 +269,7 @@ class Engine:
         self._committed.clear()
 
     def _publish_load(self) -> None:
-        """Publish this rank's load to ingresses whose last message carried another one."""
+        """Publish this rank's load to ingresses with another load in their last message."""
         for ingress_id in self.open_requests.stale_ingresses():
             self._publish(ingress_id, [])
 

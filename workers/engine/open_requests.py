@@ -24,7 +24,7 @@ class OpenRequests:
         return found is not None and found[0] is request
 
     def add(self, request: EngineRequest) -> None:
-        """Add a request, whose id must not be open."""
+        """Add a request; its id must not be open."""
         assert request.request_id not in self._requests, f"{request.request_id} is in use"
         load = len(request.prompt_token_ids) + expected_output(request.params)
         self._requests[request.request_id] = (request, load)
@@ -59,7 +59,7 @@ class OpenRequests:
         return others
 
     def stale_ingresses(self) -> list[str]:
-        """Return the ingresses whose last reported load is out of date."""
+        """Return the ingresses with a last reported load that is out of date."""
         return [
             ingress_id
             for ingress_id, own in self._loads.items()

@@ -1,7 +1,7 @@
 """Prefix cache: sequences with equal beginnings share KV blocks.
 
-A block can be found once the step that fills it was launched and its tokens are known, from a prompt or generated. A
-sequence whose next block is being computed by another sequence waits for it instead of computing it too, so equal
+A block can be found once the step that fills it was launched and its tokens are known, from a prompt or generated. If
+another sequence is computing the next block of a sequence, the sequence waits instead of computing it too. So equal
 prompts that arrive together, such as several answers to one prompt, are computed once.
 """
 
@@ -56,7 +56,7 @@ class PrefixCache:
     def register(self, seq: Sequence) -> None:
         """Register the blocks of `seq` that launched steps fill, once `seq.next_full` is reached.
 
-        A block whose last token is pending is registered by the next commit.
+        A block with a pending last token is registered by the next commit.
         """
         first = seq.next_full // self._block_size - 1
         num_full = min(seq.num_computed, seq.num_tokens) // self._block_size

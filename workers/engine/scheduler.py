@@ -6,8 +6,8 @@ cache is full, the last sequences in order give their blocks back and start agai
 nothing is dropped. A waiting sequence takes nothing from a running sequence, whatever its priority.
 
 A sequence that starts shares the blocks of the longest prefix in the cache, also its own blocks from before a
-preemption; see `workers/engine/prefix_cache.py`. A sequence whose next block is being computed by another sequence
-waits for it, and later sequences may start before it.
+preemption; see `workers/engine/prefix_cache.py`. If another sequence is computing the next block of
+a sequence, the sequence waits, and later sequences may start before it.
 
 A step may be scheduled before the tokens of the step before it are known. Blocks and rows still change owners at once,
 because steps write and read them in the order of their launches.

@@ -21,7 +21,7 @@ class Sequence:
     next_full          number of computed tokens at which another block is full and gets its key
     num_cached_tokens  tokens found in the prefix cache when the sequence first ran
     grammar            grammar of the output and its state; None = any output
-    num_pending        tokens that launched steps draw and that the host does not know yet
+    num_pending        tokens that launched steps draw and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
     finished           the request has ended; outputs of launched steps are dropped
     """
@@ -51,7 +51,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output that the host knows."""
+        """Tokens of prompt and output that the host has."""
         return len(self.token_ids)
 
     @property
@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens, pending ones included, whose K and V are not in the cache."""
+        """Tokens without K and V in the cache, pending tokens included."""
         return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property

@@ -1,4 +1,4 @@
-"""The weight map of a decoder whose blocks are those of `workers/layers`. Needs no torch.
+"""The weight map of a decoder with the blocks of `workers/layers`. Needs no torch.
 
 A family gives the names that its checkpoints use; shapes and rows follow from the config.
 V vocabulary, D hidden, d head dim.

@@ -39,11 +39,11 @@ class PeerFailedError(RankFailedError):
 
 
 class StaleEpochError(RuntimeError):
-    """A call of an epoch that this rank is not in; the caller must learn the present epoch first."""
+    """A call of an epoch that this rank is not in; the caller must fetch the current epoch first."""
 
 
 class RankActor:
-    """One rank. The group calls join_group, each stage and start, each on all ranks before the next.
+    """One rank. The group calls join_group, each stage and start, one call on all ranks before the next call.
 
     Calls that belong to an epoch carry its number; another number than that of join_group raises StaleEpochError.
     """
@@ -70,7 +70,7 @@ class RankActor:
         self._logging: asyncio.Task[None] | None = None
 
     async def describe(self) -> dict[str, Any]:
-        """This rank's node id, node address, process, GPUs, and inbox."""
+        """Return this rank's node id, node address, process, GPUs, and inbox."""
         return {
             "node_id": ray.get_runtime_context().get_node_id(),
             "address": self._address,
@@ -80,7 +80,7 @@ class RankActor:
         }
 
     async def host_rendezvous(self) -> tuple[str, int]:
-        """Open the store where the group meets; rank 0 alone gets this call."""
+        """Open the group's rendezvous store, and return its host and port. Called on rank 0 only."""
         from workers.rank import process_group
 
         self._store = process_group.host_store(self._address)
@@ -89,11 +89,11 @@ class RankActor:
     async def join_group(
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
     ) -> None:
-        """Collective: meet the peers, compare settings, build the backends. Enters the rendezvous's epoch.
+        """Join the peers, compare settings, build the backends. Collective. Enters the rendezvous's epoch.
 
         It may be called again after `close_epoch`: the process keeps its weights, compiled kernels and KV memory.
 
-        gpus    Ray's ids of the GPUs that this process sees, its own first: that is device 0
+        gpus    Ray's ids of the GPUs visible to this process, its own first, as device 0
         """
         self._epoch = rendezvous.epoch
         await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
@@ -103,7 +103,7 @@ class RankActor:
     ) -> None:
         if self._process is None and gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        # They start CUDA, which reads the variable once.
+        # These modules start CUDA, which reads the variable once.
         from workers.rank.epoch import Epoch
         from workers.rank.process import RankProcess
 
@@ -138,22 +138,22 @@ class RankActor:
         self._store = None
 
     async def run_stage(self, name: str) -> None:
-        """Collective: one of start_stages."""
+        """Run one of start_stages. Collective."""
         self._progress = (0, 0)
         await asyncio.to_thread(self._current.run_stage, name, self._set_progress)
 
     async def progress(self) -> tuple[int, int]:
-        """Done and total of the stage, in bytes of weights or pieces of work; (0, 0) if unknown."""
+        """Return done and total of the stage, in bytes of weights or pieces of work; (0, 0) if unknown."""
         return self._progress
 
     async def trace(self, phase: str, num_tokens: int) -> RankTrace:
-        """Collective, in place of `start`: run a step of `num_tokens` tokens, whole and in ubatches."""
+        """Run a step of `num_tokens` tokens, whole and in ubatches, in place of `start`. Collective."""
         from workers.rank.trace_step import trace_step
 
         return await asyncio.to_thread(trace_step, self._current, phase, num_tokens)
 
     async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
-        """Collective: start the step loop. `peers` are the inboxes of the other ranks."""
+        """Start the step loop. Collective. `peers` are the inboxes of the other ranks."""
         self._check_epoch(epoch)
         self._peers = [InboxSender(address, epoch) for address in peers]
         loop = asyncio.get_running_loop()
@@ -198,7 +198,7 @@ class RankActor:
             sender.close()
 
     async def stats(self) -> dict[str, Any]:
-        """Counters and gauges, see workers.stats.stats; `info` holds constants."""
+        """Return counters and gauges, see workers.stats.stats; `info` holds constants."""
         return {
             "rank": self._index,
             "info": self._info,
@@ -222,7 +222,7 @@ class RankActor:
         return self._current.engine
 
     async def _log_stats(self) -> None:
-        """Log the work of each interval of INTERVAL_S seconds, if there was any."""
+        """Log the work of each interval of INTERVAL_S seconds with any work."""
         before = self._engine.stats.snapshot()
         while True:
             await asyncio.sleep(INTERVAL_S)
@@ -240,7 +240,7 @@ class RankActor:
             peer.wake(step)
 
     def _publish(self, stream_id: str, outputs: list[RequestOutput]) -> None:
-        """Called by the step loop; the stream of an ingress that is gone has no sender."""
+        """Send outputs from the step loop; the stream of a closed ingress has no sender."""
         sender = self._senders.get(stream_id)
         if sender is not None:
             others = self._engine.open_requests.report_load(stream_id)
@@ -266,5 +266,5 @@ class RankActor:
 
 
 def node_address() -> str:
-    """The IPv4 or IPv6 address of this process's node in the Ray cluster."""
+    """Return the IPv4 or IPv6 address of this process's node in the Ray cluster."""
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Says what was asked for, and what to lower, when memory does not suffice at start. Knows no model."""
+"""Errors of too little memory at start: the failed allocation and the settings to lower. Knows nothing of models."""
 
 import re
 from collections.abc import Iterator
@@ -6,14 +6,14 @@ from contextlib import contextmanager
 
 import torch
 
-from kernels.host.out_of_memory import is_out_of_memory, line_that_says_so
+from kernels.host.out_of_memory import is_out_of_memory, out_of_memory_line
 
 MEGABYTE, GIGABYTE = 10**6, 10**9
 _STEPS = "Lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
 _MORE_RANKS = "More ranks (cluster.ranks) hold fewer experts each"
 REMEDIES = {
     "the ranks' group": "Other programs hold the memory: end them, or name free GPUs in CUDA_VISIBLE_DEVICES",
-    "the exchange's buffers": _STEPS,
+    "the all-to-all's buffers": _STEPS,
     "the weights": f"{_MORE_RANKS}; a narrower model.dtype, or kernels.grouped_gemm: deepgemm_fp8, takes less",
     "attention's workspace": f"{_MORE_RANKS}; kernels.attention: sdpa has none",
     "a step": _STEPS,
@@ -24,14 +24,14 @@ REMEDIES = {
 
 
 class OutOfDeviceMemoryError(ValueError):
-    """The configuration takes more memory than there is; the message names what did not fit and what to lower."""
+    """The configuration needs more memory than there is; the message names the allocation and the settings to lower."""
 
 
 @contextmanager
 def memory_for(what: str, num_bytes: int | None = None) -> Iterator[None]:
     """Turn errors of any library into OutOfDeviceMemoryError: `what`, a key of REMEDIES, did not fit.
 
-    num_bytes   how large it is, where that is known
+    num_bytes   size of `what`; None if it is not computed before
     """
     try:
         yield
@@ -39,22 +39,22 @@ def memory_for(what: str, num_bytes: int | None = None) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         on_host = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
-        where, held = ("this machine", "") if on_host else ("the GPU", _held())
+        where, held = ("this machine", "") if on_host else ("the GPU", _memory_by_owner())
         how_large = "" if num_bytes is None else f" ({size(num_bytes)})"
         raise OutOfDeviceMemoryError(
-            f"{where} has no room for {what}{how_large}: {_said(error)}{held}. {REMEDIES[what]}"
+            f"{where} has no room for {what}{how_large}: {_allocation(error)}{held}. {REMEDIES[what]}"
         ) from error
 
 
-def _said(error: Exception) -> str:
-    """How much was asked for, where torch tells; else the error's own words."""
+def _allocation(error: Exception) -> str:
+    """Return the bytes that torch tried to allocate, if the message has them; else the line about memory."""
     if tried := re.search(r"[Tt]ried to allocate ([\d.,]+ \w+)", str(error)):
         return f"torch tried to allocate {tried[1]}"
-    return line_that_says_so(error)
+    return out_of_memory_line(error)
 
 
-def _held() -> str:
-    """Who has how much of the GPU; nothing where it cannot be asked, as when CUDA itself found no room."""
+def _memory_by_owner() -> str:
+    """Return the GPU memory by owner; empty if CUDA has too little memory to report it."""
     try:
         free, total = torch.cuda.mem_get_info()
     except (RuntimeError, AssertionError):
@@ -68,7 +68,7 @@ def _held() -> str:
 
 
 def size(num_bytes: int) -> str:
-    """For people."""
+    """Return the size in GB or MB, as text for messages."""
     if num_bytes >= GIGABYTE:
         return f"{num_bytes / GIGABYTE:,.1f} GB"
     return f"{num_bytes / MEGABYTE:,.1f} MB"

@@ -1,6 +1,6 @@
-"""One epoch of a rank: all that it shares with its peers, and the engine. Built from a RankProcess, closed as a whole.
+"""One epoch of a rank: its connections to its peers, and the engine. Built from a RankProcess, closed as a whole.
 
-The stages are collective: every rank goes through them in the same order. Knows nothing of Ray.
+The stages are collective: every rank runs them in one order. Knows nothing of Ray.
 """
 
 import gc
@@ -48,7 +48,7 @@ _HELD = ("backends", "ubatches", "model", "make", "runner", "scheduler", "engine
 
 
 class Epoch:
-    """The group that this rank belongs to, and its part of it. Building it meets the peers. Collective.
+    """This rank's membership in one group. The constructor joins the peers. Collective.
 
     backends    the backends of whole steps
     ubatches    the backends of ubatches, and the policy
@@ -89,7 +89,7 @@ class Epoch:
             raise
 
     def _meet(self, timeout_s: float) -> None:
-        """Join the process group; compare settings; take over what peers of earlier epochs have measured."""
+        """Join the process group; compare settings; take the KV blocks that peers of earlier epochs have measured."""
         process, self._warm = self.process, self.process.warm
         if process.dims.alone:
             return
@@ -106,7 +106,7 @@ class Epoch:
         self._shared_memory = self._share_memory()
 
     def _share_memory(self) -> SharedMemoryGroup | None:
-        """Memory of all ranks of one host, for the votes and for the all-to-all `shm`; None across hosts."""
+        """Return the memory of all ranks of one host, for votes and the all-to-all `shm`; None across hosts."""
         process = self.process
         if not process.dims.on_one_host or shared_memory_unavailable():
             return None
@@ -126,7 +126,7 @@ class Epoch:
             process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
         )
         context = process.backend_context(self._shared_memory)
-        with memory_for("the exchange's buffers", takes.kept):
+        with memory_for("the all-to-all's buffers", takes.kept):
             self.backends = process.build_backends(context)
             self._closing.callback(self.backends.all2all.close)
         with memory_for("ubatches", takes.ubatches):
@@ -136,9 +136,9 @@ class Epoch:
             self._closing.callback(self.ubatches.close)
 
     def run_stage(self, name: str, progress: Progress) -> None:
-        """One of rank_info.start_stages, which all ranks go through in their order.
+        """Run one of rank_info.start_stages, which all ranks run in their order.
 
-        Stages whose result every process has kept from an earlier epoch do nothing.
+        A stage does nothing if every process has kept its result from an earlier epoch.
         """
         stages = {
             WEIGHTS: self.load,
@@ -150,7 +150,7 @@ class Epoch:
             stages[name](progress)
 
     def load(self, progress: Progress | None = None) -> None:
-        """Read the weights, in the first epoch; attention's kernels are compiled meanwhile."""
+        """Read the weights, in the first epoch; attention's kernels are compiled at this time."""
         process = self.process
         if process.device.type == "cuda" and not self._warm:
             with memory_for("attention's workspace"):
@@ -161,7 +161,7 @@ class Epoch:
         self.make = RunnerMaker(process, self.model, self.backends, self.ubatches)
 
     def compile_kernels(self, progress: Progress | None = None) -> None:
-        """Run all that compiles at first use, at every size of step that has kernels of its own. Collective.
+        """Run all kernels that compile at first use, at every step size with its own kernels. Collective.
 
         Attention's kernels take longest. They are compiled in the background while DummyAttention takes their place.
         """
@@ -212,7 +212,7 @@ class Epoch:
             self._tune(None)
 
     def capture_graphs(self, progress: Progress | None = None) -> None:
-        """Capture the forwards of steps, if the kernels can and the configuration wants it. Collective."""
+        """Capture the forwards of steps, if the backends can and the configuration wants it. Collective."""
         process, sizes = self.process, self.graph_sizes
         if not sizes:
             if process.device.type == "cuda" and process.rank == 0:
@@ -233,7 +233,7 @@ class Epoch:
             )
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
-        """Make the engine, after all stages before it; sizes the cache first if that stage was left out."""
+        """Make the engine, after all stages; size the cache first if that stage was left out."""
         if not hasattr(self, "runner"):
             self.run_stage(KV_CACHE, lambda done, total: None)
             self.run_stage(GRAPHS, lambda done, total: None)
@@ -247,7 +247,7 @@ class Epoch:
             )
             self._closing.callback(self._vote.close)
             if not process.selection.all2all_class.needs_process_group:
-                # Sockets were needed to meet; gloo's thread would go on polling them 100 times a second.
+                # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
             self.engine = Engine(
                 self.scheduler,
@@ -271,11 +271,11 @@ class Epoch:
 
     @property
     def started(self) -> bool:
-        """Whether the engine has been made."""
+        """Return whether the engine has been made."""
         return "engine" in vars(self)
 
     def run(self) -> None:
-        """The engine's loop, until the group stops. An error, which is raised, aborts this rank's epoch."""
+        """Run the engine's loop until the group stops. An error aborts this rank's epoch and is raised."""
         try:
             self.engine.run()
         except BaseException:
@@ -283,7 +283,7 @@ class Epoch:
             raise
 
     def abort(self) -> None:
-        """End all waits of this rank for its peers, on the host and on the GPU, and theirs for it. From any thread.
+        """End all waits of this rank for its peers and of the peers for it, on host and GPU. From any thread.
 
         Results of steps in flight are then undefined. The engine raises LockstepError at its next vote.
         """
@@ -301,7 +301,7 @@ class Epoch:
             self.engine.stop()  # an engine that sleeps goes to the vote
 
     def close(self) -> None:
-        """Leave the group and free what this epoch holds; the engine must have ended. Safe to call twice."""
+        """Leave the group and free this epoch's memory; the engine must have ended. Safe to call twice."""
         if self.closed:
             return
         self.closed = True

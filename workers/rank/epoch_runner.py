@@ -18,7 +18,7 @@ from workers.ubatch.epoch_ubatches import EpochUbatches
 
 @dataclass(frozen=True)
 class RunnerMaker:
-    """Makes runners over KV caches that are bound to the attention already."""
+    """Makes runners over KV caches that are already bound to the attention."""
 
     process: RankProcess
     model: CausalLM
@@ -28,9 +28,9 @@ class RunnerMaker:
     def __call__(
         self, num_blocks: int, attention: Attention | None = None
     ) -> tuple[ModelRunner, Scheduler]:
-        """A runner and its scheduler, which hands out `num_blocks` KV blocks.
+        """Return a runner and its scheduler, which allocates `num_blocks` KV blocks.
 
-        attention   takes the place of the attention of whole steps
+        attention   replaces the attention of whole steps
         """
         process, config, model, backends = (
             self.process,
@@ -63,7 +63,7 @@ class RunnerMaker:
         return runner, scheduler
 
     def warm_up_steps(self) -> WarmUpSteps:
-        """Steps that all ranks run alike, before there are requests."""
+        """Return the steps that all ranks run alike, before there are requests."""
         config = self.process.config
         return WarmUpSteps(
             self.process.dims,
@@ -74,11 +74,11 @@ class RunnerMaker:
         )
 
     def num_kv_blocks(self, graph_sizes: GraphSizes) -> int:
-        """KV blocks of every rank: as configured, or what a profiling forward leaves of the GPU. Collective."""
+        """Return the KV blocks of every rank: as configured, or measured by a profiling forward. Collective."""
         process, cache = self.process, self.process.config.cache
         if cache.num_blocks != "auto":
             return cache.num_blocks
-        assert process.device.type == "cuda", "on CPU the configuration says how many blocks"
+        assert process.device.type == "cuda", "on CPU the configuration sets the number of blocks"
         own = self._own_bytes(graph_sizes)
         fitting = blocks_that_fit(
             process.device,
@@ -93,7 +93,7 @@ class RunnerMaker:
         return fitting
 
     def _own_bytes(self, graph_sizes: GraphSizes) -> OwnBytes:
-        """Measured with a small KV cache, which is gone afterwards."""
+        """Measure with a small KV cache, which is freed afterwards."""
         process, steps = self.process, self.warm_up_steps()
         with memory_for("a step"):
             self.ubatches.bind(process.caches(steps.num_blocks))

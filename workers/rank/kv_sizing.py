@@ -19,7 +19,7 @@ _MARGIN = 1.1  # factor on the measured bytes of graphs
 
 @dataclass(frozen=True)
 class OwnBytes:
-    """Most bytes that a rank needs beside its KV cache; `steps` is buffers and the rows of the largest step."""
+    """Peak bytes of a rank beside its KV cache; `steps` is buffers and the rows of the largest step."""
 
     weights: int
     steps: int

@@ -1,6 +1,6 @@
-"""What one rank keeps for the life of its process: configuration, weights, grammars, KV memory and what was measured.
+"""State of one rank for the life of its process: configuration, weights, grammars, KV memory and measurements.
 
-An Epoch is built from it as often as needed; no epoch loads weights, compiles kernels or sizes the KV cache again.
+Every Epoch is built from it. Only the first epoch loads weights, compiles kernels and sizes the KV cache.
 Knows nothing of Ray, peers or requests.
 """
 
@@ -83,7 +83,7 @@ class RankProcess:
         self.epoch = epoch
 
     def build_backends(self, context: BackendContext) -> select.Backends:
-        """Collective: the backends of an epoch, with the grouped GEMM that the weights were made for."""
+        """Build the backends of an epoch, with the grouped GEMM that the weights were made for. Collective."""
         built = select.build(self.selection, context)
         if self.backends is None:
             self.backends = replace(
@@ -93,7 +93,7 @@ class RankProcess:
         return replace(built, grouped_gemm=kept.grouped_gemm, expert_load=kept.expert_load)
 
     def load(self, progress: Progress | None = None) -> None:
-        """Build the model and read this rank's weights, unless an epoch before has done so."""
+        """Build the model and read this rank's weights, unless an earlier epoch has done so."""
         if self.model is not None:
             return
         assert self.backends is not None, "build_backends comes first"
@@ -124,7 +124,7 @@ class RankProcess:
         return model
 
     def backend_context(self, shared_memory: SharedMemoryGroup | None) -> BackendContext:
-        """What the backends of this rank are built from, inside the current process group."""
+        """Return the context from which this rank builds backends, inside the current process group."""
         return BackendContext(
             shape=self.shape,
             device=self.device,
@@ -136,7 +136,7 @@ class RankProcess:
         )
 
     def caches(self, num_blocks: int) -> list[torch.Tensor]:
-        """New KV caches, one a layer."""
+        """Allocate KV caches, one a layer."""
         size = self.config.cache.block_size
         return allocate_kv_caches(self._kv_groups(), num_blocks, size, self.dtype, self.device)
 
@@ -144,7 +144,7 @@ class RankProcess:
         return self.selection.attention_class.kv_groups(self.model_config.attention_specs)
 
     def settings(self) -> dict[str, object]:
-        """Everything that must be equal on all ranks, flat, with dotted names."""
+        """Return all settings that must be equal on all ranks, flat, with dotted names."""
         config = self.config
         flat: dict[str, object] = {"torch": torch.__version__}
         for section in ("model", "scheduler", "cache", "kernels", "overlap"):
@@ -155,12 +155,12 @@ class RankProcess:
         return flat
 
     def block_bytes(self) -> int:
-        """Bytes of one KV block of all layers."""
+        """Return the bytes of one KV block of all layers."""
         size = self.config.cache.block_size
         return kv_block_bytes(self._kv_groups(), size, self.dtype.itemsize)
 
     def weight_bytes(self) -> int:
-        """Bytes of this rank's weights."""
+        """Return the bytes of this rank's weights."""
         dtype = self.config.model.dtype
         assert dtype != "auto", "resolve_rank_config comes first"
         return rank_weight_bytes(

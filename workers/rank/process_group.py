@@ -14,18 +14,18 @@ from workers.rank.rank_info import Rendezvous
 
 T = TypeVar("T")
 
-# A lost rank is noticed by the vote; this only bounds collectives of a group that is dying.
+# The vote detects a lost rank; this timeout only bounds collectives of a group that ends.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
 def host_store(host: str) -> TCPStore:
-    """The store of a new group, on a free port of `host`; rank 0 keeps it alive."""
+    """Return the store of a new group, on a free port of `host`; rank 0 must hold it."""
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)
 
 
 @contextmanager
 def local_rendezvous() -> Iterator[Rendezvous]:
-    """Where processes of this machine meet while the block runs, for benchmarks and tests."""
+    """Yield a rendezvous for processes of this machine, open while the block runs; for benchmarks and tests."""
     store = host_store("127.0.0.1")
     yield Rendezvous("127.0.0.1", store.port, f"local-{store.port}")
 
@@ -33,9 +33,9 @@ def local_rendezvous() -> Iterator[Rendezvous]:
 def join(
     rendezvous: Rendezvous, rank: int, dims: ParallelDims, device: torch.device, timeout_s: float
 ) -> None:
-    """Enter the process group: gloo for host tensors, and NCCL beside it on GPUs.
+    """Join the process group: gloo for host tensors, and NCCL beside it on GPUs.
 
-    Raises torch.distributed.DistError or RuntimeError when the others do not come within `timeout_s`.
+    Raises torch.distributed.DistError or RuntimeError when a peer does not join within `timeout_s` seconds.
     """
     # The store's own timeout bounds the wait for late ranks, the group's bounds its collectives.
     store = TCPStore(
@@ -56,7 +56,7 @@ def join(
 
 
 def gather_objects(value: T) -> list[T]:
-    """`value` of every rank, in rank order."""
+    """Return `value` of every rank, in rank order. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

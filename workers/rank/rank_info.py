@@ -13,7 +13,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one epoch meet: rank 0's store, and a name that no other group uses."""
+    """The store of rank 0 through which the ranks of one epoch join, and a name that no other group uses."""
 
     host: str
     port: int
@@ -23,7 +23,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank reports when its engine is made. `stage_seconds` is the time of each stage of this epoch."""
+    """The report of a rank when its engine is made. `stage_seconds` is the time of each stage of this epoch."""
 
     rank: int
     backends: dict[str, str]
@@ -35,12 +35,12 @@ class RankInfo:
 
 
 def start_stages(device: str) -> tuple[str, ...]:
-    """The stages between joining the group and the first step, in this order on all ranks."""
+    """Return the stages between joining the group and the first step, in one order on all ranks."""
     return (WEIGHTS, KERNELS, KV_CACHE, GRAPHS) if device == "cuda" else (WEIGHTS, KV_CACHE)
 
 
 def total_progress(stage: str, of_ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Done and total of a stage: each rank reads its own weights; the ranks run every other stage together."""
+    """Return done and total of a stage: each rank reads its own weights; the ranks run every other stage together."""
     if not of_ranks:
         return 0, 0
     if stage != WEIGHTS:

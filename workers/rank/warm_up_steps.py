@@ -1,4 +1,4 @@
-"""Steps that all ranks run alike before there are requests: to compile, to allocate, and to see what they take."""
+"""Steps that all ranks run alike before there are requests: to compile, to allocate and to measure memory."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def bind_beside(attention: Attention, kv_caches: Sequence[torch.Tensor]) -> Future[None]:
-    """Bind on a thread of its own, which may compile for minutes."""
+    """Bind the caches on a new thread, because attention may compile for minutes. Return its future."""
 
     def bind() -> None:
         started = time.perf_counter()
@@ -35,7 +35,7 @@ def bind_beside(attention: Attention, kv_caches: Sequence[torch.Tensor]) -> Futu
     return future
 
 
-# What costs most memory beside the logits: a sort of them, counts of tokens seen, and the log-probabilities.
+# Sampling with most memory beside the logits: sorted logits, counts of seen tokens, and log-probabilities.
 _HEAVIEST = SamplingParams(
     max_tokens=2, temperature=1.0, top_p=0.9, min_p=0.01, presence_penalty=0.1, logprobs=20
 )
@@ -45,7 +45,7 @@ _HEAVIEST_PROMPT = SamplingParams(max_tokens=1, prompt_logprobs=20)
 
 @dataclass(frozen=True)
 class WarmUpSteps:
-    """Collective: every rank runs the same at the same time. `equal_tokens` as in PlanConfig."""
+    """Warm-up steps. Collective: every rank runs one step at one time. `equal_tokens` as in PlanConfig."""
 
     dims: ParallelDims
     equal_tokens: bool
@@ -55,20 +55,20 @@ class WarmUpSteps:
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that any of these steps fits into."""
+        """Number of KV blocks that suffices for each of these steps."""
         return (
             -(-2 * self.limits.max_num_batched_tokens // self.block_size) + self.limits.max_num_seqs
         )
 
     def prefill(self, runner: ModelRunner, scheduler: Scheduler, num_tokens: int) -> None:
-        """A prefill of about `num_tokens`, and a decode."""
+        """Run a prefill of about `num_tokens`, and a decode."""
         length = min(num_tokens, self.max_model_len - 2)
         count = min(num_tokens // length, self.limits.max_num_seqs)
         params = SamplingParams(max_tokens=2)
         self._run(runner, scheduler, _requests(count, length, params))
 
     def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
-        """As many sequences as may run at once, asking for all that takes memory in sampling; a prompt's logprobs."""
+        """Run the most sequences at once, with every sampling option that takes memory; then a prompt's logprobs."""
         self._run(runner, scheduler, _requests(self.limits.max_num_seqs, 1, _HEAVIEST))
         length = min(MAX_LOGITS_ROWS, self.limits.max_num_batched_tokens, self.max_model_len - 2)
         self._run(runner, scheduler, _requests(1, length, _HEAVIEST_PROMPT))

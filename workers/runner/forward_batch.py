@@ -1,6 +1,6 @@
 """`ForwardBatch`: all tensors of one forward. Knows nothing of requests; `batch_builder` fills it.
 
-T rows (padding included), B sequences, L sequences whose next token is drawn.
+T rows (padding included), B sequences, L sequences that draw their next token.
 """
 
 from dataclasses import dataclass, replace

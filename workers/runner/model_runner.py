@@ -24,13 +24,13 @@ from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps whose expert load is read.
+# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that read the expert load.
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 
 
 class ModelRunner:
-    """Runs the model over the sequences of a SequenceTable, whose KV caches the attention holds.
+    """Runs the model over the sequences of a SequenceTable; the attention holds their KV caches.
 
     asynchronous   the next step may be launched before this step's tokens are read; they are kept on the device too
     ubatches       the same model in ubatches, for plans with `ubatch`

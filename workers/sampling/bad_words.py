@@ -63,7 +63,7 @@ class BadWordsTable:
             self._by_slot[slot] = start, known
 
     def batch(self, slots: list[int]) -> BadWords | None:
-        """Return the words of a batch whose rows are in `slots`; None if there are none."""
+        """Return the words of a batch with rows in `slots`; None if there are none."""
         found = [
             (row, slot, start, word)
             for row, slot in enumerate(slots)

@@ -26,7 +26,7 @@ _STACK_BYTES = 256 * 2**20
 
 
 def compile_thread(name: str) -> ThreadPoolExecutor:
-    """Return a pool of one thread, whose stack no grammar within the limits of the API can exhaust."""
+    """Return a pool of one thread. No grammar within the limits of the API can exhaust its stack."""
     pool = ThreadPoolExecutor(1, thread_name_prefix=name)
     before = threading.stack_size(_STACK_BYTES)
     try:

@@ -32,7 +32,7 @@ class _LogitEntries:
 
     @classmethod
     def gather(cls, slots: list[int], by_slot: _BySlot) -> "_LogitEntries | None":
-        """Return the entries of a batch whose rows are in `slots`; None if there are none."""
+        """Return the entries of a batch with rows in `slots`; None if there are none."""
         found = [(row, *by_slot[slot]) for row, slot in enumerate(slots) if slot in by_slot]
         if not found:
             return None
@@ -104,7 +104,7 @@ class LogitsProcessors:
         return reads_words or (self._on_host and has_penalties(params))
 
     def batch(self, slots_B: np.ndarray) -> BatchProcessors | None:
-        """Return the processors of a batch whose rows are in `slots_B`; None if there are none."""
+        """Return the processors of a batch with rows in `slots_B`; None if there are none."""
         if not self._used:
             return None
         key = slots_B.tobytes()

@@ -19,7 +19,7 @@ from workers.wire.request import TokenLogprobs
 ComputeLogits = Callable[[torch.Tensor], torch.Tensor]
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 
-# Rows whose logits exist at one time, because those of a whole prompt take 2.5 GB (4096 x 152k float32).
+# Rows of logits that exist at one time, because the logits of a whole prompt take 2.5 GB (4096 x 152k float32).
 MAX_LOGITS_ROWS = 256
 
 
@@ -34,7 +34,7 @@ class LogprobTensors:
     num_top: list[int]
 
     def to(self, copy: ToHost) -> "LogprobTensors":
-        """Return a copy whose tensors are copied by `copy`."""
+        """Return a copy with tensors copied by `copy`."""
         return LogprobTensors(
             copy(self.logprob_N),
             copy(self.rank_N),
@@ -84,7 +84,7 @@ class PromptParts:
     num_targets: int = 0
 
     def to(self, copy: ToHost) -> "PromptParts":
-        """Return a copy whose tensors are copied by `copy`."""
+        """Return a copy with tensors copied by `copy`."""
         return PromptParts([part.to(copy) for part in self.parts], self.num_targets)
 
     def lists(self) -> list[TokenLogprobs | None]:

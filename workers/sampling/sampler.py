@@ -32,7 +32,7 @@ class SampledTokens:
     logprobs: LogprobTensors | None = None
 
     def to(self, copy: ToHost) -> "SampledTokens":
-        """Return a copy whose tensors are copied by `copy`."""
+        """Return a copy with tensors copied by `copy`."""
         logprobs = None if self.logprobs is None else self.logprobs.to(copy)
         return SampledTokens(copy(self.token_B), self.logprobs_rows, logprobs)
 

@@ -209,7 +209,7 @@ def _nucleus_floor(
     candidates_FS = (sorted_FS * left_FS).double()
     cumulative_FS = candidates_FS.cumsum(dim=-1)
     enough_F1 = (top_p_F * cumulative_FS[:, -1]).unsqueeze(1)
-    # The first candidate whose cumulative weight is enough is the last candidate to keep.
+    # The first candidate with enough cumulative weight is the last candidate to keep.
     needed_F1 = torch.searchsorted(cumulative_FS, enough_F1).clamp_(max=left_FS.shape[1] - 1)
     return torch.where(top_p_F < 1, sorted_FS.gather(1, needed_F1).squeeze(1), 0.0)
 

@@ -138,9 +138,9 @@ class Recording:
             self.end.synchronize()
         all2alls = []
         for found in self.all2alls:
-            called, sent, asked, awaited, arrived = map(self._seconds, found.times)
+            called, sent, idle, awaited, arrived = map(self._seconds, found.times)
             done = None if found.done is None else self._seconds(found.done)
-            times = (called, sent, asked, awaited, arrived, done)
+            times = (called, sent, idle, awaited, arrived, done)
             all2alls.append(AllToAllSpan(found.operation, found.ubatch, *times))
         seconds = self._seconds(self.end)
         # In a graph each ubatch has a stream of its own.
@@ -156,7 +156,7 @@ class Recording:
 
 
 class _RecordedAllToAll(AllToAll):
-    """Another all-to-all whose calls a recorder follows."""
+    """Another all-to-all with calls that a recorder follows."""
 
     def __init__(self, inner: AllToAll, ubatch: int, recorder: SpanRecorder):
         self.name, self.layout, self.graph = inner.name, inner.layout, inner.graph
@@ -199,9 +199,9 @@ def compute_spans(
         end = begin
         for x in own:
             yield ComputeSpan(_PRECEDES[x.operation], ubatch, end, x.called)
-            if x.asked - x.sent > NEXT_MOMENT_S:
-                yield ComputeSpan("rest", ubatch, x.sent, x.asked)
+            if x.idle - x.sent > NEXT_MOMENT_S:
+                yield ComputeSpan("rest", ubatch, x.sent, x.idle)
             end = x.arrived
         if not side_by_side and own:
-            begin = own[0].asked
+            begin = own[0].idle
     yield ComputeSpan("end", ubatch, end, seconds)

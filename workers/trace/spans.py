@@ -15,7 +15,7 @@ class AllToAllSpan:
     """One all-to-all of one ubatch, in seconds since the recording began.
 
     called, sent       begin of the call, and when the compute side could continue
-    asked              when the ubatch had nothing else to do
+    idle               when the ubatch had nothing else to do
     awaited, arrived   when it was the ubatch's turn again, and when it had the result
     done               when the rows had arrived; None where that cannot be recorded
     """
@@ -24,7 +24,7 @@ class AllToAllSpan:
     ubatch: int
     called: float
     sent: float
-    asked: float
+    idle: float
     awaited: float
     arrived: float
     done: float | None = None

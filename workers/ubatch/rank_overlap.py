@@ -16,8 +16,8 @@ Gather = Callable[[Any], Sequence[Any]]
 class RankOverlap:
     """When a rank's steps are cut into ubatches. Lives as long as the process.
 
-    policy       thresholds and SM limit, as far as they are known
-    unmeasured   phases whose threshold is still to be measured
+    policy       thresholds and SM limit, as far as they are set
+    unmeasured   phases with a threshold still to be measured
     tuned        an epoch has measured, or loaded, all that the configuration leaves open
     warm         this process has run ubatches at every size that will be cut without a graph
     """
@@ -40,7 +40,7 @@ class RankOverlap:
     def agree(self, gather: Gather) -> None:
         """Take over the policy of a rank that was tuned before. Collective.
 
-        Ranks whose process is new would otherwise measure while the older ranks do not.
+        Ranks with a new process would otherwise measure while the older ranks do not.
         """
         ranks = gather((self.policy if self.tuned else None, self.warm))
         tuned = [policy for policy, _ in ranks if policy is not None]

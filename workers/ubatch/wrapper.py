@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 class UbatchModel(Protocol):
-    """A model whose weights can be used with several sets of backends."""
+    """A model with weights that several sets of backends can use."""
 
     def with_backends(self, backends: Backends) -> "UbatchModel":
         """Return a view of the same weights that calls these backends."""

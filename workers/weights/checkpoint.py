@@ -178,7 +178,7 @@ def _refuse_renamed(config_fields: dict[str, Any]) -> None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose id b < 256 is byte b, followed by the special tokens. Round trips are exact."""
+    """Return a tokenizer: id b < 256 is byte b, followed by the special tokens. Round trips are exact."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     stand_in = {byte: chr(byte) for byte in printable}
     for byte in range(NUM_BYTES):  # the byte-level alphabet: unprintable bytes move past 255

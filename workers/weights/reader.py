@@ -50,7 +50,7 @@ def fill_slots(
 ) -> None:
     """Fill every slot, all on `device`; `progress(done, total)` in bytes runs on any thread, one call at a time.
 
-    Raises CheckpointError if a file cannot be read, or is shorter than its header says.
+    Raises CheckpointError if a file cannot be read, or is shorter than its header states.
     """
     ordered = sorted(sources, key=lambda source: source.place)
     work = _Work(ordered, progress)

@@ -97,7 +97,7 @@ class SlottedModel(Protocol):
 
 
 def slot_of(model: Any, entry: WeightEntry, first_expert: int) -> Slot:
-    """Return the destination of `entry` in `model`, whose parameters hold experts from `first_expert` on."""
+    """Return the destination of `entry` in `model`, with parameters for experts from `first_expert` on."""
     found: Any = model
     scale = 1.0
     for step in entry.parameter.split("."):

@@ -36,7 +36,7 @@ class WeightEntry:
     parameter     dotted path from the model to the parameter, with list indices: "layers.3.attention.qkv_QD"
     kind          its purpose
     rows          first row and end row in the parameter; None: all rows. A norm of one head fills every row
-    head_dim      the rows (of a norm the values) are heads of this size, whose values i and i + head_dim / 2 come side
+    head_dim      the rows (of a norm the values) are heads of this size; values i and i + head_dim / 2 come side
                   by side in the parameter; 0: in the order of the checkpoint
     expert        the expert that owns it; its index in the parameter depends on the rank. None: no routed expert
     quantised     the checkpoint holds it in FP8, with a tensor of scales beside it

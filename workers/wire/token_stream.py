@@ -47,7 +47,7 @@ class TokenSender:
 class TokenReceiver:
     """The end of an ingress, for all ranks. It delivers messages in an asyncio loop.
 
-    epoch       epoch whose messages are delivered
+    epoch       epoch of the messages that are delivered
     num_stale   messages dropped because they carry another epoch
     """
 

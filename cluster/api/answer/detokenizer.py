@@ -90,7 +90,7 @@ class TokenBytes(dict[int, bytes]):
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text of each token id whose bytes are whole characters, filled on first use; None for all other ids."""
+    """The text of each token id with whole characters, filled on first use; None for all other ids."""
 
     def __init__(self, token_bytes: dict[int, bytes]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class TokenTexts(dict[int, str | None]):
 
 
 class PieceBytes(dict[int, bytes]):
-    """The bytes of each token id of all other tokenizers, whose decoders read the neighbours of a token.
+    """The bytes of each token id of all other tokenizers; their decoders read the neighbours of a token.
 
     A token is decoded behind a common token, the anchor, so that it keeps its leading space.
     """

@@ -40,7 +40,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         if not isinstance(text, str):
             raise BadRequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
         result[name] = text
-    if "reasoning" in result:  # the newer name; templates know the older one
+    if "reasoning" in result:  # the newer name; templates use the older name
         result.setdefault("reasoning_content", result["reasoning"])
     if role == "assistant" and message.get("tool_calls"):
         result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")

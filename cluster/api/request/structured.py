@@ -30,13 +30,13 @@ _FORMATS = {
     *("date-time", "time", "date", "duration", "uuid", "uri"),
     *("email", "hostname", "ipv4", "ipv6", "unknown"),
 }
-_DATA = ("const", "enum", "default", "examples")  # keywords whose values are not schemas
+_DATA = ("const", "enum", "default", "examples")  # keywords with values that are not schemas
 _NAMED = (
     "properties",
     "patternProperties",
     "$defs",
     "definitions",
-)  # keywords whose values map names to schemas
+)  # keywords with a map of names to schemas
 _SOURCES = ("json", "regex", "choice", "grammar", "json_object")
 
 

@@ -34,7 +34,7 @@ _HINTS = {"chat_template": ": the server renders with the checkpoint's own templ
 
 
 def refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:
-    """Raise UnsupportedParameterError for the first field whose value would change the output."""
+    """Raise UnsupportedParameterError for the first field with a value that would change the output."""
     for name in table.keys() & fields.keys():
         value = fields[name]
         if value is None or any(_same(value, neutral) for neutral in table[name]):

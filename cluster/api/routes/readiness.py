@@ -64,7 +64,7 @@ class Readiness:
                 logger.error("the probe of rank %d failed", rank, exc_info=error)
                 return f"rank {rank}: internal error; the server's log has the details"
         if silent:
-            # A rank whose steps go on is busy, not dead: all its places are taken.
+            # A rank that goes on with its steps is busy, not dead: all its places are taken.
             before, after = await counting, await self._busy_steps(backend)
             silent -= {rank for rank in before if after.get(rank, 0) > before[rank]}
         if silent:
