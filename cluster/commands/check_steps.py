@@ -42,7 +42,7 @@ def overlap_lines(config: OverlapConfig, selection: Selection) -> tuple[int, dic
     policy, unknown = configured(config, all2all)
     if not policy.enabled and not unknown:
         return 0, {"ubatches": f"off: {policy.reasons['decode']}"}
-    lines = {"ubatches": f"{config.num_ubatches} slices of each step that is cut"}
+    lines = {"ubatches": f"{config.num_ubatches} ubatches in each step that is cut"}
     for phase, least, what in (
         ("decode", policy.min_decode_tokens, "sequences"),
         ("prefill", policy.min_prefill_tokens, "tokens"),

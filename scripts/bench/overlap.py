@@ -178,7 +178,7 @@ class Measurement:
                 break
 
     def _try_comm_sms(self) -> dict[str, dict[str, float]]:
-        """Milliseconds of prefills in slices, by tokens and limit; `none`: no limit on the exchange."""
+        """Milliseconds of prefills in ubatches, by tokens and limit; `none`: no limit on the exchange."""
         found: dict[str, dict[str, float]] = {str(size): {} for size in self._sweep}
         for limit in (None, *self._task.comm_sms):
             self._limit(limit)
@@ -202,23 +202,23 @@ class Measurement:
         return max(process_group.gather_objects(self._timer(phase, num_tokens, ubatch)))
 
     def _hand_over(self) -> dict[str, float]:
-        """What turns of empty slices cost in a step: each waits twice a layer."""
+        """What turns of empty ubatches cost in a step: each waits twice a layer."""
         layers = self._epoch.process.model_config.num_layers
-        slices = self._wrapper.num_ubatches
+        num_ubatches = self._wrapper.num_ubatches
 
         def waits() -> None:
             for _ in range(2 * layers):
                 Pending(lambda: None).wait()
 
         def in_turns() -> None:
-            alternate([waits] * slices, self._epoch.process.device)
+            alternate([waits] * num_ubatches, self._epoch.process.device)
 
         def one_by_one() -> None:
-            for _ in range(slices):
+            for _ in range(num_ubatches):
                 waits()
 
         turns, plain = (_median_seconds(run) for run in (in_turns, one_by_one))
-        count = 2 * layers * slices
+        count = 2 * layers * num_ubatches
         return {
             "layers": layers,
             "hand_overs_a_step": count,

@@ -188,17 +188,17 @@ def _furthest(state: dict[str, Any]) -> list[str]:
 def layer_bounds(drawing: dict[str, Any], num_layers: int) -> tuple[float, float]:
     """Begin and end in us of a layer in the middle: from its first norm to the next layer's.
 
-    Layers are told apart by attention's norms, one in each layer of each slice; without any by the clock.
+    Layers are told apart by attention's norms, one in each layer of each ubatch; without any by the clock.
     """
     device = sorted(drawing["device"], key=lambda span: span[3])
     marks = [span for span in device if span[1] == StepPart.QK_NORM]
-    slices, layer = len(marks) // num_layers, num_layers // 2
-    if not slices or layer + 1 >= num_layers:
+    ubatches, layer = len(marks) // num_layers, num_layers // 2
+    if not ubatches or layer + 1 >= num_layers:
         return layer * drawing["us"] / num_layers, (layer + 1) * drawing["us"] / num_layers
     norms = [span for span in device if span[1] == StepPart.NORMS]
 
     def first_norm(index: int) -> float:
-        mark = marks[index * slices]
+        mark = marks[index * ubatches]
         return max((n[3] for n in norms if n[2] == mark[2] and n[3] < mark[3]), default=mark[3])
 
     return first_norm(layer), first_norm(layer + 1)

@@ -156,7 +156,7 @@ def test_low_latency_rows_in_fp8(rank_pool: RankPool):
 
 
 def run_several_instances(rank: int, num_ranks: int, info: GroupInfo) -> None:
-    """Two slices of a step have an exchange each, and interleave them."""
+    """Two ubatches of a step have an exchange each, and interleave them."""
     deep_ep_fake.install()
     case = replace(SIXTEEN_BIT["even"], in_flight=2)
     first, second = low_latency(case), low_latency(case, max_num_tokens=MAX_TOKENS // 2)

@@ -1,4 +1,4 @@
-"""Alternating slices over real exchanges: the same numbers, the promised order, and communication that is covered."""
+"""Alternating ubatches over real all-to-alls: equal numbers, the promised order, and covered communication."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.ubatch_ranks import STEPS, SlicedRank, batch_of, rows_of, slowed
+from tests.distributed.ubatch_ranks import STEPS, UbatchRank, batch_of, rows_of, slowed
 from workers.config import RankConfig
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
@@ -19,7 +19,7 @@ EXCHANGES = [
     for ranks in (1, 2, 3, 4)
     for name in (("local",) if ranks == 1 else ("torch_dist", "allgather", "shm"))
 ]
-# Seconds. A layer of the delayed forwards computes 2 * COMPUTE a slice and exchanges twice.
+# Seconds. A layer of the delayed forwards computes 2 * COMPUTE a ubatch and exchanges twice.
 LAYERS, COMPUTE, DELAY, TRIES = 2, 0.1, 0.09, 3
 
 
@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 def on_ranks(pool: RankPool, function, config: RankConfig, *args) -> list:
-    """`function(SlicedRank, *args)` on every rank."""
+    """`function(UbatchRank, *args)` on every rank."""
     with local_rendezvous() as rendezvous:
         arguments = (config.num_ranks, _on_rank, config, rendezvous, function, args)
         return pool.run(_call, *arguments, with_group=False)
@@ -44,11 +44,11 @@ def _call(rank: int, num_ranks: int, info, on_rank, *args):
 
 def _on_rank(rank: int, config: RankConfig, rendezvous: Rendezvous, function, args):
     num_ubatches, *rest = args
-    sliced = SlicedRank(rank, config, rendezvous, num_ubatches)
+    ubatch_rank = UbatchRank(rank, config, rendezvous, num_ubatches)
     try:
-        return function(sliced, rank, config.num_ranks, num_ubatches, *rest)
+        return function(ubatch_rank, rank, config.num_ranks, num_ubatches, *rest)
     finally:
-        sliced.close()
+        ubatch_rank.close()
 
 
 def config_of(checkpoint: Path, num_ranks: int, all2all: str, **kernels: str) -> RankConfig:
@@ -62,22 +62,25 @@ def config_of(checkpoint: Path, num_ranks: int, all2all: str, **kernels: str) ->
     )
 
 
-def differences(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
-    """Of each step: (largest difference to one whole forward, equal to the slices one after another)."""
+def differences(ubatch_rank: UbatchRank, rank: int, num_ranks: int, num_ubatches: int):
+    """Of each step: (largest difference to one whole forward, equal to the ubatches one after another)."""
     found = {}
     for name in STEPS:
         batch = batch_of(name, rank, rows_of(name, num_ranks, num_ubatches))
         real = slice(batch.num_tokens)
-        plain_TD, slices_TD = sliced.plain(batch)[real], sliced.one_after_another(batch)[real]
-        hidden_TD = sliced.ubatched(batch)[real]
+        plain_TD, ubatches_TD = (
+            ubatch_rank.plain(batch)[real],
+            ubatch_rank.one_after_another(batch)[real],
+        )
+        hidden_TD = ubatch_rank.ubatched(batch)[real]
         worst = float((plain_TD - hidden_TD).abs().max()) if batch.num_tokens else 0.0
-        found[name] = worst, torch.equal(slices_TD, hidden_TD)
+        found[name] = worst, torch.equal(ubatches_TD, hidden_TD)
     return found
 
 
 @pytest.mark.parametrize(("num_ranks", "all2all"), EXCHANGES)
 @pytest.mark.parametrize("num_ubatches", [2, 3])
-def test_slices_compute_what_a_whole_step_does(
+def test_ubatches_compute_what_a_whole_step_does(
     rank_pool, checkpoint, num_ranks, all2all, num_ubatches
 ):
     config = config_of(checkpoint, num_ranks, all2all)
@@ -88,17 +91,17 @@ def test_slices_compute_what_a_whole_step_does(
             # What a cut changes is rounding: matrix products of other shapes add in another order.
 
 
-def traces(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
+def traces(ubatch_rank: UbatchRank, rank: int, num_ranks: int, num_ubatches: int):
     """Recorded orders of a ubatched step and of a plain one."""
     recorder = SpanRecorder(torch.device("cpu"))
-    slices = [recorder.record(backends, i) for i, backends in enumerate(sliced.slices)]
-    whole = recorder.record(sliced.whole, 0)
+    ubatches = [recorder.record(backends, i) for i, backends in enumerate(ubatch_rank.ubatches)]
+    whole = recorder.record(ubatch_rank.whole, 0)
     batch = batch_of("mixed", rank, rows_of("mixed", num_ranks, num_ubatches))
     recorder.start()
-    sliced.ubatched(batch, slices)
+    ubatch_rank.ubatched(batch, ubatches)
     ubatched = recorder.finish()
     recorder.start()
-    sliced.plain(batch, whole)
+    ubatch_rank.plain(batch, whole)
     return ubatched, recorder.finish()
 
 
@@ -124,25 +127,25 @@ def test_the_order_of_operations(rank_pool, checkpoint, num_ranks, all2all, num_
             assert any(span.sent <= x.begin and x.end <= span.awaited for x in others)
 
 
-def timings(sliced: SlicedRank, rank: int, num_ranks: int, num_ubatches: int):
+def timings(ubatch_rank: UbatchRank, rank: int, num_ranks: int, num_ubatches: int):
     """Seconds of a plain forward with delay, of ubatched ones with and without; and the share that was covered."""
     batch = batch_of("extend", rank, rows_of("extend", num_ranks, num_ubatches))
     recorder = SpanRecorder(torch.device("cpu"))
-    whole = slowed(sliced.whole, compute=num_ubatches * COMPUTE, delay=DELAY)
-    sliced.ubatched(batch)  # what is slow the first time
+    whole = slowed(ubatch_rank.whole, compute=num_ubatches * COMPUTE, delay=DELAY)
+    ubatch_rank.ubatched(batch)  # what is slow the first time
     recorder.start()
-    sliced.plain(batch, recorder.record(whole, 0))
+    ubatch_rank.plain(batch, recorder.record(whole, 0))
     plain = recorder.finish()
     found = {}
     for delay in (0.0, DELAY):
-        slices = [
+        ubatches = [
             recorder.record(slowed(backends, compute=COMPUTE, delay=delay), i)
-            for i, backends in enumerate(sliced.slices)
+            for i, backends in enumerate(ubatch_rank.ubatches)
         ]
         tries = []
         for _ in range(TRIES):
             recorder.start()
-            sliced.ubatched(batch, slices)
+            ubatch_rank.ubatched(batch, ubatches)
             tries.append(recorder.finish())
         found[delay] = min(tries, key=lambda trace: trace.seconds)
     covered = found[DELAY].covered_share

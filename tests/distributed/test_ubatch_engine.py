@@ -64,7 +64,7 @@ def test_tokens_and_logits_equal_transformers(
     assert len({result.num_microbatched for result in results}) == 1, "ranks cut different steps"
 
 
-def test_an_idle_rank_runs_along_in_slices(rank_pool, checkpoint, references):
+def test_an_idle_rank_runs_along_in_ubatches(rank_pool, checkpoint, references):
     config = rank_config(checkpoint, 2, kernels={"all2all": "torch_dist"}, overlap=ALWAYS)
     results = run_engines(rank_pool, config, arrivals(references[5:6], 1, 2), keep_logits=True)
     check(references[5:6], results, 1)
@@ -98,7 +98,7 @@ class Outcome:
 
 
 class Failing:
-    """An expert product that fails in one layer of one slice, and knows when."""
+    """An expert product that fails in one layer of one ubatch, and knows when."""
 
     def __init__(self, inner, calls: int):
         self.inner, self.calls, self.failed_at = inner, calls, 0.0
@@ -117,7 +117,7 @@ def _fail_and_live_again(
     info,
     config: RankConfig,
     rendezvous: list[Rendezvous],
-    failing_slice: int,
+    failing_ubatch: int,
     prompt: list[int],
 ) -> Outcome:
     from workers.rank.epoch import Epoch
@@ -127,8 +127,8 @@ def _fail_and_live_again(
     epoch = Epoch(process, rendezvous[0], 30)
     epoch.load()
     epoch.start_engine(lambda ingress, outputs: None, lambda step: None)
-    slices = epoch.engine.runner.ubatches
-    layer = slices._models[failing_slice].layers[1][1]
+    ubatches = epoch.engine.runner.ubatches
+    layer = ubatches._models[failing_ubatch].layers[1][1]
     failing = layer.grouped_gemm = Failing(layer.grouped_gemm, 2)
     if rank_index != 1:
         failing.calls = 10**9
@@ -163,15 +163,15 @@ def _fail_and_live_again(
 
 
 @pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
-@pytest.mark.parametrize("failing_slice", [0, 1])
-def test_an_error_in_a_slice_stops_all_and_the_next_group_serves(
-    rank_pool: RankPool, checkpoint, references, all2all, failing_slice
+@pytest.mark.parametrize("failing_ubatch", [0, 1])
+def test_an_error_in_a_ubatch_stops_all_and_the_next_group_serves(
+    rank_pool: RankPool, checkpoint, references, all2all, failing_ubatch
 ):
     config = rank_config(checkpoint, 2, kernels={"all2all": all2all}, overlap=ALWAYS)
     prompt = references[6].prompt
     broken = config.model_copy(update={"vote_timeout_s": 5.0})
     with local_rendezvous() as first, local_rendezvous() as second:
-        arguments = (broken, [first, second], failing_slice, prompt)
+        arguments = (broken, [first, second], failing_ubatch, prompt)
         outcomes = rank_pool.run(_fail_and_live_again, 2, *arguments, with_group=False)
     assert outcomes[1].error == "RuntimeError: the product failed"
     assert outcomes[1].seconds < 1, "the error did not surface at once"

@@ -1,4 +1,4 @@
-"""Ranks for the tests of ubatches: a model, its slices, and exchanges and products that take a given time."""
+"""Ranks for the tests of ubatches: a model, its ubatches, and exchanges and products that take a given time."""
 
 import time
 from dataclasses import replace
@@ -27,7 +27,7 @@ STEPS: dict[str, list[tuple[list[int], list[int]]]] = {
     "decode": [([1] * 5, [3, 40, 1, 17, 8]), ([1] * 4, [9, 2, 60, 31]), ([1] * 8, [7] * 8)],
     "mixed": [([1, 1, 30], [3, 40, 9]), ([1, 25, 6], [12, 0, 0]), ([1] * 6, [5] * 6)],
     "straddles": [([41], [11]), ([37], [0]), ([2, 38], [1, 25])],
-    "one_token_slices": [([1, 1], [3, 4]), ([2], [0]), ([1, 1], [0, 50])],
+    "one_token_ubatches": [([1, 1], [3, 4]), ([2], [0]), ([1, 1], [0, 50])],
     "uneven": [([40], [0]), ([1] * 8 + [], [9] * 8), ([21, 3], [4, 0])],
     "idle": [([18, 4], [0, 3]), ([], []), ([], [])],
 }
@@ -47,8 +47,8 @@ def rows_of(name: str, num_ranks: int, num_ubatches: int) -> int:
     return max(num_ubatches, *(sum(new) for new, _ in (STEPS[name] + [([], [])] * 8)[:num_ranks]))
 
 
-class SlicedRank:
-    """One rank's model, with kernels for whole steps and for slices over the same caches."""
+class UbatchRank:
+    """One rank's model, with kernels for whole steps and for ubatches over the same caches."""
 
     def __init__(self, rank: int, config: RankConfig, rendezvous: Rendezvous, num_ubatches: int):
         self._epoch = Epoch(RankProcess(rank, config), rendezvous, 30)
@@ -58,8 +58,8 @@ class SlicedRank:
         process = self._epoch.process
         self.caches = process.caches(MAX_SEQS * BLOCKS_PER_SEQ)
         context = process.backend_context(self._epoch._shared_memory)
-        self.slices = build_ubatch_backends(process.selection, context, self.whole, num_ubatches)
-        for backends in (self.whole, *self.slices):
+        self.ubatches = build_ubatch_backends(process.selection, context, self.whole, num_ubatches)
+        for backends in (self.whole, *self.ubatches):
             backends.attention.bind(self.caches)
 
     def fill_caches(self) -> None:
@@ -77,19 +77,19 @@ class SlicedRank:
         return self.model.with_backends(backends).forward(batch)
 
     @torch.inference_mode()
-    def ubatched(self, batch: ForwardBatch, slices: list[Backends] | None = None) -> torch.Tensor:
-        """hidden_TD of the alternating slices."""
+    def ubatched(self, batch: ForwardBatch, ubatches: list[Backends] | None = None) -> torch.Tensor:
+        """hidden_TD of the alternating ubatches."""
         self.fill_caches()
-        wrapper = UBatchWrapper(self.model, slices or self.slices)
+        wrapper = UBatchWrapper(self.model, ubatches or self.ubatches)
         wrapper.plan(batch)
         return wrapper.forward(batch)
 
     @torch.inference_mode()
     def one_after_another(self, batch: ForwardBatch) -> torch.Tensor:
-        """hidden_TD of the same slices, each run to its end before the next one begins."""
+        """hidden_TD of the same ubatches, each run to its end before the next one begins."""
         self.fill_caches()
-        found, count = [], len(self.slices)
-        for backends, part in zip(self.slices, cut(batch, batch.num_rows, count), strict=True):
+        found, count = [], len(self.ubatches)
+        for backends, part in zip(self.ubatches, cut(batch, batch.num_rows, count), strict=True):
             backends.attention.plan(part)
             found.append(self.model.with_backends(backends).forward(part))
         return torch.cat(found)

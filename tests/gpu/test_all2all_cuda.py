@@ -168,18 +168,18 @@ def check_graph(all2all: AllToAll, rank: int, num_tokens: int) -> None:
 
 
 def check_two_instances(all2all: AllToAll, name: str, rank: int, num_ranks: int) -> None:
-    """Two slices' exchanges on streams beside the current one, interleaved as ubatches are."""
+    """Two ubatches' exchanges on streams beside the current one, interleaved as ubatches are."""
     before, device = all2all.stream, torch.device("cuda", torch.cuda.current_device())
-    slices = [all2all, build(name, rank, num_ranks)]
+    ubatches = [all2all, build(name, rank, num_ranks)]
     generator = torch.Generator("cuda").manual_seed(rank)
-    for one, stream in zip(slices, comm_streams(device, 2), strict=True):
+    for one, stream in zip(ubatches, comm_streams(device, 2), strict=True):
         one.stream = stream
     worst = torch.zeros((), device="cuda")
     for index in range(60):
-        drawn = [draw(8 + index % 3 * KERNEL_ROWS // 2, generator) for _ in slices]
-        sent = [one.dispatch(*inputs) for one, inputs in zip(slices, drawn, strict=True)]
+        drawn = [draw(8 + index % 3 * KERNEL_ROWS // 2, generator) for _ in ubatches]
+        sent = [one.dispatch(*inputs) for one, inputs in zip(ubatches, drawn, strict=True)]
         returned = []
-        for one, pending in zip(slices, sent, strict=True):
+        for one, pending in zip(ubatches, sent, strict=True):
             routed = pending.wait()
             y_RD = experts_of(routed, first_expert())
             returned.append(one.combine(y_RD, routed.handle))
@@ -188,7 +188,7 @@ def check_two_instances(all2all: AllToAll, name: str, rank: int, num_ranks: int)
             worst = torch.maximum(worst, error_of(sum_partials(pending.wait()), inputs))
     assert worst.item() < 2e-2, worst.item()
     all2all.stream = before
-    slices[1].close()
+    ubatches[1].close()
 
 
 def check_num_sms(all2all: AllToAll, rank: int) -> None:

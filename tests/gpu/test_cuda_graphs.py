@@ -147,12 +147,12 @@ def serve(
 
 
 def _form(plan: StepPlan, rank: int) -> str:
-    """What a step was on a rank: nothing, idle, or with tokens; of which graphs, and whether in slices."""
+    """What a step was on a rank: nothing, idle, or with tokens; of which graphs, and whether in ubatches."""
     if not plan.run:
         return "asleep"
     if not plan.num_tokens_across_dp[rank]:
         return "idle"
-    return f"{plan.graph_mode.name}{' in slices' if plan.ubatch else ''}"
+    return f"{plan.graph_mode.name}{' in ubatches' if plan.ubatch else ''}"
 
 
 def _forbid_waiting(runner: Any) -> None:
@@ -259,7 +259,7 @@ def test_launching_never_waits_for_the_device(checkpoint: Path):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that serve together. Their slices have up to max_tokens / 2 rows; copy_engine copies more than 256."""
+    """Ranks that serve together. Their ubatches have up to max_tokens / 2 rows; copy_engine copies more than 256."""
 
     num_ranks: int
     all2all: str
@@ -293,7 +293,7 @@ DEEPEP = [
 
 
 def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
-    """Ranks with prompts, decodes and nothing at the same time, in whole steps and in slices."""
+    """Ranks with prompts, decodes and nothing at the same time, in whole steps and in ubatches."""
     need_gpus(group.num_ranks)
     for name in (f"all2all.{group.all2all}", f"grouped_gemm.{group.grouped_gemm}"):
         if reason := probe("cuda").get(name):
@@ -312,7 +312,7 @@ def random_steps(pools: Pools, checkpoint: Path, group: Group) -> None:
         arguments = (config, rendezvous, events)
         answers = pools.run(serve, group.num_ranks, *arguments, with_group=False, timeout_s=120)
     modes = ("DECODE", "MIXED") if group.graphs else ("NONE",)
-    cuts = ("", " in slices") if group.overlap == "on" else ("",)
+    cuts = ("", " in ubatches") if group.overlap == "on" else ("",)
     expected = {"asleep", "idle", *(mode + cut for mode in modes for cut in cuts)}
     for found in answers:
         forms = Counter(found.forms)

@@ -180,7 +180,9 @@ def test_low_latency_graphs(pool: RankPool, gemm: str):
 
 
 @torch.inference_mode()
-def slices(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, most: float) -> None:
+def two_ubatches(
+    rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, most: float
+) -> None:
     """Two instances whose exchanges cross each other on a stream of their own, eagerly and in a graph."""
     case = EQUAL["even"]
     layers = [Layer(name, gemm, case, rank) for _ in range(2)]
@@ -213,15 +215,15 @@ def slices(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, mos
 
 
 @normal_mode
-def test_two_slices(pool: RankPool):
-    run(pool, slices, "deepep", "triton", SUMS)
+def test_two_ubatches(pool: RankPool):
+    run(pool, two_ubatches, "deepep", "triton", SUMS)
 
 
 @low_latency
 @pytest.mark.parametrize(("gemm", "most"), [("deepgemm", SUMS), ("deepgemm_fp8", FP8_SUMS)])
-def test_two_slices_of_low_latency(pool: RankPool, gemm: str, most: float):
+def test_two_ubatches_of_low_latency(pool: RankPool, gemm: str, most: float):
     pytest.importorskip("deep_gemm")
-    run(pool, slices, "deepep_low_latency", gemm, most)
+    run(pool, two_ubatches, "deepep_low_latency", gemm, most)
 
 
 @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""A replayed forward gives what an eager one gives, bit by bit: whole and in slices, in all forms of attention.
+"""A replayed forward gives what an eager one gives, bit by bit: whole and in ubatches, in all forms of attention.
 
 Each step of some traffic that replays a graph is first computed in all ways that it could have been, at the padded size
 of each: by a replay; eagerly by the same kernels, attention planned as for the graph; and eagerly with attention
@@ -42,7 +42,7 @@ OTHER_ORDER = 3e-4
 KINDS = {
     *((mode, form, False) for mode, form in (("DECODE", "EVEN_DECODES"), ("DECODE", "DECODES"))),
     ("DECODE", "DECODES", True),
-    *(("MIXED", form, sliced) for form in ("NEW_PROMPTS", "MIXED") for sliced in (False, True)),
+    *(("MIXED", form, ubatch) for form in ("NEW_PROMPTS", "MIXED") for ubatch in (False, True)),
 }
 
 
@@ -87,7 +87,7 @@ def waves() -> list[list[EngineRequest]]:
     return [
         wave(1),
         wave(5, 2, 1, 3),
-        *(wave(*lengths) for lengths in ([16] * 2, [16] * 6, [48] * 2)),  # end where slices do
+        *(wave(*lengths) for lengths in ([16] * 2, [16] * 6, [48] * 2)),  # end where ubatches do
         wave(1, 1, 30, 32),
         wave(40, 33, 20),
         wave(90, 15, 100, 1, 40, max_tokens=20),
@@ -100,7 +100,7 @@ def waves() -> list[list[EngineRequest]]:
 class Compared:
     """Stands between an engine and its runner.
 
-    kinds   steps of each kind: the graph's mode, the form of its attention, whether in slices
+    kinds   steps of each kind: the graph's mode, the form of its attention, whether in ubatches
     wrong   those whose replay gave anything else than the same kernels without a graph
     diffs   of each kind, how far attention's other plan was off at most
     """
@@ -125,9 +125,9 @@ class Compared:
         graphs = self._runner.graphs
         vote = graphs.sizes.vote(scheduled.forward_mode, scheduled.num_tokens)
         keys = [
-            GraphKey(mode, vote[name], sliced)
+            GraphKey(mode, vote[name], ubatch)
             for mode, name in GRAPH_ROWS.items()
-            for sliced in (False, True)
+            for ubatch in (False, True)
         ]
         return [key for key in keys if key in graphs]
 

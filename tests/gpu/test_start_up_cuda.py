@@ -45,7 +45,7 @@ STYLES: tuple[dict[str, Any], ...] = (
 class Served:
     """What a rank had compiled when it was ready and after traffic of all kinds, and how many tokens it gave.
 
-    cut   the modes of the graphs that it replayed in slices
+    cut   the modes of the graphs that it replayed in ubatches
     """
 
     before: set[str]
@@ -96,12 +96,12 @@ def test_nothing_compiles_once_it_is_ready(
             found = pool.run(_serve, num_ranks, *arguments, with_group=False, timeout_s=280)
         finally:
             pool.close()
-    in_slices = {"DECODE", "MIXED" if on_hopper() else "NONE"} if overlap == "on" else set()
+    in_ubatches = {"DECODE", "MIXED" if on_hopper() else "NONE"} if overlap == "on" else set()
     for served in found:
         assert served.before, "a fresh cache was filled by the start"
         assert served.after - served.before == set(), "compiled in the middle of traffic"
         assert served.num_tokens >= len(ALONE) + len(STYLES) + MAX_NUM_SEQS + NUM_MIXED
-        assert served.cut == in_slices
+        assert served.cut == in_ubatches
 
 
 def _serve(

@@ -1,4 +1,4 @@
-"""An error in one slice of one rank on GPUs: it surfaces at once, the other rank notices, and the next group serves."""
+"""An error in one ubatch of one rank on GPUs: it is raised at once, the peer detects it, and the next group serves."""
 
 import time
 from pathlib import Path
@@ -32,7 +32,7 @@ _kept: list[Any] = []  # a GPU that waits for a peer for ever lets nobody free i
 def fail(
     index: int, _ranks: int, _info: Any, config: RankConfig, rendezvous: Rendezvous, failing: int
 ) -> tuple[str, float]:
-    """What a rank met when the product of one slice of rank 1 failed, and after how many seconds.
+    """What a rank met when the product of one ubatch of rank 1 failed, and after how many seconds.
 
     The processes end as actors do: without a word to their GPUs.
     """

@@ -1,4 +1,4 @@
-"""Slices on streams of their own compute side by side, see what earlier ones wrote, and end before the step does."""
+"""Ubatches on streams of their own compute side by side, see what earlier ones wrote, and end before the step does."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ pytestmark = [
 LAYERS, CYCLES = 5, 10_000_000  # some 6 ms of one SM
 
 
-def in_slices(tasks: list[Callable[[], None]]) -> None:
+def in_ubatches(tasks: list[Callable[[], None]]) -> None:
     streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in tasks[1:])]
     with forked(streams[1:]):
         alternate(tasks, torch.device("cuda", torch.cuda.current_device()), streams)
@@ -42,26 +42,26 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_slices_compute_side_by_side(graph: bool):
+def test_ubatches_compute_side_by_side(graph: bool):
     def sleep() -> None:
         torch.cuda._sleep(CYCLES)
         Pending(lambda: None).wait()
         torch.cuda._sleep(CYCLES)
 
     def run() -> None:
-        in_slices([sleep] * 3)
+        in_ubatches([sleep] * 3)
 
     run = captured(run) if graph else run
     milliseconds(run)  # streams are made when they are first used
     assert milliseconds(run) < 1.5 * milliseconds(sleep), "one after the other would be 3"
 
 
-def test_a_slice_reads_what_earlier_ones_have_written():
+def test_a_ubatch_reads_what_earlier_ones_have_written():
     """Each waits for a long time before it writes; the next one reads all that was written before it."""
     cache_LS = torch.zeros(LAYERS, 3, device="cuda")
     found_LS = torch.zeros(LAYERS, 3, device="cuda")
 
-    def slice_of(index: int) -> Callable[[], None]:
+    def ubatch_of(index: int) -> Callable[[], None]:
         def run() -> None:
             for layer in range(LAYERS):
                 torch.cuda._sleep(CYCLES // (1 + 4 * index))
@@ -74,7 +74,7 @@ def test_a_slice_reads_what_earlier_ones_have_written():
 
     def run() -> None:
         cache_LS.zero_()
-        in_slices([slice_of(index) for index in range(3)])
+        in_ubatches([ubatch_of(index) for index in range(3)])
 
     captured(run)()
     assert found_LS.tolist() == [[1, 2, 3]] * LAYERS
@@ -94,7 +94,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("graph", [False, True])
-def test_what_slices_computed_is_there_when_the_step_goes_on(graph: bool):
+def test_what_ubatches_computed_is_there_when_the_step_goes_on(graph: bool):
     device = torch.device("cuda", torch.cuda.current_device())
     ids = torch.zeros(30, dtype=torch.int64, device=device)
     batch = SimpleNamespace(

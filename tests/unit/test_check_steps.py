@@ -1,4 +1,4 @@
-"""What `phalanx check` says of graphs and ubatches, and the memory of slices, for GPUs that are not here."""
+"""What `phalanx check` says of graphs and ubatches, and the memory of ubatches, for GPUs that are not here."""
 
 import re
 import sys
@@ -103,7 +103,7 @@ def test_what_the_configuration_fixes(yaml_path: Path) -> None:
         "overlap.min_decode_tokens=64",
         "overlap.comm_sms=16",
     )
-    assert report.steps["ubatches"] == "3 slices of each step that is cut"
+    assert report.steps["ubatches"] == "3 ubatches in each step that is cut"
     assert report.steps["decode"] == "from 64 sequences of a rank on (overlap.min_decode_tokens)"
     assert report.steps["prefill"].startswith("measured at the start")
     assert report.steps["comm_sms"] == "16 (overlap.comm_sms)"
@@ -141,7 +141,7 @@ def test_warns_of_thresholds_that_no_step_reaches(yaml_path: Path) -> None:
     assert "min_" not in " ".join(off.warnings)
 
 
-def test_memory_of_slices(yaml_path: Path) -> None:
+def test_memory_of_ubatches(yaml_path: Path) -> None:
     auto, off = checked(yaml_path), checked(yaml_path, "overlap.mode=off")
     row = auto.ranks[0]
     assert row.ubatch_bytes > 2 * 128 * 2**20, "a workspace for each, and half of the rows"

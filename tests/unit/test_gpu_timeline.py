@@ -181,7 +181,7 @@ def test_rows_moved_between_gpus_belong_to_their_exchange(tmp_path: Path) -> Non
         made.phase("step", 1000.0 * step, 900)
     kernels = [
         *(("pack_rows_kernel", 7, 0), ("Memcpy PtoP", 9, 8_000_000)),
-        # another slice's sums and rows are made while the first one's rows are on their way
+        # another ubatch's sums and rows are made while the first one's rows are on their way
         *(("pack_rows_kernel", 7, 0), ("weighted_sum_kernel", 7, 0), ("Memcpy PtoP", 9, 8_000_000)),
         *(("Memcpy PtoP", 9, 8_000_000), ("_add_rms_norm", 7, 0), ("Memcpy PtoP", 9, 8_000_000)),
         *(("Memcpy PtoP", 9, 7_000_000), ("Memcpy PtoP", 9, 7_000_000), ("Memcpy DtoD", 7, 64)),

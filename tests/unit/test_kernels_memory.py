@@ -1,4 +1,4 @@
-"""Memory of the chosen backends by arithmetic: grows with what is exchanged, and with slices by what those hold."""
+"""Memory of the chosen backends by arithmetic: grows with what is exchanged, and with ubatches by what those hold."""
 
 from dataclasses import replace
 
@@ -74,7 +74,7 @@ def test_deepep():
     assert total("deepep_low_latency") == rows * (4 * (4096 + 64) + 2 * (2 * 2048 + 3 * 768))
 
 
-def test_slices_hold_an_exchange_and_a_workspace_each():
+def test_ubatches_hold_an_exchange_and_a_workspace_each():
     chosen = selection("symm", attention="flashinfer")
     whole, cut = of(chosen, 4), of(chosen, 4, num_ubatches=2)
     assert replace(cut, ubatches=0) == whole and not whole.ubatches
@@ -84,7 +84,7 @@ def test_slices_hold_an_exchange_and_a_workspace_each():
 
 
 @pytest.mark.parametrize("name", ["shm", "torch_dist", "allgather"])
-def test_slices_that_hold_nothing(name: str):
+def test_ubatches_that_hold_nothing(name: str):
     """Those of `shm` use the slots of whole steps, the others allocate rows as they go."""
     assert not of(selection(name), 2, num_ubatches=4).ubatches
     paged = selection(name, attention="flashinfer")

@@ -10,7 +10,7 @@ from workers.rank import kv_sizing
 from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_longest_request_fits
 from workers.runner.graph_sizes import GraphSizes
 
-POOL, WHOLE, SLICED, OTHERS = 1000, 10, 30, 7
+POOL, WHOLE, UBATCHED, OTHERS = 1000, 10, 30, 7
 
 
 class FakeGraphs:
@@ -26,7 +26,7 @@ class FakeGraphs:
     def capture(self, keys):
         before = self.device.used
         for key in keys:
-            self.device.used += self.count([key]) * (SLICED if key.ubatch else WHOLE)
+            self.device.used += self.count([key]) * (UBATCHED if key.ubatch else WHOLE)
             self.device.used += 0 if self.captured else POOL
             self.captured.append(key)
         return self.device.used - before
@@ -54,8 +54,8 @@ def test_all_forms_of_all_sizes_are_counted(monkeypatch, num_ubatches):
     assert made[0].closed
     captured = made[0].captured
     assert captured[0].rows == 64 and len(captured) == 2 + bool(num_ubatches)
-    largest = OTHERS + POOL + 2 * WHOLE + (2 * SLICED if num_ubatches else 0)
-    # Eight graphs of whole steps, all but the decodes of one and two rows in two forms, and seven of slices.
+    largest = OTHERS + POOL + 2 * WHOLE + (2 * UBATCHED if num_ubatches else 0)
+    # Eight graphs of whole steps, all but the decodes of one and two rows in two forms, and seven of ubatches.
     others = 8 - 1 + num_ubatches * 7
     assert found == int(1.1 * (largest + others * WHOLE))
 

@@ -162,7 +162,7 @@ def test_plans_are_safe(group, equal):
         assert len(set(run)) == 1
     if plan.ubatch:
         assert all(v.wants_ubatch for v in group)
-        # the second slice of every rank with tokens has a real one
+        # the second ubatch of every rank with tokens has a real one
         assert min(filter(None, tokens)) > run[0] // 2
     graph_rows = {GraphMode.DECODE: "decode_rows", GraphMode.MIXED: "mixed_rows"}
     if plan.graph_mode:

@@ -150,7 +150,7 @@ def epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterable[Epoch]:
 
 @pytest.mark.parametrize(("phase", "num_tokens"), [("prefill", 200), ("decode", 8)])
 def test_the_marks_of_both_forms_have_the_times_of_replays(epoch, phase, num_tokens):
-    """Prompts before measured decodes replay whole graphs also when those in slices are traced."""
+    """Prompts before measured decodes replay whole graphs also when those in ubatches are traced."""
     trace = trace_step.trace_step(epoch, phase, num_tokens)
     assert trace.plain.order() == [("dispatch", 0), ("combine", 0)] * LAYERS
     one_layer = [(operation, index) for operation in ("dispatch", "combine") for index in range(2)]

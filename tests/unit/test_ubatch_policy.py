@@ -88,7 +88,7 @@ def samples(**seconds: tuple[float, float]) -> list[Sample]:
         (samples(t128=(1.0, 0.97)), 128),
     ],
 )
-def test_the_threshold_is_where_slices_begin_to_win_for_good(measured, expected):
+def test_the_threshold_is_where_ubatches_begin_to_win_for_good(measured, expected):
     assert threshold(measured) == expected
     policy = with_measured(never("not measured"), "prefill", measured)
     assert policy.min_prefill_tokens == expected and policy.min_decode_tokens is None
@@ -109,7 +109,7 @@ def test_the_slowest_rank_counts_and_all_agree():
     seconds = {128: ((1.0, 0.5), (1.0, 1.1)), 256: ((2.0, 1.0), (2.0, 1.5))}
 
     def run_on(rank):
-        return lambda phase, size, sliced: seconds[size][rank][sliced]
+        return lambda phase, size, ubatched: seconds[size][rank][ubatched]
 
     def gather_of(rank):
         """What both ranks would bring, of which this one knows its own."""
@@ -147,13 +147,13 @@ def test_sizes_are_powers_of_two_up_to_the_largest():
 def test_measuring_goes_down_to_the_first_size_that_loses(gains, expected, asked):
     runs = []
 
-    def run(phase, size, sliced):
-        runs.append((size, sliced))
-        return 0.5 if sliced and size in gains else 1.0
+    def run(phase, size, ubatched):
+        runs.append((size, ubatched))
+        return 0.5 if ubatched and size in gains else 1.0
 
     policy = tune(never(""), ["prefill"], {"prefill": 1000}, run, alone)
     assert policy.min_prefill_tokens == expected
-    assert runs == [(size, sliced) for size in asked for sliced in (False, True)]
+    assert runs == [(size, ubatched) for size in asked for ubatched in (False, True)]
     everything = [Sample(s, 1.0, 0.5 if s in gains else 1.0) for s in (128, 256, 512, 1000)]
     assert threshold(everything) == expected, "sizes that were left out count"
 
@@ -161,9 +161,9 @@ def test_measuring_goes_down_to_the_first_size_that_loses(gains, expected, asked
 def test_measuring_ends_with_its_budget():
     asked = []
 
-    def run(phase, size, sliced):
+    def run(phase, size, ubatched):
         asked.append(size)
-        return 0.5 if sliced else 1.0
+        return 0.5 if ubatched else 1.0
 
     policy = tune(never(""), ["decode"], {"decode": 1024}, run, alone, budget_s=-1.0)
     assert asked == [1024, 1024]
@@ -182,8 +182,8 @@ def test_the_exchange_gets_the_multiprocessors_that_make_a_step_fastest():
     limits = []
     times = {None: 3.0, 8: 2.5, 16: 2.0, 24: 2.2}
 
-    def run(phase, size, sliced):
-        assert (phase, size, sliced) == ("prefill", 4096, True)
+    def run(phase, size, ubatched):
+        assert (phase, size, ubatched) == ("prefill", 4096, True)
         return times[limits[-1]]
 
     assert best_comm_sms((8, 16, 24), 4096, run, alone, limits.append) == 16

@@ -1,4 +1,4 @@
-"""Each slice computes on a stream of its own: who is on which, and what waits for what. Streams are fakes."""
+"""Each ubatch computes on a stream of its own: who is on which, and what waits for what. Streams are fakes."""
 
 from types import SimpleNamespace
 
@@ -50,7 +50,7 @@ def thread(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def test_each_slice_goes_on_where_it_was(thread):
+def test_each_ubatch_goes_on_where_it_was(thread):
     seen = []
 
     def task(name: str, num_waits: int):
@@ -71,7 +71,7 @@ def test_each_slice_goes_on_where_it_was(thread):
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-def test_a_slice_that_leaves_its_stream_is_refused(thread, at_end):
+def test_a_ubatch_that_leaves_its_stream_is_refused(thread, at_end):
     def careless() -> None:
         torch.cuda.set_stream(thread.streams["b"])
         if not at_end:
@@ -106,7 +106,7 @@ def test_streams_fork_and_join(thread, fails):
 
 
 def test_the_middle_of_a_turn_comes_after_the_turns_before(thread):
-    """At each layer a slice waits for all that the slice before it had given its stream when it handed over."""
+    """At each layer a ubatch waits for all that the ubatch before it had given its stream when it handed over."""
     names = ("caller", "a", "b")
 
     def task(name: str, num_layers: int):
@@ -124,26 +124,26 @@ def test_the_middle_of_a_turn_comes_after_the_turns_before(thread):
     assert thread.streams["b"].waits == [("a", 0), ("a", 1)]
 
 
-def test_a_slice_comes_after_one_that_never_waited(thread):
+def test_a_ubatch_comes_after_one_that_never_waited(thread):
     """A model's layers without experts have no exchange, but caches."""
     streams = [thread.streams[name] for name in ("caller", "a")]
     alternate([wait_previous_ubatch, wait_previous_ubatch], CUDA, streams)
     assert streams[0].waits == [] and streams[1].waits == [("caller", 0)]
 
 
-def test_slices_on_one_stream_need_no_order(thread):
+def test_ubatches_on_one_stream_need_no_order(thread):
     def task() -> None:
         wait_previous_ubatch()
         Pending(lambda: None).wait()
         wait_previous_ubatch()
 
     alternate([task, task], CUDA)
-    wait_previous_ubatch()  # nor does what is no slice
+    wait_previous_ubatch()  # nor does what is no ubatch
     assert not any(stream.waits for stream in thread.streams.values())
 
 
 @pytest.mark.parametrize("capturing", [False, True])
-def test_slices_part_in_graphs_alone(thread, capturing):
+def test_ubatches_part_in_graphs_alone(thread, capturing):
     """Their exchanges do everywhere; afterwards the caller's stream waits for all that was beside it."""
     thread.capturing, seen = capturing, []
 
@@ -173,7 +173,7 @@ def test_slices_part_in_graphs_alone(thread, capturing):
     assert [side.waits for side in sides] == [["caller"]] * 2
 
 
-def test_exchanges_of_slices_run_one_after_the_other(thread, monkeypatch):
+def test_exchanges_of_ubatches_run_one_after_the_other(thread, monkeypatch):
     class Made(FakeStream):
         def __init__(self, device: torch.device, priority: int):
             super().__init__(f"side {len(made)}")

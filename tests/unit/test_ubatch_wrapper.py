@@ -1,4 +1,4 @@
-"""Slices take turns in a fixed order, lose no error, and compute what one forward computes."""
+"""Ubatches take turns in a fixed order, lose no error, and compute what one forward computes."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from workers.ubatch.wrapper import UBatchWrapper, alternate, sm_split
 
 
 class Log(list):
-    """What happened, in order; `task` makes a slice that says what it does."""
+    """What happened, in order; `task` makes a ubatch that says what it does."""
 
     def task(self, name: str, num_exchanges: int, fail_at: int | None = None):
         def run() -> str:
@@ -42,7 +42,7 @@ class Log(list):
         return run
 
 
-def test_slices_take_turns_at_each_exchange():
+def test_ubatches_take_turns_at_each_exchange():
     log = Log()
     assert alternate([log.task("a", 2), log.task("b", 2)]) == ["a", "b"]
     assert log == [
@@ -60,7 +60,7 @@ def test_slices_take_turns_at_each_exchange():
 
 
 @pytest.mark.parametrize("num_ubatches", [1, 2, 3, 5])
-def test_slice_i_reaches_every_exchange_first(num_ubatches):
+def test_ubatch_i_reaches_every_exchange_first(num_ubatches):
     log = Log()
     names = [str(i) for i in range(num_ubatches)]
     assert alternate([log.task(name, 4) for name in names]) == names
@@ -111,7 +111,7 @@ def test_an_error_before_others_begin_leaves_them_alone():
     assert log == []
 
 
-def test_an_exchange_that_fails_raises_in_its_own_slice():
+def test_an_exchange_that_fails_raises_in_its_own_ubatch():
     def failing():
         Pending(_raises("lost a peer")).wait()
 
@@ -137,7 +137,7 @@ def test_what_unwinding_raises_is_noted_and_waits_for_nobody():
     assert any("nobody answers" in note for note in raised.value.__notes__)
 
 
-def test_slices_are_not_cut_again():
+def test_ubatches_are_not_cut_again():
     with pytest.raises(AssertionError, match="cannot be cut again"):
         alternate([lambda: alternate([lambda: 1])])
 
@@ -160,7 +160,7 @@ def _raises(message: str):
 
 
 class PassedOn(AllToAll):
-    """Another exchange whose results always come by `Pending`, so that slices alternate on one rank too."""
+    """Another exchange whose results always come by `Pending`, so that ubatches alternate on one rank too."""
 
     name = "passed_on"
 
@@ -182,8 +182,8 @@ class PassedOn(AllToAll):
         self.num_sms.append(num_sms)
 
 
-def slice_backends(rank: OneRank, count: int, log: list[str]) -> list[Backends]:
-    """Exchange and attention of each slice, over the rank's own caches."""
+def ubatch_backends(rank: OneRank, count: int, log: list[str]) -> list[Backends]:
+    """Exchange and attention of each ubatch, over the rank's own caches."""
     found = []
     for index in range(count):
         attention = type(rank.attention)(rank.attention.specs, rank.attention.block_size)
@@ -198,7 +198,7 @@ BATCHES = {
     "decode": ([[5], [6], [7], [8], [9]], [3, 40, 1, 17, 8], 0),
     "mixed": ([[5], [6], list(range(30))], [3, 40, 9], 0),
     "straddles_every_cut": ([list(range(41))], [11], 0),
-    "padding_fills_a_slice": ([[5], [6]], [1, 2], 9),
+    "padding_fills_a_ubatch": ([[5], [6]], [1, 2], 9),
     "padding_alone": ([], [], 6),
     "one_token_each": ([[1], [2], [3]], [4, 5, 6], 0),
 }
@@ -206,13 +206,13 @@ BATCHES = {
 
 @pytest.mark.parametrize("num_ubatches", [2, 3])
 @pytest.mark.parametrize("name", BATCHES)
-def test_slices_compute_what_one_forward_does(tmp_path: Path, name: str, num_ubatches: int):
+def test_ubatches_compute_what_one_forward_does(tmp_path: Path, name: str, num_ubatches: int):
     rank = OneRank(small_checkpoint(tmp_path))
     with torch.inference_mode():
-        check_slices(rank, make_batch(*BATCHES[name]), num_ubatches)
+        check_ubatches(rank, make_batch(*BATCHES[name]), num_ubatches)
 
 
-def check_slices(rank: OneRank, batch: ForwardBatch, num_ubatches: int) -> None:
+def check_ubatches(rank: OneRank, batch: ForwardBatch, num_ubatches: int) -> None:
     generator = torch.Generator().manual_seed(3)
     for cache in rank.attention.kv_caches:
         cache.copy_(torch.randn(cache.shape, generator=generator))
@@ -224,7 +224,7 @@ def check_slices(rank: OneRank, batch: ForwardBatch, num_ubatches: int) -> None:
         cache.copy_(before)
 
     log: list[str] = []
-    wrapper = UBatchWrapper(rank.model, slice_backends(rank, num_ubatches, log))
+    wrapper = UBatchWrapper(rank.model, ubatch_backends(rank, num_ubatches, log))
     wrapper.plan(batch)
     found_TD = wrapper.forward(batch)
     real = slice(batch.num_tokens)
@@ -305,7 +305,7 @@ class TwoForms:
         ([], GraphForm.NEW_PROMPTS),
     ],
 )
-def test_slices_share_the_form_that_serves_all(sequences, form):
+def test_ubatches_share_the_form_that_serves_all(sequences, form):
     backends = SimpleNamespace(attention=TwoForms())
     wrapper = UBatchWrapper(SimpleNamespace(with_backends=lambda own: own), [backends] * 2)
     assert wrapper.forms(17, prompts=True) == (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
