@@ -230,7 +230,7 @@ class Annotations:
             (ModelRunner, "launch", "launch"),
             (ForwardBatchBuilder, "build", "build"),
             *((attention, name, "plan") for name in ("plan", "plan_graph")),
-            (Sampler, "pick", SAMPLE),
+            (Sampler, "sample", SAMPLE),
             (HostCopies, "wait", "wait"),
             (Scheduler, "commit", "commit"),
         ]
