@@ -64,6 +64,12 @@ def _changes(body: dict[str, Any]) -> dict[str, Any]:
     if "prompt" in body or "messages" in body:
         changes["max_tokens"] = 3
         changes |= {name: value for name, value in SHORT.items() if name in body}
+    if isinstance(body.get("messages"), list):
+        # The schema cannot express that only an assistant's message may lack content.
+        changes["messages"] = [
+            {**message, "content": "Hi"} if message.get("content") is None else message
+            for message in body["messages"]
+        ]
     return changes
 
 

@@ -7,6 +7,7 @@ while the loop runs. Requests that are open then go on in the next epoch from wh
 import gc
 import os
 import threading
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from workers.wire.request import EngineRequest
 
 NUM_RANKS, NUM_EPOCHS, WARM_UP_EPOCHS = 3, 50, 12
 TOKENS_AN_EPOCH = 3
+SLOW_STEP_S = 0.02
 # Bytes that the epochs after the warm-up may add: the prompts that are computed again grow with what was emitted, and
 # so do buffers (5 to 10 MB were seen); one epoch's shared memory and runner take more than 1 MB.
 RSS_BOUND = 16 << 20
@@ -101,9 +103,11 @@ class Client:
                     self._found.ends[output.request_id] = output.finish_reason
             if self._found.num_tokens >= enough:
                 self.reached.set()
+                time.sleep(SLOW_STEP_S)  # a GPU would finish all requests before the abort
                 if stop:
                     epoch.engine.stop()
 
+        assert self._open, "the requests are too short for so many epochs"
         epoch.start_engine(publish, lambda step: None)
         for name in sorted(self._open):
             emitted = list(self._found.tokens[name])

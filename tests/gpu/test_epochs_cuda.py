@@ -31,7 +31,7 @@ def test_ten_epochs(checkpoint: Path, all2all: str, overlap: str):
     requests = [
         [
             make_request(
-                f"{rank}-{index}", [7 * index + token for token in range(20)], max_tokens=60
+                f"{rank}-{index}", [7 * index + token for token in range(20)], max_tokens=200
             )
             for index in range(10)
         ]

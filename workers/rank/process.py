@@ -188,8 +188,12 @@ class RankProcess:
         )
 
     def close(self) -> None:
-        """Close the open epoch, and stop the thread that compiles grammars."""
+        """Close the open epoch, stop the thread that compiles grammars, and release weights and KV memory."""
         if self.epoch is not None:
             self.epoch.close()
         if self.grammars is not None:
             self.grammars.close()
+        for name in ("backends", "model", "kv_caches", "epoch"):
+            vars(self).pop(name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
