@@ -278,3 +278,17 @@ def test_modules_say_what_they_are(path: Path):
     source = path.read_text()
     assert source == "" or ast.get_docstring(ast.parse(source)), "a module docstring is missing"
     assert source.isascii()
+
+
+def test_architecture_lists_every_module():
+    text, folder, listed = (ROOT / "ARCHITECTURE.md").read_text(), "", set()
+    for line in text.splitlines():
+        if line.startswith("### `"):
+            folder = line.split("`")[1].rstrip("/")
+        elif folder and line.startswith("| `"):
+            listed.add(f"{folder}/{line.split('`')[1].rstrip('/')}")
+    modules = {str(p.relative_to(ROOT).with_suffix("")) for p in SOURCES if p.stem != "__init__"}
+    families = {str(Path(path).parent) for path in modules if path.count("/") == 3}
+    families = {path for path in families if path.startswith("workers/models/")}
+    expected = {path for path in modules if str(Path(path).parent) not in families} | families
+    assert listed == expected, listed ^ expected
