@@ -11,7 +11,7 @@ RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 # Written before the measurements recorded the state of the tree; no name is to be added.
 WITHOUT_TREE_STATE = {
     *("gpu-all2all", "gpu-attention", "gpu-experts", "gpu-loading", "gpu-overlap"),
-    *("gpu-overlap-power", "gpu-overlap-streams", "gpu-overlap-turns", "gpu-serving"),
+    *("gpu-overlap-power", "gpu-overlap-streams", "gpu-overlap-turns"),
     *("gpu-serving-pair", "guidellm", "vllm-comparison", "cpu-local", "ingress"),
 }
 
