@@ -142,7 +142,7 @@ class Measurement:
     def _trace(self, num_tokens: int) -> dict[str, Any]:
         """Record a prefill of `num_tokens` and return rank 0's covered share. No step can run afterwards."""
         self._say(f"trace of a prefill of {num_tokens}")
-        step = trace_step(self._rank, "prefill", num_tokens).ubatched
+        step = trace_step(self._epoch, "prefill", num_tokens).ubatched
         return {"phase": "prefill", "tokens": num_tokens, "covered": round(step.covered_share, 4)}
 
     def _clocks(self) -> dict[str, dict[str, list[dict[str, float] | None]]]:
