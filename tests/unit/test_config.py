@@ -290,7 +290,7 @@ def test_complaint_that_rests_on_a_wrong_key_is_left_out(yaml_path: Path) -> Non
 
 def test_broken_checkpoint_names_its_field(tmp_path: Path, checkpoint: Path) -> None:
     raw = json.loads((checkpoint / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**raw, "hidden_act": "gelu"}))
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "hidden_act": "relu"}))
     path = write(tmp_path, "model:\n  path: .\n")
     assert "hidden_act" in problems(path)["model.path"]
 
