@@ -12,7 +12,7 @@ from contextlib import suppress
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.api.answer.events import DONE, error_event
+from cluster.api.answer.writer import AnswerWriter
 from cluster.errors import (
     BadRequestError,
     EngineDeadError,
@@ -130,10 +130,16 @@ class AdmittedResponse(Response):
     """Serves an answer within its time limit, and releases its ticket."""
 
     def __init__(
-        self, answer: Response, gate: AdmissionGate, ticket: Ticket, timeout_s: float | None
+        self,
+        answer: Response,
+        writer: AnswerWriter,
+        gate: AdmissionGate,
+        ticket: Ticket,
+        timeout_s: float | None,
     ) -> None:
         super().__init__()
         self._answer = answer
+        self._writer = writer
         self._gate = gate
         self._ticket = ticket
         self._timeout_s = timeout_s
@@ -152,7 +158,7 @@ class AdmittedResponse(Response):
                 raise
             if STARTED not in scope:
                 raise self._error() from None
-            last = error_event(self._error()) + DONE
+            last = self._writer.error(self._error())
             with suppress(RuntimeError):  # it was complete: the server takes no more of it
                 await send({"type": "http.response.body", "body": last})
         finally:

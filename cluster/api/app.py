@@ -1,8 +1,8 @@
 """The FastAPI application: routes, and the one place where errors become answers. Knows nothing of Ray."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -10,23 +10,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from cluster.api.admission import AdmissionGate, AdmittedResponse
+from cluster.api.admission import AdmissionGate
 from cluster.api.answer.events import error_body, to_json
-from cluster.api.answer.generation import Generation
 from cluster.api.auth import ApiKeyAuth
 from cluster.api.backend import EngineBackend
 from cluster.api.middleware import RequestContext
 from cluster.api.record import Recorder
 from cluster.api.request.generation_factory import GenerationFactory
-from cluster.api.request.json_body import read_json_object
 from cluster.api.request.protocol import (
     ChatRequest,
     CompletionRequest,
-    GenerationRequest,
     parse_chat,
     parse_completion,
 )
-from cluster.api.response import GenerationResponse
+from cluster.api.routes.generation import GenerationEndpoint, Prepared, with_writer
 from cluster.api.routes.metrics_routes import add_metrics_routes
 from cluster.api.routes.openapi import body_schema, complete_openapi
 from cluster.api.routes.page import add_page_routes
@@ -38,7 +35,6 @@ from cluster.errors import BadRequestError, ClientTimeoutError, NotFoundError, S
 from cluster.metrics.metrics import IngressMetrics
 
 BackendProvider = Callable[[], EngineBackend]
-_Request = TypeVar("_Request", CompletionRequest, ChatRequest)
 
 
 def create_app(
@@ -68,7 +64,8 @@ def create_app(
     _add_middleware(app, settings, metrics)
     _add_error_handlers(app)
     factory = GenerationFactory(tokenizer, settings)
-    _add_generation_routes(app, backend_provider, factory, settings, recorder, gate)
+    endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate)
+    _add_generation_routes(app, endpoint, factory)
     _add_model_routes(app, backend_provider)
     add_tokenization_routes(app, backend_provider, tokenizer, settings)
     add_utility_routes(app, backend_provider, settings, gate)
@@ -94,48 +91,25 @@ def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics
 
 
 def _add_generation_routes(
-    app: FastAPI,
-    backend_provider: BackendProvider,
-    factory: GenerationFactory,
-    settings: ApiSettings,
-    recorder: Recorder,
-    gate: AdmissionGate,
+    app: FastAPI, endpoint: GenerationEndpoint, factory: GenerationFactory
 ) -> None:
-    async def answer(
-        request: Request,
-        parse: Callable[[dict[str, Any]], _Request],
-        make: Callable[[_Request, EngineBackend, Mapping[str, str]], Awaitable[Generation]],
-    ) -> Response:
-        gate.check()  # before all other work, because a refusal must be cheap
-        body = await read_json_object(request, settings)
-        backend = backend_provider()
-        recorder.metrics.set_model_name(backend.model_name)
-        parsed = parse(body)
-        ticket = gate.admit(_num_choices(parsed))
-        try:
-            generation = await make(parsed, backend, request.headers)
-        except BaseException:
-            ticket.release()
-            raise
-        response = GenerationResponse(generation, backend, recorder)
-        return AdmittedResponse(response, gate, ticket, settings.request_timeout_s)
-
     @app.post("/v1/completions", openapi_extra=body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         """Continue a prompt."""
-        return await answer(request, parse_completion, factory.completion)
+
+        async def prepare(parsed: CompletionRequest, backend: EngineBackend) -> Prepared:
+            return with_writer(await factory.completion(parsed, backend, request.headers))
+
+        return await endpoint.answer(request, parse_completion, prepare)
 
     @app.post("/v1/chat/completions", openapi_extra=body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        return await answer(request, parse_chat, factory.chat)
 
+        async def prepare(parsed: ChatRequest, backend: EngineBackend) -> Prepared:
+            return with_writer(await factory.chat(parsed, backend, request.headers))
 
-def _num_choices(request: GenerationRequest) -> int:
-    """Return the number of sequences of a request. Errors of its prompt are found later."""
-    prompt = getattr(request, "prompt", None)
-    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-    return (len(prompt) if isinstance(prompt, list) and several else 1) * (request.n or 1)
+        return await endpoint.answer(request, parse_chat, prepare)
 
 
 def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:

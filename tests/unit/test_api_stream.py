@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from cluster.api.answer.message_parser import MessageParser
 from cluster.api.request.generation_factory import GenerationFactory
+from cluster.api.tools.base import CallDelta, Piece
 from tests.unit.api_fakes import IM_END, Api, FakeBackend, events, says
 
 
@@ -206,34 +208,33 @@ def test_slow_client_holds_back_its_own_stream_only():
 
 
 class Bracketed:
-    """A message parser that takes "[x]" for a call of x and holds a bracket back until it closes."""
+    """A call parser that takes "[x]" for a call of x and holds a bracket back until it closes."""
 
     def __init__(self) -> None:
-        self.content, self.calls, self._held = "", [], ""
+        self._num_calls, self._held = 0, ""
 
-    def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
-        deltas = []
+    def push(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
         for char in text:
             self._held += char
             if char == "]":
-                self.calls.append(self._held.strip("[]"))
-                deltas.append({"call": self.calls[-1]})
+                pieces.append(CallDelta(self._num_calls, self._held.strip("[]")))
+                self._num_calls += 1
             elif self._held[0] == "[":
                 continue
             else:
-                self.content += self._held
-                deltas.append({"content": self._held})
+                pieces.append(self._held)
             self._held = ""
-        if last and self._held:
-            self.content += self._held
-            deltas.append({"content": self._held})
-        return deltas
+        return pieces
 
-    def message(self) -> dict[str, Any]:
-        return {"content": self.content, "calls": self.calls}
+    def flush(self) -> list[Piece]:
+        return [self._held] if self._held else []
 
-    def finish_reason(self, reason: str) -> str:
-        return "tool_calls" if self.calls and reason == "stop" else reason
+
+def called(delta: dict[str, Any]) -> dict[str, Any]:
+    """The delta with the name of its call alone."""
+    calls = delta.get("tool_calls")
+    return delta if calls is None else {"call": calls[0]["function"]["name"]}
 
 
 @pytest.fixture
@@ -244,7 +245,7 @@ def parsed(monkeypatch):
     async def with_parser(self, request, backend, headers):
         generation = await chat(self, request, backend, headers)
         for choice in generation.choices:
-            choice.parser = Bracketed()
+            choice.parser = MessageParser(calls=Bracketed())
         return generation
 
     monkeypatch.setattr(GenerationFactory, "chat", with_parser)
@@ -255,7 +256,7 @@ def test_parsed_stream(parsed, size):
     api = Api(FakeBackend(says("ok[foo][b", size=size, end=[IM_END])))
     role, *items = [item["choices"][0] for item in events(api.chat(stream=True))]
     assert role["delta"] == {"role": "assistant", "content": ""}
-    deltas = [item["delta"] for item in items]
+    deltas = [called(item["delta"]) for item in items]
     assert deltas == [{"content": "o"}, {"content": "k"}, {"call": "foo"}, {"content": "[b"}]
     assert [item["finish_reason"] for item in items] == [None] * 3 + ["tool_calls"]
 
@@ -265,19 +266,16 @@ def test_parsed_stream_tells_of_tokens_whose_text_is_held_back(parsed):
     _, *items = [item["choices"][0] for item in events(api.chat(stream=True, logprobs=True))]
     tokens = [[entry["token"] for entry in item["logprobs"]["content"]] for item in items]
     assert tokens == [["["], ["f"], ["o"], ["o"], ["]"], ["<|im_end|>"]]
-    deltas = [item["delta"] for item in items]
+    deltas = [called(item["delta"]) for item in items]
     assert deltas == [{}] * 4 + [{"call": "foo"}, {}]
 
 
 def test_parsed_answer(parsed):
     api = Api(FakeBackend(says("ok[foo]", end=[IM_END])))
     for choice in api.chat(n=2).json()["choices"]:
-        assert choice["message"] == {
-            "role": "assistant",
-            "content": "ok",
-            "refusal": None,
-            "calls": ["foo"],
-        }
+        message = choice["message"]
+        assert message["content"] == "ok"
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["foo"]
         assert choice["finish_reason"] == "tool_calls"
     body = api.chat(max_tokens=7).json()
     assert body["choices"][0]["finish_reason"] == "length"

@@ -189,4 +189,4 @@ def message_of(name, text, **options):
 
 def test_only_the_first_of_several_calls_when_they_may_not_be_parallel():
     parser = message_of("hermes", tag(CALL) + tag(OTHER), max_calls=1)
-    assert [call["function"]["name"] for call in parser.message()["tool_calls"]] == ["get_weather"]
+    assert [call.name for call in parser.calls] == ["get_weather"]

@@ -1,34 +1,41 @@
-"""Stream items that carry more than text: logprobs, token ids, usage so far, parsed messages.
+"""Stream items of (chat) completions with more than text: logprobs, token ids, usage so far, parsed messages.
 
-Replaces `events.EventWriter` for requests with such fields. It is slower, because each item is built as a whole.
+Extends `events.EventWriter` for requests with such fields. It is slower, because each item is built as a whole.
 Knows nothing of sockets or engines.
 """
 
 from typing import Any
 
-from cluster.api.answer.events import head_of, to_json, usage, usage_of
+from cluster.api.answer.events import EventWriter, head_of, to_json, usage
 from cluster.api.answer.generation import Choice, Generation
+from cluster.api.answer.message_parser import MessagePart, Reasoning
 
 
-class DetailedEventWriter:
-    """Builds the stream items of one generation."""
+def make_writer(generation: Generation) -> EventWriter:
+    """Return the writer of a completion or a chat completion."""
+    return (DetailedEventWriter if generation.has_details else EventWriter)(generation)
+
+
+class DetailedEventWriter(EventWriter):
+    """The `AnswerWriter` of (chat) completions with more than text in their stream items."""
 
     def __init__(self, generation: Generation) -> None:
-        self._generation = generation
-        self._head = head_of(
-            generation, "chat.completion.chunk" if generation.is_chat else "text_completion"
-        )
+        super().__init__(generation)
+        self._head = head_of(generation, self._kind)
         self._opened: set[int] = set()
 
-    def role(self, choice: Choice) -> bytes:
-        """Return the first item of a chat choice, with the fields of the prompt."""
+    def begin(self, choice: Choice, text: str) -> bytes:
+        """See AnswerWriter: the role of a chat choice with the fields of the prompt, and the first text."""
+        body = self.text(choice, text)
+        if not self._generation.is_chat:
+            return body
         delta = {"role": "assistant", "content": ""}
         fields = {"delta": delta, "logprobs": None, "finish_reason": None}
         about_prompt = choice.report.prompt() if choice.report is not None else {}
-        return self._event(choice, fields, about_prompt)
+        return self._event(choice, fields, about_prompt) + body
 
     def text(self, choice: Choice, text: str) -> bytes:
-        """Return the items of one step's text, with the finish reason if the choice has ended.
+        """See AnswerWriter: the items of one step's text, with the finish reason if the choice has ended.
 
         Returns b"" while the parser holds the text back, unless there are logprobs or token ids to show.
         """
@@ -38,8 +45,7 @@ class DetailedEventWriter:
         elif choice.parser is None:
             contents = [{"delta": {"content": text}}]
         else:
-            deltas = choice.parser.push(text, last=last)
-            contents = [{"delta": delta} for delta in deltas]
+            contents = [{"delta": _delta(part)} for part in choice.parser.push(text, last=last)]
             if not contents and (
                 last or choice.report is not None or self._generation.continuous_usage
             ):
@@ -63,10 +69,6 @@ class DetailedEventWriter:
             fields |= choice.report.prompt()
         return fields
 
-    def usage(self) -> bytes:
-        """Return the usage item, which follows all choices."""
-        return _event(self._head | {"choices": [], "usage": usage_of(self._generation)})
-
     def _event(self, choice: Choice, fields: dict[str, Any], beside: dict[str, Any]) -> bytes:
         item = self._head | {"choices": [{"index": choice.index, **fields}]} | beside
         if self._generation.continuous_usage:
@@ -75,8 +77,19 @@ class DetailedEventWriter:
             )
         elif self._generation.include_usage:
             item["usage"] = None
-        return _event(item)
+        return b"data: " + to_json(item) + b"\n\n"
 
 
-def _event(item: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(item) + b"\n\n"
+def _delta(part: MessagePart) -> dict[str, Any]:
+    """Return the delta of a chat stream item."""
+    if isinstance(part, str):
+        return {"content": part}
+    if isinstance(part, Reasoning):
+        return {"reasoning_content": part.text, "reasoning": part.text}
+    call = part.call
+    function = {"arguments": part.arguments}
+    if part.arguments:
+        return {"tool_calls": [{"index": call.index, "function": function}]}
+    function = {"name": call.name} | function
+    opened = {"index": call.index, "id": call.call_id, "type": "function", "function": function}
+    return {"tool_calls": [opened]}

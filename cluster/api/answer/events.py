@@ -1,4 +1,6 @@
-"""Builds the JSON bytes of answers: whole answers, stream items, errors. Knows nothing of sockets or engines.
+"""Builds the JSON bytes of completions and chat completions: whole answers, stream items, errors.
+
+Knows nothing of sockets or engines.
 
 A stream item is built for every token of every stream, so the constant parts are encoded once for each choice, and
 only the text goes through the JSON encoder. Output is ASCII, because some clients split lines at every Unicode line end
@@ -10,6 +12,7 @@ from json.encoder import encode_basestring_ascii as json_string  # json.dumps of
 from typing import Any
 
 from cluster.api.answer.generation import Choice, Generation
+from cluster.api.answer.message_parser import MessageParser
 from cluster.errors import ServingError
 
 DONE = b"data: [DONE]\n\n"
@@ -32,11 +35,6 @@ def error_body(error: ServingError) -> bytes:
             }
         }
     )
-
-
-def error_event(error: ServingError) -> bytes:
-    """Return the error envelope as a stream item."""
-    return b"data: " + error_body(error) + b"\n\n"
 
 
 def usage_of(generation: Generation) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def _full_choice(generation: Generation, choice: Choice, text: str) -> dict[str,
         message = {"role": "assistant", "content": text, "refusal": None}
         if choice.parser is not None:
             choice.parser.push(text, last=True)
-            message |= choice.parser.message()
+            message |= _message_fields(choice.parser)
         content = {"message": message}
     details: dict[str, Any] = {"logprobs": None}
     if choice.report is not None:
@@ -94,6 +92,26 @@ def _full_choice(generation: Generation, choice: Choice, text: str) -> dict[str,
     }
 
 
+def _message_fields(parser: MessageParser) -> dict[str, Any]:
+    """Return the fields of a parsed message. Content is null beside reasoning or calls alone."""
+    reasoning = parser.reasoning or None
+    message: dict[str, Any] = {"content": parser.content}
+    if parser.thinks:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if parser.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in parser.calls
+        ]
+    if not parser.content and (parser.calls or reasoning):
+        message["content"] = None
+    return message
+
+
 def head_of(generation: Generation, kind: str) -> dict[str, Any]:
     """Return the first fields of an answer, which each of its stream items has too."""
     return {
@@ -106,7 +124,7 @@ def head_of(generation: Generation, kind: str) -> dict[str, Any]:
 
 
 class EventWriter:
-    """Builds the stream items of one generation."""
+    """The `AnswerWriter` of (chat) completions with text alone in their stream items."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -126,13 +144,16 @@ class EventWriter:
             + closing,
         )
 
-    def role(self, choice: Choice) -> bytes:
-        """Return the first item of a chat choice."""
+    def begin(self, choice: Choice, text: str) -> bytes:
+        """See AnswerWriter: the role of a chat choice, and the first text."""
+        body = self.text(choice, text)
+        if not self._generation.is_chat:
+            return body
         opening, rest = self._role_parts
-        return f"{opening}{choice.index}{rest}".encode("ascii")
+        return f"{opening}{choice.index}{rest}".encode("ascii") + body
 
     def text(self, choice: Choice, text: str) -> bytes:
-        """Return the item of one step's text, which may be empty; with the finish reason if the choice has ended."""
+        """See AnswerWriter: the item of one step's text, which may be empty."""
         prefix = self._prefixes[choice.index]
         finish = choice.text.finish_reason
         if finish is None:
@@ -141,10 +162,20 @@ class EventWriter:
         ending = f'{json_string(finish)},"stop_reason":{json.dumps(choice.text.stop_reason)}'
         return f"{prefix}{json_string(text)}{before}{ending}{after}".encode("ascii")
 
-    def usage(self) -> bytes:
-        """Return the usage item, which follows all choices."""
+    def end(self) -> bytes:
+        """See AnswerWriter: the usage item, if any, and [DONE]."""
+        if not self._generation.include_usage:
+            return DONE
         content = head_of(self._generation, self._kind) | {
             "choices": [],
             "usage": usage_of(self._generation),
         }
-        return b"data: " + to_json(content) + b"\n\n"
+        return b"data: " + to_json(content) + b"\n\n" + DONE
+
+    def error(self, error: ServingError) -> bytes:
+        """See AnswerWriter: the error envelope as an item, and [DONE]."""
+        return b"data: " + error_body(error) + b"\n\n" + DONE
+
+    def body(self, texts: list[str]) -> bytes:
+        """See AnswerWriter."""
+        return full_body(self._generation, texts)

@@ -1,11 +1,45 @@
-"""Splits the text of a choice into reasoning, tool calls and content. Knows nothing of call formats."""
+"""Splits the text of a choice into reasoning, tool calls and content. Knows nothing of call formats and of routes."""
 
 import uuid
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass, field
 
 from cluster.api.answer.reasoning import ReasoningSplitter
 from cluster.api.tools.base import CallDelta, CallParser, Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A part of the reasoning."""
+
+    text: str
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """Call number `index` of a message, so far; the arguments are JSON text in parts."""
+
+    index: int
+    name: str
+    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    parts: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        """The JSON text so far."""
+        return "".join(self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class CallPart:
+    """The beginning of `call` if `arguments` is empty, else the next part of its arguments."""
+
+    call: ToolCall
+    arguments: str
+
+
+MessagePart = str | Reasoning | CallPart
+"""The next part of a message: content, reasoning, or a tool call."""
 
 
 class MessageParser:
@@ -28,46 +62,48 @@ class MessageParser:
         reports_calls: bool = True,
     ) -> None:
         self._thoughts = thoughts
-        self._calls = calls
+        self._call_parser = calls
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
         self._reports_calls = reports_calls
         self._reasoning: list[str] = []
         self._content: list[str] = []
-        self._made: list[dict[str, Any]] = []  # calls as in a message; arguments as a list of texts
+        self.calls: list[ToolCall] = []
 
-    def push(self, text: str, *, last: bool) -> list[dict[str, Any]]:
-        """Return the deltas that `text` completes, perhaps none; `last`: nothing is held back any more."""
-        deltas: list[dict[str, Any]] = []
+    def push(self, text: str, *, last: bool) -> list[MessagePart]:
+        """Return the parts that `text` completes, perhaps none; `last`: nothing is held back any more."""
+        parts: list[MessagePart] = []
         for reasoning, content in self._split(text, last):
             if reasoning and self._shows_reasoning:
                 self._reasoning.append(reasoning)
-                deltas.append({"reasoning_content": reasoning, "reasoning": reasoning})
+                parts.append(Reasoning(reasoning))
             if content:
                 pieces: list[Piece] = (
-                    [content] if self._calls is None else self._calls.push(content)
+                    [content] if self._call_parser is None else self._call_parser.push(content)
                 )
-                deltas += self._deltas(pieces)
-        if last and self._calls is not None:
-            deltas += self._deltas(self._calls.flush())
-        return deltas
+                parts += self._parts(pieces)
+        if last and self._call_parser is not None:
+            parts += self._parts(self._call_parser.flush())
+        return parts
 
-    def message(self) -> dict[str, Any]:
-        """Return the fields of the message, after the last `push`. Content is null beside reasoning or calls alone."""
-        reasoning = "".join(self._reasoning) or None
-        content = "".join(self._content)
-        message: dict[str, Any] = {"content": content}
-        if self._thoughts is not None:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if self._made:
-            message["tool_calls"] = [_whole_call(call) for call in self._made]
-        if not content and (self._made or reasoning):
-            message["content"] = None
-        return message
+    @property
+    def thinks(self) -> bool:
+        """Whether the model thinks, so that a message has a field for reasoning."""
+        return self._thoughts is not None
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far."""
+        return "".join(self._reasoning)
+
+    @property
+    def content(self) -> str:
+        """The content so far."""
+        return "".join(self._content)
 
     def finish_reason(self, reason: str) -> str:
         """Return the finish reason of the answer, after the last `push`; `reason` is that of the text."""
-        if reason == "stop" and self._made and self._reports_calls:
+        if reason == "stop" and self.calls and self._reports_calls:
             return "tool_calls"
         return reason
 
@@ -80,24 +116,18 @@ class MessageParser:
         if last:
             yield self._thoughts.flush()
 
-    def _deltas(self, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
+    def _parts(self, pieces: list[Piece]) -> Iterator[MessagePart]:
         for piece in pieces:
             if isinstance(piece, str):
                 self._content.append(piece)
-                yield {"content": piece}
+                yield piece
             elif self._max_calls is None or piece.index < self._max_calls:
-                yield {"tool_calls": [self._call_delta(piece)]}
+                yield self._call_part(piece)
 
-    def _call_delta(self, piece: CallDelta) -> dict[str, Any]:
-        if piece.name is None:
-            self._made[piece.index]["arguments"].append(piece.arguments)
-            return {"index": piece.index, "function": {"arguments": piece.arguments}}
-        call = {"id": f"call_{uuid.uuid4().hex[:24]}", "name": piece.name, "arguments": []}
-        self._made.append(call)
-        function = {"name": piece.name, "arguments": ""}
-        return {"index": piece.index, "id": call["id"], "type": "function", "function": function}
-
-
-def _whole_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": call["name"], "arguments": "".join(call["arguments"])}
-    return {"id": call["id"], "type": "function", "function": function}
+    def _call_part(self, piece: CallDelta) -> CallPart:
+        if piece.name is not None:
+            self.calls.append(ToolCall(piece.index, piece.name))
+            return CallPart(self.calls[-1], "")
+        call = self.calls[piece.index]
+        call.parts.append(piece.arguments)
+        return CallPart(call, piece.arguments)

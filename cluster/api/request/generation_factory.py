@@ -55,12 +55,17 @@ class GenerationFactory:
         prompts = await self._prompts.completion(request, keep)
         output = await self._formats.for_completion(request)
         params = await self._sampling.params(request, output.grammar)
-        return self._make(request, backend, headers, prompts, output, params)
+        return self._make(request, backend, headers, prompts, output, params, "cmpl-")
 
     async def chat(
-        self, request: ChatRequest, backend: EngineBackend, headers: Mapping[str, str]
+        self,
+        request: ChatRequest,
+        backend: EngineBackend,
+        headers: Mapping[str, str],
+        *,
+        id_prefix: str = "chatcmpl-",
     ) -> Generation:
-        """Make the generation of a chat request."""
+        """Make the generation of a chat request; `id_prefix` is the beginning of the answer's id."""
         check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
         options = self._formats.tool_options(request)
@@ -68,7 +73,7 @@ class GenerationFactory:
         prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
         output = await self._formats.for_chat(request, options, prompt)
         params = await self._sampling.params(request, output.grammar)
-        return self._make(request, backend, headers, [prompt], output, params)
+        return self._make(request, backend, headers, [prompt], output, params, id_prefix)
 
     def _make(
         self,
@@ -78,15 +83,15 @@ class GenerationFactory:
         prompts: list[Prompt],
         output: OutputFormat,
         params: SamplingParams,
+        id_prefix: str,
     ) -> Generation:
-        is_chat = isinstance(request, ChatRequest)
         unique = uuid.uuid4().hex
-        response_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{request.request_id or unique}"
+        response_id = f"{id_prefix}{request.request_id or unique}"
         # Ranks need a unique id for each request.
         run_id = f"{response_id}-{unique}" if request.request_id else response_id
         return Generation(
             response_id=response_id,
-            is_chat=is_chat,
+            is_chat=isinstance(request, ChatRequest),
             model=backend.model_name,
             system_fingerprint=self._settings.system_fingerprint,
             stream=bool(request.stream),

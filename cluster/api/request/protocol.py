@@ -163,6 +163,11 @@ class GenerationRequest(BaseModel):
         )
 
     @property
+    def num_choices(self) -> int:
+        """The number of sequences to generate. Errors of the prompt are found later."""
+        return self.n or 1
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage item."""
         options = self.stream_options
@@ -209,6 +214,13 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """Alternatives for each output token; None = no logprobs."""
         return self.logprobs
+
+    @property
+    def num_choices(self) -> int:
+        """See GenerationRequest: n choices for each prompt."""
+        prompt = self.prompt
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        return (len(prompt) if several else 1) * (self.n or 1)
 
     def prompts(self) -> list[str | list[int]]:
         """Return `prompt` as a list of texts or of lists of token ids."""

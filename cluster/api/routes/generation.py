@@ -1,0 +1,64 @@
+"""Admission, body, parse, prepare, answer: what all generation routes share. Knows nothing of the fields of a body."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from cluster.api.admission import AdmissionGate, AdmittedResponse
+from cluster.api.answer.detailed_events import make_writer
+from cluster.api.answer.generation import Generation
+from cluster.api.answer.writer import AnswerWriter
+from cluster.api.backend import EngineBackend
+from cluster.api.record import Recorder
+from cluster.api.request.json_body import read_json_object
+from cluster.api.request.protocol import GenerationRequest
+from cluster.api.response import GenerationResponse
+from cluster.api.settings import ApiSettings
+
+Prepared = tuple[Generation, AnswerWriter]
+_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+class GenerationEndpoint:
+    """Answers the generation requests of one ingress."""
+
+    def __init__(
+        self,
+        backend_provider: Callable[[], EngineBackend],
+        settings: ApiSettings,
+        recorder: Recorder,
+        gate: AdmissionGate,
+    ) -> None:
+        self._backend_provider = backend_provider
+        self._settings = settings
+        self._recorder = recorder
+        self._gate = gate
+
+    async def answer(
+        self,
+        request: Request,
+        parse: Callable[[dict[str, Any]], _Request],
+        prepare: Callable[[_Request, EngineBackend], Awaitable[Prepared]],
+    ) -> Response:
+        """Return the answer to a request; `parse` checks its body, `prepare` makes the generation and its writer."""
+        self._gate.check()  # before all other work, because a refusal must be cheap
+        body = await read_json_object(request, self._settings)
+        backend = self._backend_provider()
+        self._recorder.metrics.set_model_name(backend.model_name)
+        parsed = parse(body)
+        ticket = self._gate.admit(parsed.num_choices)
+        try:
+            generation, writer = await prepare(parsed, backend)
+        except BaseException:
+            ticket.release()
+            raise
+        response = GenerationResponse(generation, writer, backend, self._recorder)
+        timeout_s = self._settings.request_timeout_s
+        return AdmittedResponse(response, writer, self._gate, ticket, timeout_s)
+
+
+def with_writer(generation: Generation) -> Prepared:
+    """Return a completion or a chat completion with its writer."""
+    return generation, make_writer(generation)
