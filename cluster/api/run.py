@@ -56,7 +56,7 @@ class GenerationRun:
     async def _run(self, choice: Choice, emit: Emit) -> None:
         """Run one choice to its end; its text is sent by `emit`."""
         record = self._record.choice(choice)
-        text, report = choice.text, choice.report
+        text, report, thought = choice.text, choice.report, choice.thought
         outputs = self._backend.generate(
             choice.request_id, choice.prompt_token_ids, choice.params, **self._generation.routing
         )
@@ -72,6 +72,8 @@ class GenerationRun:
                     num_before = text.num_tokens
                     piece = text.push(output)
                     report.add(output, text.num_tokens - num_before)
+                if thought is not None and not thought.push(piece, text.num_tokens):
+                    thought = None
                 sending = emit(choice, piece)
                 if sending is not None:
                     await sending

@@ -140,7 +140,6 @@ def test_bad_values_are_named(fields, param):
         ("/v1/chat/completions", {"best_of": 2}),
         ("/v1/chat/completions", {"chat_template": "{{ messages }}"}),
         ("/v1/chat/completions", {"modalities": ["audio"]}),
-        ("/v1/chat/completions", {"reasoning_effort": "high"}),
     ],
 )
 def test_unsupported_values_are_refused_by_name(path, fields):

@@ -5,7 +5,12 @@ import random
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from cluster.api.answer.reasoning import ReasoningSplitter, Thinking, thinking_after
+from cluster.api.answer.reasoning import (
+    ReasoningSplitter,
+    Thinking,
+    ThoughtCounter,
+    thinking_after,
+)
 from tests.unit.api_fakes import (
     IM_END,
     Api,
@@ -50,6 +55,24 @@ def test_the_split_does_not_depend_on_how_the_text_comes(begins, text, reasoning
             found = [a + b for a, b in zip(found, splitter.push(piece), strict=True)]
         found = [a + b for a, b in zip(found, splitter.flush(), strict=True)]
         assert found == [reasoning, content]
+
+
+@pytest.mark.parametrize(("begins", "text", "reasoning", "content"), CASES)
+def test_the_count_ends_with_the_closing_tag(begins, text, reasoning, content):
+    """One character is a token here."""
+    inside = begins is OPENED or (begins is POSSIBLE and text.lstrip().startswith("<think>"))
+    expected = 0
+    if inside:
+        expected = text.find("</think>") + len("</think>") if "</think>" in text else len(text)
+    for size in (1, 3, 5):
+        counter = ThoughtCounter(begins)
+        goes_on = True
+        for start in range(0, len(text), size):
+            if goes_on:
+                goes_on = counter.push(text[start : start + size], min(start + size, len(text)))
+        assert expected <= counter.num_tokens <= min(-(-expected // size) * size, len(text))
+        if inside:
+            assert goes_on == ("</think>" not in text)
 
 
 def test_thoughts_are_shown_as_they_come():
@@ -148,6 +171,97 @@ def test_thoughts_before_calls():
     assert found["reasoning_content"] == "Hm <tool_call>" and found["content"] is None
     function = found["tool_calls"][0]["function"]
     assert (function["name"], function["arguments"]) == ROME
+
+
+@pytest.mark.usefixtures("thinking")
+@pytest.mark.parametrize(
+    ("text", "fields", "count"),
+    [
+        (ANSWER, {}, ANSWER.index("\n\nFour")),
+        (ANSWER, {"include_reasoning": False}, ANSWER.index("\n\nFour")),
+        (ANSWER, {"n": 2}, 2 * ANSWER.index("\n\nFour")),
+        (ANSWER, {"max_tokens": 12}, 12),
+        ("Let me see.</think>Four.", OPENS, len("Let me see.</think>")),
+        ("Four.", {}, 0),
+        (ANSWER, OFF, 0),
+    ],
+)
+def test_usage_counts_the_tokens_of_thoughts(text, fields, count):
+    def reasoning_tokens(usage):
+        return usage["completion_tokens_details"]["reasoning_tokens"]
+
+    api = api_that_says(text)
+    assert reasoning_tokens(api.chat(**fields).json()["usage"]) == count
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    items = events(api.chat(stream=True, stream_options=options, **fields))
+    assert reasoning_tokens(items[-1]["usage"]) == count
+    assert max(reasoning_tokens(item["usage"]) for item in items) == count
+
+
+@pytest.mark.usefixtures("thinking")
+@pytest.mark.parametrize(
+    ("fields", "thinks"),
+    [
+        ({"enable_thinking": False}, False),
+        ({"enable_thinking": True}, True),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "none", "enable_thinking": True}, True),
+        ({"reasoning_effort": "high", **OFF}, False),
+        ({"enable_thinking": False, **OFF}, False),
+        ({"enable_thinking": None, "reasoning_effort": None}, True),
+    ],
+)
+def test_thinking_is_turned_off_by_each_of_its_fields(fields, thinks):
+    found = message(api_that_says(ANSWER), **fields)
+    assert found["content"] == ("Four." if thinks else ANSWER)
+
+
+def test_the_effort_is_a_variable_of_the_template(monkeypatch):
+    template = "{{ reasoning_effort }}/{{ enable_thinking }}/{{ tone }}"
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
+    for fields, prompt in [
+        ({"reasoning_effort": "minimal"}, "minimal/True/"),
+        ({"reasoning_effort": "none"}, "none/False/"),
+        ({"chat_template_kwargs": {"tone": "dry"}, "enable_thinking": False}, "/False/dry"),
+        (
+            {"chat_template_kwargs": {"reasoning_effort": "max"}, "reasoning_effort": "low"},
+            "max/True/",
+        ),
+    ]:
+        api = Api()
+        assert api.chat(**fields).status_code == 200
+        ((ids, _params),) = api.backend.requests.values()
+        assert tiny_tokenizer().decode(ids) == prompt
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": False}, "enable_thinking"),
+        ({"reasoning_effort": "none"}, "reasoning_effort"),
+    ],
+)
+def test_a_model_that_always_thinks_refuses_to_stop(fields, param):
+    api = Api(reasoning_parser="think")
+    error = assert_error(api.chat(**fields), 400, "always_thinks")
+    assert error["param"] == param and "include_reasoning" in error["message"]
+    for other in ({"reasoning_effort": "low"}, {"enable_thinking": True}, OFF):
+        assert api.chat(**other).status_code == 200
+    assert Api().chat(**fields).status_code == 200, "a model without thoughts has none to stop"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"enable_thinking": "no"}, "enable_thinking"),
+        ({"enable_thinking": True, **OFF}, "enable_thinking"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+    ],
+)
+def test_wrong_thinking_fields_are_named(fields, param):
+    assert assert_error(Api().chat(**fields), 400)["param"] == param
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])

@@ -73,7 +73,10 @@ class DetailedEventWriter(EventWriter):
         item = self._head | {"choices": [{"index": choice.index, **fields}]} | beside
         if self._generation.continuous_usage:
             item["usage"] = usage(
-                len(choice.prompt_token_ids), choice.text.num_tokens, choice.num_cached_tokens
+                len(choice.prompt_token_ids),
+                choice.text.num_tokens,
+                choice.num_cached_tokens,
+                choice.num_reasoning_tokens,
             )
         elif self._generation.include_usage:
             item["usage"] = None

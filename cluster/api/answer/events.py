@@ -40,17 +40,23 @@ def error_body(error: ServingError) -> bytes:
 def usage_of(generation: Generation) -> dict[str, Any]:
     """Return the token counts so far."""
     return usage(
-        generation.num_prompt_tokens, generation.num_completion_tokens, generation.num_cached_tokens
+        generation.num_prompt_tokens,
+        generation.num_completion_tokens,
+        generation.num_cached_tokens,
+        generation.num_reasoning_tokens,
     )
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int
+) -> dict[str, Any]:
     """Return token counts in the shape of the API."""
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from cluster.api.answer.detokenizer import NoText, TextStream
 from cluster.api.answer.logprobs import TokenReport
 from cluster.api.answer.message_parser import MessageParser
+from cluster.api.answer.reasoning import ThoughtCounter
 from workers.wire.request import SamplingParams
 
 
@@ -17,6 +18,7 @@ class Choice:
     echo    shown before the first token
     report  the logprobs and ids shown beside the text; None = none
     parser  makes a chat message of the text; None = the text is the content
+    thought counts the tokens of the thought at the beginning; None = the answer has no thought
     """
 
     index: int
@@ -27,7 +29,13 @@ class Choice:
     echo: str = ""
     report: TokenReport | None = None
     parser: MessageParser | None = None
+    thought: ThoughtCounter | None = None
     num_cached_tokens: int = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Output tokens of the thought so far, with its tags."""
+        return 0 if self.thought is None else self.thought.num_tokens
 
     @property
     def finish_reason(self) -> str | None:
@@ -72,6 +80,11 @@ class Generation:
     def num_completion_tokens(self) -> int:
         """Output tokens of all choices so far."""
         return sum(choice.text.num_tokens for choice in self.choices)
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Output tokens of all thoughts so far."""
+        return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
     def num_cached_tokens(self) -> int:

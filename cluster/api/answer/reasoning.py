@@ -86,6 +86,35 @@ class ReasoningSplitter:
         return shown, ""
 
 
+class ThoughtCounter:
+    """Counts the output tokens of the thought at the beginning of one answer, as its text arrives.
+
+    The count includes the tokens of the tags. It is 0 for an answer without a thought.
+    """
+
+    def __init__(self, begins: Thinking) -> None:
+        self._state = begins
+        self._seen = ""  # the text that may hold the beginning of a tag
+        self.num_tokens = 0
+
+    def push(self, text: str, num_tokens: int) -> bool:
+        """Return whether the thought goes on after `text`; `num_tokens` is the number of output tokens so far."""
+        seen = self._seen + text
+        if self._state is Thinking.POSSIBLE:
+            seen = seen.lstrip()
+            if seen.startswith(OPEN):
+                self._state, seen = Thinking.OPENED, seen[len(OPEN) :]
+            elif not OPEN.startswith(seen):
+                self._state = Thinking.CLOSED
+        if self._state is Thinking.OPENED:
+            self.num_tokens = num_tokens
+            if CLOSE in seen:
+                self._state = Thinking.CLOSED
+            seen = seen[1 - len(CLOSE) :]
+        self._seen = seen
+        return self._state is not Thinking.CLOSED
+
+
 def _possible_close(text: str) -> int:
     """Return the number of characters at the end of `text` that may be the beginning of CLOSE."""
     for length in range(min(len(CLOSE) - 1, len(text)), 0, -1):

@@ -12,6 +12,7 @@ from typing import Any
 from cluster.api.answer.detokenizer import NoText, TextStream
 from cluster.api.answer.generation import Choice, Generation
 from cluster.api.answer.logprobs import Shown, TokenReport
+from cluster.api.answer.reasoning import Thinking, ThoughtCounter
 from cluster.api.backend import EngineBackend
 from cluster.api.request.output_format import OutputFormat, OutputFormats
 from cluster.api.request.prompt import Prompt, PromptEncoder
@@ -69,6 +70,7 @@ class GenerationFactory:
         check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
         options = self._formats.tool_options(request)
+        self._formats.check_thinking(request)
         tools = None if options is None else options.definitions
         prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
         output = await self._formats.for_chat(request, options, prompt)
@@ -118,6 +120,7 @@ class GenerationFactory:
         seed = request.seed if request.seed is not None else random.getrandbits(63)
         decoders = self._tokenizer.decoders
         skip = request.skip_special_tokens is not False and not output.keeps_special
+        thinks = output.begins is not Thinking.CLOSED
         choices: list[Choice] = []
         for prompt in prompts:
             ids = prompt.token_ids
@@ -135,6 +138,7 @@ class GenerationFactory:
                         prompt.echo,
                         TokenReport(shown, decoders, ids, prompt.echo) if shown else None,
                         output.new_parser() if output.new_parser is not None else None,
+                        ThoughtCounter(output.begins) if thinks else None,
                     )
                 )
         return choices

@@ -21,6 +21,7 @@ from cluster.api.tools import choose_format
 from cluster.api.tools.base import lark_string
 from cluster.errors import BadRequestError
 
+_THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -32,12 +33,14 @@ class OutputFormat:
     param          the field of the request that the grammar comes from
     new_parser     makes the parser of one choice; None = the text is the content
     keeps_special  special tokens stay in the text, because the parser searches for some of them
+    begins         the state of thinking in which the text of an answer begins
     """
 
     grammar: str | None = None
     param: str | None = None
     new_parser: Callable[[], MessageParser] | None = None
     keeps_special: bool = False
+    begins: Thinking = Thinking.CLOSED
 
 
 PLAIN = OutputFormat()
@@ -54,6 +57,7 @@ class OutputFormats:
         self._format = choose_format(settings.tool_parser, template)
         parser = settings.reasoning_parser
         self._thinks = parser == "think" or (parser == "auto" and CLOSE in template)
+        self._can_stop_thinking = any(name in template for name in _THINKING_VARIABLES)
         self._checker = GrammarChecker()
 
     async def for_completion(self, request: CompletionRequest) -> OutputFormat:
@@ -73,6 +77,20 @@ class OutputFormats:
                 "this model's chat template does not take tools", param="tools", code="no_tools"
             )
         return options
+
+    def check_thinking(self, request: ChatRequest) -> None:
+        """Raise BadRequestError if the request turns thinking off and the chat template cannot."""
+        if "enable_thinking" in (request.chat_template_kwargs or {}):
+            return  # variables are passed to the template unchecked
+        off = request.template_variables.get("enable_thinking") is False
+        if off and self._thinks and not self._can_stop_thinking:
+            param = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
+            raise BadRequestError(
+                f"{param}: this model always thinks, because its chat template has no enable_thinking; "
+                "leave the field out, or hide the thoughts with include_reasoning = false",
+                param=param,
+                code="always_thinks",
+            )
 
     async def for_chat(
         self, request: ChatRequest, tools: ToolOptions | None, prompt: Prompt
@@ -96,7 +114,9 @@ class OutputFormats:
         if tools is not None:
             markers += self._format.markers
         hidden = any(self._tokenizer.is_hidden(marker) for marker in markers)
-        return OutputFormat(grammar, param, lambda: self._parser(request, tools, seen), hidden)
+        return OutputFormat(
+            grammar, param, lambda: self._parser(request, tools, seen), hidden, begins
+        )
 
     def _parser(
         self, request: ChatRequest, tools: ToolOptions | None, begins: Thinking

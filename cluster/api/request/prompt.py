@@ -68,7 +68,7 @@ class PromptEncoder:
         def encode() -> Prompt:
             text = self._tokenizer.render_chat(
                 messages,
-                request.chat_template_kwargs or {},
+                request.template_variables,
                 tools=tools,
                 documents=request.documents or None,
                 add_generation_prompt=not goes_on if opens_turn is None else opens_turn,

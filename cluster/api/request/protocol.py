@@ -5,11 +5,12 @@ fields that would change the output.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from cluster.api.request.messages import ROLES, parse_messages
+from cluster.api.request.field_schemas import MESSAGES, PROMPT, STOP, TOOL_CHOICE, TOOLS
+from cluster.api.request.messages import parse_messages
 from cluster.api.request.unsupported import CHAT, COMPLETION, refuse_unsupported
 from cluster.errors import BadRequestError, UnsupportedParameterError
 
@@ -20,46 +21,8 @@ _Count = Annotated[
     Annotated[int, Field(ge=0)] | None,
     BeforeValidator(lambda value: None if value is False else value),
 ]
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _Request = TypeVar("_Request", bound="GenerationRequest")
-
-# For the OpenAPI document: schemas of the fields that the code below checks instead of pydantic.
-_STRINGS: dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
-TOKEN_IDS: dict[str, JsonValue] = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0},
-    "minItems": 1,
-}
-_PROMPT: dict[str, JsonValue] = {
-    "anyOf": [
-        {"type": "string"},
-        {**_STRINGS, "minItems": 1},
-        TOKEN_IDS,
-        {"type": "array", "items": TOKEN_IDS, "minItems": 1},
-    ]
-}
-_TEXT_PART: dict[str, JsonValue] = {
-    "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-}
-_MESSAGE: dict[str, JsonValue] = {
-    "type": "object",
-    "required": ["role"],
-    "properties": {
-        "role": {"enum": [*ROLES]},
-        "content": {
-            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
-        },
-    },
-}
-MESSAGES: dict[str, JsonValue] = {"type": "array", "items": _MESSAGE, "minItems": 1}
-_STOP: dict[str, JsonValue] = {"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}
-_TOOLS: dict[str, JsonValue] = {
-    "anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]
-}
-_TOOL_CHOICE: dict[str, JsonValue] = {
-    "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]
-}
 
 
 def _needs(name: str) -> Callable[[dict[str, Any]], None]:
@@ -108,7 +71,7 @@ class GenerationRequest(BaseModel):
     )
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Any = Field(
-        None, description="One stop string or a list of them.", json_schema_extra=_STOP
+        None, description="One stop string or a list of them.", json_schema_extra=STOP
     )
     stop_token_ids: list[int] | None = Field(None, fail_fast=True)
     include_stop_str_in_output: bool | None = None
@@ -192,7 +155,7 @@ class CompletionRequest(GenerationRequest):
     prompt: Any = Field(
         None,
         description="string | [string] | [token id] | [[token id]]",
-        json_schema_extra=_PROMPT,
+        json_schema_extra=PROMPT,
     )
     max_tokens: int | None = Field(
         None, ge=0, le=_INT32_MAX, description="0 only with echo: nothing but the prompt."
@@ -262,17 +225,21 @@ class ChatRequest(GenerationRequest):
     tools: Any = Field(
         None,
         description="[{type: function, function: {name, parameters}}]",
-        json_schema_extra=_TOOLS,
+        json_schema_extra=TOOLS,
     )
     tool_choice: Any = Field(
         None,
         description="none | auto | required | {type: function, function: {name}}",
-        json_schema_extra=_TOOL_CHOICE,
+        json_schema_extra=TOOL_CHOICE,
     )
     parallel_tool_calls: bool | None = Field(None, description="false = at most one call.")
     include_reasoning: bool | None = Field(None, description="false = thoughts are left out.")
     chat_template_kwargs: dict[str, Any] | None = Field(
-        None, description="Variables for the chat template, e.g. enable_thinking."
+        None, description="Variables for the chat template; they win over the two fields below."
+    )
+    enable_thinking: bool | None = Field(None, description="false = no thought before the answer.")
+    reasoning_effort: _Effort | None = Field(
+        None, description="For the chat template; none = enable_thinking false, all others = true."
     )
     add_generation_prompt: bool | None = Field(
         None, description="Open the assistant's turn; by default unless the final one goes on."
@@ -292,6 +259,17 @@ class ChatRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         """Alternatives for each output token; None = no logprobs."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """The variables for the chat template; those in `chat_template_kwargs` win."""
+        variables: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+            variables["enable_thinking"] = self.reasoning_effort != "none"
+        if self.enable_thinking is not None:
+            variables["enable_thinking"] = self.enable_thinking
+        return variables | (self.chat_template_kwargs or {})
 
     def parsed_messages(self) -> list[dict[str, Any]]:
         """Return the checked `messages`; each content is one string."""
@@ -348,6 +326,9 @@ def _conflicts(request: GenerationRequest) -> Iterator[BadRequestError]:
     if isinstance(request, ChatRequest):
         if request.top_logprobs and not request.logprobs:
             yield _bad("top_logprobs", "top_logprobs needs logprobs = true")
+        thinking = (request.chat_template_kwargs or {}).get("enable_thinking")
+        if None not in (thinking, request.enable_thinking) and thinking != request.enable_thinking:
+            yield _bad("enable_thinking", "enable_thinking and chat_template_kwargs disagree")
         if request.continue_final_message and request.add_generation_prompt:
             yield _bad(
                 "continue_final_message",

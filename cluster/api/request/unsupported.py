@@ -25,7 +25,6 @@ CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "reasoning_effort": (),
     "verbosity": ("medium",),
     "web_search_options": (),
     "chat_template": (),

@@ -13,12 +13,11 @@ from starlette.responses import Response
 
 from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
+from cluster.api.request.field_schemas import MESSAGES, TOKEN_IDS
 from cluster.api.request.generation_factory import check_model
 from cluster.api.request.json_body import read_json_object
 from cluster.api.request.prompt import PromptEncoder
 from cluster.api.request.protocol import (
-    MESSAGES,
-    TOKEN_IDS,
     as_bad_request,
     parse_chat,
     parse_completion,

@@ -1,0 +1,43 @@
+"""JSON schemas of the fields that code checks instead of pydantic, for the OpenAPI document."""
+
+from pydantic import JsonValue
+
+from cluster.api.request.messages import ROLES
+
+_STRINGS: dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
+TOKEN_IDS: dict[str, JsonValue] = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0},
+    "minItems": 1,
+}
+PROMPT: dict[str, JsonValue] = {
+    "anyOf": [
+        {"type": "string"},
+        {**_STRINGS, "minItems": 1},
+        TOKEN_IDS,
+        {"type": "array", "items": TOKEN_IDS, "minItems": 1},
+    ]
+}
+_TEXT_PART: dict[str, JsonValue] = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_MESSAGE: dict[str, JsonValue] = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"enum": [*ROLES]},
+        "content": {
+            "anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_PART}, {"type": "null"}]
+        },
+    },
+}
+MESSAGES: dict[str, JsonValue] = {"type": "array", "items": _MESSAGE, "minItems": 1}
+STOP: dict[str, JsonValue] = {"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]}
+TOOLS: dict[str, JsonValue] = {
+    "anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]
+}
+TOOL_CHOICE: dict[str, JsonValue] = {
+    "anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]
+}
