@@ -59,8 +59,8 @@ def run_server(config: PhalanxConfig) -> None:
     stop.install()
     digests = load_digests(config.serve.api_keys_file)
     os.environ.pop(VARIABLE, None)  # Ray's processes inherit the environment, and need no keys
-    _check_port(config.serve.host, config.serve.port)
     check_num_ranks(config)
+    port = _hold_port(config)
     preflight = Preflight(config, len(digests))
     try:
         with _stage("ray"):
@@ -77,6 +77,8 @@ def run_server(config: PhalanxConfig) -> None:
             _shut_down(config)
         finally:
             preflight.close()  # after the ranks, which would compile in its place
+            if port is not None:
+                port.close()
 
 
 def _print_warnings(preflight: Preflight) -> None:
@@ -227,10 +229,22 @@ def _start_http(
                 if application.status == "RUNNING":
                     return
                 if application.status == "DEPLOY_FAILED":
-                    raise RuntimeError(application.message)
+                    raise RuntimeError(_deploy_failure(application))
                 time.sleep(POLL_S)
     except BaseException as error:
         failure.append(error)
+
+
+def _deploy_failure(application: Any) -> str:
+    """Why Serve gave up an application: the last line of its deployment's message, which goes to the log.
+
+    The application's own message only names the deployment.
+    """
+    messages = [deployment.message for deployment in application.deployments.values()]
+    message = next((text for text in messages if text), application.message).strip()
+    if "\n" in message:
+        logging.getLogger(__name__).error("%s", message)
+    return str(message.splitlines()[-1])
 
 
 def _watch(config: PhalanxConfig, stop: StopSignals) -> None:
@@ -301,22 +315,42 @@ def _ray_get() -> Callable[[Any], Any]:
     return lambda ref: ray.get(ref, timeout=60)
 
 
-def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
-            remedy = (
-                "serve.host must be an address of this machine"
-                if wrong_host
-                else "choose another with --set serve.port=NUMBER"
-            )
-            raise ServerError(
-                f"cannot listen on {host}:{port}: {error.strerror}; {remedy}"
-            ) from error
+def _hold_port(config: PhalanxConfig) -> socket.socket | None:
+    """Check that serve.host:serve.port is free, and reserve it for the ingress until the socket is closed.
+
+    Ray's start takes seconds, in which the system could give the port to another process. Returns None for a joined
+    Ray: its processes may run under another user, and then the port cannot be shared. Raises ServerError.
+    """
+    host, port = config.serve.host, config.serve.port
+    try:
+        _bind(host, port, socket.SO_REUSEADDR).close()
+    except OSError as error:
+        wrong_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        remedy = (
+            "serve.host must be an address of this machine"
+            if wrong_host
+            else "choose another with --set serve.port=NUMBER"
+        )
+        raise ServerError(f"cannot listen on {host}:{port}: {error.strerror}; {remedy}") from error
+    if config.cluster.ray_address is not None:
+        return None
+    try:
+        # Without SO_REUSEADDR the socket also stops the check of a second server.
+        return _bind(host, port, socket.SO_REUSEPORT)
+    except OSError:  # closed connections of another program are in TIME_WAIT
+        return _bind(host, port, socket.SO_REUSEPORT, socket.SO_REUSEADDR)
+
+
+def _bind(host: str, port: int, *options: int) -> socket.socket:
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        for option in options:
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 @contextmanager

@@ -59,6 +59,10 @@ def _listen(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    listener.bind((host, port))
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        reason = f"cannot listen on {host}:{port}: {error.strerror}"
+        raise OSError(error.errno, reason) from error
     listener.setblocking(False)
     return listener

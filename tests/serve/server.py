@@ -1,6 +1,7 @@
 """A real server in a process of its own, as a person starts it."""
 
 import os
+import random
 import re
 import signal
 import socket
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -79,10 +80,12 @@ class Server:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port that was free a moment ago, below the ports that the system gives to other tests' connections."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) -> Path:
