@@ -1,8 +1,6 @@
 """The demo model on a real server of two ranks, for all clients; each test leaves it with nothing to do."""
 
-import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -11,7 +9,6 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from tests.serve.server import ROOT, Server, running
-from workers.weights.checkpoint import CHAT_TEMPLATE
 
 DEMO = ROOT / "configs" / "models" / "demo"
 MODEL = "demo"
@@ -19,24 +16,11 @@ HELLO = [{"role": "user", "content": "Hello"}]
 HELLO_ANSWER = "Hello! I am a small demo model served by Phalanx."
 
 
-def copy_of_demo(folder: Path, chat_template: str) -> Path:
-    """The demo checkpoint with another chat template: its own one knows no tools."""
-    folder.mkdir()
-    for file in DEMO.iterdir():
-        if file.name != "tokenizer_config.json":
-            (folder / file.name).symlink_to(file)
-    config = json.loads((DEMO / "tokenizer_config.json").read_text())
-    text = json.dumps({**config, "chat_template": chat_template})
-    (folder / "tokenizer_config.json").write_text(text)
-    return folder
-
-
 @pytest.fixture(scope="package")
 def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("clients")
     with running(
-        folder,
-        copy_of_demo(folder / "model", CHAT_TEMPLATE),
+        tmp_path_factory.mktemp("clients"),
+        DEMO,
         model={"max_model_len": 2048, "dtype": "float32"},
         cache={"num_blocks": 1024},
         serve={"model_name": MODEL},

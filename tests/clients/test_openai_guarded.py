@@ -3,11 +3,12 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
-from tests.clients.conftest import HELLO, HELLO_ANSWER, chat_body, completion_body, copy_of_demo
+from tests.clients.conftest import DEMO, HELLO, HELLO_ANSWER, chat_body, completion_body
 from tests.serve.server import Server, running
 from workers.weights.checkpoint import CHAT_TEMPLATE
 
@@ -20,6 +21,18 @@ THINKING = (
 )
 ENDLESS = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
+
+
+def copy_of_demo(folder: Path, chat_template: str) -> Path:
+    """The demo checkpoint with another chat template."""
+    folder.mkdir()
+    for file in DEMO.iterdir():
+        if file.name != "tokenizer_config.json":
+            (folder / file.name).symlink_to(file)
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    text = json.dumps({**config, "chat_template": chat_template})
+    (folder / "tokenizer_config.json").write_text(text)
+    return folder
 
 
 @pytest.fixture(scope="module")

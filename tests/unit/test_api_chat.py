@@ -74,12 +74,12 @@ def test_all_roles_and_content_forms():
         ],
     )
     assert response.status_code == 200
-    call = '\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
     turns = [
         "system\nbe brief",
         "user\na\nb",
         "assistant\n" + call,
-        "tool\n42",
+        "tool\n<tool_response>\n42\n</tool_response>",
         "assistant\nok",
         "user\n",
     ]

@@ -119,7 +119,7 @@ def test_the_template_gets_the_tools_and_the_calls_of_the_conversation():
     assert response.status_code == 200
     prompt = prompt_text(api)
     assert json.dumps(WEATHER) in prompt and json.dumps(TIME) in prompt
-    assert tag(CALL) in prompt and "tool\n25 C" in prompt
+    assert tag(CALL) in prompt and "<tool_response>\n25 C\n</tool_response>" in prompt
     tokens = api.post("/tokenize", {"messages": messages, "tools": TOOLS}).json()["count"]
     assert tokens == len(prompt_ids(api))
 
@@ -279,6 +279,28 @@ def test_schemas_beyond_grammars_are_followed_as_far_as_they_go_unless_strict():
     strict = [tool(name="f", parameters=parameters, strict=True)]
     error = assert_error(Api().chat(tools=strict, **fields), 400)
     assert error["param"] == "tools.0.function.parameters.properties.s"
+
+
+@pytest.mark.parametrize(
+    ("schema", "others"),
+    [
+        ({}, False),
+        ({"required": ["a"]}, False),
+        ({"required": ["b"]}, True),
+        ({"additionalProperties": True}, True),
+        ({"allOf": [{"required": ["b"]}]}, True),
+        ({"properties": {}}, False),
+        ({"properties": None}, True),
+    ],
+)
+def test_arguments_have_no_others_than_the_listed_properties(schema, others):
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}, **schema}
+    parameters = {key: value for key, value in parameters.items() if value is not None}
+    api = api_that_says("x")
+    tools = [tool(name="f", parameters=parameters)]
+    assert api.chat(tools=tools, tool_choice="required").status_code == 200
+    ((_ids, params),) = api.backend.requests.values()
+    assert accepts(params.grammar, tag('{"name": "f", "arguments": {"a":1,"b":2}}')) == others
 
 
 @pytest.mark.parametrize("name", FORMATS)

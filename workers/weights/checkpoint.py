@@ -27,29 +27,47 @@ IM_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-CHAT_TEMPLATE = (
-    "{%- if tools %}"
-    "{{- '<|im_start|>system\\n# Tools\\n\\n<tools>' }}"
-    "{%- for tool in tools %}{{- '\\n' + (tool | tojson) }}{%- endfor %}"
-    '{{- \'\\n</tools>\\n\\nCall one so: <tool_call>\\n{"name": ..., "arguments": {...}}\\n'
-    "</tool_call><|im_end|>\\n' }}"
-    "{%- endif %}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' }}"
-    "{%- if message['content'] is string %}{{- message['content'] }}"
-    "{%- elif message['content'] %}"
-    "{%- for part in message['content'] %}"
-    "{%- if part['type'] == 'text' %}{{- part['text'] }}{%- endif %}"
-    "{%- endfor %}"
-    "{%- endif %}"
-    "{%- for call in message.tool_calls or [] %}"
-    '{{- \'\\n<tool_call>\\n{"name": "\' + call.function.name + \'", "arguments": \' }}'
-    "{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}"
-    "{%- endfor %}"
-    "{{- '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+# ChatML with calls in the Hermes form. The tools and the client's system message share one turn.
+CHAT_TEMPLATE = r"""
+{%- macro text(content) -%}
+  {%- if content is string -%}
+    {{- content -}}
+  {%- elif content -%}
+    {%- for part in content if part['type'] == 'text' -%}{{- part['text'] -}}{%- endfor -%}
+  {%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}
+  {{- '<|im_start|>system\n' -}}
+  {%- if messages[0]['role'] == 'system' -%}
+    {{- text(messages[0]['content']) + '\n\n' -}}
+    {%- set messages = messages[1:] -%}
+  {%- endif -%}
+  {{- '# Tools\n\nOne function a line, as JSON:\n<tools>' -}}
+  {%- for tool in tools -%}{{- '\n' + (tool | tojson) -}}{%- endfor -%}
+  {{- '\n</tools>\n\nTo call a function, write:\n<tool_call>\n' -}}
+  {{- '{"name": "its name", "arguments": {its arguments}}\n</tool_call><|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {{- '<|im_start|>' + message['role'] + '\n' -}}
+  {%- if message['role'] == 'tool' -%}
+    {{- '<tool_response>\n' + text(message['content']) + '\n</tool_response>' -}}
+  {%- else -%}
+    {{- text(message['content']) -}}
+  {%- endif -%}
+  {%- for call in message.tool_calls or [] -%}
+    {{- '\n' if message['content'] or not loop.first -}}
+    {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
+    {%- if call.function.arguments is string -%}
+      {{- call.function.arguments -}}
+    {%- else -%}
+      {{- call.function.arguments | tojson -}}
+    {%- endif -%}
+    {{- '}\n</tool_call>' -}}
+  {%- endfor -%}
+  {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+""".strip()
 
 # config.json's names of fields that are parameters of `make_checkpoint` under other names.
 _RENAMED = {

@@ -37,6 +37,13 @@ _NAMED = (
     "$defs",
     "definitions",
 )  # keywords with a map of names to schemas
+# Keywords of an object that allow or need properties that `properties` does not list.
+_OPENING = frozenset(
+    (
+        *("additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"),
+        *("allOf", "anyOf", "oneOf", "not", "if", "$ref", "dependentSchemas", "dependentRequired"),
+    )
+)
 _SOURCES = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -50,10 +57,13 @@ def arguments_node(schema: dict[str, Any], *, strict: bool) -> Node:
     """Return a grammar of a tool's arguments.
 
     Not strict: keywords that llguidance does not support are ignored, and oneOf counts as anyOf.
+    A schema that lists its properties and is silent about others allows no others, because functions refuse them.
     """
     options: dict[str, Any] = {"whitespace_pattern": _ARGUMENTS_WHITESPACE}
     if not strict:
         options |= {"lenient": True, "coerce_one_of": True}
+    if _lists_all_properties(schema):
+        schema = {**schema, "additionalProperties": False}
     return {"json_schema": {**_without_unknown_formats(schema), "x-guidance": options}}
 
 
@@ -235,6 +245,17 @@ def _without_unknown_formats(schema: Any, names: bool = False) -> Any:
         for key, value in schema.items()
         if key != "format" or not isinstance(value, str) or value in _FORMATS
     }
+
+
+def _lists_all_properties(schema: dict[str, Any]) -> bool:
+    """Whether the schema has properties, and no keyword that allows or needs others."""
+    properties, required = schema.get("properties"), schema.get("required", [])
+    return (
+        isinstance(properties, dict)
+        and isinstance(required, list)
+        and all(isinstance(name, str) and name in properties for name in required)
+        and not _OPENING.intersection(schema)
+    )
 
 
 def _escaped(choice: str) -> str:
