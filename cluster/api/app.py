@@ -11,9 +11,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cluster.api.admission import AdmissionGate
-from cluster.api.answer.events import error_body, to_json
+from cluster.api.answer.events import to_json
 from cluster.api.auth import ApiKeyAuth
 from cluster.api.backend import EngineBackend
+from cluster.api.error_format import error_response
+from cluster.api.messages.routes import add_messages_routes
 from cluster.api.middleware import RequestContext
 from cluster.api.record import Recorder
 from cluster.api.request.generation_factory import GenerationFactory
@@ -31,7 +33,7 @@ from cluster.api.routes.tokenization import add_tokenization_routes
 from cluster.api.routes.utility import add_utility_routes
 from cluster.api.settings import ApiSettings, package_version
 from cluster.api.tokenizer import ServingTokenizer
-from cluster.errors import BadRequestError, ClientTimeoutError, NotFoundError, ServingError
+from cluster.errors import BadRequestError, NotFoundError, ServingError
 from cluster.metrics.metrics import IngressMetrics
 
 BackendProvider = Callable[[], EngineBackend]
@@ -66,6 +68,7 @@ def create_app(
     factory = GenerationFactory(tokenizer, settings)
     endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate)
     _add_generation_routes(app, endpoint, factory)
+    add_messages_routes(app, endpoint, factory, backend_provider, settings)
     _add_model_routes(app, backend_provider)
     add_tokenization_routes(app, backend_provider, tokenizer, settings)
     add_utility_routes(app, backend_provider, settings, gate)
@@ -86,7 +89,7 @@ def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST", "OPTIONS"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
 
 
@@ -147,44 +150,32 @@ def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     """Starlette picks the handler of the nearest base class."""
 
-    async def serving_error(_request: Request, error: Exception) -> Response:
+    async def serving_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ServingError)
-        return _error_response(error)
+        return error_response(error, request.scope)
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         what = f"{request.method} {request.url.path[:200]}"
         if error.status_code == 404:
-            return _error_response(NotFoundError(f"no such route: {what}"))
+            return error_response(NotFoundError(f"no such route: {what}"), request.scope)
         code = "method_not_allowed" if error.status_code == 405 else None
-        response = _error_response(
-            BadRequestError(f"{error.detail}: {what}", code=code), error.status_code
-        )
+        problem = BadRequestError(f"{error.detail}: {what}", code=code)
+        response = error_response(problem, request.scope, error.status_code)
         response.headers.update(error.headers or {})
         return response
 
     async def client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=499)  # to a closed connection; counted in metrics
 
-    async def internal_error(_request: Request, _error: Exception) -> Response:
+    async def internal_error(request: Request, _error: Exception) -> Response:
         message = "internal error; the server's log has the details"
-        return _error_response(ServingError(message))
+        return error_response(ServingError(message), request.scope)
 
     app.add_exception_handler(ServingError, serving_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, client_gone)
     app.add_exception_handler(Exception, internal_error)
-
-
-def _error_response(error: ServingError, status: int | None = None) -> Response:
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["retry-after"] = str(error.retry_after_s)
-    if isinstance(error, ClientTimeoutError):
-        headers["connection"] = "close"  # the rest of the body would be taken for the next request
-    return Response(
-        error_body(error), status or error.status, headers, media_type="application/json"
-    )
 
 
 def _json(content: dict[str, Any]) -> Response:

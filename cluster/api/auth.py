@@ -4,12 +4,11 @@ All routes need a key except the routes in OPEN, so a new route is protected by 
 """
 
 import hmac
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.api.answer.events import error_body
+from cluster.api.error_format import error_response
 from cluster.config.api_keys import digest
 from cluster.errors import AuthenticationError
 
@@ -20,7 +19,7 @@ OPEN_PREFIX = "/web/"
 
 
 class ApiKeyAuth:
-    """Lets requests with `Authorization: Bearer KEY` pass."""
+    """Lets requests with `Authorization: Bearer KEY` or `x-api-key: KEY` pass."""
 
     def __init__(self, app: ASGIApp, digests: Iterable[bytes]) -> None:
         self._app = app
@@ -31,15 +30,16 @@ class ApiKeyAuth:
         if scope["type"] != "http" or _is_open(scope):
             await self._app(scope, receive, send)
             return
-        key = _bearer(scope)
-        if key is not None and self._is_known(key):
+        keys = list(_keys(scope))
+        if any(self._is_known(key) for key in keys):
             await self._app(scope, receive, send)
             return
-        problem = "the API key is wrong" if key else "an API key is missing"
-        error = AuthenticationError(f"{problem}; send it as Authorization: Bearer KEY")
-        answer = Response(
-            error_body(error), error.status, {"www-authenticate": "Bearer"}, "application/json"
+        problem = "the API key is wrong" if any(keys) else "an API key is missing"
+        error = AuthenticationError(
+            f"{problem}; send it as Authorization: Bearer KEY or as x-api-key: KEY"
         )
+        answer = error_response(error, scope)
+        answer.headers["www-authenticate"] = "Bearer"
         await answer(scope, receive, send)
 
     def _is_known(self, key: bytes) -> bool:
@@ -56,9 +56,12 @@ def _is_open(scope: Scope) -> bool:
     return path in OPEN or path.startswith(OPEN_PREFIX)
 
 
-def _bearer(scope: Scope) -> bytes | None:
+def _keys(scope: Scope) -> Iterator[bytes]:
+    """Yield the keys of a request. A client may send one in each header, as Claude Code does."""
     for name, value in scope["headers"]:
         if name == b"authorization":
             scheme, _, key = value.strip().partition(b" ")
-            return key.strip() if scheme.lower() == b"bearer" else None
-    return None
+            if scheme.lower() == b"bearer":
+                yield key.strip()
+        elif name == b"x-api-key":
+            yield value.strip()

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.admission import BODY_SEND, STARTED
+from cluster.api.error_format import is_messages_route
 from cluster.api.record import REQUEST_ID
 from cluster.metrics.metrics import IngressMetrics
 
@@ -16,7 +17,10 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
 
 class RequestContext:
-    """Echoes x-request-id, or generates one, and counts the answer under its route."""
+    """Echoes x-request-id, or generates one, and counts the answer under its route.
+
+    Anthropic's clients read the id from request-id.
+    """
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
         self._app = app
@@ -29,11 +33,13 @@ class RequestContext:
             return
         request_id = _request_id(scope)
         scope[REQUEST_ID] = request_id.decode("ascii")
+        names = [b"x-request-id", b"request-id"][: 1 + is_messages_route(scope)]
+        ids = [(name, request_id) for name in names]
         arrived = time.perf_counter()
 
         def tagged_send(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *ids]
                 scope[STARTED] = True
                 scope[BODY_SEND] = send
                 self._metrics.observe_http(_handler(scope), message["status"])

@@ -22,7 +22,10 @@ SHORT = {
     "n": 1,
     "prompt_logprobs": 1,
 }
-POSTS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+POSTS = (
+    *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
+    *("/v1/messages", "/v1/messages/count_tokens"),
+)
 GETS = (
     *("/v1/models", "/v1/models/{model}", "/live", "/ready", "/health", "/ping"),
     *("/version", "/load", "/metrics", "/ranks"),

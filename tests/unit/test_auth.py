@@ -43,7 +43,8 @@ def bearer(key: str) -> dict[str, str]:
         {"authorization": "first-key"},
         {"authorization": "Basic first-key"},
         {"authorization": b"Bearer \xff\xfe"},
-        {"x-api-key": "first-key"},
+        {"x-api-key": "wrong"},
+        {"x-api-key": "Bearer first-key"},
         {"authorization": "Bearer " + "x" * 10_000},
     ],
 )

@@ -23,6 +23,7 @@ from cluster.api.request.protocol import (
     check_text,
 )
 from cluster.api.request.sampling import SamplingBuilder
+from cluster.api.request.tool_options import ToolOptions
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError, ContextLengthError, NotFoundError
@@ -67,15 +68,26 @@ class GenerationFactory:
         id_prefix: str = "chatcmpl-",
     ) -> Generation:
         """Make the generation of a chat request; `id_prefix` is the beginning of the answer's id."""
-        check_model(request.model, backend)
         self._check_choices(1, request.n or 1)
+        prompt, options = await self._chat_prompt(request, backend)
+        output = await self._formats.for_chat(request, options, prompt)
+        params = await self._sampling.params(request, output.grammar)
+        return self._make(request, backend, headers, [prompt], output, params, id_prefix)
+
+    async def num_chat_tokens(self, request: ChatRequest, backend: EngineBackend) -> int:
+        """Return the number of prompt tokens that a generation would have."""
+        prompt, _ = await self._chat_prompt(request, backend)
+        return len(prompt.token_ids)
+
+    async def _chat_prompt(
+        self, request: ChatRequest, backend: EngineBackend
+    ) -> tuple[Prompt, ToolOptions | None]:
+        check_model(request.model, backend)
         options = self._formats.tool_options(request)
         self._formats.check_thinking(request)
         tools = None if options is None else options.definitions
         prompt = await self._prompts.chat(request, self._num_kept(request, backend), tools)
-        output = await self._formats.for_chat(request, options, prompt)
-        params = await self._sampling.params(request, output.grammar)
-        return self._make(request, backend, headers, [prompt], output, params, id_prefix)
+        return prompt, options
 
     def _make(
         self,

@@ -29,7 +29,8 @@ def render_docs(document: dict[str, Any]) -> str:
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title} API</title>'
         f"<style>{_STYLE}</style></head><body><h1>{title} {escape(document['info']['version'])}</h1>"
         '<p>For tools: <a href="openapi.json">openapi.json</a>. Errors are '
-        '<code>{"error": {"message", "type", "param", "code"}}</code>.</p>'
+        '<code>{"error": {"message", "type", "param", "code"}}</code>, below <code>/v1/messages</code> '
+        '<code>{"type", "error": {"type", "message"}, "request_id"}</code>.</p>'
         f"{body}</body></html>\n"
     )
 

@@ -1,7 +1,7 @@
 """Admission, body, parse, prepare, answer: what all generation routes share. Knows nothing of the fields of a body."""
 
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -13,12 +13,22 @@ from cluster.api.answer.writer import AnswerWriter
 from cluster.api.backend import EngineBackend
 from cluster.api.record import Recorder
 from cluster.api.request.json_body import read_json_object
-from cluster.api.request.protocol import GenerationRequest
 from cluster.api.response import GenerationResponse
 from cluster.api.settings import ApiSettings
 
 Prepared = tuple[Generation, AnswerWriter]
-_Request = TypeVar("_Request", bound=GenerationRequest)
+
+
+class ParsedRequest(Protocol):
+    """The checked body of a request."""
+
+    @property
+    def num_choices(self) -> int:
+        """The number of sequences to generate."""
+        ...
+
+
+_Request = TypeVar("_Request", bound=ParsedRequest)
 
 
 class GenerationEndpoint:

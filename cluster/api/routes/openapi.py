@@ -25,7 +25,22 @@ _ERROR = {
         }
     },
 }
+_MESSAGES = "/v1/messages"
+_MESSAGES_ERROR = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
 _MEDIA_TYPES = {
+    _MESSAGES: ("application/json", "text/event-stream"),
     "/metrics": ("text/plain",),
     "/v1/completions": ("application/json", "text/event-stream"),
     "/v1/chat/completions": ("application/json", "text/event-stream"),
@@ -56,9 +71,10 @@ def _complete(document: dict[str, Any], with_keys: bool) -> None:
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own answers, never given
         schemas.pop(name, None)
-    schemas["Error"] = _ERROR
-    failed = {"application/json": {"schema": {"$ref": _REF + "Error"}}}
+    schemas |= {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     for path, item in document["paths"].items():
+        name = "MessagesError" if path.startswith(_MESSAGES) else "Error"
+        failed = {"application/json": {"schema": {"$ref": _REF + name}}}
         for operation in item.values():
             responses = operation["responses"]
             responses.pop("422", None)
@@ -69,5 +85,8 @@ def _complete(document: dict[str, Any], with_keys: bool) -> None:
             for media in operation.get("requestBody", {}).get("content", {}).values():
                 schemas.update(media["schema"].pop("$defs", {}))
     if with_keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
+        components["securitySchemes"] = {
+            "key": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        }
+        document["security"] = [{"key": []}, {"header": []}]
