@@ -61,7 +61,8 @@ def _options(
 def serve(config: ConfigPath, overrides: Overrides = None) -> None:
     """Start the server and serve until Ctrl-C."""
     settings = _load(config, overrides)
-    from cluster.commands.serve import ServerError, run_server
+    from cluster.commands.serve import run_server
+    from cluster.commands.start import ServerError
 
     with _user_errors(ServerError, code=1), _user_errors(ValueError):
         run_server(settings)
@@ -116,7 +117,7 @@ def trace(
 ) -> None:
     """Run a step on the configured ranks, whole and in ubatches, and draw when what ran."""
     settings = _load(config, overrides)
-    from cluster.commands.serve import ServerError
+    from cluster.commands.start import ServerError
     from cluster.commands.trace import trace as run
     from cluster.config.errors import ConfigError
 

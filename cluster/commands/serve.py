@@ -9,42 +9,23 @@ import os
 import socket
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
 
-from cluster.commands.console_logs import show_logs
 from cluster.commands.preflight import Preflight
+from cluster.commands.start import POLL_S, RankStart, ServerError, ray_get
 from cluster.commands.stop_signals import StopSignals
 from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import check_num_ranks
-from kernels.host.cuda_environment import MULTICAST_OFF
-from workers.rank.rank_info import WEIGHTS
 from workers.stats.log import set_up_logging
 
-if TYPE_CHECKING:
-    from cluster.group.group import GroupHealth, GroupStatus
-
-# Read when Ray starts; a variable that the operator has set is kept. Ray starts workers at niceness 15, where any other
-# process of the machine slows the ranks down. Serve's controller checks its replicas ten times a second, which takes
-# 5 % of a core; three times are enough because the replicas rarely change.
-RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3"}
-# Ray logs at every start that its token authentication is on, which is the default.
-AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
-OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
-POLL_S = 0.1
 HTTP_STOP_S = 5.0  # time for a running call of Serve to return
 DRAIN_EXTRA_S = 3.0  # time for an ingress to close its connections and report
 
 console = Console(highlight=False)
-
-
-class ServerError(RuntimeError):
-    """The server cannot start, or had to stop; the message is the reason."""
 
 
 def run_server(config: PhalanxConfig) -> None:
@@ -62,96 +43,46 @@ def run_server(config: PhalanxConfig) -> None:
     check_num_ranks(config)
     port = _hold_port(config)
     preflight = Preflight(config, len(digests))
+    ranks = RankStart(config, stop, preflight, console)
     try:
-        with _stage("ray"):
-            start_ray(config)
+        ranks.start_ray()
         stop.install()  # again, because Ray has replaced the handlers
-        url = None if stop.is_set() else _start_checked(config, digests, stop, preflight)
+        with ranks.explained():
+            url = None if stop.is_set() else _start(config, digests, stop, ranks)
         if url is not None:
             keys = f", {len(digests)} API key(s)" if digests else ""
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{keys}", style="bold")
-            _watch(config, stop)
-            _drain(config, stop)
+            while not stop.wait(1.0):
+                ranks.check()
+            _drain(config, stop, ranks)
     finally:
         try:
-            _shut_down(config)
+            ranks.shut_down(lambda: _delete_application(config))
         finally:
             preflight.close()  # after the ranks, which would compile in its place
             if port is not None:
                 port.close()
 
 
-def _print_warnings(preflight: Preflight) -> None:
-    """Print the warnings of the check, once. Raises the error of the check."""
-    for warning in preflight.warnings():
-        console.print(f"  warning: {warning}", style="yellow")
-
-
-def start_ray(config: PhalanxConfig) -> None:
-    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # Ray's processes inherit the variables, so a rank can run in a process that Ray has started before.
-    os.environ.update(MULTICAST_OFF)
-    logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
-    import ray
-
-    address = config.cluster.ray_address
-    options: dict[str, Any] = {}
-    if address is None:
-        options = {
-            # Not a limit, but Ray starts a process for each core that it counts: one for each rank and replica, the
-            # supervisor and Serve's controller.
-            "num_cpus": config.cluster.ranks + config.serve.replicas + 2,
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-        }
-    try:
-        ray.init(
-            address or "local",
-            namespace="phalanx",
-            logging_level=logging.WARNING,
-            log_to_driver=True,
-            **options,
-        )
-    except Exception as error:  # Ray raises bare Exceptions, also on a slow machine
-        where = f"join Ray at {address}" if address else "start a local Ray"
-        raise ServerError(f"cannot {where}: {error}") from error
-    show_logs(config.serve.log_format)
-
-
-def _start_checked(
-    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
-) -> str | None:
-    """`_start`; if it fails, errors of the check are raised first, because they explain the failure better."""
-    try:
-        return _start(config, digests, stop, preflight)
-    except Exception:
-        _print_warnings(preflight)
-        raise
-
-
 def _start(
-    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, preflight: Preflight
+    config: PhalanxConfig, digests: tuple[bytes, ...], stop: StopSignals, ranks: RankStart
 ) -> str | None:
     """Start the ranks and HTTP side by side. Returns the URL, or None after a signal."""
-    import ray
-
-    from cluster.group import supervisor
-
-    actor = supervisor.get_or_create(config)
-    started = actor.start.remote(config)
-    while not ray.wait([started], timeout=POLL_S)[0]:
-        if stop.is_set():
-            return None
-    ray.get(started)
+    if not ranks.create():
+        return None
     failure: list[BaseException] = []
     calling_serve = threading.Lock()
     arguments = (config, digests, stop, calling_serve, failure)
     http = threading.Thread(target=_start_http, args=arguments, daemon=True)
     http.start()
+
+    def http_is_ready() -> bool:
+        if failure:
+            raise ServerError(f"HTTP: {failure[0]}") from failure[0]
+        return not http.is_alive()
+
     try:
-        return _follow_start(config, actor, http, failure, stop, preflight)
+        info = ranks.follow("http", http_is_ready)
     except BaseException:
         stop.set()
         raise
@@ -159,47 +90,7 @@ def _start(
         # A call of Serve starts a new Ray if none runs, so none may come after ray.shutdown.
         if stop.is_set():
             calling_serve.acquire(timeout=HTTP_STOP_S)
-
-
-def _follow_start(
-    config: PhalanxConfig,
-    actor: Any,
-    http: threading.Thread,
-    failure: list[BaseException],
-    stop: StopSignals,
-    preflight: Preflight,
-) -> str | None:
-    """Print each stage when it ends, and the warnings of the check when it ends. Returns the URL; None on a signal."""
-    ray_get = _ray_get()
-    reported: dict[int, int] = defaultdict(int)  # stages, by group
-    ranks_ready = time.monotonic()
-    with console.status("starting ranks") as line:
-        while not stop.is_set():
-            if preflight.done():
-                _print_warnings(preflight)
-            statuses: list[GroupStatus] = ray_get(actor.status.remote())
-            for group, status in enumerate(statuses):
-                for name, seconds in status.stages[reported[group] :]:
-                    _report(name, seconds)
-                reported[group] = len(status.stages)
-                if status.state == "failed":
-                    raise ServerError(status.error)
-            if failure:
-                raise ServerError(f"HTTP: {failure[0]}") from failure[0]
-            starting = [status for status in statuses if status.state != "serving"]
-            if starting:
-                ranks_ready = time.monotonic()
-                line.update(_progress_line(starting[0].stage, *starting[0].progress))
-            elif preflight.done() and not http.is_alive():
-                _print_warnings(preflight)
-                _report("http", time.monotonic() - ranks_ready)
-                info = statuses[0].infos[0]
-                console.print(f"  {_backends_line(info.backends)}, {info.num_blocks} KV blocks")
-                return f"http://{_url_host(config.serve.host)}:{config.serve.port}"
-            else:
-                line.update("waiting for HTTP")
-            time.sleep(POLL_S)
-    return None
+    return None if info is None else f"http://{_url_host(config.serve.host)}:{config.serve.port}"
 
 
 def _start_http(
@@ -247,72 +138,26 @@ def _deploy_failure(application: Any) -> str:
     return str(message.splitlines()[-1])
 
 
-def _watch(config: PhalanxConfig, stop: StopSignals) -> None:
-    """Return after a signal. Raises ServerError when a group has failed."""
-    from cluster.group import supervisor
-
-    ray_get = _ray_get()
-    actor = supervisor.get_or_create(config)
-    while not stop.wait(1.0):
-        healths: list[GroupHealth] = ray_get(actor.healths.remote())
-        for health in healths:
-            if not health.alive:
-                raise ServerError(health.error)
-
-
-def _drain(config: PhalanxConfig, stop: StopSignals) -> None:
+def _drain(config: PhalanxConfig, stop: StopSignals, ranks: RankStart) -> None:
     """Refuse new requests. Return when the last one has ended, at the timeout, or at a second signal."""
     from ray.exceptions import RayError
 
-    from cluster.group import supervisor
-
     timeout_s = config.serve.drain_timeout_s if stop.patient else 0.0
-    with _stage("drained"), console.status("finishing requests"), suppress(RayError):
-        ray_get = _ray_get()
-        actor = supervisor.get_or_create(config)
-        ray_get(actor.drain.remote(timeout_s))
+    with ranks.stage("drained"), console.status("finishing requests"), suppress(RayError):
+        ray_get(ranks.supervisor.drain.remote(timeout_s))
         deadline = time.monotonic() + timeout_s + DRAIN_EXTRA_S
-        while time.monotonic() < deadline and not ray_get(actor.is_drained.remote()):
+        while time.monotonic() < deadline and not ray_get(ranks.supervisor.is_drained.remote()):
             if timeout_s and not stop.patient:
                 return
             time.sleep(POLL_S)
 
 
-def _shut_down(config: PhalanxConfig) -> None:
-    import ray
+def _delete_application(config: PhalanxConfig) -> None:
+    """Delete the application of a Ray that continues; the end of a local Ray ends Serve too."""
+    if config.cluster.ray_address is not None:
+        from ray import serve
 
-    if not ray.is_initialized():
-        return
-    # Ray logs an error for every thread that waits for a call when Ray ends.
-    logging.getLogger("ray").setLevel(logging.CRITICAL)
-    with _stage("stopped"):
-        _stop_ranks(config)
-        if config.cluster.ray_address is not None:
-            from ray import serve
-
-            serve.delete(config.serve.app_name)
-        # The end of a local Ray ends Serve too.
-        ray.shutdown()
-
-
-def _stop_ranks(config: PhalanxConfig) -> None:
-    import ray
-    from ray.exceptions import RayError
-
-    from cluster.group import supervisor
-
-    try:
-        actor = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
-        ray.get(actor.stop.remote(), timeout=5)
-        ray.kill(actor)
-    except (ValueError, RayError) as error:
-        logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
-
-
-def _ray_get() -> Callable[[Any], Any]:
-    import ray
-
-    return lambda ref: ray.get(ref, timeout=60)
+        serve.delete(config.serve.app_name)
 
 
 def _hold_port(config: PhalanxConfig) -> socket.socket | None:
@@ -351,31 +196,6 @@ def _bind(host: str, port: int, *options: int) -> socket.socket:
         bound.close()
         raise
     return bound
-
-
-@contextmanager
-def _stage(name: str) -> Iterator[None]:
-    started = time.monotonic()
-    yield
-    _report(name, time.monotonic() - started)
-
-
-def _report(name: str, seconds: float) -> None:
-    console.print(f"  {name:<20}{seconds:6.1f} s")
-
-
-def _progress_line(stage: str, done: int, total: int) -> str:
-    if not total:
-        return stage
-    filled = round(30 * done / total)
-    bar = "#" * filled + "." * (30 - filled)
-    if stage == WEIGHTS:
-        return f"{stage} {bar} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-    return f"{stage} {bar} {done} of {total}"
-
-
-def _backends_line(backends: dict[str, str]) -> str:
-    return ", ".join(f"{kind} {name}" for kind, name in backends.items())
 
 
 def _url_host(host: str) -> str:

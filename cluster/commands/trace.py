@@ -33,7 +33,7 @@ def trace(
     config = config.model_copy(update={"overlap": overlap})
     import ray
 
-    from cluster.commands.serve import start_ray
+    from cluster.commands.start import start_ray
 
     start_ray(config)
     try:
@@ -77,7 +77,7 @@ def _figures(step: StepTrace, unrecorded: float, share: str = "") -> str:
 def _run(config: PhalanxConfig, phase: Phase, num_tokens: int) -> list[RankTrace]:
     import ray
 
-    from cluster.commands.serve import ServerError
+    from cluster.commands.start import ServerError
     from cluster.group.failures import failure_message
     from cluster.group.supervisor import Supervisor
 

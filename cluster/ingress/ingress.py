@@ -14,16 +14,13 @@ from ray.exceptions import RayError
 from cluster.api.admission import AdmissionGate
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
-from cluster.api.settings import ApiSettings
-from cluster.api.tokenizer import load_default_sampling, load_tokenizer
+from cluster.api.tokenizer import load_tokenizer
 from cluster.api.tracing import make_tracer
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.config.resolve import max_num_seqs
-from cluster.config.serve_section import open_choices_limit
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.group.engine_client import EngineClient
-from cluster.group.placement import num_gpus
 from cluster.ingress.http_server import HttpServer
+from cluster.ingress.settings import api_settings
 from cluster.metrics.metrics import IngressMetrics
 from workers.stats.log import set_up_logging
 
@@ -63,7 +60,7 @@ class Ingress:
         # The tokenizer's import takes seconds; the ranks start meanwhile.
         connected = asyncio.create_task(self._client.connect())
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
-        settings = _settings(config, api_key_digests)
+        settings = api_settings(config, api_key_digests)
         self._gate = AdmissionGate(settings.max_open_choices)
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
         await connected
@@ -145,17 +142,3 @@ def deploy(
     )
     app: serve.Application = options.bind(config, listen=listen, api_key_digests=api_key_digests)
     return app
-
-
-def _settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...]) -> ApiSettings:
-    serve_config = config.serve
-    num_running = config.cluster.ranks * max_num_seqs(config, num_gpus())
-    return ApiSettings(
-        **serve_config.limits.model_dump(exclude={"keep_alive_s"}),
-        max_open_choices=open_choices_limit(serve_config, num_running),
-        api_key_digests=api_key_digests,
-        cors_origins=tuple(serve_config.cors_origins),
-        tool_parser=serve_config.tool_parser,
-        reasoning_parser=serve_config.reasoning_parser,
-        default_sampling=load_default_sampling(config.model.path),
-    )

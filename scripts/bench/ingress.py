@@ -21,7 +21,7 @@ import ray
 import typer
 from ray import serve
 
-from cluster.commands.serve import RAY_ENVIRONMENT
+from cluster.commands.start import RAY_ENVIRONMENT
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config

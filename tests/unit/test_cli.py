@@ -198,12 +198,13 @@ def test_check_warns_of_the_other_kernels(yaml_path: Path, monkeypatch: pytest.M
 
 def test_serve_says_when_the_server_fails(yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cluster.commands import serve
+    from cluster.commands.start import ServerError
 
     seen = []
 
     def fail(config: Any) -> None:
         seen.append(config)
-        raise serve.ServerError("port 8000 is taken")
+        raise ServerError("port 8000 is taken")
 
     monkeypatch.setattr(serve, "run_server", fail)
     result = run("serve", yaml_path, "--set", "serve.port=1234")

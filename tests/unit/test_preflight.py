@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from cluster.commands import preflight, serve
+from cluster.commands import preflight
 from cluster.commands.check import check
 from cluster.commands.preflight import Preflight
-from cluster.commands.serve import ServerError
+from cluster.commands.start import RankStart, ServerError
+from cluster.commands.stop_signals import StopSignals
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from kernels.backends.select import BackendChoiceError
@@ -67,26 +69,32 @@ def _runs(process: int) -> bool:
         return False
 
 
-def test_warnings_are_told_once(answer, monkeypatch, capsys, tmp_path) -> None:
-    monkeypatch.setattr(serve.console, "file", None)
+def _start(process: Preflight) -> RankStart:
+    return RankStart(_config(), StopSignals(), process, Console(highlight=False))
+
+
+def test_warnings_are_told_once(answer, capsys, tmp_path) -> None:
     process = answer(pickle.dumps(["few cores", "no keys"]))
-    serve._print_warnings(process)
-    serve._print_warnings(process)
+    start = _start(process)
+    start.print_warnings()
+    start.print_warnings()
     assert process.done()
     assert capsys.readouterr().out == "  warning: few cores\n  warning: no keys\n"
     assert pickle.loads((tmp_path / "question").read_bytes()) == (_config(), 3)
 
 
-def test_a_failed_start_is_told_by_the_check_if_it_knows_better(answer, monkeypatch) -> None:
-    def fail(*args: object) -> None:
-        raise ServerError("start failed at stage 'group'")
-
-    monkeypatch.setattr(serve, "_start", fail)
+def test_a_failed_start_is_told_by_the_check_if_it_knows_better(answer) -> None:
     unfit = BackendChoiceError("attention", "flashinfer", "no GPU", ["sdpa"])
-    with pytest.raises(BackendChoiceError, match=r"kernels\.attention"):
-        serve._start_checked(None, (), None, answer(pickle.dumps(unfit)))
-    with pytest.raises(ServerError, match="stage 'group'"):
-        serve._start_checked(None, (), None, answer(pickle.dumps([])))
+    with (
+        pytest.raises(BackendChoiceError, match=r"kernels\.attention"),
+        _start(answer(pickle.dumps(unfit))).explained(),
+    ):
+        raise ServerError("start failed at stage 'group'")
+    with (
+        pytest.raises(ServerError, match="stage 'group'"),
+        _start(answer(pickle.dumps([]))).explained(),
+    ):
+        raise ServerError("start failed at stage 'group'")
 
 
 def test_its_compilers_end_with_it(answer, tmp_path) -> None:

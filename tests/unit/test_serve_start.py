@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.commands.serve import ServerError, _deploy_failure, _hold_port
+from cluster.commands.serve import _deploy_failure, _hold_port
+from cluster.commands.start import ServerError
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.ingress.http_server import _listen
 from tests.serve.server import free_port

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.commands.serve import _progress_line
+from cluster.commands.start import progress_line
 from kernels.host.cuda_environment import (
     MULTICAST_OFF,
     MulticastError,
@@ -152,4 +152,4 @@ def test_progress_of_all_ranks(stage: str, of_ranks: list, expected: tuple[int, 
     ],
 )
 def test_the_console_shows_a_bar(stage: str, progress: tuple[int, int], line: str) -> None:
-    assert _progress_line(stage, *progress).endswith(line)
+    assert progress_line(stage, *progress).endswith(line)

@@ -1,0 +1,216 @@
+"""Starts Ray and the ranks, shows the progress, and stops them: shared by `serve`, `trace` and offline use."""
+
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from cluster.commands.console_logs import show_logs
+from cluster.commands.preflight import Preflight
+from cluster.commands.stop_signals import StopSignals
+from cluster.config.phalanx_config import PhalanxConfig
+from kernels.host.cuda_environment import MULTICAST_OFF
+from workers.rank.rank_info import WEIGHTS, RankInfo
+
+if TYPE_CHECKING:
+    from cluster.group.group import GroupHealth, GroupStatus
+
+# Read when Ray starts; a variable that the operator has set is kept. Ray starts workers at niceness 15, where any other
+# process of the machine slows the ranks down. Serve's controller checks its replicas ten times a second, which takes
+# 5 % of a core; three times are enough because the replicas rarely change.
+RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3"}
+# Ray logs at every start that its token authentication is on, which is the default.
+AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
+OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
+POLL_S = 0.1
+
+
+class ServerError(RuntimeError):
+    """The ranks cannot start, or had to stop; the message is the reason."""
+
+
+class RankStart:
+    """The ranks of one configuration: `start_ray`, `create`, `follow`, `check` from time to time, `shut_down`.
+
+    Raises ServerError when the start or the ranks fail. The configuration is checked meanwhile, in `preflight`.
+    """
+
+    def __init__(
+        self, config: PhalanxConfig, stop: StopSignals, preflight: Preflight, console: Console
+    ):
+        self._config = config
+        self._stop = stop
+        self._preflight = preflight
+        self._console = console
+        self.supervisor: Any = None
+        self._reported: dict[int, int] = defaultdict(int)  # stages, by group
+
+    def start_ray(self) -> None:
+        """Start a local Ray, or join the configured one."""
+        with self.stage("ray"):
+            start_ray(self._config)
+
+    def create(self) -> bool:
+        """Create the supervisor, which creates the ranks. Returns False after a signal."""
+        import ray
+
+        from cluster.group import supervisor
+
+        self.supervisor = supervisor.get_or_create(self._config)
+        started = self.supervisor.start.remote(self._config)
+        while not ray.wait([started], timeout=POLL_S)[0]:
+            if self._stop.is_set():
+                return False
+        ray.get(started)
+        return True
+
+    def follow(self, what: str, beside: Callable[[], bool]) -> RankInfo | None:
+        """Print each stage when it ends, until the ranks serve. Returns None after a signal.
+
+        beside: whether `what`, which starts beside the ranks, is ready; may raise.
+        """
+        ranks_ready = time.monotonic()
+        with self._console.status("starting ranks") as line:
+            while not self._stop.is_set():
+                if self._preflight.done():
+                    self.print_warnings()
+                statuses: list[GroupStatus] = ray_get(self.supervisor.status.remote())
+                self._report_stages(statuses)
+                ready = beside()
+                starting = [status for status in statuses if status.state != "serving"]
+                if starting:
+                    ranks_ready = time.monotonic()
+                    line.update(progress_line(starting[0].stage, *starting[0].progress))
+                elif self._preflight.done() and ready:
+                    self.print_warnings()
+                    self._report(what, time.monotonic() - ranks_ready)
+                    info = statuses[0].infos[0]
+                    backends = ", ".join(f"{kind} {name}" for kind, name in info.backends.items())
+                    self._console.print(f"  {backends}, {info.num_blocks} KV blocks")
+                    return info
+                else:
+                    line.update(f"waiting for {what}")
+                time.sleep(POLL_S)
+        return None
+
+    def check(self) -> None:
+        """Raise ServerError when a group has failed."""
+        healths: list[GroupHealth] = ray_get(self.supervisor.healths.remote())
+        for health in healths:
+            if not health.alive:
+                raise ServerError(health.error)
+
+    def shut_down(self, beside: Callable[[], None] = lambda: None) -> None:
+        """Stop the ranks, call `beside`, then end a local Ray or leave a joined one."""
+        import ray
+
+        if not ray.is_initialized():
+            return
+        # Ray logs an error for every thread that waits for a call when Ray ends.
+        logging.getLogger("ray").setLevel(logging.CRITICAL)
+        with self.stage("stopped"):
+            self._stop_ranks()
+            beside()
+            ray.shutdown()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise the error of the check in place of an error of the block, because it explains the failure better."""
+        try:
+            yield
+        except Exception:
+            self.print_warnings()
+            raise
+
+    def print_warnings(self) -> None:
+        """Print the warnings of the check, once. Raises the error of the check."""
+        for warning in self._preflight.warnings():
+            self._console.print(f"  warning: {warning}", style="yellow")
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Print the seconds that the block took."""
+        started = time.monotonic()
+        yield
+        self._report(name, time.monotonic() - started)
+
+    def _stop_ranks(self) -> None:
+        import ray
+        from ray.exceptions import RayError
+
+        from cluster.group import supervisor
+
+        try:
+            name = supervisor.supervisor_name(self._config)
+            actor = ray.get_actor(name, namespace=supervisor.NAMESPACE)
+            ray.get(actor.stop.remote(), timeout=5)
+            ray.kill(actor)
+        except (ValueError, RayError) as error:
+            logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
+
+    def _report_stages(self, statuses: "list[GroupStatus]") -> None:
+        for group, status in enumerate(statuses):
+            for name, seconds in status.stages[self._reported[group] :]:
+                self._report(name, seconds)
+            self._reported[group] = len(status.stages)
+            if status.state == "failed":
+                raise ServerError(status.error)
+
+    def _report(self, name: str, seconds: float) -> None:
+        self._console.print(f"  {name:<20}{seconds:6.1f} s")
+
+
+def start_ray(config: PhalanxConfig) -> None:
+    """Start a local Ray, or join the configured one; `ray.shutdown` undoes it. Raises ServerError."""
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Ray's processes inherit the variables, so a rank can run in a process that Ray has started before.
+    os.environ.update(MULTICAST_OFF)
+    logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
+    import ray
+
+    address = config.cluster.ray_address
+    options: dict[str, Any] = {}
+    if address is None:
+        options = {
+            # Not a limit, but Ray starts a process for each core that it counts: one for each rank and replica, the
+            # supervisor and Serve's controller.
+            "num_cpus": config.cluster.ranks + config.serve.replicas + 2,
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+        }
+    try:
+        ray.init(
+            address or "local",
+            namespace="phalanx",
+            logging_level=logging.WARNING,
+            log_to_driver=True,
+            **options,
+        )
+    except Exception as error:  # Ray raises bare Exceptions, also on a slow machine
+        where = f"join Ray at {address}" if address else "start a local Ray"
+        raise ServerError(f"cannot {where}: {error}") from error
+    show_logs(config.serve.log_format)
+
+
+def progress_line(stage: str, done: int, total: int) -> str:
+    """Return the line of a stage under way; `total` is 0 if unknown."""
+    if not total:
+        return stage
+    filled = round(30 * done / total)
+    bar = "#" * filled + "." * (30 - filled)
+    if stage == WEIGHTS:
+        return f"{stage} {bar} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+    return f"{stage} {bar} {done} of {total}"
+
+
+def ray_get(ref: Any) -> Any:
+    """Return the result of a short call of an actor."""
+    import ray
+
+    return ray.get(ref, timeout=60)

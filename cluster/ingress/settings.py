@@ -1,0 +1,27 @@
+"""The settings of the HTTP layer and of offline requests, from the configuration and the checkpoint."""
+
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import load_default_sampling
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.resolve import max_num_seqs
+from cluster.config.serve_section import open_choices_limit
+from cluster.group.placement import num_gpus
+
+
+def num_running(config: PhalanxConfig) -> int:
+    """Return the number of sequences that all ranks run at once. Needs a running Ray, which counts the GPUs."""
+    return config.cluster.ranks * max_num_seqs(config, num_gpus())
+
+
+def api_settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...] = ()) -> ApiSettings:
+    """Return the settings of one ingress. Needs a running Ray."""
+    serve = config.serve
+    return ApiSettings(
+        **serve.limits.model_dump(exclude={"keep_alive_s"}),
+        max_open_choices=open_choices_limit(serve, num_running(config)),
+        api_key_digests=api_key_digests,
+        cors_origins=tuple(serve.cors_origins),
+        tool_parser=serve.tool_parser,
+        reasoning_parser=serve.reasoning_parser,
+        default_sampling=load_default_sampling(config.model.path),
+    )
