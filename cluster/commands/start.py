@@ -48,12 +48,14 @@ class RankStart:
         self._preflight = preflight
         self._console = console
         self.supervisor: Any = None
+        self._owns_ray = False
         self._reported: dict[int, int] = defaultdict(int)  # stages, by group
 
     def start_ray(self) -> None:
         """Start a local Ray, or join the configured one."""
         with self.stage("ray"):
             start_ray(self._config)
+        self._owns_ray = True
 
     def create(self) -> bool:
         """Create the supervisor, which creates the ranks. Returns False after a signal."""
@@ -107,10 +109,11 @@ class RankStart:
 
     def shut_down(self, beside: Callable[[], None] = lambda: None) -> None:
         """Stop the ranks, call `beside`, then end a local Ray or leave a joined one."""
+        if not self._owns_ray:
+            return
+        self._owns_ray = False
         import ray
 
-        if not ray.is_initialized():
-            return
         # Ray logs an error for every thread that waits for a call when Ray ends.
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         with self.stage("stopped"):
@@ -174,6 +177,8 @@ def start_ray(config: PhalanxConfig) -> None:
     logging.getLogger(AUTH_LOGGER).setLevel(logging.ERROR)
     import ray
 
+    if ray.is_initialized():
+        raise ServerError("Ray already runs in this process; end it first with ray.shutdown()")
     address = config.cluster.ray_address
     options: dict[str, Any] = {}
     if address is None:

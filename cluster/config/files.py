@@ -1,9 +1,9 @@
-"""Reads a YAML file and `key.path=value` overrides into plain dictionaries, with the place of each key.
+"""Reads a YAML file or a mapping, and overrides, into plain dictionaries, with the place of each key.
 
 Knows nothing of the keys that exist.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,10 @@ from typing import Any
 import yaml
 
 from cluster.config.errors import Problem, show
+
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`key.path=value` texts of --set, or keys with values: a key is a path or a section, whose value is a mapping."""
+BY_OPTION, BY_ARGUMENT = "--set", "argument"  # places of overrides
 
 
 @dataclass
@@ -22,12 +26,19 @@ class ConfigSource:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_config(path: Path, overrides: Sequence[str]) -> ConfigSource:
-    """Read the file and apply the overrides. Never raises: errors are in `problems`."""
+def read_config(origin: Path | Mapping[str, Any], overrides: Overrides) -> ConfigSource:
+    """Read the file, or copy the mapping, and apply the overrides. Never raises: errors are in `problems`."""
     source = ConfigSource()
-    _read_yaml(path, source)
-    for override in overrides:
-        _override(override, source)
+    if isinstance(origin, Path):
+        _read_yaml(origin, source)
+    else:
+        source.data = _without_empty_sections(dict(origin))
+    if isinstance(overrides, Mapping):
+        for key, value in _leaves(overrides, ""):
+            _set(source, key.split("."), value, BY_ARGUMENT)
+    else:
+        for override in overrides:
+            _override(override, source)
     return source
 
 
@@ -88,7 +99,9 @@ def _without_empty_sections(data: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _text_keys(data: Any) -> Any:
-    if not isinstance(data, dict):
+    if isinstance(data, Path):
+        return str(data)
+    if not isinstance(data, Mapping):
         return data
     return {str(key): _text_keys(value) for key, value in data.items()}
 
@@ -101,12 +114,17 @@ def _override(override: str, source: ConfigSource) -> None:
             Problem("", f"--set {show(override)} is not of the form key.path=value")
         )
         return
-    source.places[".".join(parts)] = "--set"
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
+        source.places[".".join(parts)] = BY_OPTION
         source.problems.append(Problem(".".join(parts), f"not valid YAML: {_yaml_reason(error)}"))
         return
+    _set(source, parts, value, BY_OPTION)
+
+
+def _set(source: ConfigSource, parts: list[str], value: Any, place: str) -> None:
+    source.places[".".join(parts)] = place
     node = source.data
     for part in parts[:-1]:
         child = node.get(part)
@@ -114,3 +132,12 @@ def _override(override: str, source: ConfigSource) -> None:
             child = node[part] = {}
         node = child
     node[parts[-1]] = value
+
+
+def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the key path and the value of each setting."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value) if isinstance(value, Path) else value

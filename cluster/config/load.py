@@ -1,10 +1,10 @@
-"""Loads a configuration: the YAML with its overrides, checked, or one error with every problem.
+"""Loads a configuration: a YAML or a mapping with its overrides, checked, or one error with every problem.
 
 Needs neither torch nor Ray.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +12,33 @@ from pydantic import ValidationError
 
 from cluster.config.checks import check_together
 from cluster.config.errors import ConfigError, Problem, from_pydantic
-from cluster.config.files import ConfigSource, read_config
+from cluster.config.files import BY_ARGUMENT, BY_OPTION, ConfigSource, Overrides, read_config
 from cluster.config.phalanx_config import PhalanxConfig
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> PhalanxConfig:
-    """Read a YAML and apply `key.path=value` overrides, with values in YAML.
+def load_config(origin: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> PhalanxConfig:
+    """Read a YAML or a mapping and apply overrides: `key.path=value` with values in YAML, or a mapping.
 
-    Relative paths start at the YAML's folder, or at the current folder if an override sets them. The result has
-    absolute paths and a serve.model_name. Raises ConfigError with all problems.
+    Relative paths start at the YAML's folder, or at the current folder if a mapping or an override sets them. The
+    result has absolute paths and a serve.model_name. Raises ConfigError with all problems.
     """
-    path = Path(path)
-    source = read_config(path, overrides)
+    if isinstance(origin, Mapping):
+        name, folder = "configuration", Path.cwd()
+    else:
+        origin = Path(origin)
+        name, folder = str(origin), origin.absolute().parent
+    source = read_config(origin, overrides)
     problems = list(source.problems)
     unreadable = any(not problem.key for problem in problems) and not source.data
     if not unreadable:
-        _fill_derived(source, path)
+        _fill_derived(source, folder)
         config, field_problems = _validate(source.data)
         problems += field_problems
         wrong = {problem.key for problem in problems}
         problems += [p for p in check_together(config) if not _touches(p, wrong)]
         if not problems:
             return config
-    raise ConfigError.of(str(path), problems, source.places)
+    raise ConfigError.of(name, problems, source.places)
 
 
 def _touches(problem: Problem, wrong: set[str]) -> bool:
@@ -43,21 +47,21 @@ def _touches(problem: Problem, wrong: set[str]) -> bool:
     return bool(wrong & (keys | {key.partition(".")[0] for key in keys}))
 
 
-def _fill_derived(source: ConfigSource, path: Path) -> None:
-    model_path = _make_absolute(source, path, "model", "path")
+def _fill_derived(source: ConfigSource, folder: Path) -> None:
+    model_path = _make_absolute(source, folder, "model", "path")
     serve = source.data.setdefault("serve", {})
     if model_path and isinstance(serve, dict) and serve.get("model_name") is None:
         serve["model_name"] = Path(model_path).name
-    _make_absolute(source, path, "serve", "api_keys_file")
+    _make_absolute(source, folder, "serve", "api_keys_file")
 
 
-def _make_absolute(source: ConfigSource, path: Path, section: str, key: str) -> str | None:
-    """Make a path absolute: from the YAML's folder, or from the current folder if an override sets it."""
+def _make_absolute(source: ConfigSource, folder: Path, section: str, key: str) -> str | None:
+    """Make a path absolute: from `folder`, or from the current folder if an override sets it."""
     values = source.data.get(section)
     if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
         return None
-    by_override = source.places.get(f"{section}.{key}") == "--set"
-    base = Path.cwd() if by_override else path.absolute().parent
+    by_override = source.places.get(f"{section}.{key}") in (BY_OPTION, BY_ARGUMENT)
+    base = Path.cwd() if by_override else folder
     absolute = os.path.normpath(base / Path(values[key]).expanduser())
     values[key] = absolute
     return absolute

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
-from cluster.ingress import ingress
+from cluster.ingress import ingress, settings
 from tests.unit.api_fakes import FakeBackend, tiny_tokenizer
 from tests.unit.ray_fakes import phalanx_config, until
 
@@ -70,9 +70,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress, "HttpServer", FakeServer)
     monkeypatch.setattr(ingress, "set_up_logging", lambda *_: None)
     monkeypatch.setattr(ingress, "load_tokenizer", lambda path: tiny_tokenizer())
-    monkeypatch.setattr(ingress, "load_default_sampling", lambda path: {})
-    monkeypatch.setattr(ingress, "num_gpus", lambda: 0)
-    monkeypatch.setattr(ingress, "max_num_seqs", lambda config, num_gpus: 4)
+    monkeypatch.setattr(settings, "load_default_sampling", lambda path: {})
+    monkeypatch.setattr(settings, "num_gpus", lambda: 0)
+    monkeypatch.setattr(settings, "max_num_seqs", lambda config, num_gpus: 4)
 
 
 async def replica(*, listen: bool) -> Any:

@@ -73,7 +73,8 @@ ORDER = {
         ("api/request",),
         ("api",),
         ("ingress", "bench"),
-        ("app.py", "commands"),
+        # Offline requests start the ranks as `serve` does, and the command `batch` runs them.
+        ("app.py", "commands", "offline"),
         ("cli.py",),
     ),
 }

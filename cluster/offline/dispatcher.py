@@ -1,0 +1,75 @@
+"""Answers request bodies without HTTP: the same checks, prompts, generations and bytes as those of the routes."""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple
+
+from cluster.api.backend import EngineBackend
+from cluster.api.record import Recorder
+from cluster.api.request.generation_factory import GenerationFactory
+from cluster.api.request.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    parse_chat,
+    parse_completion,
+)
+from cluster.api.routes.generation import Prepared, with_writer
+from cluster.api.run import GenerationRun
+from cluster.api.settings import ApiSettings
+from cluster.api.tokenizer import ServingTokenizer
+from cluster.errors import BadRequestError, NotFoundError, ServingError
+from cluster.metrics.metrics import IngressMetrics
+
+logger = logging.getLogger(__name__)
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+class Route(NamedTuple):
+    """How a body is checked, and how its generation and the writer of its answer are made."""
+
+    parse: Callable[[dict[str, Any]], Any]
+    prepare: Callable[[Any, EngineBackend], Awaitable[Prepared]]
+
+
+class Dispatcher:
+    """Answers bodies by the URL of their route."""
+
+    def __init__(
+        self, backend: EngineBackend, tokenizer: ServingTokenizer, settings: ApiSettings
+    ) -> None:
+        self._backend = backend
+        self._recorder = Recorder(IngressMetrics())
+        self._routes = _routes(GenerationFactory(tokenizer, settings))
+
+    async def answer(self, url: str, body: dict[str, Any]) -> bytes:
+        """Return the answer that HTTP would have. Raises ServingError."""
+        route = self._routes.get(url)
+        if route is None:
+            known = ", ".join(self._routes)
+            raise NotFoundError(
+                f"no such route: {url[:200]!r}; expected one of {known}", param="url"
+            )
+        if body.get("stream"):
+            raise BadRequestError("stream is not available offline", param="stream")
+        try:
+            parsed = route.parse(body)
+            generation, writer = await route.prepare(parsed, self._backend)
+            record = self._recorder.begin(generation, {})
+            return await GenerationRun(generation, self._backend, record).body(writer)
+        except ServingError:
+            raise
+        except Exception as error:
+            logger.exception("a request broke")
+            raise ServingError(f"internal error: {type(error).__name__}: {error}") from error
+
+
+def _routes(factory: GenerationFactory) -> dict[str, Route]:
+    async def completion(parsed: CompletionRequest, backend: EngineBackend) -> Prepared:
+        return with_writer(await factory.completion(parsed, backend, {}))
+
+    async def chat(parsed: ChatRequest, backend: EngineBackend) -> Prepared:
+        return with_writer(await factory.chat(parsed, backend, {}))
+
+    return {COMPLETIONS: Route(parse_completion, completion), CHAT: Route(parse_chat, chat)}
