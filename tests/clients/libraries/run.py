@@ -1,0 +1,38 @@
+"""Run every check of some modules against a server, in one process: `run.py URL REPORT MODULE...`.
+
+A module has functions `check_NAME(url, api)` and the APIs that its client library speaks. REPORT becomes a JSON object
+of the failures: {module: {"NAME of API": traceback, or null}}.
+"""
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+
+def run(module: ModuleType, url: str) -> dict[str, str | None]:
+    """Each check once per API of the module, or of those named by the check's own `apis`."""
+    report: dict[str, str | None] = {}
+    for name, check in vars(module).items():
+        if not name.startswith("check_"):
+            continue
+        for api in getattr(check, "apis", module.APIS):
+            if api not in module.APIS:
+                continue
+            try:
+                check(url, api)
+            except Exception:
+                report[f"{name} of {api}"] = traceback.format_exc()
+            else:
+                report[f"{name} of {api}"] = None
+    return report
+
+
+def main(url: str, report: str, *names: str) -> None:
+    found = {name: run(importlib.import_module(name), url) for name in names}
+    Path(report).write_text(json.dumps(found))
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,47 @@
+"""Libraries built on the official clients: the checks of `libraries/` against the same server.
+
+Their pinned packages stay in the user's cache folder, because in this environment they would be many and would decide
+the versions of others. One process runs all of them, because their imports take seconds.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clients.installed import python_packages
+
+FILES = Path(__file__).parent / "libraries"
+MODULES = sorted(path.stem for path in FILES.glob("*_checks.py"))
+# The first run installs, and compiles what it imports.
+pytestmark = pytest.mark.timeout(600)
+Report = dict[str, dict[str, str | None]]
+
+
+@pytest.fixture(scope="module")
+def report(server, tmp_path_factory) -> Report:
+    """{module: {check of an API: traceback, or None}}."""
+    packages = python_packages(FILES / "requirements.txt")
+    folder = tmp_path_factory.mktemp("libraries")
+    file = folder / "report.json"
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(folder),
+        "PYTHONPATH": str(packages),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    # -S: none of this environment's packages.
+    command = [sys.executable, "-S", str(FILES / "run.py"), server.url, str(file), *MODULES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_library(report, server, name):
+    failed = [f"{check}:\n{error}" for check, error in report[name].items() if error]
+    assert report[name] and not failed, "\n".join(failed)
+    server.wait_free()
