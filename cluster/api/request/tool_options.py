@@ -22,6 +22,7 @@ class ToolOptions:
     required   the model must call one of `callable`
     named      the client named the tool to call
     parallel   the model may call several tools
+    hides      the prompt has `callable` alone, because without a required call no grammar forbids the other tools
     """
 
     tools: list[Tool]
@@ -29,11 +30,12 @@ class ToolOptions:
     required: bool
     named: bool
     parallel: bool
+    hides: bool = False
 
     @property
     def definitions(self) -> list[dict[str, Any]]:
-        """All tools as the client defined them."""
-        return [tool.definition for tool in self.tools]
+        """The tools of the prompt as the client defined them."""
+        return [tool.definition for tool in (self.callable if self.hides else self.tools)]
 
 
 def parse_tool_options(request: ChatRequest, settings: ApiSettings) -> ToolOptions | None:
@@ -46,16 +48,17 @@ def parse_tool_options(request: ChatRequest, settings: ApiSettings) -> ToolOptio
             raise BadRequestError("tool_choice needs tools", param="tool_choice")
         return None
     tools = _tools(request.tools, settings)
+    several = request.parallel_tool_calls is not False
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed, required = _allowed(choice.get("allowed_tools"), tools)
+        return ToolOptions(tools, allowed, required, False, several, hides=not required)
     chosen = _chosen(choice, tools)
     if choice == "none":
         return None
-    return ToolOptions(
-        tools=tools,
-        callable=tools if chosen is None else [chosen],
-        required=choice == "required" or chosen is not None,
-        named=chosen is not None,
-        parallel=request.parallel_tool_calls is not False and chosen is None,
-    )
+    if chosen is not None:
+        return ToolOptions(tools, [chosen], True, named=True, parallel=False)
+    required = choice == "required"
+    return ToolOptions(tools, tools, required=required, named=False, parallel=several)
 
 
 def _tools(value: Any, settings: ApiSettings) -> list[Tool]:
@@ -120,13 +123,40 @@ def _chosen(choice: Any, tools: list[Tool]) -> Tool | None:
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or choice.get("type", "function") != "function":
         raise BadRequestError(
-            'tool_choice must be "none", "auto", "required" or '
-            '{"type": "function", "function": {"name": ...}}',
+            'tool_choice must be "none", "auto", "required", '
+            '{"type": "function", "function": {"name": ...}} or '
+            '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}',
             param="tool_choice",
         )
+    return _find(name, tools, "tool_choice.function.name")
+
+
+def _allowed(allowed: Any, tools: list[Tool]) -> tuple[list[Tool], bool]:
+    """Return the tools that `allowed_tools` names, and whether one of them must be called."""
+    where = "tool_choice.allowed_tools"
+    named = allowed.get("tools") if isinstance(allowed, dict) else None
+    if not isinstance(named, list) or not named:
+        raise BadRequestError(
+            f"{where}.tools must be a list of at least one tool", param=f"{where}.tools"
+        )
+    mode = allowed.get("mode", "auto")
+    if mode not in ("auto", "required"):
+        raise BadRequestError(f"{where}.mode must be auto or required", param=f"{where}.mode")
+    found = []
+    for i, item in enumerate(named):
+        function = item.get("function") if isinstance(item, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        param = f"{where}.tools.{i}.function.name"
+        if not isinstance(name, str):
+            raise BadRequestError(f"{param} must be a string", param=param)
+        tool = _find(name, tools, param)
+        if tool not in found:
+            found.append(tool)
+    return found, mode == "required"
+
+
+def _find(name: str, tools: list[Tool], param: str) -> Tool:
     for tool in tools:
         if tool.name == name:
             return tool
-    raise BadRequestError(
-        f"tool_choice: there is no tool {name[:100]!r}", param="tool_choice.function.name"
-    )
+    raise BadRequestError(f"{param}: there is no tool {name[:100]!r}", param=param)
