@@ -111,11 +111,10 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
     """Compile attention's kernels for this machine's GPUs, if ranks here would."""
     import torch
 
-    from kernels.backends.registry import backend_class
+    from kernels.attention.flashinfer_modules import compile_modules
     from workers.models.registry import load_model_config
 
-    attention = backend_class("attention", report.backends["attention"]["name"])
-    if torch.cuda.is_available():
+    if report.backends["attention"]["name"] == "flashinfer" and torch.cuda.is_available():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         specs = load_model_config(config.model.path).attention_specs
-        attention.compile_kernels(getattr(torch, report.config["model"]["dtype"]), specs)
+        compile_modules(getattr(torch, report.config["model"]["dtype"]), specs)

@@ -44,6 +44,7 @@ _MEDIA_TYPES = {
     "/metrics": ("text/plain",),
     "/v1/completions": ("application/json", "text/event-stream"),
     "/v1/chat/completions": ("application/json", "text/event-stream"),
+    "/v1/responses": ("application/json", "text/event-stream"),
 }
 
 

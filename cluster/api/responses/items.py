@@ -1,0 +1,160 @@
+"""Checks the `input` of a request and normalises it to items. Knows nothing of chat messages or of the store.
+
+An item is a JSON object as a client would get it back, except for its id. Texts of messages and of outputs are lists
+of parts.
+"""
+
+from typing import Any
+
+from cluster.api.request.protocol import check_text
+from cluster.errors import BadRequestError, UnsupportedParameterError
+
+Item = dict[str, Any]
+_ROLES = ("user", "assistant", "system", "developer")
+_TEXT_PARTS = ("input_text", "output_text")
+_ID_LENGTH = 256
+
+
+def parse_input(value: Any) -> list[Item]:
+    """Return the items of `input`, without ids where the client gave none."""
+    if value is None:
+        raise BadRequestError("input is missing", param="input", code="missing_required_parameter")
+    if isinstance(value, str):
+        check_text(value, "input")
+        return [_message("user", [{"type": "input_text", "text": value}])]
+    if not isinstance(value, list) or not value:
+        raise BadRequestError(
+            "input must be a string or a list of at least one item", param="input"
+        )
+    return [_item(item, f"input.{i}") for i, item in enumerate(value)]
+
+
+def _message(role: str, content: list[dict[str, Any]]) -> Item:
+    return {"type": "message", "role": role, "content": content, "status": "completed"}
+
+
+def _item(value: Any, where: str) -> Item:
+    if not isinstance(value, dict):
+        raise BadRequestError(f"{where} must be an object with a type", param=where)
+    kind = value.get("type")
+    if kind is None and "role" in value:
+        kind = "message"
+    if not isinstance(kind, str):
+        raise BadRequestError(f"{where}.type must be a string", param=f"{where}.type")
+    parse = _PARSERS.get(kind)
+    if parse is None:
+        raise UnsupportedParameterError(
+            f"{where}.type: items of type {kind[:60]!r} are not supported; "
+            f"this server takes {', '.join(_PARSERS)}",
+            param=f"{where}.type",
+        )
+    item = parse(value, where)
+    if value.get("id") is not None:
+        item["id"] = _text(value, "id", where)[:_ID_LENGTH]
+    return item
+
+
+def _parse_message(value: dict[str, Any], where: str) -> Item:
+    role = value.get("role")
+    if role not in _ROLES:
+        raise BadRequestError(
+            f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role"
+        )
+    kind = "output_text" if role == "assistant" else "input_text"
+    return _message(role, _parts(value.get("content"), f"{where}.content", kind))
+
+
+def _parse_call(value: dict[str, Any], where: str) -> Item:
+    return {
+        "type": "function_call",
+        "call_id": _text(value, "call_id", where),
+        "name": _text(value, "name", where),
+        "arguments": _text(value, "arguments", where),
+        "status": "completed",
+    }
+
+
+def _parse_output(value: dict[str, Any], where: str) -> Item:
+    return {
+        "type": "function_call_output",
+        "call_id": _text(value, "call_id", where),
+        "output": _parts(value.get("output"), f"{where}.output", "input_text"),
+        "status": "completed",
+    }
+
+
+def _parse_reasoning(value: dict[str, Any], where: str) -> Item:
+    """Return the reasoning; `encrypted_content` is of another server and is dropped."""
+    return {
+        "type": "reasoning",
+        "summary": _texts(value, "summary", "summary_text", where),
+        "content": _texts(value, "content", "reasoning_text", where),
+        "status": "completed",
+    }
+
+
+_PARSERS = {
+    "message": _parse_message,
+    "function_call": _parse_call,
+    "function_call_output": _parse_output,
+    "reasoning": _parse_reasoning,
+}
+
+
+def _parts(content: Any, where: str, kind: str) -> list[dict[str, Any]]:
+    """Return text parts of type `kind`."""
+    if isinstance(content, str):
+        check_text(content, where)
+        return [_part(content, kind)]
+    if not isinstance(content, list):
+        raise BadRequestError(f"{where} must be a string or a list of text parts", param=where)
+    return [_part(_part_text(part, f"{where}.{i}"), kind) for i, part in enumerate(content)]
+
+
+def _part(text: str, kind: str) -> dict[str, Any]:
+    part: dict[str, Any] = {"type": kind, "text": text}
+    if kind == "output_text":
+        part |= {"annotations": [], "logprobs": []}
+    return part
+
+
+def _part_text(part: Any, where: str) -> str:
+    if not isinstance(part, dict):
+        raise BadRequestError(f"{where} must be an object with type and text", param=where)
+    kind = part.get("type")
+    if kind == "refusal":
+        return _text(part, "refusal", where)
+    if kind not in _TEXT_PARTS:
+        what = f", got {kind[:60]!r}" if isinstance(kind, str) else ""
+        raise BadRequestError(
+            f"{where}.type must be {' or '.join(_TEXT_PARTS)}{what}; this model takes text alone",
+            param=f"{where}.type",
+            code="unsupported_content_part",
+        )
+    return _text(part, "text", where)
+
+
+def _texts(value: dict[str, Any], name: str, kind: str, where: str) -> list[dict[str, Any]]:
+    """Return the parts of a reasoning item's `content` or `summary`."""
+    parts = value.get(name)
+    where += f".{name}"
+    if parts is None:
+        return []
+    if not isinstance(parts, list):
+        raise BadRequestError(f"{where} must be a list of {kind} parts", param=where)
+    result = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, dict) or part.get("type") != kind:
+            raise BadRequestError(
+                f'{where}.{i} must be {{"type": "{kind}", "text": ...}}', param=f"{where}.{i}"
+            )
+        result.append({"type": kind, "text": _text(part, "text", f"{where}.{i}")})
+    return result
+
+
+def _text(value: dict[str, Any], name: str, where: str) -> str:
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise BadRequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    check_text(text, f"{where}.{name}")
+    return text

@@ -1,0 +1,248 @@
+"""POST /v1/responses: each wrong field is a 400 that names the field of this route."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error
+from tests.unit.responses_case import TIME, WEATHER, judged, respond, stream_events
+from tests.unit.test_api_fuzz import FIELDS, JSON, SLOW_IS_FINE, TEXTS
+
+BAD_SCHEMA = {"type": "objec"}
+USER = {"role": "user", "content": "a"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+
+def text_format(**fields):
+    return {"text": {"format": {"type": "json_schema", **fields}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ""}, None),
+        ({"input": "\ud800"}, "input"),
+        ({"input": ["a"]}, "input.0"),
+        ({"input": [{}]}, "input.0.type"),
+        ({"input": [{"type": 5}]}, "input.0.type"),
+        ({"input": [USER, {"type": "web_search_call"}]}, "input.1.type"),
+        ({"input": [{"role": "tool", "content": "a"}]}, "input.0.role"),
+        ({"input": [{"role": [], "content": "a"}]}, "input.0.role"),
+        ({"input": [{"role": "user"}]}, "input.0.content"),
+        ({"input": [{"role": "user", "content": [5]}]}, "input.0.content.0"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input.0.content.0.type",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input.0.content.0.text",
+        ),
+        ({"input": [{"role": "user", "content": "a\udc00"}]}, "input.0.content"),
+        ({"input": [{**USER, "id": 5}]}, "input.0.id"),
+        ({"input": [{**CALL, "call_id": None}]}, "input.0.call_id"),
+        ({"input": [{**CALL, "name": 5}]}, "input.0.name"),
+        ({"input": [{**CALL, "arguments": {}}]}, "input.0.arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input.0.output"),
+        ({"input": [{"type": "reasoning", "content": "a"}]}, "input.0.content"),
+        ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input.0.summary.0"),
+        ({"instructions": 5}, "instructions"),
+        ({"model": "other"}, "model"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens"),
+        ({"max_output_tokens": 3, "min_tokens": 5}, "min_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": "a"}, "top_p"),
+        ({"stop": 5}, "stop"),
+        ({"include": ["x"]}, "include.0"),
+        ({"include": "x"}, "include"),
+        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+        ({"metadata": {"x" * 65: "a"}}, "metadata"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata"),
+        ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
+        ({"reasoning": "low"}, "reasoning"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "grammar", "grammar": "x"}}}, "text.format.type"),
+        ({"text": {"format": 5}}, "text.format"),
+        (text_format(schema={}), "text.format.name"),
+        (text_format(name="a"), "text.format.schema"),
+        (text_format(name="a", schema=5), "text.format.schema"),
+        (text_format(name="a", schema=BAD_SCHEMA), "text.format.schema"),
+        ({"tools": {}}, "tools"),
+        ({"tools": ["a"]}, "tools.0"),
+        ({"tools": [{"name": "f"}]}, "tools.0.type"),
+        ({"tools": [TIME, {"type": "web_search"}]}, "tools.1.type"),
+        ({"tools": [{"type": "mcp", "server_label": "a"}]}, "tools.0.type"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"tools": [{**TIME, "parameters": []}]}, "tools.0.parameters"),
+        ({"tools": [{**TIME, "description": 5}]}, "tools.0.description"),
+        ({"tools": [{**TIME, "strict": "yes"}]}, "tools.0.strict"),
+        ({"tools": [TIME, TIME]}, "tools.1.name"),
+        (
+            {"tools": [WEATHER, {**TIME, "parameters": BAD_SCHEMA}], "tool_choice": "required"},
+            "tools.1.parameters",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": "some"}, "tool_choice"),
+        ({"tools": [TIME], "tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tools": [TIME], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
+        ({"tools": [TIME], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [TIME], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.tools"),
+        (
+            {
+                "tools": [TIME],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "function", "name": "x"}],
+                },
+            },
+            "tool_choice.tools.0.name",
+        ),
+        (
+            {
+                "tools": [TIME],
+                "tool_choice": {"type": "allowed_tools", "mode": "x", "tools": [TIME]},
+            },
+            "tool_choice.mode",
+        ),
+        ({"truncation": "some"}, "truncation"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"messages": [USER]}, "messages"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"response_format": {"type": "text"}}, "response_format"),
+        ({"n": 2}, "n"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
+def test_a_wrong_field_is_named(fields, param):
+    api = Api()
+    if param is None:
+        assert respond(api, **fields).status_code == 200
+        return
+    body = {"input": "hi", **fields}
+    response = api.post("/v1/responses", body)
+    error = assert_error(response, 404 if param == "model" else 400)
+    assert error["param"] == param, error
+    assert not api.backend.requests
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "'web_search'"),
+        ({"input": [{"type": "web_search_call"}]}, "'web_search_call'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image'"),
+        ({"max_tokens": 5}, "use max_output_tokens"),
+        ({"max_output_tokens": 10**6}, "lower max_output_tokens"),
+        (text_format(name="a"), "text.format.schema is missing"),
+        ({"tools": [{"type": "function"}]}, "tools.0.name must be"),
+    ],
+)
+def test_messages_name_what_is_wrong(fields, words):
+    assert words in assert_error(respond(Api(), **fields), 400)["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"include": ["reasoning.encrypted_content"], "store": False},
+        {"service_tier": "auto", "user": "u", "safety_identifier": "s", "prompt_cache_key": "k"},
+        {"reasoning": {"effort": "low", "summary": "auto"}},
+        {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
+        {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "max_tool_calls": 3},
+        {"conversation": None, "prompt": None, "truncation": None, "n": 1, "unknown": 5},
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        {"cache_salt": "a", "priority": 1, "ignore_eos": True, "max_output_tokens": 5},
+    ],
+)
+def test_fields_that_clients_send(fields):
+    assert respond(Api(), **fields).status_code == 200
+
+
+ITEMS = st.one_of(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "developer"])},
+        optional={"content": st.one_of(TEXTS, JSON), "type": st.just("message"), "id": JSON},
+    ),
+    st.fixed_dictionaries(
+        {
+            "type": st.sampled_from(
+                ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+            )
+        },
+        optional={
+            "call_id": st.one_of(TEXTS, JSON),
+            "name": st.one_of(TEXTS, JSON),
+            "arguments": st.one_of(TEXTS, JSON),
+            "output": st.one_of(TEXTS, JSON),
+            "content": JSON,
+            "summary": JSON,
+        },
+    ),
+    st.just(CALL),
+    JSON,
+)
+OWN = {
+    "input": st.one_of(st.just("hi"), st.just([USER, CALL]), st.lists(ITEMS, max_size=3)),
+    "max_output_tokens": st.integers(6, 30),
+    "instructions": st.just("Be brief."),
+    "include": st.lists(
+        st.sampled_from(["message.output_text.logprobs", "reasoning.encrypted_content"])
+    ),
+    "top_logprobs": st.integers(0, 5),
+    "metadata": st.dictionaries(st.text("ab", max_size=2), st.text("ab", max_size=3), max_size=2),
+    "reasoning": st.just({"effort": "low"}),
+    "text": st.sampled_from([{"format": {"type": "text"}}, {"format": {"type": "json_object"}}]),
+    "tools": st.sampled_from([[], [WEATHER], [WEATHER, TIME]]),
+    "tool_choice": st.sampled_from(["auto", "none"]),
+    "parallel_tool_calls": st.booleans(),
+    "truncation": st.sampled_from(["auto", "disabled"]),
+    "store": st.booleans(),
+    "stream": st.booleans(),
+    "user": st.just("u"),
+    "model": st.just(MODEL),
+}
+NAMES = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "stop", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "logit_bias", "allowed_token_ids", "bad_words", "cache_salt"),
+)
+STRATEGIES = OWN | {name: FIELDS[name] for name in NAMES}
+API = Api(FakeBackend("hello <tool_call> world"))
+
+
+@st.composite
+def bodies(draw):
+    """A body of some of the fields, up to two of them spoiled."""
+    names = draw(st.lists(st.sampled_from(sorted(STRATEGIES)), max_size=12, unique=True))
+    body = {name: draw(STRATEGIES[name]) for name in ("input", *names)}
+    for name in draw(st.lists(st.sampled_from(sorted(STRATEGIES)), max_size=2)):
+        body[name] = draw(JSON)
+    return body
+
+
+@settings(max_examples=100, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@given(bodies())
+def test_random_bodies(body):
+    API.backend.requests.clear()
+    response = API.body(json.dumps(body).encode(), "/v1/responses")
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        last = stream_events(response)[-1]
+        assert last["type"] in ("response.completed", "response.incomplete")
+    else:
+        judged(response.json())
+    assert not API.backend.open
