@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cluster.bench.command import bench
+from cluster.experiments.command import experiment
 from workers.models.registry import DEFAULT_FAMILY
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ app = typer.Typer(
     help="Serve Mixture-of-Experts language models from lockstep ranks on Ray.",
 )
 app.command()(bench)
+app.command()(experiment)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
 Overrides = Annotated[
