@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from cluster.bench.command import bench
-from cluster.experiments.command import experiment
+from cluster.experiments.command import experiment, report
 from workers.models.registry import DEFAULT_FAMILY
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 app.command()(bench)
 app.command()(experiment)
+app.command()(report)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
 Overrides = Annotated[

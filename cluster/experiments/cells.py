@@ -1,6 +1,6 @@
 """The cells of an experiment, each with its checked configuration and workload.
 
-Needs neither torch nor Ray, because a plan is printed at once. `cluster.experiments.machine_check` examines the machine.
+Needs neither torch nor Ray, because a plan is printed at once; `machine_check` examines the machine.
 """
 
 import copy

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -40,6 +41,23 @@ class Experiment:
         sections = self.sections
         cells = [[cell.name, cell.digest] for cell in self.cells]
         return digest([sections.kind, sections.seed, sections.warmup, cells])
+
+    def head(self) -> dict[str, Any]:
+        """Return what `phalanx report` needs of the file, as plain data."""
+        sections = self.sections
+        common = sections.model_dump(mode="json")
+        keys = ("title", "question", "kind", "order", "repeats", "seed", "warmup", "report")
+        return {
+            "identity": self.identity,
+            **{key: common[key] for key in keys},
+            "simulate": common.get("simulate"),
+            "axes": self.axes,
+            "names": self.names,
+            "cells": [
+                {"index": cell.index, "name": cell.name, "settings": cell.settings}
+                for cell in self.cells
+            ],
+        }
 
 
 def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.commands.check import check
 from cluster.config.api_keys import ApiKeyError
@@ -15,11 +16,15 @@ CAUSES = (ApiKeyError, BackendChoiceError, ConfigError, GraphsUnavailableError)
 
 @dataclass
 class MachineReport:
-    """Cells that cannot run here, and conditions that only this machine lacks, such as GPUs."""
+    """Cells that cannot run here, and conditions that only this machine lacks, such as GPUs.
+
+    devices, resolved   by engine: the device, and the configuration without `auto`
+    """
 
     problems: list[Problem] = field(default_factory=list)
     lacking: list[Problem] = field(default_factory=list)
-    devices: dict[str, str] = field(default_factory=dict)  # by engine
+    devices: dict[str, str] = field(default_factory=dict)
+    resolved: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def check_cells(cells: Sequence[Cell]) -> MachineReport:
@@ -34,6 +39,7 @@ def check_cells(cells: Sequence[Cell]) -> MachineReport:
         except CAUSES as error:
             report.problems.append(Problem(f"cell {cell.index} ({cell.name})", str(error)))
             continue
+        report.resolved[cell.engine] = found.config
         device = str(found.config["cluster"]["device"])
         report.devices[cell.engine] = device
         if device == "cuda" and cell.config.cluster.ray_address is None:

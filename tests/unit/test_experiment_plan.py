@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from cluster.cli import app
@@ -12,22 +11,12 @@ from cluster.config.errors import ConfigError
 from cluster.experiments import plan
 from cluster.experiments.experiment import load_experiment
 from cluster.experiments.sweep import short_names
-from workers.weights.checkpoint import make_checkpoint
+from tests.unit.experiment_case import make_base, write
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("experiments")
-    make_checkpoint(path / "tiny", num_layers=1, hidden_size=32, num_experts=5)
-    (path / "base.yaml").write_text("model: {path: tiny}\ncluster: {ranks: 1, device: cpu}\n")
-    return path
-
-
-def write(folder: Path, **keys: object) -> Path:
-    values = {"title": "Test", "kind": "engine", "base": "base.yaml", **keys}
-    path = folder / "file.yaml"
-    path.write_text(yaml.safe_dump(values, sort_keys=False))
-    return path
+    return make_base(tmp_path_factory.mktemp("experiments"))
 
 
 def error_of(path: Path, *overrides: str) -> str:
