@@ -60,6 +60,7 @@ def _fill_derived(source: ConfigSource, folder: Path) -> None:
     if model_path and isinstance(serve, dict) and serve.get("model_name") is None:
         serve["model_name"] = Path(model_path).name
     _make_absolute(source, folder, "serve", "api_keys_file")
+    _make_absolute(source, folder, "serve", "chat_template")
 
 
 def _make_absolute(source: ConfigSource, folder: Path, section: str, key: str) -> str | None:

@@ -133,9 +133,9 @@ def _without_http(config: PhalanxConfig) -> PhalanxConfig:
 
 
 def _load_tokenizer(config: PhalanxConfig) -> "ServingTokenizer":
-    from cluster.api.tokenizer import load_tokenizer
+    from cluster.ingress.settings import serving_tokenizer
 
-    return load_tokenizer(config.model.path)
+    return serving_tokenizer(config)
 
 
 def _is_done(tokenizer: "Future[ServingTokenizer]") -> bool:
