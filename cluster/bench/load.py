@@ -159,7 +159,7 @@ class _Sender:
                 self._load.path,
                 body,
                 timeout_s=self._load.timeout_s,
-                sink=EventReader(answer).feed,
+                sink=EventReader(answer, self._load.stream_format).feed,
             )
             if response.status != 200:
                 answer.error = f"HTTP {response.status}"

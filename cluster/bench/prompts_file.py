@@ -66,12 +66,12 @@ def read_prompts(path: str) -> list[Record]:
 
 
 def check_endpoint(path: str, records: list[Record], endpoint: str) -> None:
-    """Raise BenchError for a record that the endpoint refuses: token ids for chat, messages for completions."""
+    """Raise BenchError for a record that the endpoint refuses: only completions take token ids, all others messages."""
     for record in records:
         where = f"{path}, line {record.line}"
         if endpoint == "completions" and record.messages is not None:
             raise BenchError(f"{where}: messages need --endpoint chat")
-        if endpoint == "chat" and isinstance(record.prompt, list):
+        if endpoint != "completions" and isinstance(record.prompt, list):
             raise BenchError(f"{where}: a prompt of token ids needs --endpoint completions")
 
 
