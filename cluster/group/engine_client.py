@@ -88,8 +88,12 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The tokens of one request as they come. Closing the generator early aborts the request in its rank."""
+        """The tokens of one request as they come; with `whole` at once, when all have come.
+
+        Closing the generator early aborts the request in its rank.
+        """
         self._check_alive()
         request = OpenRequest(
             request_id,
@@ -98,6 +102,7 @@ class EngineClient:
             priority,
             cache_salt,
             pinned=rank,
+            whole=whole,
             num_tokens=len(prompt_token_ids) + expected_output(params),
         )
         try:
