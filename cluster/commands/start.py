@@ -50,6 +50,7 @@ class RankStart:
         self.supervisor: Any = None
         self._owns_ray = False
         self._reported: dict[int, int] = defaultdict(int)  # stages, by group
+        self._healths: list[GroupHealth] = []  # at the last check
 
     def start_ray(self) -> None:
         """Start a local Ray, or join the configured one."""
@@ -101,11 +102,17 @@ class RankStart:
         return None
 
     def check(self) -> None:
-        """Raise ServerError when a group has failed."""
+        """Print what has changed in the groups since the last check. Raises ServerError when a group has failed."""
         healths: list[GroupHealth] = ray_get(self.supervisor.healths.remote())
-        for health in healths:
-            if not health.alive:
+        for before, health in zip(self._healths or healths, healths, strict=True):
+            if health.ended:
                 raise ServerError(health.error)
+            if health != before:
+                state = f"{health.state}, epoch {health.epoch}"
+                self._console.print(
+                    f"{state}: {health.error}" if health.error else state, soft_wrap=True
+                )
+        self._healths = healths
 
     def shut_down(self, beside: Callable[[], None] = lambda: None) -> None:
         """Stop the ranks, call `beside`, then end a local Ray or leave a joined one."""

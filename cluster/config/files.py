@@ -124,20 +124,14 @@ def _override(override: str, source: ConfigSource) -> None:
 
 
 def _set(source: ConfigSource, parts: list[str], value: Any, place: str) -> None:
-    key = ".".join(parts)
-    source.places[key] = place
-    put(source.data, key, value)
-
-
-def put(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key in nested dictionaries; a value on the way that is no dictionary is replaced."""
-    *sections, last = key.split(".")
-    for section in sections:
-        child = data.get(section)
+    source.places[".".join(parts)] = place
+    node = source.data
+    for part in parts[:-1]:
+        child = node.get(part)
         if not isinstance(child, dict):
-            child = data[section] = {}
-        data = child
-    data[last] = value
+            child = node[part] = {}
+        node = child
+    node[parts[-1]] = value
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

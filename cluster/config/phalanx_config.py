@@ -50,6 +50,17 @@ class ClusterConfig(Section):
     start_timeout_s: float = Field(
         300.0, gt=0, description="Seconds that each stage of the start may take."
     )
+    hang_timeout_s: float = Field(
+        5.0,
+        gt=0,
+        description="Seconds that a rank has to leave a failed group; after that its process is replaced.",
+    )
+    rebuild_attempts: int = Field(
+        5,
+        ge=0,
+        description="Rebuilds in a row that may fail, or serve for less than 5 s, before the group fails; 0 = a "
+        "failed rank ends the group.",
+    )
     ray_address: str | None = Field(
         None, description="null = start a local Ray; auto or host:port = join a running one."
     )

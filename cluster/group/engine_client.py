@@ -7,7 +7,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,9 @@ from workers.wire.request import RequestOutput, SamplingParams, expected_output
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+RETRY_S = 0.1
+REBUILD_WAIT_S = 60.0
+"""Seconds that a request may wait for a group that rebuilds, before it is refused."""
 
 
 class EngineClient:
@@ -48,6 +51,8 @@ class EngineClient:
         self._lease_id = ""
         self._healths: list[GroupHealth] = []
         self._failure: str | None = "the ranks are starting"
+        self._serving = asyncio.Event()  # clear while a group rebuilds
+        self._reopening = asyncio.Lock()
         self._open: dict[str, OpenRequest] = {}  # by the id that their rank has
         self._groups: list[GroupClient] = []
         self._router = Router([self.num_ranks])
@@ -58,11 +63,11 @@ class EngineClient:
         """Wait until all groups serve, then open a stream to each rank. Raises EngineDeadError if a group fails."""
         self._supervisor = await supervisor.start(self._config, replace_failed=self._replace_failed)
         self._healths = await self._supervisor.healths.remote()
-        while any(health.state == "starting" for health in self._healths):
+        while not all(health.alive for health in self._healths):
+            for health in self._healths:
+                if health.ended:
+                    raise EngineDeadError(health.error)
             self._healths = await self._supervisor.changed_healths.remote(self._healths)
-        for health in self._healths:
-            if not health.alive:
-                raise EngineDeadError(health.error)
         members = await self._open_streams()
         info = members[0].infos[0]
         self.max_model_len = info.max_model_len
@@ -76,6 +81,7 @@ class EngineClient:
             cache_tokens=self.max_request_tokens if self._config.cache.prefix_caching else 0,
         )
         self._failure = None
+        self._serving.set()
         jobs = (self._renew_lease(), self._follow_healths())
         self._tasks = [asyncio.create_task(job) for job in jobs]
 
@@ -88,13 +94,15 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
-        whole: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The tokens of one request as they come; with `whole` at once, when all have come.
+        """The tokens of one request as they come. Closing the generator early aborts the request in its rank.
 
-        Closing the generator early aborts the request in its rank.
+        While a group rebuilds, a request in flight waits, then goes on in the next epoch. A new request waits for at
+        most REBUILD_WAIT_S.
         """
         self._check_alive()
+        if not self._serving.is_set():
+            await self._wait_serving()
         request = OpenRequest(
             request_id,
             prompt_token_ids,
@@ -102,7 +110,6 @@ class EngineClient:
             priority,
             cache_salt,
             pinned=rank,
-            whole=whole,
             num_tokens=len(prompt_token_ids) + expected_output(params),
         )
         try:
@@ -115,7 +122,7 @@ class EngineClient:
                 finished = output.finish_reason is not None
                 yield output
         finally:
-            if not request.finished and self._failure is None:
+            if not request.finished and self._failure is None and self._serving.is_set():
                 self._abort(request)
             self._forget(request)
 
@@ -162,6 +169,15 @@ class EngineClient:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
+
+    async def _wait_serving(self) -> None:
+        """Return when the groups serve again. Raises EngineDeadError after REBUILD_WAIT_S, or if a group fails."""
+        try:
+            await asyncio.wait_for(self._serving.wait(), REBUILD_WAIT_S)
+        except TimeoutError:
+            reasons = "; ".join(health.error for health in self._healths if health.error)
+            raise EngineDeadError(f"the ranks are rebuilding: {reasons}") from None
+        self._check_alive()
 
     def _submit(self, request: OpenRequest) -> None:
         """Send a request to a rank, with the tokens that an earlier attempt emitted."""
@@ -211,6 +227,7 @@ class EngineClient:
         except BaseException:
             for group in groups:
                 group.close()
+            self._supervisor.unregister.remote(lease_id)
             raise
         for group in self._groups:
             group.close()  # the ranks compute the tokens again that it has not read
@@ -227,37 +244,72 @@ class EngineClient:
                     self._ingress_id, self._lease_id, counts
                 ):
                     continue
+                if not self._serving.is_set():
+                    continue  # the next epoch gets a new lease
                 logger.warning(
                     "the lease of this ingress has expired; its streams are opened again"
                 )
-                await self._open_streams()
+                await self._reopen(abort=True)
             except RayError as error:
                 logger.debug("no heartbeat: %s", error)  # _follow_healths learns of the failure
-                continue
+
+    async def _reopen(self, *, abort: bool) -> None:
+        """Open new streams and submit the open requests again, with the tokens that they have emitted.
+
+        abort: the ranks live on, and one may have got a request after it closed the old stream
+        """
+        async with self._reopening:
+            await self._open_streams()
             for request in list(self._open.values()):
                 if not request.finished:
-                    self._abort(request)  # a rank may have got it after it closed the old stream
+                    if abort:
+                        self._abort(request)
                     self._forget(request)
                     self._submit(request)
 
+    async def _resume(self) -> None:
+        """Continue in the new epoch of a group. After a RayError the caller tries again: the group may have failed."""
+        old_lease = self._lease_id
+        try:
+            await self._reopen(abort=False)
+        except RayError as error:
+            logger.debug("the new epoch cannot be reached: %s", error)
+            await asyncio.sleep(RETRY_S)
+            return
+        self._supervisor.unregister.remote(old_lease)
+        logger.info("%d requests go on in the next epoch", len(self._open))
+        self._serving.set()
+
     async def _follow_healths(self) -> None:
-        """Follow the groups' states; fail the open requests of a group that fails."""
+        """Follow the groups' states: pause while a group rebuilds, fail the open requests of a group that fails."""
         while self._failure is None:
+            resuming = not self._serving.is_set() and all(health.alive for health in self._healths)
             try:
-                self._healths = await self._supervisor.changed_healths.remote(self._healths)
+                if resuming:  # the last attempt failed
+                    self._healths = await self._supervisor.healths.remote()
+                else:
+                    self._healths = await self._supervisor.changed_healths.remote(self._healths)
             except RayError as error:
                 reason = f"the supervisor is gone: {type(error).__name__}"
                 self._healths = [
                     GroupHealth("failed", health.epoch, reason) for health in self._healths
                 ]
-            dead = [health for health in self._healths if not health.alive]
-            if dead:
-                self._fail(dead[0])
+            ended = [health for health in self._healths if health.ended]
+            if ended:
+                self._fail(ended[0])
+            elif any(health.epoch != group.epoch for health, group in self._pairs()):
+                self._serving.clear()
+                if all(health.alive for health in self._healths):
+                    await self._resume()
+
+    def _pairs(self) -> Iterator[tuple[GroupHealth, GroupClient]]:
+        return zip(self._healths, self._groups, strict=True)
 
     def _fail(self, health: GroupHealth) -> None:
         """End every open request with the error of a group."""
         stopped = self._stopping or health.state == "stopped"
         self._failure = SHUTDOWN_REASON if stopped else health.error
+        self._serving.set()  # requests that wait are refused
         if not stopped:
             logger.error("the group failed: %s", health.error)
         for request in self._open.values():

@@ -1,14 +1,14 @@
 """One group: the ranks that share a process group, with their epoch and state.
 
-A Group brings its ranks up stage by stage, notices when a rank ends, and takes the ranks down. Knows nothing of
-ingresses beyond the names of their streams, and nothing of HTTP.
+A Group brings its ranks up stage by stage, rebuilds itself as a new epoch when a rank ends, and takes the ranks down.
+Knows nothing of ingresses beyond the names of their streams, and nothing of HTTP.
 """
 
 import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 3.0
+STABLE_S = 5.0
+"""Seconds of service after which a failure is not counted as a result of the rebuild before."""
 
 GroupState = Literal["starting", "serving", "rebuilding", "draining", "failed", "stopped"]
 
@@ -45,10 +47,15 @@ class GroupHealth(NamedTuple):
         """Whether the ranks compute: requests in flight go on."""
         return self.state in ("serving", "draining")
 
+    @property
+    def ended(self) -> bool:
+        """Whether the group will not serve again."""
+        return self.state in ("failed", "stopped")
+
 
 @dataclass
 class GroupStatus:
-    """A group and the progress of its start, as shown to people.
+    """A group and the progress of its start or rebuild, as shown to people.
 
     stages     name and seconds of each stage that ended
     progress   done and total of the present stage; (0, 0) if unknown
@@ -79,6 +86,9 @@ class Launcher(Protocol):
     async def launch(self, timeout_s: float) -> list[RankHandle]:
         """Create the rank actors."""
 
+    async def replace(self, ranks: Collection[int]) -> list[RankHandle]:
+        """End the actors of `ranks` and create new ones; returns the actors of all ranks."""
+
     def kill(self) -> None:
         """End them."""
 
@@ -87,16 +97,31 @@ class Group:
     """The ranks of one process group. All methods run in the event loop of the supervisor.
 
     name: unique among the groups of the Ray cluster.
+    hang_timeout_s: time for a rank to leave a failed epoch; a rank that takes longer gets a new process.
+    rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
+        group.
     """
 
     def __init__(
-        self, name: str, config: RankConfig, launcher: Launcher, *, start_timeout_s: float
+        self,
+        name: str,
+        config: RankConfig,
+        launcher: Launcher,
+        *,
+        start_timeout_s: float,
+        hang_timeout_s: float = 5.0,
+        rebuild_attempts: int = 0,
     ):
         self.status = GroupStatus()
         self._name = name
         self._config = config
         self._launcher = launcher
         self._start_timeout_s = start_timeout_s
+        self._hang_timeout_s = hang_timeout_s
+        self._rebuild_attempts = rebuild_attempts
+        self._num_failures = 0  # in a row
+        self._serving_since = 0.0
+        self._draining = False
         self._ranks: list[RankHandle] = []
         self._inboxes: list[StreamAddress] = []
         self._changed = asyncio.Event()
@@ -122,6 +147,14 @@ class Group:
             )
         return status
 
+    async def run(self) -> None:
+        """Start the group and keep it serving, over any number of epochs, until it is stopped or fails."""
+        await self.start()
+        while self.health.alive:
+            failure = await self.watch()
+            if failure is not None:
+                await self._rebuild(failure)
+
     async def start(self) -> None:
         """Bring the ranks up until they serve. On an error the state is failed, unless the group was stopped."""
         try:
@@ -138,8 +171,13 @@ class Group:
 
     async def prepare(self) -> None:
         """Bring the ranks up to the point where an engine can start."""
+        launched = self._launcher.launch(self._start_timeout_s)
+        self._ranks = await self._stage("placement", launched)
+        await self._form()
+
+    async def _form(self) -> None:
+        """Let the processes form the group of the present epoch, up to the point where an engine can start."""
         status, timeout_s = self.status, self._start_timeout_s
-        self._ranks = await self._stage("placement", self._launcher.launch(timeout_s))
         await self._stage("processes", self._locate())
         host, port = await _result(self._ranks[0].host_rendezvous.remote())
         name = f"{self._name}-{os.getpid()}-{status.epoch}"
@@ -158,8 +196,11 @@ class Group:
         """Run a step of `num_tokens` tokens on every rank, whole and in ubatches; after `prepare`."""
         return await self._stage("trace", self._call_all("trace", phase, num_tokens))
 
-    async def watch(self) -> None:
-        """Return when a rank has ended: a group with a missing rank cannot take another step."""
+    async def watch(self) -> str | None:
+        """Return when a rank has ended, because a group with a missing rank cannot take another step.
+
+        Returns the reason, or None if the group was stopped.
+        """
         epoch = self.status.epoch
         done: list[asyncio.Future[None]] = [
             asyncio.ensure_future(_result(rank.done.remote(epoch))) for rank in self._ranks
@@ -167,10 +208,70 @@ class Group:
         for future in done:  # a killed rank raises too; asyncio logs exceptions that nothing reads
             future.add_done_callback(_read_exception)
         ended = await first_failure(done)
-        if self.health.alive:
-            error = ended.exception()
-            reason = failure_message(error) if error is not None else "left its loop"
-            self._end("failed", f"rank {done.index(ended)}: {reason}")
+        if not self.health.alive:
+            return None
+        error = ended.exception()
+        reason = failure_message(error) if error is not None else "left its loop"
+        return f"rank {done.index(ended)}: {reason}"
+
+    async def _rebuild(self, reason: str) -> None:
+        """Bring the ranks into a new epoch, until they serve or no attempt is left.
+
+        Living processes keep their weights, kernels and KV memory; a process that cannot leave the old epoch is
+        replaced. The ranks of the new epoch refuse messages of the old one, and the other way round.
+        """
+        began = time.monotonic()
+        if began - self._serving_since >= STABLE_S:
+            self._num_failures = 0
+        while self._num_failures < self._rebuild_attempts:
+            self._num_failures += 1
+            self.status.epoch += 1
+            self.status.stages = []
+            self._set_state("rebuilding", reason)
+            logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
+            try:
+                await self._stage("replacement", self._replace_failed())
+                await self._form()
+                await self._start_engines()
+            except Exception as error:
+                if self.health.ended:
+                    return  # stop() killed the ranks
+                logger.debug("rebuild failed at stage %s", self.status.stage, exc_info=True)
+                reason += (
+                    f"; rebuild failed at stage {self.status.stage!r}: {failure_message(error)}"
+                )
+            else:
+                logger.warning(
+                    "serving again after %.1f s, as epoch %d",
+                    time.monotonic() - began,
+                    self.status.epoch,
+                )
+                return
+        if self._rebuild_attempts:
+            reason += f" (after {self._num_failures} rebuilds in a row, cluster.rebuild_attempts)"
+        self._end("failed", reason)
+
+    async def _replace_failed(self) -> None:
+        """Let every rank leave its epoch, and replace the processes of the ranks that do not."""
+        left = await asyncio.gather(*map(self._leave, range(len(self._ranks))))
+        failed = [rank for rank, has_left in enumerate(left) if not has_left]
+        self._ranks = await self._launcher.replace(failed)
+
+    async def _leave(self, rank: int) -> bool:
+        call = self._ranks[rank].leave_epoch.remote(self.status.epoch)
+        try:
+            await asyncio.wait_for(_result(call), self._hang_timeout_s)
+        except TimeoutError:
+            logger.warning(
+                "rank %d did not leave its epoch within %g s (cluster.hang_timeout_s); it gets a new process",
+                rank,
+                self._hang_timeout_s,
+            )
+            return False
+        except Exception as error:
+            logger.warning("rank %d gets a new process: %s", rank, failure_message(error))
+            return False
+        return True
 
     def close_stream(self, stream_id: str) -> None:
         """Let every rank forget the requests and the stream of an ingress that is gone."""
@@ -179,6 +280,7 @@ class Group:
 
     def drain(self) -> None:
         """Note that no new requests come."""
+        self._draining = True
         if self.status.state == "serving":
             self._set_state("draining")
 
@@ -208,7 +310,10 @@ class Group:
             for index, rank in enumerate(self._ranks)
         ]
         self.status.infos = await self._stage("engines", _gather(started))
-        self._set_state("serving")
+        if self.health.ended:
+            return  # stop() came while the last rank answered
+        self._serving_since = time.monotonic()
+        self._set_state("draining" if self._draining else "serving")
 
     async def _locate(self) -> None:
         described = await self._call_all("describe")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -33,6 +34,7 @@ class RankLauncher:
         self._config = config
         self._joined = joined
         self._placement_group: PlacementGroup | None = None
+        self._environment: dict[str, str] = {}
         self._ranks: list[RankHandle] = []
 
     async def launch(self, timeout_s: float) -> list[RankHandle]:
@@ -44,16 +46,26 @@ class RankLauncher:
         wait_s = min(timeout_s, MAX_PLACEMENT_S)
         ready = await asyncio.to_thread(group.wait, wait_s)
         placement.check_ready(ready, config, wait_s)
-        actor_class: Any = ray.remote(RankActor)
-        environment = self._environment()
-        extra = {"runtime_env": {"env_vars": environment}} if environment else {}
+        self._environment = self._rank_environment()
+        self._ranks = [self._create(rank) for rank in range(config.num_ranks)]
+        return self._ranks
+
+    async def replace(self, ranks: Collection[int]) -> list[RankHandle]:
+        """End the actors of `ranks` and create new ones in their places; returns the actors of all ranks."""
+        for rank in ranks:
+            ray.kill(self._ranks[rank])
         self._ranks = [
-            actor_class.options(**placement.actor_options(config, group, rank), **extra).remote(
-                rank, config
-            )
-            for rank in range(config.num_ranks)
+            self._create(rank) if rank in ranks else actor for rank, actor in enumerate(self._ranks)
         ]
         return self._ranks
+
+    def _create(self, rank: int) -> RankHandle:
+        assert self._placement_group is not None, "launch comes first"
+        actor_class: Any = ray.remote(RankActor)
+        options = placement.actor_options(self._config, self._placement_group, rank)
+        if self._environment:
+            options["runtime_env"] = {"env_vars": self._environment}
+        return actor_class.options(**options).remote(rank, self._config)
 
     def kill(self) -> None:
         """End the processes and give back their resources. Does nothing the second time."""
@@ -64,7 +76,7 @@ class RankLauncher:
             remove_placement_group(self._placement_group)
             self._placement_group = None
 
-    def _environment(self) -> dict[str, str]:
+    def _rank_environment(self) -> dict[str, str]:
         """Variables of the ranks' processes that they do not inherit: all where Ray was joined.
 
         Ray starts a new process for a rank with variables of its own; without any it uses a process that waits.

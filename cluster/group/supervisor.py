@@ -68,7 +68,7 @@ async def start(config: PhalanxConfig, *, replace_failed: bool) -> SupervisorHan
         try:
             await handle.start.remote(config)
             healths: list[GroupHealth] = await handle.healths.remote()
-            if not replace_failed or any(h.state not in ("failed", "stopped") for h in healths):
+            if not replace_failed or not all(health.ended for health in healths):
                 return handle
             logger.warning("replacing a failed supervisor: %s", healths[0].error)
             await handle.exit.remote()
@@ -99,7 +99,15 @@ class Supervisor:
         cluster = config.cluster
         launcher = RankLauncher(rank_config, joined=cluster.ray_address is not None)
         name = config.serve.app_name
-        return [Group(name, rank_config, launcher, start_timeout_s=cluster.start_timeout_s)]
+        group = Group(
+            name,
+            rank_config,
+            launcher,
+            start_timeout_s=cluster.start_timeout_s,
+            hang_timeout_s=cluster.hang_timeout_s,
+            rebuild_attempts=cluster.rebuild_attempts,
+        )
+        return [group]
 
     async def start(self, config: PhalanxConfig) -> None:
         """Bring the groups up; the first call alone has an effect. Raises ValueError for another configuration."""
@@ -109,7 +117,7 @@ class Supervisor:
                 "stop it first, or give this one another serve.app_name"
             )
         if not self._tasks:
-            jobs = [self._run(group) for group in self._groups]
+            jobs = [group.run() for group in self._groups]
             self._tasks = [asyncio.create_task(job) for job in (*jobs, self._watch_leases())]
 
     async def status(self) -> list[GroupStatus]:
@@ -190,11 +198,6 @@ class Supervisor:
         """Stop all groups and end this actor."""
         await self.stop()
         _kill_own_actor()
-
-    async def _run(self, group: Group) -> None:
-        await group.start()
-        if group.health.alive:
-            await group.watch()
 
     async def _watch_leases(self) -> None:
         """Free what an expired ingress had open; end this actor when no ingress is left."""

@@ -38,7 +38,6 @@ class OfflineEngine:
     BackendChoiceError when the configuration does not fit this machine. Raises StoppedError after a signal in `stop`.
     """
 
-    client: "EngineClient"
     dispatcher: "Dispatcher"
     concurrency: int
     """Requests to have in flight."""
@@ -48,7 +47,7 @@ class OfflineEngine:
     ) -> None:
         self._config = config = _without_http(config)
         self._loop = _LoopThread()
-        self._connected = False
+        self._client: EngineClient | None = None
         check_num_ranks(config)
         self._preflight = Preflight(config, 0)
         self._ranks = RankStart(config, stop or StopSignals(), self._preflight, console)
@@ -65,8 +64,8 @@ class OfflineEngine:
     def close(self) -> None:
         """Stop the ranks and Ray."""
         try:
-            if self._connected:
-                self.run(self.client.close())
+            if self._client is not None:
+                self.run(self._client.close())
             self._ranks.shut_down()
         finally:
             self._loop.close()
@@ -90,10 +89,9 @@ class OfflineEngine:
         from cluster.ingress.settings import api_settings, num_running
         from cluster.offline.dispatcher import Dispatcher
 
-        self.client = EngineClient(self._config)
-        self._connected = True
-        await self.client.connect()
-        self.dispatcher = Dispatcher(self.client, tokenizer, api_settings(self._config))
+        self._client = EngineClient(self._config)
+        await self._client.connect()
+        self.dispatcher = Dispatcher(self._client, tokenizer, api_settings(self._config))
         self.concurrency = QUEUED * num_running(self._config)
 
 
@@ -135,9 +133,9 @@ def _without_http(config: PhalanxConfig) -> PhalanxConfig:
 
 
 def _load_tokenizer(config: PhalanxConfig) -> "ServingTokenizer":
-    from cluster.ingress.settings import serving_tokenizer
+    from cluster.api.tokenizer import load_tokenizer
 
-    return serving_tokenizer(config)
+    return load_tokenizer(config.model.path)
 
 
 def _is_done(tokenizer: "Future[ServingTokenizer]") -> bool:

@@ -41,6 +41,13 @@ class Server:
             assert time.monotonic() < deadline, f"not ready in time:\n{self.log.read_text()}"
             time.sleep(0.2)
 
+    def wait_line(self, text: str, seconds: float = 60.0) -> None:
+        """Until its output has `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in (printed := self.log.read_text()):
+            assert self.process.poll() is None and time.monotonic() < deadline, printed
+            time.sleep(0.05)
+
     def descendants(self) -> list[psutil.Process]:
         """Every process that the server started, at any depth."""
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""`serve run cluster.app:build`: Ray Serve starts the application, and heals it when a rank dies."""
+"""`serve run cluster.app:build`: Ray Serve starts the application, and starts it again when the group fails."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ class ServeRun:
 
     def __init__(self, folder: Path, checkpoint: Path):
         port = free_port()
-        config = write_config(folder, checkpoint, port, cluster={"ranks": 1})
+        config = write_config(folder, checkpoint, port, cluster={"ranks": 1, "rebuild_attempts": 0})
         application = {"name": "phalanx", "import_path": "cluster.app:build", "route_prefix": "/"}
         file = folder / "serve.yaml"
         settings = {
@@ -83,7 +83,7 @@ def served(tmp_path: Path, checkpoint: Path) -> Iterator[ServeRun]:
         subject.stop()
 
 
-def test_it_serves_and_recovers_from_a_dead_rank(served):
+def test_it_serves_and_recovers_from_a_failed_group(served):
     served.wait_served(START_S)
     (rank,) = served.ranks()
     rank.kill()

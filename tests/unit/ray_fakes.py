@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,14 @@ class FakeRank:
     async def stop(self, epoch: int) -> None:
         await self._note("stop", epoch)
 
+    async def leave_epoch(self, fence: int) -> None:
+        await self._note("leave_epoch", fence)
+        self._close_senders()
+        self.requests.clear()
+        if self._inbox is not None:
+            self._inbox.close()
+            self._inbox = None
+
     async def stats(self) -> dict[str, Any]:
         return {"rank": self.rank}
 
@@ -111,7 +119,8 @@ class FakeRank:
 
     async def close_stream(self, epoch: int, stream_id: str) -> None:
         await self._note("close_stream", epoch, stream_id)
-        self._senders.pop(stream_id).close()
+        if stream_id in self._senders:
+            self._senders.pop(stream_id).close()
         for name in [n for n, r in self.requests.items() if r.ingress_id == stream_id]:
             del self.requests[name]
 
@@ -137,9 +146,13 @@ class FakeRank:
         if stream_id in self._senders:
             self._senders[stream_id].send(self.rank, 0, [output])
 
-    def close(self) -> None:
+    def _close_senders(self) -> None:
         for sender in self._senders.values():
             sender.close()
+        self._senders = {}
+
+    def close(self) -> None:
+        self._close_senders()
         if self._inbox is not None:
             self._inbox.close()
 
@@ -150,12 +163,26 @@ class FakeLauncher:
     def __init__(self, ranks: list[FakeRank]):
         self.handles = [FakeHandle(rank) for rank in ranks]
         self.killed = 0
+        self.replaced: list[int] = []
         self.error: Exception | None = None
 
     async def launch(self, timeout_s: float) -> list[FakeHandle]:
         if self.error is not None:
             raise self.error
         return self.handles
+
+    async def replace(self, ranks: Collection[int]) -> list[FakeHandle]:
+        for rank in ranks:
+            self.handles[rank].dead = True
+            self.handles[rank].target.close()
+            self.handles[rank] = FakeHandle(FakeRank(rank))
+        self.replaced += ranks
+        return self.handles
+
+    @property
+    def ranks(self) -> list[FakeRank]:
+        """The ranks of the present processes."""
+        return [handle.target for handle in self.handles]
 
     def kill(self) -> None:
         self.killed += 1
@@ -188,10 +215,11 @@ def phalanx_config(num_ranks: int = 2) -> PhalanxConfig:
     )
 
 
-def fake_group(num_ranks: int = 2) -> tuple[Group, list[FakeRank], FakeLauncher]:
+def fake_group(num_ranks: int = 2, **options: Any) -> tuple[Group, list[FakeRank], FakeLauncher]:
+    """A group over fake ranks, the ranks, and the launcher; `options` go to the group."""
     ranks = [FakeRank(rank) for rank in range(num_ranks)]
     launcher = FakeLauncher(ranks)
-    group = Group("app", rank_config(num_ranks), launcher, start_timeout_s=5.0)
+    group = Group("app", rank_config(num_ranks), launcher, start_timeout_s=5.0, **options)
     return group, ranks, launcher
 
 

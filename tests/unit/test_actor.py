@@ -1,6 +1,7 @@
 """The actor shell of a rank without Ray: multicast refused, calls of other epochs refused, streams."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from kernels.host.cuda_environment import MULTICAST_OFF, MulticastError
 from tests.unit.ray_fakes import rank_config
 from workers.rank import actor
 from workers.rank.actor import RankActor, RankFailedError, StaleEpochError
+from workers.rank.rank_info import Rendezvous
 from workers.wire.secure_socket import StreamAddress
 
 
@@ -58,3 +60,52 @@ def test_before_the_start_there_is_no_engine():
     with pytest.raises(RankFailedError, match="not started"):
         asyncio.run(subject.stats())
     subject._inbox.close()
+
+
+def test_a_rank_that_has_left_joins_no_earlier_epoch(monkeypatch):
+    async def scenario() -> None:
+        subject = RankActor(1, rank_config())
+        joined = []
+        monkeypatch.setattr(subject, "_join_group", lambda *args: joined.append(args[0].epoch))
+        await subject.join_group(Rendezvous("127.0.0.1", 1, "a", 0), 1.0, ())
+        with pytest.raises(StaleEpochError, match="in epoch 0, fenced from 0, not 0"):
+            await subject.leave_epoch(0)
+        await subject.leave_epoch(2)
+        with pytest.raises(StaleEpochError, match="joins no epoch before 2, not 1"):
+            await subject.join_group(Rendezvous("127.0.0.1", 1, "b", 1), 1.0, ())
+        with pytest.raises(StaleEpochError, match="rank 1 is in epoch -1, not 0"):
+            await subject.done(0)
+        await subject.leave_epoch(3)  # an attempt in which it did not join
+        with pytest.raises(StaleEpochError, match="fenced from 3, not 2"):
+            await subject.leave_epoch(2)
+        await subject.join_group(Rendezvous("127.0.0.1", 1, "c", 3), 1.0, ())
+        assert joined == [0, 3]
+        subject._inbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_leaves_after_the_join_that_is_under_way(monkeypatch):
+    async def scenario() -> None:
+        subject = RankActor(1, rank_config())
+        may_go, steps = threading.Event(), []
+
+        def join(*_: Any) -> None:
+            may_go.wait(5)
+            steps.append("joined")
+
+        monkeypatch.setattr(subject, "_join_group", join)
+        monkeypatch.setattr(subject, "_close_epoch", lambda: steps.append("left"))
+        joining = asyncio.create_task(
+            subject.join_group(Rendezvous("127.0.0.1", 1, "a", 0), 1.0, ())
+        )
+        await asyncio.sleep(0.01)
+        leaving = asyncio.create_task(subject.leave_epoch(1))
+        await asyncio.sleep(0.01)
+        assert not leaving.done() and steps == []
+        may_go.set()
+        await asyncio.gather(joining, leaving)
+        assert steps == ["joined", "left"]
+        subject._inbox.close()
+
+    asyncio.run(scenario())

@@ -2,99 +2,20 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable
-from contextlib import asynccontextmanager
-from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 
 from cluster.errors import EngineDeadError
-from cluster.group import engine_client, supervisor
+from cluster.group import supervisor
 from cluster.group.engine_client import EngineClient
-from cluster.group.supervisor import Supervisor
-from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
-from workers.wire.request import SamplingParams
-
-PARAMS = SamplingParams(max_tokens=8)
-
-
-class OfFakes(Supervisor):
-    """A supervisor of one group of two fake ranks."""
-
-    def _create_groups(self, config: Any) -> list[Any]:
-        group, self.fake_ranks, self.launcher = fake_group(2)
-        return [group]
-
-
-class Scene:
-    """A connected client, its supervisor and its ranks."""
-
-    def __init__(self, client: EngineClient, handle: FakeHandle):
-        self.client, self.handle = client, handle
-        self.supervisor: OfFakes = handle.target
-        self.ranks: list[FakeRank] = self.supervisor.fake_ranks
-        self.answers: dict[str, list[int]] = {}
-
-    def ask(self, request_id: str, **options: Any) -> "asyncio.Task[None]":
-        """Send a request and collect its tokens in `answers`."""
-        self.answers[request_id] = []
-
-        async def collect() -> None:
-            generator = self.client.generate(request_id, [1, 2, 3], PARAMS, **options)
-            try:
-                async for output in generator:
-                    self.answers[request_id] += output.token_ids
-            finally:
-                await generator.aclose()
-
-        return asyncio.create_task(collect())
-
-    def expire_leases(self) -> None:
-        """What the supervisor does LEASE_S after an ingress stalled."""
-        for lease_id in list(self.supervisor._leases._leases):
-            self.supervisor._leases.close(lease_id)
-            self.supervisor._close_streams(lease_id)
-
-    @property
-    def outstanding(self) -> tuple[int, ...]:
-        return self.client._router.outstanding
-
-
-@asynccontextmanager
-async def scene():
-    subject = OfFakes(phalanx_config())
-    handle = FakeHandle(subject)
-    supervisor.get_or_create = lambda config: handle  # restored by the fixture
-    client = EngineClient(phalanx_config())
-    await client.connect()
-    try:
-        yield Scene(client, handle)
-    finally:
-        handle.dead = False
-        await client.close()
-        await asyncio.sleep(0.01)
-        for task in subject._tasks:
-            task.cancel()
-        await asyncio.gather(*subject._tasks, return_exceptions=True)
-        for rank in subject.fake_ranks:
-            rank.close()
+from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
+from tests.unit.ray_fakes import FakeHandle, phalanx_config, until
 
 
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "set_up_logging", lambda *_: None)
-    monkeypatch.setattr(supervisor, "get_or_create", supervisor.get_or_create)
-    monkeypatch.setattr(engine_client, "node_address", lambda: "127.0.0.1")
-    monkeypatch.setattr(engine_client, "HEARTBEAT_S", 0.02)
-
-
-def run(coroutine: Awaitable[Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(20):
-            return await coroutine
-
-    return asyncio.run(bounded())
+    use_fakes(monkeypatch)
 
 
 def test_tokens_arrive_and_their_load_is_released():

@@ -90,17 +90,18 @@ def test_a_stage_that_takes_too_long_names_the_setting():
     assert "cluster.start_timeout_s allows more" in subject.health.error
 
 
-def test_a_dead_rank_fails_the_group():
+def test_without_rebuilds_a_dead_rank_fails_the_group():
     async def scenario() -> None:
         subject, ranks, launcher = fake_group()
         await subject.start()
         seen = subject.health
         news = asyncio.create_task(subject.changed(seen))
-        watch = asyncio.create_task(subject.watch())
+        ended = asyncio.create_task(subject.watch())
         await until(lambda: ranks[1].calls["done"] == [(0,)])
         assert not news.done()
         ranks[1].ended.set_exception(ActorDiedError())
-        await watch
+        assert await ended == "rank 1: its process died"
+        await subject._rebuild("rank 1: its process died")
         await news
         assert subject.health == ("failed", 0, "rank 1: its process died")
         assert launcher.killed == 1
@@ -119,8 +120,7 @@ def test_the_rank_that_lost_a_peer_is_not_the_cause(monkeypatch):
         for rank, error in ends:
             ranks[rank].ended.set_exception(error)
             await asyncio.sleep(0.01)
-        await watch
-        return subject.health.error
+        return await watch
 
     lost = remote(PeerFailedError("LockstepError: rank 2 did not vote"))
     assert run(end((0, lost), (1, lost), (2, ActorDiedError()))) == "rank 2: its process died"

@@ -46,6 +46,7 @@ class RankActor:
     """One rank. The group calls join_group, each stage and start, one call on all ranks before the next call.
 
     Calls that belong to an epoch carry its number; another number than that of join_group raises StaleEpochError.
+    `leave_epoch` fences the rank: it refuses to join an earlier epoch afterwards.
     """
 
     def __init__(self, rank: int, config: RankConfig):
@@ -55,6 +56,8 @@ class RankActor:
         set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
         self._index, self._config = rank, config
         self._epoch = -1  # until join_group
+        self._fence = 0  # the first epoch that this rank may join
+        self._joining = asyncio.Lock()  # held by the thread that joins or leaves a group
         self._process: Any = None
         self._current: Any = None  # the open Epoch
         self._step_loop: threading.Thread | None = None
@@ -91,12 +94,17 @@ class RankActor:
     ) -> None:
         """Join the peers, compare settings, build the backends. Collective. Enters the rendezvous's epoch.
 
-        It may be called again after `close_epoch`: the process keeps its weights, compiled kernels and KV memory.
+        It may be called again after `leave_epoch`: the process keeps its weights, compiled kernels and KV memory.
 
         gpus    Ray's ids of the GPUs visible to this process, its own first, as device 0
         """
+        if rendezvous.epoch < self._fence:
+            raise StaleEpochError(
+                f"rank {self._index} joins no epoch before {self._fence}, not {rendezvous.epoch}"
+            )
         self._epoch = rendezvous.epoch
-        await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
+        async with self._joining:
+            await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
 
     def _join_group(
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
@@ -111,14 +119,22 @@ class RankActor:
             self._process = RankProcess(self._index, self._config)
         self._current = Epoch(self._process, rendezvous, timeout_s)
 
-    async def close_epoch(self, epoch: int) -> None:
-        """End the step loop, if it still runs, and leave the group. Peers that wait for this rank fail at once."""
-        self._check_epoch(epoch)
-        self._epoch = -1
+    async def leave_epoch(self, fence: int) -> None:
+        """Leave the open epoch, and refuse all epochs before `fence` from now on.
+
+        The step loop ends, if it still runs. Peers that wait for this rank fail at once. A rank that is joining a group
+        leaves it when it has joined, or when the time limit of the join is over.
+        """
+        if fence <= self._epoch or fence < self._fence:
+            raise StaleEpochError(
+                f"rank {self._index} is in epoch {self._epoch}, fenced from {self._fence}, not {fence}"
+            )
+        self._fence, self._epoch = fence, -1
         if self._logging is not None:
             self._logging.cancel()
             self._logging = None
-        await asyncio.to_thread(self._close_epoch)
+        async with self._joining:
+            await asyncio.to_thread(self._close_epoch)
         for peer in self._peers:
             peer.close()
         for sender in self._senders.values():

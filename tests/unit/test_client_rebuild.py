@@ -1,0 +1,142 @@
+"""The engine client while its group rebuilds: requests in flight go on, new requests wait, failures end them."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from cluster.errors import EngineDeadError
+from cluster.group import engine_client
+from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
+from tests.unit.ray_fakes import until
+
+
+@pytest.fixture(autouse=True)
+def rebuilding(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(monkeypatch)
+    monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 3, "hang_timeout_s": 0.5})
+
+
+def test_requests_go_on_in_the_next_epoch():
+    """Each rank gets its open requests again, with the tokens that the ingress has; none is lost or doubled."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            lives, dies = now.ask("a", rank=0), now.ask("b", rank=1, cache_salt="s", priority=2)
+            waits = now.ask("c", rank=1)
+            await now.ranks[0].emit("a", 0, 2)
+            await now.ranks[1].emit("b", 0, 3)
+            await until(lambda: (len(now.answers["a"]), len(now.answers["b"])) == (2, 3))
+            await until(lambda: "c" in now.ranks[1].requests)
+            old = now.client._lease_id
+            await now.kill(1)
+            await until(lambda: "b~2" in now.ranks[1].requests)
+            assert now.supervisor.launcher.replaced == [1]
+            again = now.ranks[1].requests["b~2"]
+            assert again.emitted_token_ids == [100, 101, 102]
+            assert (again.cache_salt, again.priority, again.params) == ("s", 2, PARAMS)
+            await until(lambda: "a~2" in now.ranks[0].requests and "c~2" in now.ranks[1].requests)
+            assert now.ranks[0].requests["a~2"].emitted_token_ids == [100, 101]
+            await now.ranks[0].emit("a~2", 2, 1, finish=True)
+            await now.ranks[1].emit("b~2", 3, 2, finish=True)
+            await now.ranks[1].emit("c~2", 0, 1, finish=True)
+            await asyncio.gather(lives, dies, waits)
+            counts = {
+                name: list(range(100, 100 + n)) for name, n in zip("abc", (3, 5, 1), strict=True)
+            }
+            assert now.answers == counts and now.outstanding == (0, 0)
+            assert now.client._lease_id != old
+            leases = now.supervisor._leases._leases
+            await until(lambda: list(leases) == [now.client._lease_id])
+            assert not now.ranks[0].aborted, "an epoch that has ended needs no abort"
+
+    run(scenario())
+
+
+def test_a_new_request_waits_for_the_rebuild():
+    async def scenario() -> None:
+        async with scene() as now:
+            now.ranks[0].hang.add("leave_epoch")
+            await now.kill(1)
+            await until(lambda: not now.client._serving.is_set())
+            asked = now.ask("a", rank=1)
+            assert now.client.health() == (True, "")
+            await until(lambda: "a" in now.ranks[1].requests)
+            assert now.supervisor.launcher.replaced == [0, 1]
+            await now.ranks[1].emit("a", 0, 1, finish=True)
+            await asked
+
+    run(scenario())
+
+
+def test_a_new_request_is_refused_after_a_limit(monkeypatch):
+    monkeypatch.setattr(engine_client, "REBUILD_WAIT_S", 0.05)
+
+    async def scenario() -> None:
+        async with scene() as now:
+            now.ranks[0].hang.add("leave_epoch")
+            await now.kill(1)
+            await until(lambda: not now.client._serving.is_set())
+            with pytest.raises(
+                EngineDeadError, match="rebuilding: rank 1: its process died"
+            ) as caught:
+                await now.ask("a")
+            assert caught.value.retry_after_s
+            assert now.outstanding == (0, 0)
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_during_a_rebuild_is_not_submitted_again():
+    async def scenario() -> None:
+        async with scene() as now:
+            stays, leaves = now.ask("a", rank=0), now.ask("b", rank=0)
+            await until(lambda: len(now.ranks[0].requests) == 2)
+            now.ranks[0].hang.add("leave_epoch")
+            await now.kill(1)
+            await until(lambda: not now.client._serving.is_set())
+            leaves.cancel()
+            await asyncio.wait([leaves])
+            await until(lambda: "a~2" in now.ranks[0].requests)
+            assert list(now.ranks[0].requests) == ["a~2"]
+            await now.ranks[0].emit("a~2", 0, 1, finish=True)
+            await stays
+            assert now.outstanding == (0, 0)
+
+    run(scenario())
+
+
+def test_a_rebuild_that_fails_ends_every_request_with_its_reason():
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("a", rank=0)
+            await until(lambda: "a" in now.ranks[0].requests)
+            now.ranks[0].fail["run_stage"] = ValueError("the weights are gone")
+            await now.kill(1)
+            with pytest.raises(EngineDeadError, match="the weights are gone"):
+                await asked
+            with pytest.raises(EngineDeadError, match="the weights are gone"):
+                await now.ask("b")
+            assert now.outstanding == (0, 0)
+
+    run(scenario())
+
+
+def test_a_rank_that_cannot_be_reached_is_tried_again(monkeypatch):
+    """Between the end of a rebuild and the opening of the streams a rank may refuse."""
+    monkeypatch.setattr(engine_client, "RETRY_S", 0.01)
+
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("a", rank=0)
+            await until(lambda: "a" in now.ranks[0].requests)
+            now.ranks[0].fail["open_stream"] = ActorDiedError()
+            await now.kill(1)
+            await until(lambda: len(now.ranks[0].calls["open_stream"]) > 3)
+            now.ranks[0].fail.clear()
+            await until(lambda: any(name.startswith("a~") for name in now.ranks[0].requests))
+            (name,) = now.ranks[0].requests
+            await now.ranks[0].emit(name, 0, 1, finish=True)
+            await asked
+
+    run(scenario())

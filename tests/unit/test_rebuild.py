@@ -1,0 +1,192 @@
+"""A group that loses ranks, over fake ranks: rebuilds, replaced processes, the limit, a stop in between."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from cluster.group import group
+from cluster.group.group import Group
+from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, until
+from workers.rank.actor import RankFailedError
+
+
+def run(coroutine: Awaitable[Any]) -> Any:
+    async def bounded() -> Any:
+        async with asyncio.timeout(20):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+@pytest.fixture(autouse=True)
+def short_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)  # the fakes' loops do not end by a stop
+
+
+class Scene:
+    """A group of three ranks that runs, and ways to hurt it."""
+
+    def __init__(self, **options: Any):
+        options = {"hang_timeout_s": 0.1, "rebuild_attempts": 3, **options}
+        self.group: Group
+        self.launcher: FakeLauncher
+        self.group, _, self.launcher = fake_group(3, **options)
+        self.task = asyncio.create_task(self.group.run())
+
+    @property
+    def ranks(self) -> list[FakeRank]:
+        return self.launcher.ranks
+
+    async def serving(self, epoch: int) -> None:
+        await until(lambda: self.group.health == ("serving", epoch, ""))
+        await until(lambda: all(rank.calls["done"][-1:] == [(epoch,)] for rank in self.ranks))
+
+    def kill(self, rank: int) -> None:
+        self.launcher.handles[rank].dead = True
+        self.ranks[rank].ended.set_exception(ActorDiedError())
+
+    async def close(self) -> None:
+        await self.group.stop()
+        await self.task
+
+
+def test_a_dead_rank_gets_a_new_process_and_the_others_stay():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        before = now.ranks
+        seen = now.group.health
+        now.kill(1)
+        await now.group.changed(seen)
+        assert now.group.health == ("rebuilding", 1, "rank 1: its process died")
+        await now.serving(1)
+        assert now.launcher.replaced == [1] and now.launcher.killed == 0
+        assert [a is b for a, b in zip(before, now.ranks, strict=True)] == [True, False, True]
+        assert before[0].calls["leave_epoch"] == before[2].calls["leave_epoch"] == [(1,)]
+        for rank in now.ranks:
+            rendezvous = rank.calls["join_group"][-1][0]
+            assert rendezvous.epoch == 1 and rank.calls["start"][-1][0] == 1
+        names = {rank.calls["join_group"][-1][0].name for rank in now.ranks}
+        assert len(names) == 1 and names != {before[0].calls["join_group"][0][0].name}
+        assert len(now.ranks[0].calls["start"]) == 2 and len(now.ranks[1].calls["start"]) == 1
+        assert now.group.members.epoch == 1 and now.group.members.ranks == now.launcher.handles
+        await now.close()
+
+    run(scenario())
+
+
+def test_a_rank_that_fails_in_a_living_process_keeps_it():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        now.ranks[2].ended.set_exception(RankFailedError("KeyError: 7"))
+        await now.serving(1)
+        assert now.launcher.replaced == []
+        await now.close()
+
+    run(scenario())
+
+
+def test_a_rank_that_hangs_gets_a_new_process(caplog):
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        now.ranks[0].hang.add("leave_epoch")
+        now.kill(1)
+        await now.serving(1)
+        assert now.launcher.replaced == [0, 1]
+        await now.close()
+
+    run(scenario())
+    assert "rank 0 did not leave its epoch within 0.1 s (cluster.hang_timeout_s)" in caplog.text
+
+
+def test_a_death_during_a_rebuild_begins_another(monkeypatch):
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        replace = now.launcher.replace
+
+        async def replace_by_one_that_dies(ranks: Any) -> Any:
+            handles = await replace(ranks)
+            if now.launcher.replaced == [1]:
+                now.ranks[1].fail = dict.fromkeys(("run_stage", "leave_epoch"), ActorDiedError())
+            return handles
+
+        monkeypatch.setattr(now.launcher, "replace", replace_by_one_that_dies)
+        now.kill(1)
+        await now.serving(2)
+        assert now.launcher.replaced == [1, 1]
+        assert now.ranks[0].calls["leave_epoch"] == [(1,), (2,)]
+        await now.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 3])
+def test_failures_in_a_row_fail_the_group_with_their_reasons(attempts):
+    async def scenario() -> None:
+        now = Scene(rebuild_attempts=attempts)
+        await now.serving(0)
+        now.ranks[0].fail["run_stage"] = ValueError("model.safetensors is gone")
+        now.kill(1)
+        await now.task
+        state, epoch, error = now.group.health
+        assert (state, epoch, now.launcher.killed) == ("failed", attempts, 1)
+        assert error.startswith("rank 1: its process died")
+        failed = "rebuild failed at stage 'weights': model.safetensors is gone"
+        assert error.count(failed) == attempts
+        assert ("cluster.rebuild_attempts" in error) == bool(attempts)
+
+    run(scenario())
+
+
+def test_service_in_between_resets_the_count(monkeypatch):
+    monkeypatch.setattr(group, "STABLE_S", 0.0)
+
+    async def scenario() -> None:
+        now = Scene(rebuild_attempts=1)
+        for epoch in range(4):
+            await now.serving(epoch)
+            now.kill(epoch % 3)
+        await now.serving(4)
+        monkeypatch.setattr(group, "STABLE_S", 60.0)
+        now.kill(0)
+        await now.task
+        assert now.group.health.state == "failed"
+        assert "after 1 rebuilds in a row" in now.group.health.error
+
+    run(scenario())
+
+
+def test_a_stop_ends_a_rebuild():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        now.ranks[0].hang.add("run_stage")
+        now.kill(1)
+        await until(lambda: len(now.ranks[0].calls["run_stage"]) > 2)
+        stopped = asyncio.create_task(now.group.stop())
+        await stopped
+        now.ranks[0].hang.clear()
+        now.group._start_timeout_s = 0.05
+        now.task.cancel()
+        await asyncio.wait([now.task])
+        assert now.group.health.state == "stopped" and now.launcher.killed == 1
+
+    run(scenario())
+
+
+def test_a_draining_group_drains_in_its_next_epoch():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        now.group.drain()
+        now.kill(1)
+        await until(lambda: now.group.health == ("draining", 1, ""))
+        await now.close()
+
+    run(scenario())
