@@ -259,6 +259,8 @@ def _draw_device(
         bars = [span for span in spans if span[1] == part]
         for stream in streams:
             ranges = [((s[3] - begin) / unit, (s[4] - s[3]) / unit) for s in bars if s[2] == stream]
+            if not ranges:  # an empty call costs matplotlib as much as a full one
+                continue
             at = (rows[stream] - 0.4, 0.8)
             edge = "white" if named_from else "none"
             axis.broken_barh(ranges, at, facecolors=COLOURS[part], edgecolor=edge, linewidth=0.4)
