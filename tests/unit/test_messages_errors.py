@@ -18,7 +18,7 @@ def assert_message_error(response: httpx.Response, status: int, kind: str) -> st
     assert response.status_code == status, response.text
     body = response.json()
     assert set(body) == {"type", "error", "request_id"} and body["type"] == "error"
-    assert set(body["error"]) == {"type", "message"}
+    assert set(body["error"]) - {"details"} == {"type", "message"}
     assert body["error"]["type"] == kind, body
     assert body["request_id"] == response.headers["request-id"]
     message = body["error"]["message"]
@@ -209,3 +209,12 @@ def test_without_a_key_the_error_has_the_envelope_of_the_route(headers: dict[str
     response = Api(**KEY).request("POST", "/v1/messages", headers=headers)
     message = assert_message_error(response, 401, "authentication_error")
     assert "x-api-key" in message
+
+
+def test_a_stored_conversation_is_refused_as_the_sdk_understands():
+    """With these details the SDK's tool runner sends whole conversations from then on."""
+    body = {"max_tokens": 9, "messages": HI, "thread": {"type": "create"}}
+    response = Api().post("/v1/messages", body)
+    error = response.json()["error"]
+    assert response.status_code == 400 and "thread is not supported" in error["message"]
+    assert error["details"]["error_code"] == "thread_unsupported_request"

@@ -65,7 +65,7 @@ MESSAGES = st.lists(
     max_size=3,
 )
 SPOILED = {"messages": st.one_of(MESSAGES, JSON), "system": st.one_of(CONTENT, JSON)}
-NAMES = (*FIELDS, "output_format", "mcp_servers", "container")
+NAMES = (*FIELDS, "output_format", "mcp_servers", "container", "thread")
 API = Api(FakeBackend())
 
 

@@ -27,17 +27,19 @@ _FIELDS = [
     (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
     (re.compile(r"\bchat_template_kwargs\b"), "thinking"),
 ]
+# The tool runner of Anthropic's SDK asks for a stored conversation by default. With these details it sends the whole
+# conversation in every request instead.
+_DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 
 
 def error_object(error: ServingError, request_id: str, status: int | None = None) -> dict[str, Any]:
     """Return the envelope of an error; `status` replaces the status of the error."""
     status = status or error.status
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": _message(error)},
-        "request_id": request_id,
-    }
+    inner: dict[str, Any] = {"type": kind, "message": _message(error)}
+    if (details := _DETAILS.get(error.param or "")) is not None:
+        inner["details"] = details
+    return {"type": "error", "error": inner, "request_id": request_id}
 
 
 def _message(error: ServingError) -> str:

@@ -15,7 +15,7 @@ _INT32_MAX = 2**31 - 1
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 _Request = TypeVar("_Request", bound="CountTokensRequest")
 
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": ()}
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {"mcp_servers": ([],), "container": (), "thread": ()}
 
 # For the OpenAPI document: schemas of the fields that `conversation` and `tools` check instead of pydantic.
 _BLOCKS: dict[str, JsonValue] = {
