@@ -18,7 +18,7 @@ from agents import (
 )
 from demo import ANSWER, HELLO, KEY, MODEL, QUESTION, REPORT, Weather
 
-APIS = ("chat",)
+APIS = ("chat", "responses")
 MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
 set_tracing_disabled(True)
 

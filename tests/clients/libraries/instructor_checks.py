@@ -4,7 +4,7 @@ import instructor
 import openai
 from demo import KEY, MODEL, QUESTION, Weather
 
-APIS = ("chat",)
+APIS = ("chat", "responses")
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
 
 

@@ -1,4 +1,4 @@
-"""langchain-openai."""
+"""langchain-openai over chat completions and over responses."""
 
 import asyncio
 
@@ -7,7 +7,8 @@ from demo import ANSWER, HELLO, KEY, MODEL, QUESTION, REPORT, Weather
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 
-APIS = ("chat",)
+APIS = ("chat", "responses")
+LOOP = asyncio.new_event_loop()  # one, because models of one URL share their connections
 
 
 def chat(url: str, api: str, **fields) -> ChatOpenAI:
@@ -46,7 +47,7 @@ def check_async(url, api):
         answers = await asyncio.gather(*(model.ainvoke(HELLO) for _ in range(4)))
         return [answer.text for answer in answers]
 
-    assert all(text.startswith(ANSWER) for text in asyncio.run(ask()))
+    assert all(text.startswith(ANSWER) for text in LOOP.run_until_complete(ask()))
 
 
 def check_tool_round_trip(url, api):

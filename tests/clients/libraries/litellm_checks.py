@@ -6,7 +6,7 @@ import json
 import litellm
 from demo import ANSWER, HELLO, KEY, MODEL, QUESTION, REPORT, Weather
 
-APIS = ("chat",)
+APIS = ("chat", "messages")
 TOOL = {
     "type": "function",
     "function": {"name": "weather", "parameters": Weather.model_json_schema()},
@@ -119,10 +119,6 @@ def check_responses_tool(url, api):
     assert respond(url, again, tools=[tool]).usage.input_tokens > first.usage.input_tokens
 
 
-for check in (check_responses, check_responses_tool):
-    check.apis = ("responses",)
-
-
 def check_anthropic_messages(url, api):
     """litellm's call in Anthropic's own terms."""
 
@@ -141,4 +137,5 @@ def check_anthropic_messages(url, api):
     assert answer["stop_reason"] == "end_turn"
 
 
+check_responses.apis = check_responses_tool.apis = ("responses",)
 check_anthropic_messages.apis = ("messages",)
