@@ -7,7 +7,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -40,6 +41,14 @@ class Ticket:
     def release(self) -> None:
         """Give the places of the request back."""
         self._gate._release(self)
+
+
+class TimeLimitError(Exception):
+    """The time of a request is over; `reason` is the error for its client."""
+
+    def __init__(self, reason: ServingError) -> None:
+        super().__init__(reason.message)
+        self.reason = reason
 
 
 class AdmissionGate:
@@ -96,6 +105,29 @@ class AdmissionGate:
         """Refuse all further requests with `reason`."""
         self._closed = reason
 
+    @asynccontextmanager
+    async def time_limit(self, ticket: Ticket, timeout_s: float | None) -> AsyncIterator[None]:
+        """Run the work of a request until its time limit or `end_all`; then raise TimeLimitError.
+
+        timeout_s counts from the arrival of the request; None = as long as it takes.
+        """
+        left = 0.0 if self.ended else None
+        if left is None and timeout_s is not None:
+            left = timeout_s - (time.monotonic() - ticket.arrived)
+        try:
+            async with asyncio.timeout(left) as timeout:
+                ticket.timeout = timeout
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise TimeLimitError(self._reason(timeout_s)) from None
+
+    def _reason(self, timeout_s: float | None) -> ServingError:
+        if self._closed:
+            return EngineDeadError(self._closed)
+        return RequestTimeoutError(f"the answer took longer than {timeout_s:g} s, the limit")
+
     async def wait_empty(self) -> None:
         """Return when all admitted requests have ended."""
         await self._empty.wait()
@@ -146,25 +178,14 @@ class AdmittedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the answer. A timeout before its first byte raises; a later one is the last item of the stream."""
-        left = 0.0 if self._gate.ended else None
-        if left is None and self._timeout_s is not None:
-            left = self._timeout_s - (time.monotonic() - self._ticket.arrived)
         try:
-            async with asyncio.timeout(left) as timeout:
-                self._ticket.timeout = timeout
+            async with self._gate.time_limit(self._ticket, self._timeout_s):
                 await self._answer(scope, receive, send)
-        except TimeoutError:
-            if not timeout.expired():
-                raise
+        except TimeLimitError as error:
             if STARTED not in scope:
-                raise self._error() from None
-            last = self._writer.error(self._error())
+                raise error.reason from None
+            last = self._writer.error(error.reason)
             with suppress(RuntimeError):  # it was complete: the server takes no more of it
                 await send({"type": "http.response.body", "body": last})
         finally:
             self._ticket.release()
-
-    def _error(self) -> ServingError:
-        if self._gate.closed:
-            return EngineDeadError(self._gate.closed)
-        return RequestTimeoutError(f"the answer took longer than {self._timeout_s:g} s, the limit")

@@ -27,6 +27,7 @@ from cluster.api.request.protocol import (
 )
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.responses.routes import add_responses_routes
+from cluster.api.responses.store import make_store
 from cluster.api.routes.generation import GenerationEndpoint, Prepared, with_writer
 from cluster.api.routes.metrics_routes import add_metrics_routes
 from cluster.api.routes.openapi import body_schema, complete_openapi
@@ -71,7 +72,8 @@ def create_app(
     endpoint = GenerationEndpoint(backend_provider, settings, recorder, gate)
     _add_generation_routes(app, endpoint, factory)
     add_messages_routes(app, endpoint, factory, backend_provider, settings)
-    add_responses_routes(app, endpoint, ResponseFactory(factory))
+    store = make_store(settings)
+    add_responses_routes(app, endpoint, ResponseFactory(factory, store), store)
     _add_model_routes(app, backend_provider)
     add_tokenization_routes(app, backend_provider, tokenizer, settings)
     add_utility_routes(app, backend_provider, settings, gate)

@@ -21,7 +21,7 @@ from cluster.errors import ServingError
 
 logger = logging.getLogger(__name__)
 
-_STREAM_HEADERS = [
+STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # a reverse proxy must not hold tokens back
@@ -79,7 +79,7 @@ class GenerationResponse(Response):
             nonlocal send_body
             if not opened:
                 await send(
-                    {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+                    {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
                 )
                 send_body = scope.get(BODY_SEND, send)
             opened.add(choice.index)

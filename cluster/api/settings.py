@@ -62,6 +62,12 @@ class ApiSettings:
     """Seconds that a rank may take for the token of a probe by /ready."""
     probe_fresh_s: float = 10.0
     """Seconds after a successful probe in which /ready sends no other."""
+    num_replicas: int = 1
+    """Ingresses that share the requests of the server."""
+    max_stored_responses: int = 1000
+    """Responses of /v1/responses that are kept; 0 = none."""
+    max_stored_bytes: int = 64 * 1024 * 1024
+    """Memory of the kept responses."""
     tool_parser: str = "auto"
     """Of `tools.FORMATS`; auto = by the chat template."""
     reasoning_parser: str = "auto"

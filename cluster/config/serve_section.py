@@ -68,6 +68,17 @@ class LimitsConfig(Section):
     )
 
 
+class ResponsesStoreConfig(Section):
+    """Responses of /v1/responses in memory, for previous_response_id, GET and background. Off with several replicas."""
+
+    max_responses: int = Field(
+        1000, ge=0, description="Kept responses; the least recently used leave first. 0 = none."
+    )
+    max_bytes: int = Field(
+        64 * 1024 * 1024, ge=0, description="Memory of the kept responses and their conversations."
+    )
+
+
 class TracingConfig(Section):
     """OpenTelemetry traces, one span a request; needs the `tracing` extra."""
 
@@ -136,6 +147,7 @@ class ServeConfig(Section):
         description="think = what stands between <think> and </think> is the message's reasoning; "
         "auto = think where the chat template has those tags.",
     )
+    responses_store: ResponsesStoreConfig = Field(default_factory=ResponsesStoreConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 

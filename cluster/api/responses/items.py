@@ -4,6 +4,7 @@ An item is a JSON object as a client would get it back, except for its id. Texts
 of parts.
 """
 
+import uuid
 from typing import Any
 
 from cluster.api.request.protocol import check_text
@@ -13,6 +14,12 @@ Item = dict[str, Any]
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text")
 _ID_LENGTH = 256
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+}
 
 
 def parse_input(value: Any) -> list[Item]:
@@ -27,6 +34,18 @@ def parse_input(value: Any) -> list[Item]:
             "input must be a string or a list of at least one item", param="input"
         )
     return [_item(item, f"input.{i}") for i, item in enumerate(value)]
+
+
+def with_ids(items: list[Item]) -> list[Item]:
+    """Return the items, each with an id."""
+    return [
+        item if "id" in item else {"id": new_id(_PREFIXES[item["type"]]), **item} for item in items
+    ]
+
+
+def new_id(prefix: str) -> str:
+    """Return an id of the form of OpenAI's, such as msg_0123456789abcdef."""
+    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def _message(role: str, content: list[dict[str, Any]]) -> Item:

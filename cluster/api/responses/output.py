@@ -1,17 +1,12 @@
 """The output items of a response while its text arrives. Knows nothing of events, of requests and of the store."""
 
-import uuid
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from cluster.api.answer.generation import Choice
 from cluster.api.answer.message_parser import MessagePart, Reasoning, ToolCall
-
-
-def new_id(prefix: str) -> str:
-    """Return an id of the form of OpenAI's, such as msg_0123456789abcdef."""
-    return f"{prefix}_{uuid.uuid4().hex}"
+from cluster.api.responses.items import new_id
 
 
 class OutputItem(ABC):

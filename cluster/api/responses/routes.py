@@ -1,25 +1,118 @@
 """The routes of OpenAI's Responses API."""
 
-from fastapi import FastAPI, Request
-from starlette.responses import Response
+from collections.abc import Awaitable, Callable
+from typing import Any
 
+from fastapi import FastAPI, Request
+from starlette.responses import Response, StreamingResponse
+
+from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
+from cluster.api.response import STREAM_HEADERS
+from cluster.api.responses.background import BackgroundJob
+from cluster.api.responses.event_log import EventLog
 from cluster.api.responses.factory import ResponseFactory
+from cluster.api.responses.input_items import input_page, query_flag, query_number
 from cluster.api.responses.protocol import ResponsesRequest, parse_responses
-from cluster.api.routes.generation import GenerationEndpoint, Prepared
+from cluster.api.responses.store import ResponseStore
+from cluster.api.responses.writer import ResponseWriter
+from cluster.api.routes.generation import Admitted, GenerationEndpoint, Prepared
 from cluster.api.routes.openapi import body_schema
+from cluster.api.run import Emit
+from cluster.errors import BadRequestError
+
+_ONE = "/v1/responses/{response_id}"
 
 
 def add_responses_routes(
-    app: FastAPI, endpoint: GenerationEndpoint, factory: ResponseFactory
+    app: FastAPI, endpoint: GenerationEndpoint, factory: ResponseFactory, store: ResponseStore
 ) -> None:
     """Add the routes."""
 
     @app.post("/v1/responses", openapi_extra=body_schema(ResponsesRequest))
-    async def responses(request: Request) -> Response:
+    async def create_response(request: Request) -> Response:
         """Answer a conversation with output items."""
+        in_background = False
 
         async def prepare(parsed: ResponsesRequest, backend: EngineBackend) -> Prepared:
+            nonlocal in_background
+            in_background = bool(parsed.background)
             return await factory.prepare(parsed, backend, request.headers)
 
-        return await endpoint.answer(request, parse_responses, prepare)
+        admitted = await endpoint.admit(request, parse_responses, prepare)
+        if not in_background:
+            return endpoint.respond(admitted)
+        return _start(admitted, lambda emit: endpoint.run(admitted, request.scope, emit), store)
+
+    _add_store_routes(app, store)
+
+
+def _start(
+    admitted: Admitted, run: Callable[[Emit], Awaitable[None]], store: ResponseStore
+) -> Response:
+    """Run a response in the background; its stream, if any, is one reader of its events."""
+    writer, generation = admitted.writer, admitted.generation
+    assert isinstance(writer, ResponseWriter), "the factory makes it"
+    job = BackgroundJob(writer, streams=generation.stream)
+    job.start(run)
+    store.attach(generation.response_id, job)
+    if job.log is not None:
+        return _stream(job.log, -1)
+    return _json(store.find(generation.response_id).response)
+
+
+def _add_store_routes(app: FastAPI, store: ResponseStore) -> None:
+    @app.get(_ONE, openapi_extra=_query("stream", "starting_after"))
+    async def get_response(response_id: str, request: Request) -> Response:
+        """A kept response; with stream=true the events of a response that runs or ran in the background."""
+        stored = store.find(response_id)
+        if not query_flag(request.query_params, "stream"):
+            return _json(stored.response)
+        if stored.job is None or stored.job.log is None:
+            raise BadRequestError(
+                "only responses that were created with background and stream can be streamed again",
+                param="stream",
+            )
+        return _stream(stored.job.log, query_number(request.query_params, "starting_after", -1))
+
+    @app.delete(_ONE)
+    async def delete_response(response_id: str) -> Response:
+        """Forget a response; one that runs is cancelled."""
+        stored = store.find(response_id)
+        if stored.job is not None:
+            await stored.job.cancel()
+        store.delete(response_id)
+        return _json({"id": response_id, "object": "response", "deleted": True})
+
+    @app.post(f"{_ONE}/cancel")
+    async def cancel_response(response_id: str) -> Response:
+        """Cancel a response in the background; without effect after its end."""
+        stored = store.find(response_id)
+        if stored.job is None:
+            raise BadRequestError(
+                "only responses that were created with background can be cancelled; "
+                "close the connection of other responses",
+                param="response_id",
+            )
+        await stored.job.cancel()
+        return _json(store.find(response_id).response)
+
+    @app.get(f"{_ONE}/input_items", openapi_extra=_query("limit", "order", "after"))
+    async def list_input_items(response_id: str, request: Request) -> Response:
+        """The conversation that a response answers, in pages."""
+        return _json(input_page(store.find(response_id).items, request.query_params))
+
+
+def _query(*names: str) -> dict[str, Any]:
+    """Return `openapi_extra` of a route with these fields in its query."""
+    fields = [{"name": name, "in": "query", "schema": {"type": "string"}} for name in names]
+    return {"parameters": fields}
+
+
+def _stream(log: EventLog, after: int) -> Response:
+    headers = {name.decode(): value.decode() for name, value in STREAM_HEADERS}
+    return StreamingResponse(log.follow(after), headers=headers)
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(to_json(content), media_type="application/json")

@@ -26,18 +26,19 @@ class ResponseWriter:
     """The `AnswerWriter` of one response.
 
     fields   the fields of the response object that never change
-    on_end   receives the response object before its bytes leave
+    on_state receives the response object at its end, before its bytes leave; in the background, at each change
     """
 
     def __init__(
         self,
         generation: Generation,
         fields: dict[str, Any],
-        on_end: Callable[[dict[str, Any]], None] | None = None,
+        on_state: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         self._generation = generation
         self._fields = fields
-        self._on_end = on_end
+        self._on_state = on_state
+        self._has_ended = False
         self._output = Output()
         self._num_events = 0
         # Text without log-probabilities and parser needs no Change objects.
@@ -49,21 +50,24 @@ class ResponseWriter:
 
     def begin(self, choice: Choice, text: str) -> bytes:
         """See AnswerWriter: the beginning of the response, and the first text."""
-        return self.started() + self.text(choice, text)
+        state = running_state("in_progress")
+        created = self._response_event("response.created", state)
+        return (
+            created + self._response_event("response.in_progress", state) + self.text(choice, text)
+        )
 
-    def started(self, *, queued: bool = False) -> bytes:
-        """Return the events before the first token."""
-        status = "queued" if queued else "in_progress"
-        events = [self._response_event("response.created", running_state(status))]
-        if queued:
-            events.append(self._response_event("response.queued", running_state(status)))
-        else:
-            events.append(self.progressed())
-        return b"".join(events)
+    def queued(self) -> bytes:
+        """Return the first events of a response in the background."""
+        state = running_state("queued")
+        self._keep(state)
+        created = self._response_event("response.created", state)
+        return created + self._response_event("response.queued", state)
 
     def progressed(self) -> bytes:
-        """Return the event of a response that is no longer queued."""
-        return self._response_event("response.in_progress", running_state("in_progress"))
+        """Return the event of a response that was queued and now has its first token."""
+        state = running_state("in_progress")
+        self._keep(state)
+        return self._response_event("response.in_progress", state)
 
     def text(self, choice: Choice, text: str) -> bytes:
         """See AnswerWriter: the events of one step's text; b"" while a parser holds the text back."""
@@ -81,33 +85,47 @@ class ResponseWriter:
 
     def end(self) -> bytes:
         """See AnswerWriter: the ends of the last item and of the response."""
-        complete = self._generation.choices[0].finish_reason != "length"
-        events = [*map(self._changed, self._output.finish(complete=complete))]
+        changes = self._output.finish(complete=self._is_complete)
         state = ended_state(self._generation, self._output.to_json())
-        self._ended(state)
+        events = [self._changed(change) for change in changes]
         events.append(self._response_event(f"response.{state['status']}", state))
+        self._end(state)
         return b"".join(events)
 
     def error(self, error: ServingError) -> bytes:
         """See AnswerWriter: the error, and the failed response with its output so far."""
         self._output.finish(complete=False)
         state = failed_state(error, self._output.to_json())
-        self._ended(state)
+        self._end(state)
         described = {"code": error.code, "message": error.message, "param": error.param}
         return self._event("error", described) + self._response_event("response.failed", state)
 
+    def cancel(self) -> None:
+        """End the response with its output so far; there is no event of it."""
+        self._output.finish(complete=False)
+        self._end(running_state("cancelled") | {"output": self._output.to_json()})
+
     def body(self, texts: list[str]) -> bytes:
         """See AnswerWriter."""
-        choice = self._generation.choices[0]
-        self._output.push(choice, texts[0])
-        self._output.finish(complete=choice.finish_reason != "length")
-        return to_json(self._ended(ended_state(self._generation, self._output.to_json())))
+        self._output.push(self._generation.choices[0], texts[0])
+        self._output.finish(complete=self._is_complete)
+        state = ended_state(self._generation, self._output.to_json())
+        self._end(state)
+        return to_json(self._fields | state)
 
-    def _ended(self, state: dict[str, Any]) -> dict[str, Any]:
-        response = self._fields | state
-        if self._on_end is not None:
-            self._on_end(response)
-        return response
+    @property
+    def _is_complete(self) -> bool:
+        return self._generation.choices[0].finish_reason != "length"
+
+    def _end(self, state: dict[str, Any]) -> None:
+        """Keep the last state. A time limit may report an error after the end, which changes nothing."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._keep(state)
+
+    def _keep(self, state: dict[str, Any]) -> None:
+        if self._on_state is not None:
+            self._on_state(self._fields | state)
 
     def _changed(self, change: Change) -> bytes:
         """Return the events of one change."""

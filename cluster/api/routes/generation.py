@@ -1,12 +1,14 @@
 """Admission, body, parse, prepare, answer: what all generation routes share. Knows nothing of the fields of a body."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from cluster.api.admission import AdmissionGate, AdmittedResponse
+from cluster.api.admission import AdmissionGate, AdmittedResponse, Ticket, TimeLimitError
 from cluster.api.answer.detailed_events import make_writer
 from cluster.api.answer.generation import Generation
 from cluster.api.answer.writer import AnswerWriter
@@ -14,6 +16,7 @@ from cluster.api.backend import EngineBackend
 from cluster.api.record import Recorder
 from cluster.api.request.json_body import read_json_object
 from cluster.api.response import GenerationResponse
+from cluster.api.run import Emit, GenerationRun
 from cluster.api.settings import ApiSettings
 
 Prepared = tuple[Generation, AnswerWriter]
@@ -53,6 +56,15 @@ class GenerationEndpoint:
         prepare: Callable[[_Request, EngineBackend], Awaitable[Prepared]],
     ) -> Response:
         """Return the answer to a request; `parse` checks its body, `prepare` makes the generation and its writer."""
+        return self.respond(await self.admit(request, parse, prepare))
+
+    async def admit(
+        self,
+        request: Request,
+        parse: Callable[[dict[str, Any]], _Request],
+        prepare: Callable[[_Request, EngineBackend], Awaitable[Prepared]],
+    ) -> "Admitted":
+        """Read, check, admit and prepare a request. The caller must then `respond` or `run`."""
         self._gate.check()  # before all other work, because a refusal must be cheap
         body = await read_json_object(request, self._settings)
         backend = self._backend_provider()
@@ -64,9 +76,42 @@ class GenerationEndpoint:
         except BaseException:
             ticket.release()
             raise
-        response = GenerationResponse(generation, writer, backend, self._recorder)
-        timeout_s = self._settings.request_timeout_s
-        return AdmittedResponse(response, writer, self._gate, ticket, timeout_s)
+        return Admitted(generation, writer, backend, ticket)
+
+    def respond(self, admitted: "Admitted") -> Response:
+        """Return the answer to an admitted request."""
+        writer, ticket = admitted.writer, admitted.ticket
+        response = GenerationResponse(admitted.generation, writer, admitted.backend, self._recorder)
+        return AdmittedResponse(
+            response, writer, self._gate, ticket, self._settings.request_timeout_s
+        )
+
+    async def run(self, admitted: "Admitted", scope: Scope, emit: Emit) -> None:
+        """Run an admitted request without its connection, within its time limit. Raises the error that ends it."""
+        record = self._recorder.begin(admitted.generation, scope)
+        failure: Exception | None = None
+        try:
+            async with self._gate.time_limit(admitted.ticket, self._settings.request_timeout_s):
+                await GenerationRun(admitted.generation, admitted.backend, record).stream(emit)
+        except TimeLimitError as error:
+            failure = error.reason
+            raise error.reason from None
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            record.end(failure)
+            admitted.ticket.release()
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request with a place in the gate, ready to run."""
+
+    generation: Generation
+    writer: AnswerWriter
+    backend: EngineBackend
+    ticket: Ticket
 
 
 def with_writer(generation: Generation) -> Prepared:
