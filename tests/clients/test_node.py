@@ -18,7 +18,7 @@ def modules() -> Path:
     return node_modules(FILES)
 
 
-@pytest.mark.parametrize(("name", "number"), [("openai", 25), ("anthropic", 10)])
+@pytest.mark.parametrize(("name", "number"), [("openai", 25), ("responses", 10), ("anthropic", 10)])
 def test_an_official_node_client(modules, server, tmp_path, name, number):
     """The file's tests, of which there are at least so many."""
     shutil.copy(FILES / f"{name}.test.mjs", tmp_path)
