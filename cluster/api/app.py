@@ -1,8 +1,6 @@
 """The FastAPI application: routes, and the one place where errors become answers. Knows nothing of Ray."""
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -11,7 +9,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from cluster.api.admission import AdmissionGate
-from cluster.api.answer.events import to_json
 from cluster.api.auth import ApiKeyAuth
 from cluster.api.backend import EngineBackend
 from cluster.api.error_format import error_response
@@ -30,6 +27,7 @@ from cluster.api.responses.routes import add_responses_routes
 from cluster.api.responses.store import make_store
 from cluster.api.routes.generation import GenerationEndpoint, Prepared, with_writer
 from cluster.api.routes.metrics_routes import add_metrics_routes
+from cluster.api.routes.models import add_model_routes
 from cluster.api.routes.openapi import body_schema, complete_openapi
 from cluster.api.routes.page import add_page_routes
 from cluster.api.routes.tokenization import add_tokenization_routes
@@ -74,7 +72,7 @@ def create_app(
     add_messages_routes(app, endpoint, factory, backend_provider, settings)
     store = make_store(settings)
     add_responses_routes(app, endpoint, ResponseFactory(factory, store), store)
-    _add_model_routes(app, backend_provider)
+    add_model_routes(app, backend_provider)
     add_tokenization_routes(app, backend_provider, tokenizer, settings)
     add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
@@ -120,38 +118,6 @@ def _add_generation_routes(
         return await endpoint.answer(request, parse_chat, prepare)
 
 
-def _add_model_routes(app: FastAPI, backend_provider: BackendProvider) -> None:
-    started = int(time.time())
-
-    def card(backend: EngineBackend) -> dict[str, Any]:
-        return {
-            "id": backend.model_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "phalanx",
-            "root": backend.model_name,
-            "parent": None,
-            "max_model_len": backend.max_model_len,
-        }
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        """The served model, as a list."""
-        return _json({"object": "list", "data": [card(backend_provider())]})
-
-    @app.get("/v1/models/{model:path}")
-    async def model(model: str) -> Response:
-        """The served model."""
-        backend = backend_provider()
-        if model != backend.model_name:
-            raise NotFoundError(
-                f"the model {model[:200]!r} does not exist; this server has {backend.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
-        return _json(card(backend))
-
-
 def _add_error_handlers(app: FastAPI) -> None:
     """Starlette picks the handler of the nearest base class."""
 
@@ -181,7 +147,3 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, client_gone)
     app.add_exception_handler(Exception, internal_error)
-
-
-def _json(content: dict[str, Any]) -> Response:
-    return Response(to_json(content), media_type="application/json")

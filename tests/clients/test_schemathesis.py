@@ -24,7 +24,7 @@ SHORT = {
 }
 POSTS = (
     *("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"),
-    *("/v1/messages", "/v1/messages/count_tokens"),
+    *("/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
 )
 GETS = (
     *("/v1/models", "/v1/models/{model}", "/live", "/ready", "/health", "/ping"),

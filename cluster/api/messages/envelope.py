@@ -27,7 +27,7 @@ _FIELDS = [
     (re.compile(r"\breasoning_effort\b"), "output_config.effort"),
     (re.compile(r"\bchat_template_kwargs\b"), "thinking"),
 ]
-# The tool runner of Anthropic's SDK asks for a stored conversation by default. With these details it sends the whole
+# The tool runner of Anthropic's SDK requests a stored conversation by default. With these details it sends the whole
 # conversation in every request instead.
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
 

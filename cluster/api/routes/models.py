@@ -1,0 +1,64 @@
+"""GET /v1/models and /v1/models/{model}: the served model, in the shape of OpenAI's or of Anthropic's API."""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from cluster.api.answer.events import to_json
+from cluster.api.backend import EngineBackend
+from cluster.api.request.generation_factory import check_model
+
+_VERSION = "anthropic-version"
+"""Header of all clients of Anthropic's API."""
+
+
+def add_model_routes(app: FastAPI, backend_provider: Callable[[], EngineBackend]) -> None:
+    """Add the routes."""
+    started = int(time.time())
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """The served model, as a list."""
+        card = _card(request, backend_provider(), started)
+        if _VERSION in request.headers:
+            ids = {"first_id": card["id"], "last_id": card["id"]}
+            return _json({"data": [card], "has_more": False, **ids})
+        return _json({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(request: Request, model: str) -> Response:
+        """The served model."""
+        backend = backend_provider()
+        check_model(model, backend)
+        return _json(_card(request, backend, started))
+
+
+def _card(request: Request, backend: EngineBackend, started: int) -> dict[str, Any]:
+    name = backend.model_name
+    if _VERSION in request.headers:
+        return {
+            "type": "model",
+            "id": name,
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "lifecycle": "active",
+            "max_input_tokens": backend.max_model_len,
+            "max_tokens": backend.max_model_len,
+        }
+    return {
+        "id": name,
+        "object": "model",
+        "created": started,
+        "owned_by": "phalanx",
+        "root": name,
+        "parent": None,
+        "max_model_len": backend.max_model_len,
+    }
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(to_json(content), media_type="application/json")
