@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in children
 
 import torch
@@ -14,3 +16,11 @@ if not torch.cuda.is_available():
 
 # A shell starts background jobs with SIGINT ignored, and the commands that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one process of `--dist loadgroup` run a file, or all files of a folder that share a server."""
+    for item in items:
+        fixtures = item._fixtureinfo.name2fixturedefs.values()
+        shared = any(definitions[-1].scope == "package" for definitions in fixtures)
+        item.add_marker(pytest.mark.xdist_group(str(item.path.parent if shared else item.path)))

@@ -22,7 +22,7 @@ def graph_line(
     A GPU that is not here is taken for a Hopper.
     """
     hopper = not torch.cuda.is_available() or on_hopper()
-    mixed = selection.attention.name == "flashinfer" and hopper
+    mixed = selection.attention_class.captures_prompts(hopper=hopper)
     sizes = graphs_to_capture(scheduler, selection, torch.device(device), mixed=mixed)
     if not sizes:
         return sizes, f"off: {graphs_off(scheduler.cuda_graphs, selection, device)}"

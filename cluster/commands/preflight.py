@@ -111,10 +111,11 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
     """Compile attention's kernels for this machine's GPUs, if ranks here would."""
     import torch
 
-    from kernels.attention.flashinfer_modules import compile_modules
+    from kernels.backends.registry import backend_class
     from workers.models.registry import load_model_config
 
-    if report.backends["attention"]["name"] == "flashinfer" and torch.cuda.is_available():
+    attention = backend_class("attention", report.backends["attention"]["name"])
+    if torch.cuda.is_available():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         specs = load_model_config(config.model.path).attention_specs
-        compile_modules(getattr(torch, report.config["model"]["dtype"]), specs)
+        attention.compile_kernels(getattr(torch, report.config["model"]["dtype"]), specs)

@@ -5,15 +5,19 @@ A row is x, then K int32 expert ids, then K float32 weights. Knows nothing of th
 N rows, D hidden, K experts per row, W bytes of a row.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
-from kernels.all2all.base import ExpertInput
+from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.backends.backend import BackendShape
+from kernels.backends.context import BackendContext
 from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation, Routing, weighted_sum
+from kernels.routing.placement import ExpertPlacement
 
 ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 
@@ -94,6 +98,33 @@ class Gathered:
     def partial_sums(self, y_RD: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each gathered row over this rank's experts: [N, D] in y's dtype."""
         return weighted_sum(y_RD, self.routing, self.topk_weights_NK)
+
+
+class PayloadAllToAll(AllToAll):
+    """An all-to-all that sends each row to the ranks of its experts alone."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        placement: ExpertPlacement,
+        permutation: Permutation,
+        row_format: RowFormat,
+        device: torch.device,
+        max_num_tokens: int,
+    ):
+        """Take the group and the experts of its ranks."""
+
+    @classmethod
+    def build(cls, context: BackendContext) -> Self:
+        return cls(
+            context.process_group(cls.name),
+            context.placement,
+            context.permutation(torch.int32),
+            RowFormat.of(context.shape),
+            context.device,
+            context.shape.max_num_tokens,
+        )
 
 
 def permute_local(

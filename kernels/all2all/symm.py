@@ -11,18 +11,17 @@ peer has added the earlier sums. Each direction needs one signal and no barrier.
 T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R permuted rows.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from kernels.all2all.abort_word import AbortWord
-from kernels.all2all.base import AllToAll, ExpertInput
+from kernels.all2all.base import ExpertInput
 from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
-from kernels.all2all.payload import Gathered, RowFormat, permute_local
+from kernels.all2all.payload import Gathered, PayloadAllToAll, RowFormat, permute_local
 from kernels.all2all.peer_memory import HEADER_BYTES, PeerMemory, peer_memory_unavailable
 from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation
@@ -39,7 +38,7 @@ def peer_bytes(num_ranks: int, row_format: RowFormat, max_num_tokens: int) -> tu
     return rows * row_format.row_bytes, -(-sums // 16) * 16
 
 
-class SymmAllToAll(AllToAll):
+class SymmAllToAll(PayloadAllToAll):
     """Two kernels over symmetric memory; all ranks on one host. Building it is collective."""
 
     name = "symm"
@@ -59,17 +58,6 @@ class SymmAllToAll(AllToAll):
     def kept_bytes(cls, shape: BackendShape) -> int:
         peer = peer_bytes(shape.num_ranks, RowFormat.of(shape), shape.max_num_tokens)
         return HEADER_BYTES + sum(peer)
-
-    @classmethod
-    def build(cls, context: BackendContext) -> Self:
-        return cls(
-            context.process_group(cls.name),
-            context.placement,
-            context.permutation(torch.int32),
-            RowFormat.of(context.shape),
-            context.device,
-            context.shape.max_num_tokens,
-        )
 
     def __init__(
         self,

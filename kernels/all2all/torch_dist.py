@@ -8,15 +8,13 @@ R routed rows.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 import torch.distributed as dist
 
-from kernels.all2all.base import AllToAll, ExpertInput
-from kernels.all2all.payload import Gathered, RowFormat, permute_local
+from kernels.all2all.base import ExpertInput
+from kernels.all2all.payload import Gathered, PayloadAllToAll, RowFormat, permute_local
 from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation, sum_rows
 from kernels.routing.placement import ExpertPlacement
@@ -41,7 +39,7 @@ def distributed_unavailable(device: torch.device) -> str | None:
     return None
 
 
-class TorchDistAllToAll(AllToAll):
+class TorchDistAllToAll(PayloadAllToAll):
     """Two collectives before the experts, one after."""
 
     name = "torch_dist"
@@ -55,17 +53,6 @@ class TorchDistAllToAll(AllToAll):
     def step_bytes(cls, shape: BackendShape) -> int:
         rows = min(shape.num_ranks, shape.top_k) * shape.max_num_tokens
         return 2 * rows * RowFormat.of(shape).row_and_sum_bytes
-
-    @classmethod
-    def build(cls, context: BackendContext) -> Self:
-        return cls(
-            context.process_group(cls.name),
-            context.placement,
-            context.permutation(torch.int32),
-            RowFormat.of(context.shape),
-            context.device,
-            context.shape.max_num_tokens,
-        )
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ class Attention(Backend):
     reading the cache. A class with `graph` is a GraphAttention: its decodes can be captured.
     """
 
-    # Whether forwards with prompts can be captured too; set by `bind`.
+    # `captures_prompts` on the GPU of the caches; set by `bind`.
     mixed_graph: bool = False
     # Whether it has `store` and `attend`.
     fused_store: bool = False
@@ -60,6 +60,15 @@ class Attention(Backend):
             if spec.window is not None:
                 return f"it has no sliding window, the model has one of {spec.window} tokens"
         return None
+
+    @classmethod
+    def captures_prompts(cls, *, hopper: bool) -> bool:
+        """Return whether forwards with prompts can be captured too, on Hopper GPUs or on other GPUs."""
+        return False
+
+    @classmethod
+    def compile_kernels(cls, dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
+        """Compile the missing kernels for layers of these specs on this machine's GPU, before a rank needs them."""
 
     @classmethod
     def kv_layout(cls, spec: AttentionSpec) -> KVLayout:

@@ -10,7 +10,7 @@ T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotate
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +23,7 @@ import torch
 from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
 from kernels.attention.flashinfer_decodes import Pages, Shape, prompts_are_new
 from kernels.attention.flashinfer_graphs import GraphPlans
-from kernels.attention.flashinfer_modules import import_failure
+from kernels.attention.flashinfer_modules import compile_modules, import_failure
 from kernels.attention.flashinfer_plans import (
     WORKSPACE_BYTES,
     EagerPlans,
@@ -118,6 +118,14 @@ class FlashInferAttention(GraphAttention):
         return _unavailable(device)
 
     @classmethod
+    def captures_prompts(cls, *, hopper: bool) -> bool:
+        return hopper
+
+    @classmethod
+    def compile_kernels(cls, dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
+        compile_modules(dtype, specs)
+
+    @classmethod
     def kept_bytes(cls, shape: BackendShape) -> int:
         """Return the bytes of the workspace, which may be larger than this before Hopper."""
         return WORKSPACE_BYTES
@@ -147,7 +155,8 @@ class FlashInferAttention(GraphAttention):
             Shape(spec, self.block_size, dtype, blocks // spec.num_kv_heads)
             for spec in dict.fromkeys(self.specs)
         ]
-        hopper = self.mixed_graph = on_hopper(device)
+        hopper = on_hopper(device)
+        self.mixed_graph = self.captures_prompts(hopper=hopper)
         self._has_new_prompts = hopper and dtype == torch.bfloat16
         size = max(workspace_bytes(shape, hopper=hopper) for shape in self._shapes)
         workspace = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -1,5 +1,6 @@
 """The demo model on a real server of two ranks, for all clients; each test leaves it with nothing to do."""
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
+from tests.serve.open_streams import Stream, check_stop_ends
 from tests.serve.server import ROOT, Server, running
 
 DEMO = ROOT / "configs" / "models" / "demo"
@@ -18,6 +20,7 @@ HELLO_ANSWER = "Hello! I am a small demo model served by Phalanx."
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory) -> Iterator[Server]:
+    """It also stops at SIGINT at once, and an open stream gets the reason."""
     with running(
         tmp_path_factory.mktemp("clients"),
         DEMO,
@@ -26,6 +29,7 @@ def server(tmp_path_factory) -> Iterator[Server]:
         serve={"model_name": MODEL},
     ) as server:
         yield server
+        check_stop_ends(server, Stream(server, 2000), signal.SIGINT)
 
 
 @pytest.fixture(scope="package")

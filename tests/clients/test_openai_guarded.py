@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from tests.clients.conftest import DEMO, HELLO, HELLO_ANSWER, chat_body, completion_body
+from tests.serve.open_streams import Stream, check_stop_ends
 from tests.serve.server import Server, running
 from workers.weights.checkpoint import CHAT_TEMPLATE
 
@@ -50,6 +52,7 @@ def guarded(tmp_path_factory) -> Iterator[Server]:
             serve={
                 "model_name": "demo",
                 "max_queued_requests": 2,
+                "drain_timeout_s": 0.5,
                 "limits": {"request_timeout_s": TIMEOUT_S},
             },
         ) as server:
@@ -182,3 +185,8 @@ def test_calls_as_plain_json(client, stream):
             name = call.function.name or name
             arguments += call.function.arguments
     assert (name, json.loads(arguments), finish) == ("now", {}, "tool_calls")
+
+
+def test_sigterm_ends_what_does_not_finish_in_time(guarded):
+    """The last test of this file: it stops the server."""
+    check_stop_ends(guarded, Stream(guarded, 2000, KEY), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of spawned processes that import torch once and serve many tests.
+"""Ranks for tests: a pool of processes that serve many tests, forked from a server that has imported torch.
 
 `RankPool.run(fn, num_ranks, *args)` calls the picklable top-level function
 `fn(rank, num_ranks, group_info, *args)` in `num_ranks` processes, each inside a fresh gloo group
@@ -25,6 +25,7 @@ from uuid import uuid4
 
 import pytest
 
+PRELOADED = ["torch", "torch.distributed", "workers.rank.epoch", "workers.rank.process"]
 JOIN_FAILED = 70  # the exit code of a rank that could not enter its group
 
 
@@ -136,7 +137,8 @@ class _Rank:
     """One process of the pool and the pipe to it."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.conn, child = context.Pipe()
         self.process = context.Process(target=_serve, args=(child,), daemon=True)
         self.process.start()

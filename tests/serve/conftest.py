@@ -1,5 +1,6 @@
 """A tiny checkpoint and a shared server of two ranks."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +19,15 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="package")
 def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
-    """It also stops as told: at SIGINT with nothing to do, within ten seconds, and leaves nothing."""
+    """It also stops at SIGTERM with nothing to do: within ten seconds, without a process or a warning left."""
     with running(tmp_path_factory.mktemp("server"), checkpoint) as server:
+        assert len(server.ranks()) == 2
+        before = server.log.read_text()
         yield server
-        seconds, left = server.stop()
+        served = server.log.read_text()
+        seconds, left = server.stop(signal.SIGTERM)
+    output = server.log.read_text()
     assert seconds < 10 and not left, (seconds, left)
-    assert server.process.returncode == 0, server.log.read_text()
+    assert server.process.returncode == 0, output
+    start_and_stop = before + output[len(served) :]
+    assert "ERROR" not in start_and_stop and "WARNING" not in start_and_stop, output

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from cluster.commands.top_metrics import Scrape
+from tests.serve.open_streams import Stream, check_drain
 from tests.serve.server import ROOT, Server, running
 
 NUM_REQUESTS = 24
@@ -21,8 +22,12 @@ NUM_REQUESTS = 24
 @pytest.fixture(scope="module")
 def two_replicas(tmp_path_factory, checkpoint) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("observed")
-    serve = {"replicas": 2, "log_format": "json", "access_log": True}
-    with running(folder, checkpoint, serve=serve) as server:
+    sections = {
+        "model": {"max_model_len": 4096},
+        "cache": {"num_blocks": 2048},
+        "serve": {"replicas": 2, "log_format": "json", "access_log": True},
+    }
+    with running(folder, checkpoint, **sections) as server:
         yield server
 
 
@@ -124,3 +129,8 @@ def test_a_dead_replica_takes_no_counts_with_it(two_replicas):
     wait_for(both_again, 120)
     asyncio.run(send(two_replicas, 4))
     wait_for(lambda: ended(scrape(two_replicas)) == before + 4)
+
+
+def test_sigterm_lets_streams_finish_and_no_request_in(two_replicas):
+    """The last test of this file: it stops the server."""
+    check_drain(two_replicas, [Stream(two_replicas, 1000) for _ in range(4)])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.serve.open_streams import Stream, check_stop_ends
 from tests.serve.server import Server, running
 
 KEY = "the-right-key-7d1c"
@@ -130,3 +132,8 @@ def test_only_this_machine_is_listened_to(server):
     assert len(owners) == 1
     found = {c.laddr.ip for c in sockets if c.laddr.port == port and c.pid in owners}
     assert found == {"127.0.0.1"}
+
+
+def test_a_second_signal_ends_what_does_not_finish(server):
+    """The last test of this file: it stops the server."""
+    check_stop_ends(server, Stream(server, 4000, KEY), signal.SIGTERM, signal.SIGTERM)

@@ -14,7 +14,7 @@ def run(config: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_step_is_traced_and_a_wrong_size_refused(tmp_path: Path):
+def test_a_step_is_traced(tmp_path: Path):
     make_checkpoint(tmp_path / "model", num_layers=2)
     config = tmp_path / "config.yaml"
     values = {
@@ -29,7 +29,3 @@ def test_a_step_is_traced_and_a_wrong_size_refused(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "% covered" in done.stdout and "all-to-all allgather" in done.stdout
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"step.json", "step.png"}
-
-    done = run(config, "--mode", "decode", "--tokens", "9")
-    assert done.returncode == 1
-    assert "a decode step has 2 to 8 tokens with this configuration, got 9" in done.stderr

@@ -4,9 +4,11 @@ import pickle
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from cluster.commands import preflight
@@ -16,7 +18,10 @@ from cluster.commands.start import RankStart, ServerError
 from cluster.commands.stop_signals import StopSignals
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
+from kernels.attention.flashinfer import FlashInferAttention
+from kernels.backends.registry import ATTENTION, backend_class
 from kernels.backends.select import BackendChoiceError
+from workers.models.registry import load_model_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Keeps what it is asked, answers what it finds, and then compiles for ever in a process of its own.
@@ -145,3 +150,31 @@ def test_a_broken_check_says_how(monkeypatch, capfd) -> None:
     assert report is None and isinstance(outcome, RuntimeError)
     assert str(outcome) == "KeyError: 'mended soon'"
     assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_the_chosen_attention_compiles_its_kernels(gpu, monkeypatch) -> None:
+    compiled: list[tuple[object, int]] = []
+    monkeypatch.setattr(
+        FlashInferAttention,
+        "compile_kernels",
+        lambda dtype, specs: compiled.append((dtype, len(specs))),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(preflight.os, "dup2", lambda *_: None)
+    report = SimpleNamespace(
+        backends={"attention": {"name": "flashinfer"}}, config={"model": {"dtype": "bfloat16"}}
+    )
+    config = _config()
+    preflight._compile(config, report)
+    layers = len(load_model_config(config.model.path).layers)
+    assert compiled == ([(torch.bfloat16, layers)] if gpu else [])
+
+
+def test_backends_declare_whether_prompts_are_captured() -> None:
+    found = {
+        name: [backend_class("attention", name).captures_prompts(hopper=it) for it in (True, False)]
+        for name in ATTENTION
+    }
+    assert found.pop("flashinfer") == [True, False]
+    assert set(map(tuple, found.values())) == {(False, False)}

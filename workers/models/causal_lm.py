@@ -24,7 +24,7 @@ from workers.layers.linear import linear
 from workers.layers.mlp import MlpBlock
 from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
-from workers.models.specs import LayerSpec, ModelConfig
+from workers.models.specs import LayerSpec, ModelConfig, MoeSpec
 from workers.runner.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, slot_of
 from workers.weights.tensors import rank_weights
@@ -80,9 +80,12 @@ class CausalLM(ABC):
         num_positions = max_positions or config.max_position_embeddings
         self._rope_table = build_rope_table(config, num_positions, self.device)
 
-    @abstractmethod
     def build_layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
-        """Return the blocks of layer `number`."""
+        """Return the blocks of layer `number`: attention, then experts or one dense MLP, as `spec` has them."""
+        attention = AttentionBlock(builder, spec.attention, number)
+        if isinstance(spec.mlp, MoeSpec):
+            return Layer(attention, MoeBlock(builder, spec.mlp, number))
+        return Layer(attention, MlpBlock(builder, spec.mlp))
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -5,22 +5,12 @@ T tokens (padding included), D hidden, d head dim.
 
 import torch
 
-from workers.layers.attention import AttentionBlock
-from workers.layers.builder import LayerBuilder
-from workers.layers.moe import MoeBlock
-from workers.models.causal_lm import CausalLM, Layer, add_hidden
-from workers.models.specs import LayerSpec, MoeSpec
+from workers.models.causal_lm import CausalLM, add_hidden
 from workers.runner.forward_batch import ForwardBatch
 
 
 class MixtralForCausalLM(CausalLM):
     """Plain grouped-query attention; every layer has experts."""
-
-    def build_layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
-        assert isinstance(spec.mlp, MoeSpec)
-        return Layer(
-            AttentionBlock(builder, spec.attention, number), MoeBlock(builder, spec.mlp, number)
-        )
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden_TD after the last layer."""

@@ -5,23 +5,12 @@ T tokens (padding included), D hidden, d head dim.
 
 import torch
 
-from workers.layers.attention import AttentionBlock
-from workers.layers.builder import LayerBuilder
-from workers.layers.mlp import MlpBlock
-from workers.layers.moe import MoeBlock
-from workers.models.causal_lm import CausalLM, Layer, add_hidden
-from workers.models.specs import LayerSpec, MoeSpec
+from workers.models.causal_lm import CausalLM, add_hidden
 from workers.runner.forward_batch import ForwardBatch
 
 
 class Qwen3MoeForCausalLM(CausalLM):
     """q and k are normed per head; a layer has experts, or one dense MLP."""
-
-    def build_layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
-        attention = AttentionBlock(builder, spec.attention, number)
-        if isinstance(spec.mlp, MoeSpec):
-            return Layer(attention, MoeBlock(builder, spec.mlp, number))
-        return Layer(attention, MlpBlock(builder, spec.mlp))
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return hidden_TD after the last layer."""
