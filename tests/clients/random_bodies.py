@@ -1,4 +1,4 @@
-"""Random bodies for the four POST routes: sensible ones, most of them spoiled somewhere. Seeded, so a number names one.
+"""Random bodies for the POST routes: sensible ones, most of them spoiled somewhere. Seeded, so a number names one.
 
 Own generator instead of hypothesis: thousands go out at once, and nothing is shrunk.
 """
@@ -10,8 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-_WEIGHTS = (10, 12, 2, 2)
+from tests.clients.random_dialects import as_message, as_response
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+PATHS = ("/v1/completions", CHAT, "/tokenize", "/detokenize", RESPONSES, MESSAGES, COUNT_TOKENS)
+_WEIGHTS = (10, 12, 2, 2, 8, 8, 1)
+# Values of the field for the number of tokens that are refused; messages cuts too large ones.
+_REFUSED = {PATHS[0]: (10**9, "3"), CHAT: (10**9, "3"), RESPONSES: (10**9, "3"), MESSAGES: (0, "3")}
+_NAMES = (b'"max_tokens"', b'"max_output_tokens"')
 _WORDS = (
     "Hello",
     "what is dict",
@@ -68,8 +75,9 @@ class Generator:
         if fate < 0.65:
             for _ in range(rng.choice((0, 0, 1, 1, 2, 4))):
                 self._spoil(fields)
-            if path in PATHS[:2] and not 0 <= _number(fields.get("max_tokens"), -1) <= _MAX_TOKENS:
-                fields["max_tokens"] = rng.choice((1, _MAX_TOKENS, 10**9, "3"))  # short, or refused
+            name = "max_output_tokens" if path == RESPONSES else "max_tokens"
+            if path in _REFUSED and not 0 <= _number(fields.get(name), -1) <= _MAX_TOKENS:
+                fields[name] = rng.choice((1, _MAX_TOKENS, *_REFUSED[path]))
         elif fate < 0.72:
             fields = self._json(4)
         content = json.dumps(fields, ensure_ascii=rng.random() < 0.5).encode(errors="surrogatepass")
@@ -82,6 +90,10 @@ class Generator:
         rng = self._random
         if path == "/detokenize":
             return {"tokens": [rng.randrange(4096) for _ in range(rng.randrange(9))]}
+        if path == RESPONSES:
+            return as_response(self.sensible(CHAT), rng)
+        if path in (MESSAGES, COUNT_TOKENS):
+            return as_message(self.sensible(CHAT), rng)
         body: dict[str, Any] = {} if rng.random() < 0.3 else {"model": "demo"}
         is_chat = path == PATHS[1] or (path == "/tokenize" and rng.random() < 0.5)
         if is_chat:
@@ -197,7 +209,7 @@ class Generator:
         end = min(start + rng.randrange(4), len(content))
         damaged = content[:start] + rng.randbytes(rng.randrange(4)) + content[end:]
         # Without its limit a chat goes on as long as the model's context.
-        return damaged if (b'"max_tokens"' in damaged) == (b'"max_tokens"' in content) else content
+        return damaged if all(name in damaged for name in _NAMES if name in content) else content
 
 
 def _number(value: Any, default: float) -> float:

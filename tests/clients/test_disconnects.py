@@ -14,6 +14,10 @@ from tests.clients.test_openai_tools import TOOLS
 
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
+_RESPONSE = {"input": "Hello", "max_output_tokens": 1500}
+# So hot that it hardly ever ends by itself.
+_MESSAGE = {"messages": HELLO, "max_tokens": 1500, "temperature": 2}
+_TOOL = {"name": "look_up", "input_schema": CITY}
 BODIES = {
     "stream": ("/v1/completions", completion_body("x", stream=True, **ENDLESS)),
     "whole": ("/v1/completions", completion_body("x", n=4, logprobs=2, **ENDLESS)),
@@ -29,6 +33,10 @@ BODIES = {
         "/v1/chat/completions",
         chat_body(HELLO, tools=TOOLS, tool_choice="required", **ENDLESS),
     ),
+    "response": ("/v1/responses", {**_RESPONSE, "ignore_eos": True, "stream": True}),
+    "whole response": ("/v1/responses", {**_RESPONSE, "ignore_eos": True}),
+    "message": ("/v1/messages", {**_MESSAGE, "stream": True}),
+    "whole message": ("/v1/messages", {**_MESSAGE, "tools": [_TOOL]}),
 }
 
 

@@ -3,12 +3,13 @@
 import asyncio
 import collections
 import json
+from typing import Any
 
 import aiohttp
 import httpx
 
 from tests.clients.conftest import HELLO, HELLO_ANSWER, chat_body
-from tests.clients.random_bodies import Body, Generator
+from tests.clients.random_bodies import COUNT_TOKENS, MESSAGES, RESPONSES, Body, Generator
 
 NUMBER = 2000
 AT_ONCE = 48
@@ -28,18 +29,45 @@ async def _send(client: aiohttp.ClientSession, body: Body) -> tuple[int, bytes]:
 def _check(body: Body, status: int, content: bytes) -> None:
     assert status in GOOD, content[:500]
     if status != 200:
-        error = json.loads(content)["error"]
-        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        _check_error(body, json.loads(content))
         assert len(content) < 10_000, "an error that repeats what was sent"
-        return
-    if content.startswith(b"data: "):
-        *items, end = content.decode().split("\n\n")[:-1]
-        assert end == "data: [DONE]"
-        for item in items:
-            assert "error" not in json.loads(item.removeprefix("data: "))
+    elif content.startswith((b"data: ", b"event: ")):
+        _check_stream(body, content.decode().split("\n\n")[:-1])
     elif body.path.startswith("/v1/"):
-        answer = json.loads(content)
-        usage = answer["usage"]
+        _check_whole(body, json.loads(content))
+
+
+def _check_error(body: Body, answer: dict[str, Any]) -> None:
+    error = answer["error"]
+    if body.path in (MESSAGES, COUNT_TOKENS):
+        assert set(answer) == {"type", "error", "request_id"}
+        assert set(error) - {"details"} == {"type", "message"} and error["message"]
+    else:
+        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+
+
+def _check_stream(body: Body, items: list[str]) -> None:
+    if body.path in (MESSAGES, RESPONSES):
+        kinds = [item.split("\n")[0].removeprefix("event: ") for item in items]
+        assert kinds[-1] in ("message_stop", "response.completed", "response.incomplete"), kinds
+        assert "error" not in kinds
+        return
+    *items, end = items
+    assert end == "data: [DONE]"
+    for item in items:
+        assert "error" not in json.loads(item.removeprefix("data: "))
+
+
+def _check_whole(body: Body, answer: dict[str, Any]) -> None:
+    usage = answer.get("usage") or {}
+    if body.path == COUNT_TOKENS:
+        assert answer["input_tokens"] > 0
+    elif body.path == MESSAGES:
+        assert answer["stop_reason"] and answer["content"] and usage["output_tokens"] > 0
+    elif body.path == RESPONSES:
+        kinds = ("queued", "in_progress") if answer["background"] else ("completed", "incomplete")
+        assert answer["status"] in kinds and answer["error"] is None
+    else:
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
         assert all(choice["finish_reason"] for choice in answer["choices"])
 
@@ -74,8 +102,8 @@ def test_2000_random_bodies(server, chat):
     assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:10])
     assert sum(seen.values()) == NUMBER
     # Enough of them reach the engine, and enough do not.
-    for path in ("/v1/completions", "/v1/chat/completions"):
-        assert seen[path, 200] > NUMBER / 10 and seen[path, 400] > NUMBER / 10, seen
+    for path in ("/v1/completions", "/v1/chat/completions", RESPONSES, MESSAGES):
+        assert seen[path, 200] > NUMBER / 20 and seen[path, 400] > NUMBER / 20, seen
     server.wait_free()
     content = chat(HELLO).choices[0].message.content
     assert content.startswith(HELLO_ANSWER)

@@ -11,7 +11,7 @@ from schemathesis import GenerationMode
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-EXAMPLES = 40
+EXAMPLES = 25
 # Token ids beyond the vocabulary, conflicts of two fields and the like fit the document and are refused.
 NOT_CHECKED = [positive_data_acceptance]
 # A body that fits may ask for as many tokens as there is room for.
@@ -29,13 +29,16 @@ POSTS = (
 GETS = (
     *("/v1/models", "/v1/models/{model}", "/live", "/ready", "/health", "/ping"),
     *("/version", "/load", "/metrics", "/ranks"),
+    *("/v1/responses/{response_id}", "/v1/responses/{response_id}/input_items"),
 )
+OTHERS = ("DELETE /v1/responses/{response_id}", "POST /v1/responses/{response_id}/cancel")
 
 
 @pytest.fixture(scope="module")
 def operations(server) -> dict[str, APIOperation]:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    return {found.ok().path: found.ok() for found in schema.get_all_operations()}
+    found = [result.ok() for result in schema.get_all_operations()]
+    return {f"{operation.method.upper()} {operation.path}": operation for operation in found}
 
 
 def send(operation: APIOperation, mode: GenerationMode, examples: int) -> dict[int, int]:
@@ -66,7 +69,9 @@ def _changes(body: dict[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {"model": "demo"} if "model" in body else {}
     if "prompt" in body or "messages" in body:
         changes["max_tokens"] = 3
-        changes |= {name: value for name, value in SHORT.items() if name in body}
+    if "input" in body:
+        changes["max_output_tokens"] = 3
+    changes |= {name: value for name, value in SHORT.items() if name in body}
     if isinstance(body.get("messages"), list):
         # The schema cannot express that only an assistant's message may lack content.
         changes["messages"] = [
@@ -77,24 +82,30 @@ def _changes(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_every_operation_is_tested(operations):
-    assert set(operations) == {*POSTS, *GETS}
+    known = {*(f"POST {path}" for path in POSTS), *(f"GET {path}" for path in GETS), *OTHERS}
+    assert set(operations) == known
 
 
 @pytest.mark.parametrize("path", GETS)
 def test_get(operations, server, path):
-    statuses = send(operations[path], GenerationMode.POSITIVE, EXAMPLES)
-    assert set(statuses) == ({404} if path == "/v1/models/{model}" else {200})
+    statuses = send(operations[f"GET {path}"], GenerationMode.POSITIVE, EXAMPLES)
+    assert set(statuses) == ({404} if "{" in path else {200})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_such_response(operations, name):
+    assert set(send(operations[name], GenerationMode.POSITIVE, EXAMPLES)) == {404}
 
 
 @pytest.mark.parametrize("path", POSTS)
 def test_post_what_fits(operations, server, path):
-    statuses = send(operations[path], GenerationMode.POSITIVE, EXAMPLES)
+    statuses = send(operations[f"POST {path}"], GenerationMode.POSITIVE, EXAMPLES)
     assert set(statuses) <= {200, 400, 404} and statuses[200] > 0
     server.wait_free()
 
 
 @pytest.mark.parametrize("path", POSTS)
 def test_post_what_does_not_fit(operations, server, path):
-    statuses = send(operations[path], GenerationMode.NEGATIVE, EXAMPLES)
+    statuses = send(operations[f"POST {path}"], GenerationMode.NEGATIVE, EXAMPLES)
     assert set(statuses) <= {400, 404} and statuses[400] > 0
     server.wait_free()
