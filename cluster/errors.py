@@ -36,9 +36,11 @@ class UnsupportedParameterError(BadRequestError):
 
 
 class ContextLengthError(BadRequestError):
-    """Prompt, or prompt plus requested output, does not fit."""
+    """Prompt, or prompt plus requested output, does not fit. num_tokens: of the prompt; limit: the most that fit."""
 
     default_code = "context_length_exceeded"
+    num_tokens: int | None = None
+    limit: int | None = None
 
 
 class NotFoundError(BadRequestError):

@@ -1,5 +1,6 @@
 """Errors of /v1/messages: Anthropic's envelope with the right type, and a message that names the field."""
 
+import re
 from typing import Any
 
 import httpx
@@ -152,7 +153,10 @@ def test_a_prompt_beyond_the_context_is_called_too_long():
         {"messages": [{"role": "user", "content": "x" * 100}]},
         backend=FakeBackend(max_model_len=60),
     )
-    assert message.startswith("prompt is too long") and "60 tokens" in message
+    found = re.match(r"prompt is too long: (\d+) tokens > 59 maximum; ", message)
+    assert found is not None and int(found[1]) > 100
+    limited = refused({}, max_prompt_tokens=3)
+    assert re.match(r"prompt is too long: \d+ tokens > 3 maximum; ", limited)
 
 
 def test_each_status_has_its_type():

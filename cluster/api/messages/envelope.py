@@ -48,5 +48,6 @@ def _message(error: ServingError) -> str:
     for chat_name, name in _FIELDS:
         message, param = chat_name.sub(name, message), chat_name.sub(name, param)
     if isinstance(error, ContextLengthError):
-        return f"prompt is too long: {message}"  # clients search for these words and shorten it
+        # Claude Code searches for these words and numbers, and then shortens the conversation.
+        return f"prompt is too long: {error.num_tokens} tokens > {error.limit} maximum; {message}"
     return message if param in message else f"{param}: {message}"

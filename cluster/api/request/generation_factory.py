@@ -163,10 +163,12 @@ class GenerationFactory:
     ) -> int:
         limit = self._settings.max_prompt_tokens
         if limit is not None and num_prompt_tokens > limit:
-            raise ContextLengthError(
+            error = ContextLengthError(
                 f"the prompt has {num_prompt_tokens} tokens, this server takes at most {limit}",
                 param="messages" if isinstance(request, ChatRequest) else "prompt",
             )
+            error.num_tokens, error.limit = num_prompt_tokens, limit
+            raise error
         if request.only_echo:  # every request generates a token; it is dropped
             return fit_output(num_prompt_tokens, None, 1, backend)
         default = None if isinstance(request, ChatRequest) else DEFAULT_COMPLETION_TOKENS
@@ -252,7 +254,9 @@ def fit_output(
         asked += f" and {requested} output tokens are asked for; lower max_tokens"
     else:
         asked += "; shorten it"
-    raise ContextLengthError(f"{what}, but {asked}", param="max_tokens" if room > 0 else "prompt")
+    error = ContextLengthError(f"{what}, but {asked}", param="max_tokens" if room > 0 else "prompt")
+    error.num_tokens, error.limit = num_prompt_tokens, limit - (requested or 1)
+    raise error
 
 
 def _context_length(backend: EngineBackend) -> int:
