@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from cluster.bench.command import bench
+from cluster.bench.command import API_KEY_VARIABLE, bench
+from cluster.bench.options import KeyVariable, ShowProgress
+from cluster.experiments.command import experiment, report
 from workers.models.registry import DEFAULT_FAMILY
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ app = typer.Typer(
     help="Serve Mixture-of-Experts language models from lockstep ranks on Ray.",
 )
 app.command()(bench)
+app.command()(experiment)
+app.command()(report)
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
 Overrides = Annotated[
@@ -66,6 +70,39 @@ def serve(config: ConfigPath, overrides: Overrides = None) -> None:
 
     with _user_errors(ServerError, code=1), _user_errors(ValueError):
         run_server(settings)
+
+
+@app.command()
+def batch(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML configuration; none with --url.", show_default=False)
+    ] = None,
+    *,
+    input: Annotated[Path, typer.Option(help="Requests in OpenAI's batch format.")],
+    output: Annotated[Path, typer.Option(help="Results; a file that exists is resumed.")],
+    overrides: Overrides = None,
+    url: Annotated[
+        str | None, typer.Option(help="Send the requests to a running server.", show_default=False)
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests in flight; by default enough to keep all ranks full."),
+    ] = None,
+    api_key_env: KeyVariable = API_KEY_VARIABLE,
+    progress: ShowProgress = True,
+) -> None:
+    """Answer the requests of a file, without HTTP, or with --url by a running server."""
+    if (config is None) == (url is None):
+        typer.echo("error: expected a configuration or --url", err=True)
+        raise typer.Exit(2)
+    settings = None if config is None else _load(config, overrides)
+    from cluster.commands.batch import BatchOptions, run_batch
+    from cluster.commands.start import ServerError
+
+    options = BatchOptions(input, output, settings, url, concurrency, api_key_env, progress)
+    with _user_errors(ServerError, code=1), _user_errors(ValueError):
+        code = run_batch(options)
+    raise typer.Exit(code)
 
 
 @app.command()

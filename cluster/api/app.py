@@ -29,6 +29,7 @@ from cluster.api.routes.generation import GenerationEndpoint, Prepared, with_wri
 from cluster.api.routes.metrics_routes import add_metrics_routes
 from cluster.api.routes.models import add_model_routes
 from cluster.api.routes.openapi import body_schema, complete_openapi
+from cluster.api.routes.other_models import add_other_routes
 from cluster.api.routes.page import add_page_routes
 from cluster.api.routes.tokenization import add_tokenization_routes
 from cluster.api.routes.utility import add_utility_routes
@@ -72,6 +73,7 @@ def create_app(
     add_messages_routes(app, endpoint, factory, backend_provider, settings)
     store = make_store(settings)
     add_responses_routes(app, endpoint, ResponseFactory(factory, store), store)
+    add_other_routes(app)
     add_model_routes(app, backend_provider)
     add_tokenization_routes(app, backend_provider, tokenizer, settings)
     add_utility_routes(app, backend_provider, settings, gate)

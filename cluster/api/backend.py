@@ -29,11 +29,14 @@ class EngineBackend(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield one output per step with new tokens; the last output has a finish_reason.
 
-        rank pins the request to that rank; priority and cache_salt as in `EngineRequest`. Closing
-        the generator early (aclose or cancellation) aborts the request in its rank.
+        rank pins the request to that rank; priority and cache_salt as in `EngineRequest`; with `whole` the generator
+        yields one output, of all steps.
+
+        Closing the generator early (aclose or cancellation) aborts the request in its rank.
         """
         ...
 

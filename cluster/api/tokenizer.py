@@ -5,7 +5,9 @@ transformers is imported at load only, because the import takes seconds.
 
 import inspect
 import json
+import re
 from collections.abc import Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 from cluster.api.answer.detokenizer import DecoderFactory, byte_alphabet
 from cluster.errors import BadRequestError
 
+# {% for part in message.content %} and message['content']
+_PARTS_LOOP = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+\w+(\.content|\[['"]content['"]\])""")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -112,6 +116,8 @@ class ServingTokenizer:
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages
             ]
+        if _reads_parts(str(template)):
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
         try:
             text: str = self._hf.apply_chat_template(
                 messages,
@@ -132,6 +138,16 @@ class ServingTokenizer:
             ) from error
 
 
+@cache
+def _reads_parts(template: str) -> bool:
+    """Whether a chat template takes contents only as lists of parts: it goes through them and tests no types."""
+    return bool(_PARTS_LOOP.search(template)) and "is string" not in template
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
 def _grammar_token_ids(added: dict[int, AddedToken]) -> dict[str, int]:
     """Return content -> id of the added tokens that llguidance treats as special, which no text of a grammar matches.
 
@@ -150,10 +166,15 @@ def _grammar_token_ids(added: dict[int, AddedToken]) -> dict[str, int]:
     }
 
 
-def load_tokenizer(folder: str | Path) -> ServingTokenizer:
-    """Read the tokenizer and its end tokens from a checkpoint folder. Takes a second or more."""
+def load_tokenizer(folder: str | Path, chat_template: str | None = None) -> ServingTokenizer:
+    """Read the tokenizer and its end tokens from a checkpoint folder. Takes a second or more.
+
+    chat_template: text of a template that replaces the checkpoint's.
+    """
     folder = Path(folder)
     hf_tokenizer = _load_hf_tokenizer(folder)
+    if chat_template is not None:
+        hf_tokenizer.chat_template = chat_template
     config = _read_json(folder / "config.json")
     config = config.get("text_config") or config
     generation = _read_json(folder / "generation_config.json")

@@ -1,4 +1,4 @@
-"""OpenAI request bodies for one server. Knows nothing of connections."""
+"""Request bodies for one server. Knows nothing of connections."""
 
 import json
 from dataclasses import dataclass
@@ -24,19 +24,26 @@ def request_body(load: Load, target: Target, request: PlannedRequest) -> bytes:
     """Return the JSON of a streamed request; `extra_body` overrides all fields except the benchmark's own."""
     body: dict[str, Any] = {
         "model": target.model,
-        "max_tokens": request.max_tokens,
         "temperature": load.temperature,
         "stream": True,
-        "stream_options": {"include_usage": True},
+        **_prompt_fields(load.endpoint, request),
     }
-    if load.endpoint == "completions":
-        body["prompt"] = request.prompt
-    elif isinstance(request.prompt, str):
-        body["messages"] = [{"role": "user", "content": request.prompt}]
-    else:
-        body["messages"] = request.prompt
     if load.sampling_seed is not None:
         body["seed"] = load.sampling_seed
     if target.ignore_eos:
         body["ignore_eos"] = True
     return json.dumps(body | dict(load.extra_body)).encode()
+
+
+def _prompt_fields(endpoint: str, request: PlannedRequest) -> dict[str, Any]:
+    """Return prompt, number of tokens and options of streams, under the names of the endpoint."""
+    prompt = request.prompt
+    if endpoint == "responses":
+        return {"input": prompt, "max_output_tokens": request.max_tokens, "store": False}
+    fields: dict[str, Any] = {"max_tokens": request.max_tokens}
+    if endpoint != "messages":
+        fields["stream_options"] = {"include_usage": True}
+    if endpoint == "completions":
+        return fields | {"prompt": prompt}
+    is_text = isinstance(prompt, str)
+    return fields | {"messages": [{"role": "user", "content": prompt}] if is_text else prompt}

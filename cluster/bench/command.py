@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -49,7 +49,7 @@ def bench(
     plot: options.Plot = None,
     progress: options.ShowProgress = True,
 ) -> None:
-    """Measure any OpenAI server with streamed requests, in a closed or an open loop."""
+    """Measure any server of OpenAI's or Anthropic's API with streamed requests, in a closed or an open loop."""
     given = dict(locals())
     from cluster.bench.settings import BenchError
 
@@ -98,7 +98,10 @@ def make_load(given: dict[str, Any]) -> "Load":
     path = given["prompts"]
     records = [] if path is None else read_prompts(str(path))
     chats = any(record.messages for record in records)
-    endpoint: Literal["chat", "completions"] = "chat" if chats else "completions"
+    endpoint: Any = given["endpoint"] or ("chat" if chats else "completions")
+    ignore_eos = given["ignore_eos"]
+    if ignore_eos is None:  # the other endpoints have no such field
+        ignore_eos = path is None and endpoint in ("chat", "completions")
     concurrency = given["concurrency"]
     if concurrency is None and given["request_rate"] is None:
         concurrency = DEFAULT_CONCURRENCY
@@ -108,14 +111,14 @@ def make_load(given: dict[str, Any]) -> "Load":
     same += " temperature sampling_seed warmup"
     return Load(
         **{name: given[name] for name in same.split()},
-        endpoint=given["endpoint"] or endpoint,
+        endpoint=endpoint,
         requests=given["requests"] or len(records) or DEFAULT_REQUESTS,
         concurrency=concurrency,
         rounds=given["repeats"],
         timeout_s=given["timeout"],
         prompts=given["prompt_form"],
         prompts_file=None if path is None else str(path),
-        ignore_eos=path is None if given["ignore_eos"] is None else given["ignore_eos"],
+        ignore_eos=ignore_eos,
         extra_body=_extra_body(given["extra_body"]),
         goodput=parse_limits(given["goodput"] or []),
     )

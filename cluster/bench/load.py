@@ -8,7 +8,7 @@ Knows nothing of tables, files and several servers.
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
@@ -21,7 +21,7 @@ from cluster.bench.prompts import prompt_source
 from cluster.bench.prompts_file import check_endpoint, read_prompts
 from cluster.bench.settings import Load
 from cluster.bench.stream import Answer, EventReader
-from cluster.bench.workload import plan_requests
+from cluster.bench.workload import PlannedRequest, plan_requests
 
 # Timers tick in milliseconds: waking half a tick early makes a request early as often as late.
 HALF_TICK_S = 0.0005
@@ -67,15 +67,28 @@ class Driver:
         """Run one round. All bodies are built before the clock starts."""
         load = self._load
         planned = plan_requests(load, self._records, target.text_length, index, requests)
+        offsets = None
+        if load.request_rate is not None:
+            source = prompt_source(load.seed, index, ARRIVALS)
+            offsets = arrival_offsets(requests, load.request_rate, load.burstiness, source)
+        await self.send(target, planned, offsets, into)
+
+    async def send(
+        self,
+        target: Target,
+        planned: Sequence[PlannedRequest],
+        offsets: Sequence[float] | None,
+        into: Round,
+    ) -> None:
+        """Send these requests at these seconds from the start; `offsets` None: in the closed loop of the load."""
+        load = self._load
         bodies = [request_body(load, target, request) for request in planned]
         sender = _Sender(load, target, self._headers, into.answers, self._on_answer)
         cpu = time.process_time()
         try:
-            if load.request_rate is None:
+            if offsets is None:
                 await sender.closed(bodies)
             else:
-                source = prompt_source(load.seed, index, ARRIVALS)
-                offsets = arrival_offsets(requests, load.request_rate, load.burstiness, source)
                 await sender.open(bodies, offsets)
         finally:
             sender.close()
@@ -146,7 +159,7 @@ class _Sender:
                 self._load.path,
                 body,
                 timeout_s=self._load.timeout_s,
-                sink=EventReader(answer).feed,
+                sink=EventReader(answer, self._load.stream_format).feed,
             )
             if response.status != 200:
                 answer.error = f"HTTP {response.status}"

@@ -32,7 +32,7 @@ async def negotiate(
         "ids": (None,),
         "text": (ANY_TEXT,),
     }
-    only_text = load.endpoint == "chat" or load.prompts_file is not None
+    only_text = load.endpoint != "completions" or load.prompts_file is not None
     wanted = "text" if only_text else load.prompts
 
     async def ask_all(form: str) -> list[Target]:
@@ -114,7 +114,7 @@ class Prober:
         body = request_body(self._load, target, PlannedRequest(prompt, 2))
         response = await self._ask("POST", self._load.path, body)
         answer = Answer(0.0)
-        EventReader(answer).feed(response.body, 0.0)
+        EventReader(answer, self._load.stream_format).feed(response.body, 0.0)
         if response.status == 200 and answer.error is None:
             return answer, ""
         reason = answer.error or response.body.decode(errors="replace").strip()[:300]

@@ -18,8 +18,10 @@ KeyVariable = Annotated[
     str, typer.Option(metavar="NAME", help="Environment variable that holds the API key, if any.")
 ]
 EndpointKind = Annotated[
-    Literal["chat", "completions"] | None,
-    typer.Option(help="Default: completions; chat for a file with messages."),
+    Literal["chat", "completions", "responses", "messages"] | None,
+    typer.Option(
+        help="Route of the requests. Default: completions; chat for a file with messages."
+    ),
 ]
 
 Requests = Annotated[

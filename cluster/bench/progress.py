@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,13 +15,19 @@ REFRESH_S = 1.0
 
 
 class Progress:
-    """Counts answers and draws the bar at most once a second. Without a console it draws nothing."""
+    """Counts items and draws the bar at most once a second. Without a console it draws nothing."""
 
     def __init__(self, console: "Console | None" = None):
         self._console = console
         self._bar: tuple[Bar, TaskID] | None = None
         self._done = 0
         self._drawn_at = 0.0
+        self._note: Callable[[], str] = str
+
+    @property
+    def draws(self) -> bool:
+        """Whether a bar is drawn."""
+        return self._console is not None
 
     @classmethod
     def for_terminal(cls, wanted: bool = True) -> "Progress":
@@ -33,8 +39,10 @@ class Progress:
         return cls(Console(stderr=True))
 
     @contextmanager
-    def stage(self, title: str, total: int) -> Iterator[None]:
-        """Show a bar of `total` answers while the block runs."""
+    def stage(
+        self, title: str, total: int, *, done: int = 0, note: Callable[[], str] = str
+    ) -> Iterator[None]:
+        """Show a bar of `total` items while the block runs, of which `done` are done; `note` is the text behind it."""
         if self._console is None:
             yield
             return
@@ -42,17 +50,18 @@ class Progress:
         from rich.progress import Progress as Bar
 
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._done, self._note = done, note
         # No refresh by itself: that is a thread which wakes ten times a second.
         bar = Bar(
             *columns,
             TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
             console=self._console,
             auto_refresh=False,
             transient=True,
         )
-        self._done = 0
         with bar:
-            self._bar = (bar, bar.add_task(title, total=total))
+            self._bar = (bar, bar.add_task(title, total=total, completed=done, note=note()))
             bar.refresh()
             try:
                 yield
@@ -60,7 +69,7 @@ class Progress:
                 self._bar = None
 
     def advance(self) -> None:
-        """Count one answer."""
+        """Count one item."""
         self._done += 1
         if self._bar is None:
             return
@@ -68,5 +77,5 @@ class Progress:
         if now - self._drawn_at >= REFRESH_S:
             self._drawn_at = now
             bar, task = self._bar
-            bar.update(task, completed=self._done)
+            bar.update(task, completed=self._done, note=self._note())
             bar.refresh()

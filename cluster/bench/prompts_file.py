@@ -19,6 +19,27 @@ class Record:
     messages: Messages | None
     max_tokens: int | None
 
+    @classmethod
+    def of(cls, number: int, item: Any) -> "Record":
+        """Check one line. Raises BenchError with the reason."""
+        if not isinstance(item, dict):
+            raise BenchError(f"an object is expected, not {json.dumps(item)[:40]}")
+        keys = ("prompt", "messages", "max_tokens")
+        prompt, messages, max_tokens = (item.get(key) for key in keys)
+        if (prompt is None) == (messages is None):
+            raise BenchError('exactly one of "prompt" and "messages" is expected')
+        if max_tokens is not None and not (_is_int(max_tokens) and max_tokens > 0):
+            raise BenchError(
+                f'"max_tokens" is {json.dumps(max_tokens)}, not a whole number above 0'
+            )
+        if prompt is not None:
+            is_ids = isinstance(prompt, list) and all(_is_int(token) for token in prompt)
+            if not prompt or not (isinstance(prompt, str) or is_ids):
+                raise BenchError('"prompt" must be a text or a list of token ids, and not empty')
+        elif not _are_messages(messages):
+            raise BenchError('"messages" must be a list of objects with a "role", and not empty')
+        return cls(number, prompt, messages, max_tokens)
+
 
 def read_prompts(path: str) -> list[Record]:
     """Return all records in the order of the file; blank lines and unknown keys are ignored."""
@@ -33,7 +54,7 @@ def read_prompts(path: str) -> list[Record]:
         if not line.strip():
             continue
         try:
-            records.append(_record(number, json.loads(line)))
+            records.append(Record.of(number, json.loads(line)))
         except json.JSONDecodeError as error:
             where = f"{path}, line {number}, column {error.colno}"
             raise BenchError(f"{where}: not JSON: {error.msg}") from error
@@ -45,30 +66,13 @@ def read_prompts(path: str) -> list[Record]:
 
 
 def check_endpoint(path: str, records: list[Record], endpoint: str) -> None:
-    """Raise BenchError for a record that the endpoint refuses: token ids for chat, messages for completions."""
+    """Raise BenchError for a record that the endpoint refuses: only completions take token ids, all others messages."""
     for record in records:
         where = f"{path}, line {record.line}"
         if endpoint == "completions" and record.messages is not None:
             raise BenchError(f"{where}: messages need --endpoint chat")
-        if endpoint == "chat" and isinstance(record.prompt, list):
+        if endpoint != "completions" and isinstance(record.prompt, list):
             raise BenchError(f"{where}: a prompt of token ids needs --endpoint completions")
-
-
-def _record(number: int, item: Any) -> Record:
-    if not isinstance(item, dict):
-        raise BenchError(f"an object is expected, not {json.dumps(item)[:40]}")
-    prompt, messages, max_tokens = (item.get(key) for key in ("prompt", "messages", "max_tokens"))
-    if (prompt is None) == (messages is None):
-        raise BenchError('exactly one of "prompt" and "messages" is expected')
-    if max_tokens is not None and not (_is_int(max_tokens) and max_tokens > 0):
-        raise BenchError(f'"max_tokens" is {json.dumps(max_tokens)}, not a whole number above 0')
-    if prompt is not None:
-        is_ids = isinstance(prompt, list) and all(_is_int(token) for token in prompt)
-        if not prompt or not (isinstance(prompt, str) or is_ids):
-            raise BenchError('"prompt" must be a text or a list of token ids, and not empty')
-    elif not _are_messages(messages):
-        raise BenchError('"messages" must be a list of objects with a "role", and not empty')
-    return Record(number, prompt, messages, max_tokens)
 
 
 def _is_int(value: Any) -> bool:

@@ -5,12 +5,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from cluster.bench.formats import FORMATS
 from cluster.bench.lengths import Lengths
+from cluster.bench.stream import StreamFormat
 
 DEFAULT_CONCURRENCY = 8
 DEFAULT_REQUESTS = 64
 # Fields that the tool itself decides on: with another value its figures would mean something else.
-OWN_FIELDS = ("model", "prompt", "messages", "max_tokens", "stream", "stream_options", "n")
+OWN_FIELDS = (
+    *("model", "prompt", "messages", "input", "max_tokens", "max_output_tokens"),
+    *("stream", "stream_options", "n"),
+)
 
 
 class BenchError(ValueError):
@@ -27,7 +32,7 @@ class Load:
     lines without max_tokens.
     """
 
-    endpoint: Literal["chat", "completions"]
+    endpoint: Literal["chat", "completions", "responses", "messages"]
     requests: int
     concurrency: int | None
     input_len: int | str
@@ -81,4 +86,9 @@ class Load:
     @property
     def path(self) -> str:
         """The URL path of the endpoint."""
-        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+        return FORMATS[self.endpoint].path
+
+    @property
+    def stream_format(self) -> StreamFormat:
+        """The events of the endpoint's streams."""
+        return FORMATS[self.endpoint].stream

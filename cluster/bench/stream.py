@@ -1,16 +1,16 @@
-"""Reads and times one streamed OpenAI answer with little work for a chunk.
+"""Reads and times one streamed answer with little work for a chunk.
 
 Only chunks up to the first output and chunks with usage or an error are parsed as JSON; of all other chunks only
 the time is kept. Tokens are counted by the server's usage, because a chunk may hold no token or many.
-Knows nothing of sockets.
+Knows nothing of sockets and of the fields of events.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 EVENT_END = b"\n\n"
-EVENT_START = b"data: {"
 
 
 @dataclass
@@ -49,11 +49,26 @@ class Answer:
         return self.ended - self.started
 
 
+@dataclass(frozen=True, slots=True)
+class StreamFormat:
+    """The events of one endpoint.
+
+    start       events with output begin so; they are not parsed once there was output
+    is_special  whether an event that begins with `start` may hold more than output
+    file        records a parsed event in the answer
+    """
+
+    start: bytes
+    is_special: Callable[[bytes], bool]
+    file: Callable[[Answer, dict[str, Any], float], None]
+
+
 class EventReader:
     """Splits server-sent events and records them in an Answer. `feed` is a BodySink."""
 
-    def __init__(self, answer: Answer):
+    def __init__(self, answer: Answer, form: StreamFormat):
         self._answer = answer
+        self._start, self._is_special, self._file = form.start, form.is_special, form.file
         self._tail = b""
 
     def feed(self, data: bytes, now: float) -> None:
@@ -64,8 +79,8 @@ class EventReader:
             times
             and not self._tail
             and data.find(EVENT_END) == len(data) - 2
-            and data.startswith(EVENT_START)
-            and not _is_special(data)
+            and data.startswith(self._start)
+            and not self._is_special(data)
         ):
             times.append(now)
             return
@@ -75,7 +90,7 @@ class EventReader:
             data = data.replace(b"\r\n", b"\n")
         *events, self._tail = data.split(EVENT_END)
         for event in events:
-            if times and event.startswith(EVENT_START) and not _is_special(event):
+            if times and event.startswith(self._start) and not self._is_special(event):
                 times.append(now)
             else:
                 self._parse(event, now)
@@ -90,42 +105,4 @@ class EventReader:
             except ValueError:
                 self._answer.error = "malformed event"
                 return
-            self._file(chunk, now)
-
-    def _file(self, chunk: dict[str, Any], now: float) -> None:
-        if chunk.get("error"):
-            self._answer.error = f"stream: {_error_kind(chunk['error'])}"
-        usage = chunk.get("usage")
-        if usage:
-            self._answer.prompt_tokens = usage.get("prompt_tokens")
-            self._answer.completion_tokens = usage.get("completion_tokens")
-            details = usage.get("prompt_tokens_details") or {}
-            self._answer.cached_tokens = details.get("cached_tokens")
-        if any(_has_output(choice) for choice in chunk.get("choices") or ()):
-            self._answer.chunk_times.append(now)
-
-
-def _is_special(event: bytes) -> bool:
-    """Whether a chunk may hold more than output. Quotes in a JSON text are escaped: only keys match."""
-    return (
-        b'"completion_tokens"' in event
-        or b'"finish_reason":"' in event
-        or b'"finish_reason": "' in event
-        or b'"error"' in event
-    )
-
-
-def _has_output(choice: dict[str, Any]) -> bool:
-    """Whether a choice has more than a role or a finish reason."""
-    delta = choice.get("delta")
-    if delta is None:
-        return bool(choice.get("text")) or choice.get("finish_reason") is None
-    if any(delta.get(key) for key in ("content", "reasoning_content", "reasoning", "tool_calls")):
-        return True
-    return "role" not in delta and choice.get("finish_reason") is None
-
-
-def _error_kind(error: Any) -> str:
-    if isinstance(error, dict):
-        return str(error.get("type") or error.get("code") or error.get("message"))[:80]
-    return str(error)[:80]
+            self._file(self._answer, chunk, now)

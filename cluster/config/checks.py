@@ -1,11 +1,13 @@
 """Finds combinations of settings that cannot work, though each setting alone is valid.
 
-Reads the checkpoint's config.json and the file of API keys; has no other effect. Checks yield problems, none raises.
+Reads the checkpoint's config.json, the API keys' file and the chat template; has no other effect.
+Checks yield problems, none raises.
 """
 
 from collections.abc import Iterator
 
 from cluster.config.api_keys import ApiKeyError, read_keys_file
+from cluster.config.chat_template import ChatTemplateError, read_chat_template
 from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.models.config_reader import ModelConfigError
@@ -110,3 +112,7 @@ def _check_serve(config: PhalanxConfig) -> Iterator[Problem]:
             read_keys_file(file)
         except ApiKeyError as error:
             yield Problem("serve.api_keys_file", str(error))
+    try:
+        read_chat_template(config.serve.chat_template)
+    except ChatTemplateError as error:
+        yield Problem("serve.chat_template", str(error))

@@ -124,14 +124,20 @@ def _override(override: str, source: ConfigSource) -> None:
 
 
 def _set(source: ConfigSource, parts: list[str], value: Any, place: str) -> None:
-    source.places[".".join(parts)] = place
-    node = source.data
-    for part in parts[:-1]:
-        child = node.get(part)
+    key = ".".join(parts)
+    source.places[key] = place
+    put(source.data, key, value)
+
+
+def put(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key in nested dictionaries; a value on the way that is no dictionary is replaced."""
+    *sections, last = key.split(".")
+    for section in sections:
+        child = data.get(section)
         if not isinstance(child, dict):
-            child = node[part] = {}
-        node = child
-    node[parts[-1]] = value
+            child = data[section] = {}
+        data = child
+    data[last] = value
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,14 @@ def load_config(origin: str | Path | Mapping[str, Any], overrides: Overrides = (
     else:
         origin = Path(origin)
         name, folder = str(origin), origin.absolute().parent
-    source = read_config(origin, overrides)
+    return check_source(read_config(origin, overrides), name, folder)
+
+
+def check_source(source: ConfigSource, name: str, folder: Path) -> PhalanxConfig:
+    """Return the configuration of settings that were read; fills `source.data`. Raises ConfigError with all problems.
+
+    `name` begins the error; relative paths start at `folder`.
+    """
     problems = list(source.problems)
     unreadable = any(not problem.key for problem in problems) and not source.data
     if not unreadable:
@@ -53,6 +60,7 @@ def _fill_derived(source: ConfigSource, folder: Path) -> None:
     if model_path and isinstance(serve, dict) and serve.get("model_name") is None:
         serve["model_name"] = Path(model_path).name
     _make_absolute(source, folder, "serve", "api_keys_file")
+    _make_absolute(source, folder, "serve", "chat_template")
 
 
 def _make_absolute(source: ConfigSource, folder: Path, section: str, key: str) -> str | None:

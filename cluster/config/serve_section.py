@@ -137,6 +137,12 @@ class ServeConfig(Section):
         False,
         description="An info line for each request that ended; otherwise at debug, failures as warnings.",
     )
+    chat_template: str | None = Field(
+        None,
+        min_length=1,
+        description="File with a chat template in Jinja, in place of the checkpoint's; relative to the "
+        "YAML's folder. The parsers below detect their formats in it.",
+    )
     tool_parser: Literal["auto", "hermes", "json"] = Field(
         "auto",
         description="How the model writes tool calls: hermes = in <tool_call> tags, json = as plain "

@@ -94,11 +94,12 @@ class EngineClient:
         priority: int = 0,
         cache_salt: str = "",
         rank: int | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The tokens of one request as they come. Closing the generator early aborts the request in its rank.
+        """The tokens of one request as they come; with `whole` at once, when all have come.
 
-        While a group rebuilds, a request in flight waits, then goes on in the next epoch. A new request waits for at
-        most REBUILD_WAIT_S.
+        Closing the generator early aborts the request in its rank. While a group rebuilds, a request in flight waits,
+        then goes on in the next epoch. A new request waits for at most REBUILD_WAIT_S.
         """
         self._check_alive()
         if not self._serving.is_set():
@@ -110,6 +111,7 @@ class EngineClient:
             priority,
             cache_salt,
             pinned=rank,
+            whole=whole,
             num_tokens=len(prompt_token_ids) + expected_output(params),
         )
         try:

@@ -14,6 +14,7 @@ class OpenRequest:
     """One request of a client.
 
     pinned   the rank that the client chose, if it did
+    whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
     rank     the rank that has the request, numbered over all groups
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
@@ -26,6 +27,7 @@ class OpenRequest:
     cache_salt: str
     pinned: int | None
     num_tokens: int
+    whole: bool = False
     rank: int = 0
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
@@ -58,12 +60,13 @@ class OpenRequest:
         self.emitted.extend(output.token_ids)
         self.finished = output.finish_reason is not None
         self._outputs.append(output)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is None or self._waiter.done() or (self.whole and not self.finished):
+            return
+        self._waiter.set_result(None)
 
     async def get(self) -> RequestOutput:
         """All outputs since the last `get`, merged: a slow ingress writes larger pieces, not more pieces."""
-        if not self._outputs:
+        if not self._outputs or (self.whole and not self.finished):
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         outputs, self._outputs = self._outputs, []

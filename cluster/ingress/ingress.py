@@ -14,13 +14,12 @@ from ray.exceptions import RayError
 from cluster.api.admission import AdmissionGate
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
-from cluster.api.tokenizer import load_tokenizer
 from cluster.api.tracing import make_tracer
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
 from cluster.group.engine_client import EngineClient
 from cluster.ingress.http_server import HttpServer
-from cluster.ingress.settings import api_settings
+from cluster.ingress.settings import api_settings, serving_tokenizer
 from cluster.metrics.metrics import IngressMetrics
 from workers.stats.log import set_up_logging
 
@@ -59,7 +58,7 @@ class Ingress:
         self._client.metrics_source = metrics.snapshot
         # The tokenizer's import takes seconds; the ranks start meanwhile.
         connected = asyncio.create_task(self._client.connect())
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
+        tokenizer = await asyncio.to_thread(serving_tokenizer, config)
         settings = api_settings(config, api_key_digests)
         self._gate = AdmissionGate(settings.max_open_choices)
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)

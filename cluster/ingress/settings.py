@@ -1,7 +1,8 @@
-"""The settings of the HTTP layer and of offline requests, from the configuration and the checkpoint."""
+"""Settings and tokenizer of the HTTP layer and of offline requests, from the configuration and the checkpoint."""
 
 from cluster.api.settings import ApiSettings
-from cluster.api.tokenizer import load_default_sampling
+from cluster.api.tokenizer import ServingTokenizer, load_default_sampling, load_tokenizer
+from cluster.config.chat_template import read_chat_template
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import max_num_seqs
 from cluster.config.serve_section import open_choices_limit
@@ -28,3 +29,8 @@ def api_settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...] = ())
         reasoning_parser=serve.reasoning_parser,
         default_sampling=load_default_sampling(config.model.path),
     )
+
+
+def serving_tokenizer(config: PhalanxConfig) -> ServingTokenizer:
+    """Return the tokenizer of the checkpoint with the configured chat template. Takes a second or more."""
+    return load_tokenizer(config.model.path, read_chat_template(config.serve.chat_template))

@@ -26,6 +26,13 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
+class Answered(NamedTuple):
+    """The body of an answer, as JSON, and its output tokens."""
+
+    body: bytes
+    output_tokens: int
+
+
 class Route(NamedTuple):
     """How a body is checked, and how its generation and the writer of its answer are made."""
 
@@ -43,7 +50,7 @@ class Dispatcher:
         self._recorder = Recorder(IngressMetrics())
         self._routes = _routes(GenerationFactory(tokenizer, settings))
 
-    async def answer(self, url: str, body: dict[str, Any]) -> bytes:
+    async def answer(self, url: str, body: dict[str, Any]) -> Answered:
         """Return the answer that HTTP would have. Raises ServingError."""
         route = self._routes.get(url)
         if route is None:
@@ -56,8 +63,11 @@ class Dispatcher:
         try:
             parsed = route.parse(body)
             generation, writer = await route.prepare(parsed, self._backend)
+            if not any(choice.text.may_end_early for choice in generation.choices):
+                generation.routing["whole"] = True
             record = self._recorder.begin(generation, {})
-            return await GenerationRun(generation, self._backend, record).body(writer)
+            answer = await GenerationRun(generation, self._backend, record).body(writer)
+            return Answered(answer, generation.num_completion_tokens)
         except ServingError:
             raise
         except Exception as error:

@@ -38,6 +38,7 @@ class OfflineEngine:
     BackendChoiceError when the configuration does not fit this machine. Raises StoppedError after a signal in `stop`.
     """
 
+    client: "EngineClient"
     dispatcher: "Dispatcher"
     concurrency: int
     """Requests to have in flight."""
@@ -47,7 +48,7 @@ class OfflineEngine:
     ) -> None:
         self._config = config = _without_http(config)
         self._loop = _LoopThread()
-        self._client: EngineClient | None = None
+        self._connected = False
         check_num_ranks(config)
         self._preflight = Preflight(config, 0)
         self._ranks = RankStart(config, stop or StopSignals(), self._preflight, console)
@@ -64,8 +65,8 @@ class OfflineEngine:
     def close(self) -> None:
         """Stop the ranks and Ray."""
         try:
-            if self._client is not None:
-                self.run(self._client.close())
+            if self._connected:
+                self.run(self.client.close())
             self._ranks.shut_down()
         finally:
             self._loop.close()
@@ -89,9 +90,10 @@ class OfflineEngine:
         from cluster.ingress.settings import api_settings, num_running
         from cluster.offline.dispatcher import Dispatcher
 
-        self._client = EngineClient(self._config)
-        await self._client.connect()
-        self.dispatcher = Dispatcher(self._client, tokenizer, api_settings(self._config))
+        self.client = EngineClient(self._config)
+        self._connected = True
+        await self.client.connect()
+        self.dispatcher = Dispatcher(self.client, tokenizer, api_settings(self._config))
         self.concurrency = QUEUED * num_running(self._config)
 
 
@@ -133,9 +135,9 @@ def _without_http(config: PhalanxConfig) -> PhalanxConfig:
 
 
 def _load_tokenizer(config: PhalanxConfig) -> "ServingTokenizer":
-    from cluster.api.tokenizer import load_tokenizer
+    from cluster.ingress.settings import serving_tokenizer
 
-    return load_tokenizer(config.model.path)
+    return serving_tokenizer(config)
 
 
 def _is_done(tokenizer: "Future[ServingTokenizer]") -> bool:

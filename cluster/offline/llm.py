@@ -138,7 +138,7 @@ async def answer_all(
     async def work(numbered: tuple[int, dict[str, Any]]) -> None:
         index, body = numbered
         try:
-            answers[index] = Answer(json.loads(await dispatcher.answer(url, body)))
+            answers[index] = Answer(json.loads((await dispatcher.answer(url, body)).body))
         except ServingError as error:
             answers[index] = Answer(error=error)
         bar.advance()

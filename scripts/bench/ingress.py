@@ -42,6 +42,7 @@ from workers.wire.request import EngineRequest, RequestOutput
 RESULTS = ROOT / "docs" / "results" / "ingress"
 CONNECTIONS = 32
 STEPS_MS = (20.0, 4.0, 2.0, 1.0, 0.7)  # with 32 connections: 1,600 to 45,700 tok/s
+ROUTES = ["chat", "completions", "responses", "messages"]
 SECONDS = 3.0  # of one stream
 TOKEN = 67  # "a" in the demo's vocabulary
 
@@ -167,11 +168,11 @@ def start(config: PhalanxConfig, step_s: float) -> None:
     serve.run(app, name=config.serve.app_name, route_prefix="/")
 
 
-def load(url: str, output_tokens: int, rounds: int, *how: str) -> dict[str, Any]:
-    """The median figures of `phalanx bench` against the endpoint; `how` says how many requests, and when."""
+def load(url: str, route: str, output_tokens: int, rounds: int, *how: str) -> dict[str, Any]:
+    """The median figures of `phalanx bench` against the route; `how` says how many requests, and when."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "cluster.cli", "bench", "--url", url]
+        command = [sys.executable, "-m", "cluster.cli", "bench", "--url", url, "--endpoint", route]
         command += ["--input-len", "64", "--output-len", str(output_tokens), *how]
         command += ["--repeats", str(rounds), "--output", str(output)]
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE)
@@ -180,12 +181,12 @@ def load(url: str, output_tokens: int, rounds: int, *how: str) -> dict[str, Any]
     return figures
 
 
-def measure_rate(url: str, step_s: float, rounds: int) -> dict[str, Any]:
+def measure_rate(url: str, route: str, step_s: float, rounds: int) -> dict[str, Any]:
     """Streams over all connections at one pace of the ranks."""
     step_ms = round(step_s * 1e3, 3)
     output_tokens = min(2000, int(SECONDS / step_s))
     count = ["--requests", str(2 * CONNECTIONS), "--concurrency", str(CONNECTIONS)]
-    figures = load(url, output_tokens, rounds, *count)
+    figures = load(url, route, output_tokens, rounds, *count)
     return {
         "step_ms": step_ms,
         "offered_tokens_per_s": round(CONNECTIONS / step_s),
@@ -195,11 +196,12 @@ def measure_rate(url: str, step_s: float, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure_first_token(url: str, step_s: float, rounds: int) -> dict[str, Any]:
+def measure_first_token(url: str, route: str, step_s: float, rounds: int) -> dict[str, Any]:
     """Time to the first token, which the ranks give at once, of requests that come one by one among 32 streams."""
     output_tokens = int(SECONDS / step_s)
     rate = CONNECTIONS / (output_tokens * step_s)
-    figures = load(url, output_tokens, rounds, "--requests", "128", "--request-rate", f"{rate:.3f}")
+    times = ["--requests", "128", "--request-rate", f"{rate:.3f}"]
+    figures = load(url, route, output_tokens, rounds, *times)
     return {
         "step_ms": step_s * 1e3,
         "requests_per_s": round(rate, 2),
@@ -212,8 +214,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Path of the results, less suffix.")] = RESULTS,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds at each pace.")] = 3,
     ranks: Annotated[int, typer.Option(min=1, help="Paced ranks.")] = 1,
+    route: Annotated[list[str], typer.Option(help="Endpoints of `phalanx bench`.")] = ROUTES,
 ) -> None:
-    """Stream 32 answers at once through one ingress replica, at several paces of the ranks."""
+    """Stream 32 answers at once through one ingress replica, on several routes, at several paces of the ranks."""
     port = free_port()
     sets = [f"cluster.ranks={ranks}", f"serve.port={port}", "cluster.device=cpu"]
     config = load_config(ROOT / "configs" / "local.yaml", sets)
@@ -221,23 +224,27 @@ def main(
     owner = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
     actors = ray.get(owner.register.remote("bench")).groups[0].ranks
     url = f"http://127.0.0.1:{port}"
+    routes: dict[str, Any] = {}
+    for name in route:
+        found = measure_first_token(url, name, STEPS_MS[0] / 1e3, rounds)
+        routes[name] = {"first_token": found, "paces": []}
+        first, most = found["first_token_ms"], found["most_in_flight"]
+        print(f"{name}: first token after {first} ms, {most} in flight")
+    for step_ms in STEPS_MS:
+        ray.get([rank.set_step.remote(step_ms / 1e3) for rank in actors])
+        for name in route:
+            pace = measure_rate(url, name, step_ms / 1e3, rounds)
+            routes[name]["paces"].append(pace)
+            print(
+                f"{name}: a token each {step_ms:g} ms, {pace['offered_tokens_per_s']:,} tok/s offered: "
+                f"{pace['output_tokens_per_s']:,.0f} tok/s, {pace['tokens_per_chunk']} tokens a chunk"
+            )
     report = {
         **origin(0, None, served=True),
         "connections": CONNECTIONS,
         "ranks": ranks,
-        "first_token": measure_first_token(url, STEPS_MS[0] / 1e3, rounds),
-        "paces": [],
+        "routes": routes,
     }
-    found = report["first_token"]
-    print(f"first token after {found['first_token_ms']} ms, {found['most_in_flight']} in flight")
-    for step_ms in STEPS_MS:
-        ray.get([rank.set_step.remote(step_ms / 1e3) for rank in actors])
-        pace = measure_rate(url, step_ms / 1e3, rounds)
-        report["paces"].append(pace)
-        print(
-            f"a token each {pace['step_ms']:g} ms, {pace['offered_tokens_per_s']:,} tok/s offered: "
-            f"{pace['output_tokens_per_s']:,.0f} tok/s, {pace['tokens_per_chunk']} tokens a chunk"
-        )
     save(out, report)
     print(f"wrote {out.with_suffix('.json')}")
     ray.shutdown()

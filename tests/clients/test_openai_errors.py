@@ -129,16 +129,22 @@ def test_no_such_model(client):
         assert "gpt-9" in info.value.body["message"]
 
 
-def test_apis_that_are_not_there(client):
+def test_apis_of_other_models(client):
     for call in (
         lambda: client.embeddings.create(model="demo", input="x"),
-        lambda: client.responses.create(model="demo", input="x"),
         lambda: client.images.generate(prompt="x"),
-        lambda: client.models.delete("demo"),
+        lambda: client.moderations.create(input="x"),
     ):
-        with pytest.raises(openai.APIStatusError) as info:
+        with pytest.raises(openai.BadRequestError) as info:
             call()
-        assert info.value.status_code in (404, 405) and info.value.body["message"]
+        assert info.value.code == "unsupported_route"
+        assert "/v1/chat/completions" in info.value.body["message"]
+
+
+def test_a_method_that_is_not_there(client):
+    with pytest.raises(openai.APIStatusError) as info:
+        client.models.delete("demo")
+    assert info.value.status_code == 405 and info.value.body["message"]
 
 
 def test_too_large_a_body(client):

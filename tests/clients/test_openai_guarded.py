@@ -4,7 +4,6 @@ import asyncio
 import json
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -25,32 +24,22 @@ ENDLESS = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
 
 
-def copy_of_demo(folder: Path, chat_template: str) -> Path:
-    """The demo checkpoint with another chat template."""
-    folder.mkdir()
-    for file in DEMO.iterdir():
-        if file.name != "tokenizer_config.json":
-            (folder / file.name).symlink_to(file)
-    config = json.loads((DEMO / "tokenizer_config.json").read_text())
-    text = json.dumps({**config, "chat_template": chat_template})
-    (folder / "tokenizer_config.json").write_text(text)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("guarded")
     template = CHAT_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "") + THINKING
+    (folder / "template.jinja").write_text(template)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PHALANX_API_KEY", KEY)
         with running(
             folder,
-            copy_of_demo(folder / "model", template),
+            DEMO,
             model={"max_model_len": 2048, "dtype": "float32"},
             cache={"num_blocks": 1024},
             scheduler={"max_num_seqs": 2},
             serve={
                 "model_name": "demo",
+                "chat_template": "template.jinja",
                 "max_queued_requests": 2,
                 "drain_timeout_s": 0.5,
                 "limits": {"request_timeout_s": TIMEOUT_S},

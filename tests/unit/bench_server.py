@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +12,68 @@ from typing import Any
 STEP_S = 0.01
 
 
-def chat_chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The events of one endpoint: begin(prompt tokens), text(text), end(prompt, output, cached tokens)."""
+
+    begin: Callable[[int], list[Event]]
+    text: Callable[[str], Event]
+    end: Callable[[int, int, int | None], list[Event]]
+
+
+def chat_chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
     return {"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
 
 
-def text_chunk(text: str, finish: str | None = None) -> dict[str, Any]:
+def text_chunk(text: str, finish: str | None = None) -> Event:
     return {"choices": [{"index": 0, "text": text, "finish_reason": finish}], "usage": None}
+
+
+def usage_chunk(num_prompt: int, num_output: int, cached: int | None) -> Event:
+    usage: dict[str, Any] = {"prompt_tokens": num_prompt, "completion_tokens": num_output}
+    if cached is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached}
+    return {"choices": [], "usage": usage}
+
+
+def completed(num_prompt: int, num_output: int, cached: int | None) -> Event:
+    details = {"cached_tokens": cached or 0}
+    usage = {"input_tokens": num_prompt, "output_tokens": num_output}
+    response = {"usage": usage | {"input_tokens_details": details}}
+    return {"type": "response.completed", "response": response}
+
+
+def message_delta(num_prompt: int, num_output: int, cached: int | None) -> Event:
+    usage = {"input_tokens": num_prompt - (cached or 0), "output_tokens": num_output}
+    return {"type": "message_delta", "usage": usage | {"cache_read_input_tokens": cached or 0}}
+
+
+_FORMS = {
+    "/v1/completions": Form(
+        lambda _: [], text_chunk, lambda *counts: [text_chunk("", "length"), usage_chunk(*counts)]
+    ),
+    "/v1/chat/completions": Form(
+        lambda _: [chat_chunk({"role": "assistant", "content": ""})],
+        lambda text: chat_chunk({"content": text}),
+        lambda *counts: [chat_chunk({}, "length"), usage_chunk(*counts)],
+    ),
+    "/v1/responses": Form(
+        lambda _: [{"type": "response.created", "response": {"usage": None}}],
+        lambda text: {"type": "response.output_text.delta", "delta": text},
+        lambda *counts: [{"type": "response.output_text.done"}, completed(*counts)],
+    ),
+    "/v1/messages": Form(
+        lambda number: [
+            {"type": "message_start", "message": {"usage": {"input_tokens": number}}},
+            {"type": "content_block_start", "index": 0},
+        ],
+        lambda text: {"type": "content_block_delta", "delta": {"type": "text_delta", "text": text}},
+        lambda *counts: [{"type": "content_block_stop"}, message_delta(*counts)],
+    ),
+}
 
 
 @dataclass
@@ -94,7 +150,7 @@ class FakeServer:
         stamps = Stamps(self.clock())
         self.stamps.append(stamps)
         async with self._turn if self.serial else nullcontext():
-            await self._stream(body, writer, stamps)
+            await self._stream(path, body, writer, stamps)
         stamps.done = self.clock()
         self.open_now -= 1
 
@@ -104,38 +160,38 @@ class FakeServer:
         await writer.drain()
 
     async def _stream(
-        self, body: dict[str, Any], writer: asyncio.StreamWriter, stamps: Stamps
+        self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter, stamps: Stamps
     ) -> None:
         framing = b"" if self.length_framing else b"Transfer-Encoding: chunked\r\n"
         writer.write(b"HTTP/1.1 200 OK\r\n" + framing + b"\r\n")
-        chat = "messages" in body
-        if chat:
-            await self._event(writer, chat_chunk({"role": "assistant", "content": ""}))
-        for start in range(0, body["max_tokens"], self.tokens_per_chunk):
+        form = _FORMS[path]
+        prompt = body.get("prompt", body.get("input"))
+        prompt = body["messages"][0]["content"] if prompt is None else prompt
+        num_tokens = body.get("max_tokens", body.get("max_output_tokens"))
+        await self._events(writer, form.begin(len(prompt) + 10))
+        for start in range(0, num_tokens, self.tokens_per_chunk):
             await asyncio.sleep(self.step_s if start else self.first_s)
             stamps.writes.append(self.clock())
-            text = 'a "completion_tokens": \n\ndata: {'
-            await self._event(writer, chat_chunk({"content": text}) if chat else text_chunk(text))
+            await self._events(writer, [form.text('a "completion_tokens": \n\ndata: {')])
             if start == 2 and self.error_event:
-                await self._event(writer, {"error": {"type": "server_error", "message": "no"}})
+                await self._events(writer, [{"error": {"type": "server_error", "message": "no"}}])
             if start == 2 and self.break_off:
                 writer.transport.abort()
                 return
-        await self._event(writer, chat_chunk({}, "length") if chat else text_chunk("", "length"))
-        if self.sends_usage:
-            prompt = body["messages"][0]["content"] if chat else body["prompt"]
-            num_prompt = len(prompt) + 10 if chat else len(prompt)
-            usage: dict[str, Any] = {"prompt_tokens": num_prompt}
-            usage["completion_tokens"] = body["max_tokens"]
-            if self.cached_tokens is not None:
-                usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
-            await self._event(writer, {"choices": [], "usage": usage})
+        num_prompt = len(prompt) + 10 if path != "/v1/completions" else len(prompt)
+        last = form.end(num_prompt, num_tokens, self.cached_tokens)
+        await self._events(writer, last if self.sends_usage else last[:1])
         await self._write(writer, self._framed(b"data: [DONE]\n\n"))
         if not self.length_framing:
             await self._write(writer, b"0\r\n\r\n")
 
-    async def _event(self, writer: asyncio.StreamWriter, content: dict[str, Any]) -> None:
-        await self._write(writer, self._framed(b"data: " + json.dumps(content).encode() + b"\n\n"))
+    async def _events(
+        self, writer: asyncio.StreamWriter, contents: Iterable[dict[str, Any]]
+    ) -> None:
+        for content in contents:
+            name = f"event: {content['type']}\n" if "type" in content else ""
+            data = f"{name}data: {json.dumps(content)}\n\n".encode()
+            await self._write(writer, self._framed(data))
 
     def _framed(self, data: bytes) -> bytes:
         if self.crlf:

@@ -169,6 +169,8 @@ def test_parameters_that_are_switched_off_are_accepted(neutral):
         ([{"role": "user", "content": ["hi"]}], "messages.0.content.0"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0.text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": [{"type": ["text"]}]}], "messages.0.content.0.type"),
+        ([{"role": "user", "content": [{"type": "refusal"}]}], "messages.0.content.0.refusal"),
         ([{"role": "user", "content": "a", "name": 5}], "messages.0.name"),
         ([{"role": "assistant", "tool_calls": 5}], "messages.0.tool_calls"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages.0.tool_calls.0"),
@@ -177,6 +179,58 @@ def test_parameters_that_are_switched_off_are_accepted(neutral):
 )
 def test_bad_messages_are_named(messages, param):
     assert assert_error(post(Api(), messages), 400)["param"] == param
+
+
+def test_parts_of_the_responses_api_are_text():
+    parts = [
+        {"type": "input_text", "text": "a"},
+        {"type": "output_text", "text": "b", "annotations": []},
+        {"type": "refusal", "refusal": "c"},
+        {"type": "text", "text": "d", "cache_control": {"type": "ephemeral"}},
+    ]
+    api = Api()
+    assert api.chat(parts).status_code == 200
+    assert "user\na\nb\nc\nd<|im_end|>" in prompt_text(api)
+
+
+@pytest.mark.parametrize("content", ["message.content", "m['content']", 'message["content"]'])
+def test_a_template_of_parts_gets_parts(monkeypatch, content):
+    name = content.partition("[")[0].partition(".")[0]
+    loop = f"{{% for part in {content} %}}<{{{{ part.type }}}}>{{{{ part['text'] }}}}{{% endfor %}}"
+    template = f"{{% for {name} in messages %}}{loop}{{% endfor %}}"
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
+    for content in ("hi", [{"type": "text", "text": "hi"}]):
+        api = Api()
+        assert api.chat(content).status_code == 200
+        assert prompt_text(api) == "<text>hi"
+    api = Api()
+    assert post(api, PARTIAL, continue_final_message=True).status_code == 200
+    assert prompt_text(api) == "<text>hi<text>Well, "
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{}", {}])
+def test_a_call_without_arguments_has_an_empty_object(arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    api = Api()
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+    assert post(api, messages).status_code == 200
+    assert '{"name": "f", "arguments": {}}' in prompt_text(api)
+
+
+def test_a_message_with_calls_does_not_go_on():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "assistant", "content": "So", "tool_calls": [call]}]
+    error = assert_error(post(Api(), messages, continue_final_message=True), 400)
+    assert error["param"] == "continue_final_message" and "tool_calls" in error["message"]
+
+
+def test_a_thought_of_the_message_that_goes_on_is_kept(monkeypatch):
+    template = "{% for m in messages %}<think>{{ m.reasoning_content }}</think>{{ m.content }}<end>{% endfor %}"
+    monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
+    api = Api()
+    messages = [{"role": "assistant", "content": "So ", "reasoning": "Hm"}]
+    assert post(api, messages, continue_final_message=True).status_code == 200
+    assert prompt_text(api) == "<think>Hm</think>So "
 
 
 def test_template_variables(monkeypatch):

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 
+from cluster.api.routes.other_models import OTHER_ROUTES
 from cluster.errors import ContextLengthError, EngineDeadError, OverloadedError
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, events
 
@@ -225,6 +226,18 @@ def test_content_type_with_charset():
     body = b'{"prompt": "a"}'
     response = Api().request("POST", "/v1/completions", content=body, headers=headers)
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", OTHER_ROUTES)
+def test_routes_of_other_models(path):
+    api = Api()
+    error = assert_error(api.post(path, {"model": "m", "input": "x"}), 400, "unsupported_route")
+    for route in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+        assert route in error["message"]
+    assert OTHER_ROUTES[path] in error["message"] and OTHER_ROUTES.keys().isdisjoint(
+        api.get("/openapi.json").json()["paths"]
+    )
+    assert_error(api.get(path), 405, "method_not_allowed")
 
 
 @pytest.mark.parametrize("path", ["/v1", "/v1/nothing", "/v1/completions/", "/v1/m\u00f6dels"])

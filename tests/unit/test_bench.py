@@ -1,11 +1,14 @@
 """`phalanx bench` against a small server of its own, with odd framing, refusals and failures."""
 
 import asyncio
+import json
 import time
+from typing import Any
 
 import pytest
 
 from cluster.bench.command import parse_urls
+from cluster.bench.formats import FORMATS
 from cluster.bench.http import Connection, Endpoint, HttpError
 from cluster.bench.metrics import middle, summarise
 from cluster.bench.prompts import TextLength, prompt_source, random_text
@@ -16,7 +19,7 @@ from tests.unit.bench_case import load, run, run_virtual
 from tests.unit.bench_server import STEP_S, FakeServer
 
 
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "responses", "messages"])
 def test_counts_tokens_by_usage_and_times_the_stream(endpoint: str) -> None:
     fake = FakeServer()
     server = run(fake, endpoint=endpoint)
@@ -162,6 +165,23 @@ def test_parse_urls() -> None:
     assert Endpoint.parse("https://h/base/v1") == Endpoint("h", 443, "/base", True)
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "event"),
+    [
+        ("chat", {"error": {"type": "server_error", "message": "no"}}),
+        ("responses", {"type": "error", "code": "server_error", "message": "no"}),
+        ("responses", {"type": "response.failed", "response": {"error": {"code": "server_error"}}}),
+        ("messages", {"type": "error", "error": {"type": "server_error", "message": "no"}}),
+    ],
+)
+def test_an_error_in_a_stream_is_recorded(endpoint: str, event: dict[str, Any]) -> None:
+    answer = Answer(0.0)
+    reader = EventReader(answer, FORMATS[endpoint].stream)
+    reader.feed(b"event: x\ndata: " + json.dumps(event).encode() + b"\n\n", 0.0)
+    assert answer.error is not None and answer.error.startswith("stream: ")
+    assert "error" in answer.error and not answer.chunk_times
+
+
 def test_events_split_anywhere() -> None:
     """However the bytes are cut, the figures are the same."""
     role = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -172,7 +192,7 @@ def test_events_split_anywhere() -> None:
     for size in range(1, len(stream), 7):
         for text in (stream, stream.replace(b"\n", b"\r\n")):
             answer = Answer(0.0)
-            reader = EventReader(answer)
+            reader = EventReader(answer, FORMATS["chat"].stream)
             for start in range(0, len(text), size):
                 reader.feed(text[start : start + size], float(start))
             assert len(answer.chunk_times) == 3, size
@@ -229,7 +249,10 @@ def test_client_cost_of_a_chunk() -> None:
     async def feed() -> float:
         connection._transport = None
         connection._done = asyncio.get_running_loop().create_future()
-        connection._sink, connection._pending = EventReader(answer).feed, b""
+        connection._sink, connection._pending = (
+            EventReader(answer, FORMATS["chat"].stream).feed,
+            b"",
+        )
         connection._in_body, connection._framing, connection._streaming = True, "chunked", True
         started = time.process_time()
         for _ in range(5000):

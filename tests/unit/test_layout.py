@@ -75,6 +75,7 @@ ORDER = {
         ("ingress", "bench"),
         # Offline requests start the ranks as `serve` does, and the command `batch` runs them.
         ("app.py", "commands", "offline"),
+        ("experiments",),
         ("cli.py",),
     ),
 }

@@ -212,5 +212,5 @@ def test_an_unknown_route_is_an_error() -> None:
     dispatcher = Dispatcher(FakeBackend(), tiny_tokenizer(), ApiSettings())
     with pytest.raises(ServingError, match="'/v1/nothing'; expected one of /v1/completions"):
         asyncio.run(dispatcher.answer("/v1/nothing", {}))
-    body = json.loads(asyncio.run(dispatcher.answer("/v1/completions", {"prompt": "a"})))
+    body = json.loads(asyncio.run(dispatcher.answer("/v1/completions", {"prompt": "a"})).body)
     assert body["object"] == "text_completion"

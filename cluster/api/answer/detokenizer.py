@@ -301,6 +301,11 @@ class TextStream:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
+    @property
+    def may_end_early(self) -> bool:
+        """Whether a stop string may end the text before its rank ends the request."""
+        return self._matcher is not None
+
     def push(self, output: RequestOutput) -> str:
         """Take one step's tokens; return the text to show."""
         token_ids = output.token_ids
@@ -351,6 +356,7 @@ class NoText:
 
     num_tokens = 0
     stop_reason: str | int | None = None
+    may_end_early = False
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None

@@ -2,7 +2,7 @@
 
 from pydantic import JsonValue
 
-from cluster.api.request.messages import ROLES
+from cluster.api.request.messages import ROLES, TEXT_PARTS
 
 _STRINGS: dict[str, JsonValue] = {"type": "array", "items": {"type": "string"}}
 TOKEN_IDS: dict[str, JsonValue] = {
@@ -20,8 +20,12 @@ PROMPT: dict[str, JsonValue] = {
 }
 _TEXT_PART: dict[str, JsonValue] = {
     "type": "object",
-    "required": ["type", "text"],
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type"],
+    "properties": {
+        "type": {"enum": [*TEXT_PARTS]},
+        "text": {"type": "string"},
+        "refusal": {"type": "string"},
+    },
 }
 _MESSAGE: dict[str, JsonValue] = {
     "type": "object",

@@ -6,6 +6,8 @@ from typing import Any
 from cluster.errors import BadRequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Type of a content part -> its field with the text; the last three come from conversations of the Responses API.
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 # Passed to the template as they are when they are strings.
 _TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
@@ -54,21 +56,25 @@ def _content(content: Any, role: str, where: str) -> str:
         return ""
     if not isinstance(content, list):
         raise BadRequestError(f"{where} must be a string or a list of text parts", param=where)
-    texts = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict):
-            raise BadRequestError(f"{where}.{i} must be an object", param=f"{where}.{i}")
-        if part.get("type") != "text":
-            raise BadRequestError(
-                f'{where}.{i}: only parts of {{"type": "text"}} are supported by this model',
-                param=f"{where}.{i}.type",
-                code="unsupported_content_part",
-            )
-        text = part.get("text")
-        if not isinstance(text, str):
-            raise BadRequestError(f"{where}.{i}.text must be a string", param=f"{where}.{i}.text")
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(_part(part, f"{where}.{i}") for i, part in enumerate(content))
+
+
+def _part(part: Any, where: str) -> str:
+    """Return the text of a content part."""
+    if not isinstance(part, dict):
+        raise BadRequestError(f"{where} must be an object", param=where)
+    kind = part.get("type")
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise BadRequestError(
+            f"{where}.type: this model takes text alone, in parts of {', '.join(TEXT_PARTS)}",
+            param=f"{where}.type",
+            code="unsupported_content_part",
+        )
+    text = part.get(field)
+    if not isinstance(text, str):
+        raise BadRequestError(f"{where}.{field} must be a string", param=f"{where}.{field}")
+    return text
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -82,7 +88,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise BadRequestError(
                 f"{where}.{i} must be an object with function.name", param=f"{where}.{i}"
             )
-        arguments = function.get("arguments", {})
+        arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)

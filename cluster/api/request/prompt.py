@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from cluster.api.request.protocol import ChatRequest, CompletionRequest, check_text
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
+from cluster.errors import BadRequestError
 
 _Result = TypeVar("_Result")
 _END_CHARS = 64
@@ -63,6 +64,11 @@ class PromptEncoder:
         goes_on = bool(request.continue_final_message)
         opens_turn = request.add_generation_prompt
         last = messages[-1]
+        if goes_on and last.get("tool_calls"):
+            raise BadRequestError(
+                "continue_final_message: the final message is complete, because it has tool_calls",
+                param="continue_final_message",
+            )
         echo = last["content"] if request.echo and last["role"] == "assistant" else ""
 
         def encode() -> Prompt:

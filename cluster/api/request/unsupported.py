@@ -29,7 +29,7 @@ CHAT: dict[str, tuple[Any, ...]] = _COMMON | {
     "web_search_options": (),
     "chat_template": (),
 }
-_HINTS = {"chat_template": ": the server renders with the checkpoint's own template"}
+_HINTS = {"chat_template": " in a request; the server's setting serve.chat_template sets it"}
 
 
 def refuse_unsupported(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> None:

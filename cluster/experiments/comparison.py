@@ -1,0 +1,110 @@
+"""Medians, spreads and ratios to a baseline of the cells of a folder. Pure arithmetic on its lines."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from cluster.experiments.experiment import equals
+from cluster.experiments.metrics import DEFAULTS
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median, lowest and highest of some values."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Spread":
+        """Compute it; `values` must not be empty."""
+        return cls(median(values), min(values), max(values))
+
+
+@dataclass
+class CellResult:
+    """All runs of one cell. `runs`: repeat -> metrics; `errors`: repeat -> reason."""
+
+    index: int
+    name: str
+    settings: dict[str, Any]
+    runs: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def spread(self, metric: str) -> Spread | None:
+        """Return the spread over the repeats; None without a value."""
+        values = [run[metric] for run in self.runs.values() if metric in run]
+        return Spread.of(values) if values else None
+
+
+@dataclass(frozen=True)
+class Results:
+    """A folder of results as data. `head`: experiment.json."""
+
+    head: Line
+    cells: list[CellResult]
+
+    @classmethod
+    def of(cls, head: Line, lines: Sequence[Line]) -> "Results":
+        """Sort the lines by cell; cells without a line are empty."""
+        cells = {
+            cell["index"]: CellResult(cell["index"], cell["name"], cell["settings"])
+            for cell in head["cells"]
+        }
+        for line in lines:
+            cell = cells.get(line["cell"])
+            if cell is None:
+                continue
+            if line["error"] is None:
+                cell.runs[line["repeat"]] = line["metrics"]
+            else:
+                cell.errors[line["repeat"]] = line["error"]
+        return cls(head, list(cells.values()))
+
+    @property
+    def axes(self) -> list[str]:
+        """The swept keys."""
+        return list(self.head["axes"])
+
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics of tables and plots that at least one cell has."""
+        wanted = self.head["report"]["metrics"] or DEFAULTS[self.head["kind"]]
+        return [name for name in wanted if any(cell.spread(name) for cell in self.cells)]
+
+    def missing_metrics(self) -> list[str]:
+        """Return the metrics that the file names and no run has."""
+        wanted = self.head["report"]["metrics"]
+        ran = any(cell.runs for cell in self.cells)
+        return [name for name in wanted if ran and name not in self.metrics]
+
+    def baseline(self, cell: CellResult) -> CellResult | None:
+        """Return the cell that `cell` is compared with; None without a baseline, and for the baseline itself."""
+        wanted = self.head["report"]["baseline"]
+        if not wanted:
+            return None
+        for other in self.cells:
+            is_base = all(equals(other.settings.get(key), value) for key, value in wanted.items())
+            rest = set(self.axes) - set(wanted)
+            if is_base and all(other.settings.get(key) == cell.settings.get(key) for key in rest):
+                return None if other is cell else other
+        return None
+
+    def ratio(self, cell: CellResult, metric: str) -> Spread | None:
+        """Return a cell's metric over that of its baseline, repeat by repeat; None where there is none."""
+        base = self.baseline(cell)
+        return None if base is None else ratio(cell, base, metric)
+
+
+def ratio(cell: CellResult, base: CellResult, metric: str) -> Spread | None:
+    """Return the ratios of two cells, each repeat with the repeat of the same number, which ran beside it."""
+    ratios = []
+    for repeat, run in cell.runs.items():
+        against = base.runs.get(repeat, {}).get(metric)
+        if metric in run and against:
+            ratios.append(run[metric] / against)
+    return Spread.of(ratios) if ratios else None

@@ -1,0 +1,132 @@
+"""Reads an experiment file: its sections and its checked cells, or one error with every problem and its line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.config.errors import ConfigError, Problem, from_pydantic
+from cluster.config.files import ConfigSource, read_config
+from cluster.experiments import sweep
+from cluster.experiments.cells import Cell, CellMaker, digest, place_of
+from cluster.experiments.sections import Sections, StepExperiment, sections_of
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A file that can run. `axes` has the swept keys, `names` their short names."""
+
+    path: Path
+    sections: Sections
+    cells: list[Cell]
+
+    @property
+    def axes(self) -> list[str]:
+        """The swept keys."""
+        return sweep.swept_keys([cell.settings for cell in self.cells])
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Swept key to the name that tables show."""
+        return sweep.short_names(self.axes)
+
+    @property
+    def identity(self) -> str:
+        """Hash of what the results depend on; a folder of results belongs to one identity.
+
+        Title, report, order, limits and the number of repeats may change between two calls that share a folder.
+        """
+        sections = self.sections
+        cells = [[cell.name, cell.digest] for cell in self.cells]
+        return digest([sections.kind, sections.seed, sections.warmup, cells])
+
+    def head(self) -> dict[str, Any]:
+        """Return what `phalanx report` needs of the file, as plain data."""
+        sections = self.sections
+        common = sections.model_dump(mode="json")
+        keys = ("title", "question", "kind", "order", "repeats", "seed", "warmup", "report")
+        return {
+            "identity": self.identity,
+            **{key: common[key] for key in keys},
+            "simulate": common.get("simulate"),
+            "axes": self.axes,
+            "names": self.names,
+            "cells": [
+                {"index": cell.index, "name": cell.name, "settings": cell.settings}
+                for cell in self.cells
+            ],
+        }
+
+
+def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read a file and apply `key.path=value` overrides. Raises ConfigError with all problems."""
+    path = Path(path)
+    source = read_config(path, overrides)
+    if source.problems and not source.data:
+        raise ConfigError.of(str(path), source.problems, source.places)
+    model = sections_of(source.data.get("kind"))
+    try:
+        sections = model.model_validate(source.data, strict=True)
+    except ValidationError as error:
+        problems = [*source.problems, *from_pydantic(error, model)]
+        raise ConfigError.of(str(path), problems, source.places) from None
+    problems = [*source.problems, *sweep.problems(sections.sweep)]
+    cells: list[Cell] = []
+    if not problems:
+        maker = CellMaker(sections, path.absolute().parent)
+        cells, problems = maker.make(), maker.problems
+    if not problems:
+        problems = _report_problems(sections, cells)
+    if problems:
+        raise ConfigError.of(str(path), problems, _places(source, problems))
+    return Experiment(path, sections, cells)
+
+
+def _places(source: ConfigSource, problems: Sequence[Problem]) -> dict[str, str]:
+    found = {problem.key: place_of(problem, source.places) for problem in problems}
+    return {key: place for key, place in found.items() if place is not None}
+
+
+def _report_problems(sections: Sections, cells: Sequence[Cell]) -> list[Problem]:
+    """A baseline or an axis of the report that the sweep does not have; sizes of a simulation that no cell measures."""
+    keys = sweep.swept_keys([cell.settings for cell in cells])
+    found = []
+    for key, value in sections.report.baseline.items():
+        place = f"report.baseline.{key}"
+        values = [cell.settings.get(key) for cell in cells]
+        if key not in keys:
+            found.append(Problem(place, f"is not swept; the axes are {', '.join(keys) or 'none'}"))
+        elif not any(equals(found_value, value) for found_value in values):
+            found.append(Problem(place, f"no cell has {value}"))
+    if sections.report.x is not None and sections.report.x not in keys:
+        found.append(Problem("report.x", f"is not swept; the axes are {', '.join(keys) or 'none'}"))
+    if isinstance(sections, StepExperiment) and sections.simulate is not None:
+        found += _simulation_problems(sections, cells)
+    return found
+
+
+def _simulation_problems(sections: StepExperiment, cells: Sequence[Cell]) -> list[Problem]:
+    assert sections.simulate is not None
+    found = []
+    tokens = {cell.settings.get("workload.tokens") for cell in cells}
+    ranks = {cell.config.cluster.ranks for cell in cells}
+    held = set(sections.simulate.held_back)
+    if not held or not held < tokens:
+        text = "expected some of the swept values of workload.tokens, not all"
+        found.append(Problem("simulate.held_back", text))
+    elif len(tokens - held) < 3:
+        found.append(Problem("simulate.held_back", "the fit needs three other sizes at least"))
+    if 1 not in ranks or len(ranks) < 3:
+        text = "the fit needs cells with cluster.ranks of 1 and of two numbers above 1"
+        found.append(Problem("simulate.ranks", text))
+    if not sections.simulate.ranks or min(sections.simulate.ranks) < 2:
+        found.append(Problem("simulate.ranks", "expected numbers of 2 or more"))
+    return found
+
+
+def equals(setting: object, given: object) -> bool:
+    """Whether a resolved setting has a value of the file; YAML reads a bare `on` as a boolean."""
+    words = {True: "on", False: "off"}
+    return setting == given or (isinstance(given, bool) and setting == words[given])

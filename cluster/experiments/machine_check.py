@@ -1,0 +1,57 @@
+"""Examines each engine configuration of an experiment on this machine, before anything starts. Imports torch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.commands.check import check
+from cluster.config.api_keys import ApiKeyError
+from cluster.config.errors import ConfigError, Problem
+from cluster.experiments.cells import Cell
+from kernels.backends.select import BackendChoiceError
+from workers.runner.graph_sizes import GraphsUnavailableError
+
+CAUSES = (ApiKeyError, BackendChoiceError, ConfigError, GraphsUnavailableError)
+
+
+@dataclass
+class MachineReport:
+    """Cells that cannot run here, and conditions that only this machine lacks, such as GPUs.
+
+    devices, resolved   by engine: the device, and the configuration without `auto`
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    lacking: list[Problem] = field(default_factory=list)
+    devices: dict[str, str] = field(default_factory=dict)
+    resolved: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def check_cells(cells: Sequence[Cell]) -> MachineReport:
+    """Resolve the configuration of each engine; an error names the first cell that has it."""
+    report = MachineReport()
+    for cell in cells:
+        if cell.engine in report.devices:
+            continue
+        report.devices[cell.engine] = "cpu"
+        try:
+            found = check(cell.config, num_api_keys=0)
+        except CAUSES as error:
+            report.problems.append(Problem(f"cell {cell.index} ({cell.name})", str(error)))
+            continue
+        report.resolved[cell.engine] = found.config
+        device = str(found.config["cluster"]["device"])
+        report.devices[cell.engine] = device
+        if device == "cuda" and cell.config.cluster.ray_address is None:
+            report.lacking += _missing_gpus(cell)
+    return report
+
+
+def _missing_gpus(cell: Cell) -> list[Problem]:
+    import torch
+
+    needed, found = cell.config.cluster.dims.ranks_per_node, torch.cuda.device_count()
+    if found >= needed:
+        return []
+    text = f"needs {needed} GPU(s), this machine has {found}"
+    return [Problem(f"cell {cell.index} ({cell.name})", text)]

@@ -1,0 +1,46 @@
+"""Where results come from: hardware, versions and commit."""
+
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from cluster.bench import machine
+
+PACKAGES = ("triton", "deep_ep", "sgl-deep-ep", "sgl-deep-gemm", "flashinfer-python")
+GIT_TIMEOUT_S = 10
+
+
+def origin() -> dict[str, Any]:
+    """Return the date, the hardware, the versions, and the commit of the code if it is a checkout."""
+    versions = machine.versions()
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "date": now(),
+        "hardware": machine.hardware(),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def now() -> str:
+    """Return the time in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _commit() -> str | None:
+    """Return the hash of the commit of this code, with a + where tracked files were changed; None without git."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,164 @@
+"""The order of the runs of an experiment, its estimated time, and its printed form. Pure; starts nothing."""
+
+import random
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from cluster.experiments.cells import Cell, Engine, label
+from cluster.experiments.experiment import Experiment
+from cluster.experiments.sections import Kind
+from cluster.experiments.workload_section import RequestWorkload
+
+# Guesses for the first run of an experiment; every later run is estimated by those before it.
+START_S = {"engine": {"cpu": 6.0, "cuda": 60.0}, "http": {"cpu": 12.0, "cuda": 75.0}}
+TOKENS_PER_S = {"cpu": (5000.0, 1000.0), "cuda": (100_000.0, 8000.0)}  # prompt, output
+STEP_RUN_S = 3.0
+MAX_SHOWN = 40  # cells in the printed plan
+RunKey = tuple[int, int]  # cell index, repeat
+
+
+@dataclass(frozen=True)
+class Run:
+    """One repeat of one cell; repeats count from 1."""
+
+    cell: Cell
+    repeat: int
+
+    @property
+    def key(self) -> RunKey:
+        """The run in files."""
+        return self.cell.index, self.repeat
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder of its results."""
+        return f"{self.cell.index:03d}-r{self.repeat}"
+
+
+def ordered_runs(experiment: Experiment) -> list[Run]:
+    """Return all runs in their order. Runs that share an engine are neighbours as far as the order allows."""
+    sections, cells = experiment.sections, experiment.cells
+    repeats = range(1, sections.repeats + 1)
+    groups = _by_engine(cells)
+    if sections.order == "paired":
+        return [Run(cell, repeat) for repeat in repeats for group in groups for cell in group]
+    if sections.order == "grid":
+        return [Run(cell, repeat) for group in groups for cell in group for repeat in repeats]
+    source = random.Random(f"{sections.seed}/order")
+    source.shuffle(groups)
+    found = []
+    for group in groups:
+        runs = [Run(cell, repeat) for cell in group for repeat in repeats]
+        source.shuffle(runs)
+        found += runs
+    return found
+
+
+def _by_engine(cells: Sequence[Cell]) -> list[list[Cell]]:
+    groups: dict[Engine, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.engine, []).append(cell)
+    return list(groups.values())
+
+
+def num_starts(runs: Sequence[Run]) -> int:
+    """Return how often an engine is started for these runs."""
+    return len(list(groupby(run.cell.engine for run in runs)))
+
+
+class Clock:
+    """Estimates the time of the remaining runs: by guesses first, by measured runs and starts as they end."""
+
+    def __init__(self, kind: Kind, device: Callable[[Cell], str]):
+        self._kind, self._device = kind, device
+        self._starts: list[float] = []
+        self._ratios: list[float] = []
+
+    @property
+    def measured(self) -> bool:
+        """Whether at least one run has ended."""
+        return bool(self._ratios)
+
+    def start_ended(self, seconds: float) -> None:
+        """Enter the time of a start."""
+        self._starts.append(seconds)
+
+    def run_ended(self, cell: Cell, seconds: float) -> None:
+        """Enter the time of a run."""
+        self._ratios.append(seconds / guessed_run_s(cell, self._device(cell)))
+
+    def seconds(self, runs: Sequence[Run]) -> float:
+        """Return the estimated time of these runs, with the starts of their engines."""
+        if not runs:
+            return 0.0
+        ratio = sum(self._ratios) / len(self._ratios) if self._ratios else 1.0
+        device = self._device(runs[0].cell)
+        kind = "http" if self._kind == "http" else "engine"
+        start_s = START_S[kind][device]
+        if self._starts:
+            start_s = sum(self._starts) / len(self._starts)
+        work = sum(guessed_run_s(run.cell, self._device(run.cell)) for run in runs)
+        return num_starts(runs) * start_s + ratio * work
+
+
+def guessed_run_s(cell: Cell, device: str) -> float:
+    """Return a guess at the seconds of one run of a cell, from its tokens or its arrivals."""
+    workload = cell.workload
+    if not isinstance(workload, RequestWorkload):
+        return STEP_RUN_S
+    prompt, output = workload.mean_tokens
+    prompt_rate, output_rate = TOKENS_PER_S[device]
+    seconds = workload.requests * (prompt / prompt_rate + output / output_rate)
+    if workload.request_rate is not None:
+        seconds = max(seconds, workload.requests / workload.request_rate)
+    return 0.5 + seconds
+
+
+def configured_device(cell: Cell) -> str:
+    """Return the device of a cell as far as the file has it; auto counts as a CPU."""
+    return "cuda" if cell.config.cluster.device == "cuda" else "cpu"
+
+
+def describe(
+    experiment: Experiment, runs: Sequence[Run], done: Collection[RunKey], seconds: float
+) -> list[str]:
+    """Return the lines of the printed plan."""
+    sections, cells = experiment.sections, experiment.cells
+    engines = len({cell.engine for cell in cells})
+    left = [run for run in runs if run.key not in done]
+    lines = [sections.title]
+    if sections.question:
+        lines.append(f"  question   {sections.question}")
+    lines += [
+        f"  kind       {sections.kind}",
+        f"  cells      {len(cells)}, {engines} engine configuration(s)",
+        f"  runs       {len(runs)}: {sections.repeats} of each cell, order {sections.order}, "
+        f"{num_starts(runs)} start(s) of an engine",
+    ]
+    for key in experiment.axes:
+        values = list(dict.fromkeys(_text(cell, key) for cell in cells))
+        lines.append(f"  axis       {key}: {', '.join(values)}")
+    lines.append("")
+    shown = cells if len(cells) <= MAX_SHOWN else [*cells[: MAX_SHOWN - 2], *cells[-1:]]
+    for cell in shown:
+        if len(shown) < len(cells) and cell is cells[-1]:
+            lines.append(f"    ... {len(cells) - len(shown)} more cells")
+        lines.append(f"  {cell.index:4d}  {cell.name}")
+    lines.append("")
+    if done:
+        lines.append(f"  {len(runs) - len(left)} of {len(runs)} runs have results")
+    lines.append(f"  estimated time: {duration(seconds)}, a guess until the first runs have ended")
+    return lines
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: `40 s`, `12 min`, `3 h 20 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _text(cell: Cell, key: str) -> str:
+    return label(cell.settings[key]) if key in cell.settings else "-"

@@ -1,0 +1,223 @@
+"""Runs the cells of an experiment: starts an engine where a key needs it, records every run, goes on after a crash.
+
+Knows nothing of tables and plots.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.bench.settings import BenchError
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.experiments.cells import Cell, digest
+from cluster.experiments.experiment import Experiment
+from cluster.experiments.metrics import error_of, metrics_of
+from cluster.experiments.origin import now
+from cluster.experiments.plan import Clock, Run, duration, ordered_runs
+from cluster.experiments.planned_load import WARMUP, PlannedLoad, first_requests, plan_load
+from cluster.experiments.results_folder import FolderError, ResultsFolder, disk_errors, write_json
+from cluster.experiments.target import Engine, EngineError, Job
+from cluster.experiments.workload_section import RequestWorkload
+
+StartEngine = Callable[[PhalanxConfig, Path, float], Engine]
+Say = Callable[[str], None]
+
+
+@dataclass
+class Started:
+    """An engine that runs, its folder, and what it was used for."""
+
+    engine: Engine
+    digest: str
+    folder: Path
+    start_s: float
+    warm: set[int] = field(default_factory=set)  # indices of cells
+
+
+class Runner:
+    """Runs all runs that the folder has no result of."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: ResultsFolder,
+        start: StartEngine,
+        clock: Clock,
+        say: Say,
+        resolved: Mapping[str, dict[str, Any]] | None = None,
+    ):
+        self._experiment, self._folder = experiment, folder
+        self._start, self._clock, self._say = start, clock, say
+        self._resolved = resolved or {}  # configuration without `auto`, by engine
+        self._started: Started | None = None
+        self._began = time.monotonic()
+
+    def run(self) -> int:
+        """Run everything that is left; return the number of runs that failed. KeyboardInterrupt ends a run at once."""
+        done = self._folder.done()
+        left = [run for run in ordered_runs(self._experiment) if run.key not in done]
+        failed = 0
+        try:
+            for number, run in enumerate(left):
+                if self._is_over():
+                    self._say(f"limits.total_s is over: {len(left) - number} runs are left")
+                    break
+                line = self._record(run)
+                failed += line["error"] is not None
+                self._report(run, line, left[number + 1 :])
+        finally:
+            self._end_engine()
+        return failed
+
+    def _is_over(self) -> bool:
+        limit = self._experiment.sections.limits.total_s
+        return limit is not None and time.monotonic() - self._began > limit
+
+    def _record(self, run: Run) -> dict[str, Any]:
+        """Run one cell once and write its results, or the reason why it has none."""
+        path = self._folder.runs / run.folder
+        with disk_errors(self._folder.path):
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+        begun, error, found = time.monotonic(), None, {}
+        line: dict[str, Any] = self._about(run)
+        try:
+            found = self._measure(run, path, line)
+        except FolderError:
+            raise
+        except (EngineError, BenchError) as problem:
+            error = str(problem)
+        except Exception as problem:  # of an engine's start: the other cells go on
+            error = f"{type(problem).__name__}: {problem}"
+        if error is not None:
+            self._end_engine()
+        line |= {
+            "error": error,
+            "seconds": round(time.monotonic() - begun, 3),
+            "metrics": {name: round(value, 6) for name, value in found.items()},
+        }
+        with disk_errors(self._folder.path):
+            text = yaml.safe_dump(self._configuration(run.cell), sort_keys=False)
+            (path / "config.yaml").write_text(text, encoding="utf-8")
+            write_json(path / "run.json", line)
+        self._folder.append(line)
+        return line
+
+    def _configuration(self, cell: Cell) -> dict[str, Any]:
+        return self._resolved.get(cell.engine) or cell.config.model_dump(mode="json")
+
+    def _about(self, run: Run) -> dict[str, Any]:
+        cell, sections = run.cell, self._experiment.sections
+        return {
+            "cell": cell.index,
+            "repeat": run.repeat,
+            "name": cell.name,
+            "settings": cell.settings,
+            "kind": sections.kind,
+            "seed": sections.seed,
+            "config_hash": digest(self._configuration(cell)),
+            "workload": cell.workload.model_dump(mode="json"),
+            "date": now(),
+            "folder": str(Path("runs") / run.folder),
+        }
+
+    def _measure(self, run: Run, path: Path, line: dict[str, Any]) -> dict[str, float]:
+        """Return the metrics of one run; enters the facts of the engine and the load in `line`."""
+        sections, cell = self._experiment.sections, run.cell
+        load = self._load(cell, run.repeat)
+        line["workload_hash"] = None if load is None else load.digest()
+        started = self._engine_for(cell)
+        line["engine"] = {
+            "folder": str(started.folder.relative_to(self._folder.path)),
+            "start_s": round(started.start_s, 3),
+            **started.engine.describe(),
+        }
+        offsets = {log: _size(log) for log in started.engine.logs}
+        try:
+            self._warm_up(started, cell)
+            job = Job(cell.workload, load, run.folder, sections.seed + run.repeat)
+            begun = time.monotonic()
+            measured = started.engine.run(job, sections.limits.run_s)
+            line["measured_s"] = round(time.monotonic() - begun, 4)
+        finally:
+            _copy_logs(offsets, path)
+        if load is not None and (error := error_of(measured.answers)) is not None:
+            raise EngineError(error)
+        return metrics_of(measured, cell.workload)
+
+    def _load(self, cell: Cell, repeat: int) -> PlannedLoad | None:
+        if not isinstance(cell.workload, RequestWorkload):
+            return None
+        return plan_load(cell.workload, self._experiment.sections.seed, repeat)
+
+    def _warm_up(self, started: Started, cell: Cell) -> None:
+        """Run a few requests of the cell before its first run on this engine."""
+        sections = self._experiment.sections
+        if cell.index in started.warm or not sections.warmup:
+            return
+        load = self._load(cell, WARMUP)
+        if load is not None:
+            load = first_requests(load, sections.warmup)
+            job = Job(cell.workload, load, "warm-up", sections.seed)
+            started.engine.run(job, sections.limits.run_s)
+        started.warm.add(cell.index)
+
+    def _engine_for(self, cell: Cell) -> Started:
+        """Return the engine of a cell: the one that runs, if it has the settings of the cell, else a new one."""
+        if self._started is not None and self._started.digest == cell.engine:
+            return self._started
+        self._end_engine()
+        folder = self._new_engine_folder()
+        limit = self._experiment.sections.limits.start_s
+        begun = time.monotonic()
+        self._say(f"starting an engine for: {cell.name}")
+        engine = self._start(cell.config, folder, limit)
+        seconds = time.monotonic() - begun
+        self._clock.start_ended(seconds)
+        self._started = Started(engine, cell.engine, folder, seconds)
+        return self._started
+
+    def _new_engine_folder(self) -> Path:
+        engines = self._folder.path / "engines"
+        with disk_errors(self._folder.path):
+            engines.mkdir(exist_ok=True)
+            number = len(list(engines.iterdir())) + 1
+            folder = engines / f"{number:03d}"
+            folder.mkdir()
+        return folder
+
+    def _end_engine(self) -> None:
+        if self._started is not None:
+            started, self._started = self._started, None
+            started.engine.close()
+
+    def _report(self, run: Run, line: dict[str, Any], left: Sequence[Run]) -> None:
+        total = len(self._experiment.cells) * self._experiment.sections.repeats
+        if line["error"] is None:
+            self._clock.run_ended(run.cell, line["measured_s"])
+            outcome = f"{line['measured_s']:.1f} s"
+        else:
+            outcome = f"FAILED: {line['error'].splitlines()[0]}"
+        rest = f", {duration(self._clock.seconds(left))} left" if left else ""
+        number = total - len(left)
+        repeat = f"repeat {run.repeat}"
+        self._say(f"[{number}/{total}] {run.cell.name}, {repeat}: {outcome}{rest}")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _copy_logs(offsets: dict[Path, int], folder: Path) -> None:
+    """Copy what was logged since `offsets` into the folder of a run."""
+    for log, offset in offsets.items():
+        if _size(log) <= offset:
+            continue
+        with disk_errors(folder), log.open("rb") as file:
+            file.seek(offset)
+            (folder / log.name).write_bytes(file.read())

@@ -1,0 +1,164 @@
+"""A server in a process of its own, as `phalanx serve` starts it: the engine of kind http."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.bench.bodies import Target
+from cluster.bench.load import Driver, Round
+from cluster.bench.loop import run
+from cluster.config.api_keys import VARIABLE, read_keys_file, read_variable
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.experiments.planned_load import TIMEOUT_S
+from cluster.experiments.target import Engine, EngineError, Job, Measured
+from cluster.experiments.workload_section import RequestWorkload
+
+POLL_S = 0.1
+STOP_S = 20.0
+READY_TIMEOUT_S = 5.0
+LOG_TAIL = 2000  # characters of a server's log in an error
+
+
+class Server(Engine):
+    """A ready server on a free port of this machine; its port in the configuration is ignored."""
+
+    def __init__(self, config: PhalanxConfig, folder: Path, start_s: float):
+        port = _free_port()
+        serve = config.serve.model_copy(update={"port": port, "host": "127.0.0.1"})
+        config = config.model_copy(update={"serve": serve})
+        self._config = config
+        self._url = f"http://127.0.0.1:{port}"
+        self._headers = _headers(config)
+        self.logs = [folder / "server.log"]
+        path = folder / "server.yaml"
+        path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
+        # With this process's sys.path: -m would import from the current folder first.
+        program = f"import sys; sys.path[:] = {sys.path!r}; from cluster.cli import main; main()"
+        with self.logs[0].open("a") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, "serve", str(path)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches this process alone
+            )
+        try:
+            self._wait_ready(start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def describe(self) -> dict[str, Any]:
+        """Return the address of the server."""
+        return {"url": self._url}
+
+    def run(self, job: Job, timeout_s: float) -> Measured:
+        assert job.load is not None and isinstance(job.workload, RequestWorkload)
+        before = self._ranks()
+        round_ = Round()
+        try:
+            run(asyncio.wait_for(self._send(job, round_), timeout_s))
+        except TimeoutError:
+            raise EngineError(f"the requests took longer than {timeout_s:g} s") from None
+        self._check_alive()
+        after = self._ranks()
+        return Measured(round_.answers, _figures(before, after), round_.client_cpu_s)
+
+    def close(self) -> None:
+        """Stop the server as Ctrl-C does; kill its session if that takes too long."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    async def _send(self, job: Job, into: Round) -> None:
+        load, workload = job.load, job.workload
+        assert load is not None and isinstance(workload, RequestWorkload)
+        settings = workload.load(job.seed, TIMEOUT_S, job.salt)
+        driver = Driver(settings, self._headers)
+        target = Target(
+            name="server",
+            url=self._url,
+            model=str(self._config.serve.model_name),
+            ignore_eos=settings.ignore_eos,
+        )
+        await driver.send(target, load.requests, load.offsets, into)
+
+    def _wait_ready(self, start_s: float) -> None:
+        deadline = time.monotonic() + start_s
+        while True:
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise EngineError(f"the server was not ready after {start_s:g} s{self._tail()}")
+            with suppress(OSError), self._get("/ready") as answer:
+                if answer.status == 200:
+                    return
+            time.sleep(POLL_S)
+
+    def _check_alive(self) -> None:
+        code = self._process.poll()
+        if code is not None:
+            raise EngineError(f"the server ended with exit code {code}{self._tail()}")
+
+    def _tail(self) -> str:
+        text = self.logs[0].read_text(errors="replace")[-LOG_TAIL:].strip()
+        return f"; its log ends with:\n{text}" if text else ""
+
+    def _get(self, path: str) -> Any:
+        request = urllib.request.Request(f"{self._url}{path}", headers=self._headers)
+        return urllib.request.urlopen(request, timeout=READY_TIMEOUT_S)
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """Return the statistics of each rank; raises EngineError if the server does not answer."""
+        try:
+            with self._get("/ranks") as answer:
+                ranks: list[dict[str, Any]] = json.load(answer)["ranks"]
+                return ranks
+        except (OSError, ValueError, KeyError) as error:
+            self._check_alive()
+            raise EngineError(f"the server does not answer: {error}{self._tail()}") from error
+
+
+def _figures(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, float]:
+    """Return what the ranks did between two answers of /ranks."""
+
+    def grown(rank: int, part: str) -> float:
+        return float(after[rank]["step_seconds"][part] - before[rank]["step_seconds"][part])
+
+    figures: dict[str, float] = {}
+    parts = after[0].get("step_seconds", {}) if after else {}
+    seconds = {part: sum(grown(rank, part) for rank in range(len(after))) for part in parts}
+    total = sum(seconds.values())
+    if total > 0:
+        figures["vote_share"] = seconds.get("vote", 0.0) / total
+        figures["forward_share"] = seconds.get("forward", 0.0) / total
+    return figures
+
+
+def _headers(config: PhalanxConfig) -> dict[str, str]:
+    """Return the headers with a key, if the server wants one."""
+    keys = read_variable() if VARIABLE in os.environ else []
+    if config.serve.api_keys_file is not None:
+        keys += read_keys_file(config.serve.api_keys_file)
+    return {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

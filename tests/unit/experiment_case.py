@@ -1,0 +1,89 @@
+"""An experiment over a tiny checkpoint, and an engine that answers at once and can be made to fail."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.bench.stream import Answer
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.experiments.experiment import Experiment, load_experiment
+from cluster.experiments.plan import Clock, configured_device
+from cluster.experiments.results_folder import ResultsFolder
+from cluster.experiments.runner import Runner
+from cluster.experiments.target import Engine, Job, Measured
+from workers.weights.checkpoint import make_checkpoint
+
+
+def make_base(folder: Path) -> Path:
+    """A folder with a checkpoint and base.yaml."""
+    make_checkpoint(folder / "tiny", num_layers=1, hidden_size=32, num_experts=5)
+    (folder / "base.yaml").write_text("model: {path: tiny}\ncluster: {ranks: 1, device: cpu}\n")
+    return folder
+
+
+def write(folder: Path, **keys: object) -> Path:
+    """An experiment file."""
+    values = {"title": "Test", "kind": "engine", "base": "base.yaml", **keys}
+    path = folder / "file.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    return path
+
+
+@dataclass
+class FakeEngines:
+    """Starts engines; `before_run` may raise in place of one. An answer has its tokens, one each millisecond."""
+
+    before_run: Callable[[Job], None] = lambda job: None
+    starts: list[PhalanxConfig] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    num_open: int = 0
+
+    def start(self, config: PhalanxConfig, folder: Path, start_s: float) -> Engine:
+        self.starts.append(config)
+        self.num_open += 1
+        assert self.num_open == 1, "one engine at a time"
+        return _FakeEngine(self, config, folder)
+
+
+class _FakeEngine(Engine):
+    def __init__(self, engines: FakeEngines, config: PhalanxConfig, folder: Path):
+        self._engines, self._ranks = engines, config.cluster.ranks
+        self.logs = [folder / "log"]
+
+    def describe(self) -> dict[str, Any]:
+        return {"fake": True}
+
+    def run(self, job: Job, timeout_s: float) -> Measured:
+        self._engines.jobs.append(job)
+        with self.logs[0].open("a") as log:
+            log.write(f"{job.salt}\n")
+        self._engines.before_run(job)
+        assert job.load is not None
+        answers = []
+        for request in job.load.requests:
+            times = [0.001 * (1 + token) / self._ranks for token in range(request.max_tokens)]
+            answer = Answer(0.0, times[-1], times, len(request.prompt), request.max_tokens)
+            answers.append(answer)
+        return Measured(answers, {"steps": 3.0})
+
+    def close(self) -> None:
+        self._engines.num_open -= 1
+
+
+def run_with(engines: FakeEngines, path: Path, out: Path, *overrides: str) -> int:
+    """Run a file as the command does; return the number of failed runs."""
+    found = load_experiment(path, overrides)
+    folder = ResultsFolder(out)
+    with folder.open(head_of(found), path):
+        clock = Clock(found.sections.kind, configured_device)
+        return Runner(found, folder, engines.start, clock, lambda text: None).run()
+
+
+def head_of(found: Experiment) -> dict[str, Any]:
+    """experiment.json of a machine that never changes."""
+    hardware = {"cpu": "test", "cores": 2, "gpus": []}
+    origin = {"date": "2026-01-01", "hardware": hardware, "versions": {}, "commit": None}
+    return {**found.head(), "origin": origin}

@@ -1,0 +1,173 @@
+"""Experiment files: cells, order of runs, errors with line and cell, and the printed plan."""
+
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.config.errors import ConfigError
+from cluster.experiments import plan
+from cluster.experiments.experiment import load_experiment
+from cluster.experiments.sweep import short_names
+from tests.unit.experiment_case import make_base, write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_base(tmp_path_factory.mktemp("experiments"))
+
+
+def error_of(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_experiment(path, overrides)
+    return str(caught.value)
+
+
+def test_grid_pairs_and_lists_are_combined(folder: Path) -> None:
+    sweep = {
+        "grid": {"cluster.ranks": [1, 2]},
+        "paired": [{"scheduler.max_num_seqs": [4, 8], "workload.concurrency": [1, 2]}],
+        "list": [{"workload.input_len": 8}, {"workload.input_len": 9, "overlap.mode": "off"}],
+    }
+    found = load_experiment(write(folder, sweep=sweep))
+    assert len(found.cells) == 2 * 2 * 2
+    assert found.cells[0].name == "ranks=1, max_num_seqs=4, concurrency=1, input_len=8"
+    assert found.cells[-1].name.endswith("concurrency=2, input_len=9, mode=off")
+    assert found.cells[-1].config.cluster.ranks == 2
+    assert found.cells[-1].workload.input_len == 9
+
+
+def test_engines_are_shared_by_cells_of_equal_configuration(folder: Path) -> None:
+    grid = {
+        "workload.input_len": [8, 16],
+        "cluster.ranks": [1, 2],
+        "serve.log_level": ["info", "debug"],
+    }
+    found = load_experiment(write(folder, sweep={"grid": grid}, repeats=2))
+    assert len({cell.engine for cell in found.cells}) == 2, "serve.* starts no other engine"
+    runs = plan.ordered_runs(found)
+    assert len(runs) == 16 and plan.num_starts(runs) == 2
+    served = load_experiment(write(folder, sweep={"grid": grid}, kind="http"))
+    assert len({cell.engine for cell in served.cells}) == 4
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        ("grid", [(1, 1), (1, 2), (2, 1), (2, 2)]),
+        ("paired", [(1, 1), (2, 1), (1, 2), (2, 2)]),
+    ],
+)
+def test_order(folder: Path, order: str, expected: list[tuple[int, int]]) -> None:
+    sweep = {"grid": {"overlap.mode": ["on", "off"]}}
+    found = load_experiment(write(folder, sweep=sweep, order=order, repeats=2))
+    assert [run.key for run in plan.ordered_runs(found)] == expected
+
+
+def test_random_order_depends_on_the_seed_alone(folder: Path) -> None:
+    sweep = {"grid": {"workload.input_len": list(range(1, 9))}}
+
+    def keys(seed: int) -> list[tuple[int, int]]:
+        path = write(folder, sweep=sweep, order="random", seed=seed)
+        return [run.key for run in plan.ordered_runs(load_experiment(path))]
+
+    assert keys(1) == keys(1) != keys(2)
+    assert sorted(keys(1)) == sorted(keys(2))
+
+
+def test_errors_name_key_line_and_cell(folder: Path) -> None:
+    grid = {"kernels.all2al": ["shm"], "cluster.ranks": [1, 0], "workload.input_len": [8, "abc"]}
+    message = error_of(write(folder, sweep={"grid": grid}))
+    lines = {line.split(":")[0].strip(): line for line in message.splitlines()[1:]}
+    assert "did you mean kernels.all2all" in lines["kernels.all2al"]
+    assert "cell 3 " in lines["cluster.ranks"] and "ranks=0" in lines["cluster.ranks"]
+    assert (
+        "is not a length" in lines["workload.input_len"] and "(line " in lines["workload.input_len"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"kind": "engin"}, "expected one of engine, http, step"),
+        ({"repeat": 3}, "did you mean repeats?"),
+        ({"sweep": {"grid": {"cluster.ranks": []}}}, "has no values"),
+        ({"sweep": {"grid": {"cluster.ranks": [1, 1]}}}, "has a value twice"),
+        ({"sweep": {"paired": [{"a.b": [1], "c.d": [1, 2]}]}}, "a.b has 1, c.d has 2"),
+        ({"sweep": {"list": [{}]}}, "a cell without keys"),
+        ({"base": "nowhere.yaml"}, "nowhere.yaml: no such file"),
+        ({"workload": {"output_len": 100_000}}, "the configuration allows 4096"),
+        ({"workload": {"tokens": 8}}, "unknown key"),
+        ({"workload": {"prefix_groups": 2}}, "go together"),
+        ({"workload": {"trace": "none.jsonl"}}, "none.jsonl does not exist"),
+        ({"report": {"baseline": {"cluster.ranks": 1}}}, "is not swept; the axes are none"),
+        ({"config": {"cluster": {"nodes": 2, "ranks": 2, "ray_address": "auto"}}}, "one machine"),
+    ],
+)
+def test_wrong_files_are_refused(folder: Path, keys: dict, expected: str) -> None:
+    assert expected in error_of(write(folder, **keys))
+
+
+def test_overrides_and_nested_configuration(folder: Path) -> None:
+    path = write(folder, config={"cluster": {"ranks": 2}, "overlap.mode": "off"})
+    found = load_experiment(path, ["repeats=5", "workload.requests=3"])
+    assert found.sections.repeats == 5
+    (cell,) = found.cells
+    assert (cell.config.cluster.ranks, cell.config.overlap.mode) == (2, "off")
+    assert cell.workload.requests == 3
+    assert "--set" in error_of(path, "repeats=0")
+
+
+def test_identity_ignores_what_does_not_change_a_figure(folder: Path) -> None:
+    sweep = {"grid": {"workload.input_len": [8, 9]}}
+    first = load_experiment(write(folder, sweep=sweep)).identity
+    same = {"repeats": 9, "order": "paired", "title": "Other", "limits": {"run_s": 5}}
+    assert load_experiment(write(folder, sweep=sweep, **same)).identity == first
+    assert load_experiment(write(folder, sweep=sweep, seed=1)).identity != first
+    assert load_experiment(write(folder, sweep=sweep, workload={"requests": 9})).identity != first
+
+
+def test_a_thousand_cells_are_planned_in_two_seconds(folder: Path) -> None:
+    grid = {
+        "cluster.ranks": list(range(1, 11)),
+        "scheduler.max_num_seqs": list(range(1, 11)),
+        "workload.requests": list(range(1, 11)),
+    }
+    started = time.process_time()
+    found = load_experiment(write(folder, sweep={"grid": grid}))
+    clock = plan.Clock("engine", plan.configured_device)
+    runs = plan.ordered_runs(found)
+    lines = plan.describe(found, runs, set(), clock.seconds(runs))
+    assert time.process_time() - started < 2
+    assert len(found.cells) == 1000 and any("more cells" in line for line in lines)
+
+
+def test_estimates_follow_measured_runs(folder: Path) -> None:
+    found = load_experiment(write(folder, sweep={"grid": {"workload.requests": [8, 16]}}))
+    runs = plan.ordered_runs(found)
+    clock = plan.Clock("engine", plan.configured_device)
+    guess = clock.seconds(runs)
+    clock.start_ended(1.0)
+    for run in runs[:3]:
+        clock.run_ended(run.cell, 2 * plan.guessed_run_s(run.cell, "cpu"))
+    work = sum(plan.guessed_run_s(run.cell, "cpu") for run in runs)
+    assert clock.seconds(runs) == pytest.approx(1 + 2 * work) != guess
+    assert clock.seconds([]) == 0
+
+
+def test_short_names() -> None:
+    names = short_names(["cluster.ranks", "overlap.mode", "workload.mode"])
+    assert list(names.values()) == ["ranks", "overlap.mode", "workload.mode"]
+
+
+def test_dry_run_prints_the_plan_and_checks_backends(folder: Path) -> None:
+    path = write(folder, sweep={"grid": {"workload.input_len": [8, 16]}})
+    result = CliRunner().invoke(app, ["experiment", str(path), "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "2, 1 engine configuration(s)" in result.output and "estimated time" in result.output
+    path = write(folder, sweep={"grid": {"kernels.all2all": ["auto", "symm"]}})
+    result = CliRunner().invoke(app, ["experiment", str(path), "--dry-run"])
+    assert result.exit_code == 2
+    assert "cell 2 (all2all=symm)" in result.output
