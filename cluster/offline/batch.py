@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.api.answer.events import error_body
 from cluster.api.backend import EngineBackend
 from cluster.bench.progress import Progress
-from cluster.errors import ServingError
+from cluster.errors import EngineDeadError, ServingError
 from cluster.offline.batch_input import BatchError, BatchInput, Line
 from cluster.offline.batch_output import BatchOutput, error_fields, response_fields
 from cluster.offline.dispatcher import Dispatcher
 from cluster.offline.pool import run_pool
 
 POLL_S = 0.1
+ATTEMPTS = 3  # of a request that its rank ended; each waits for ranks that are rebuilt
 REPORT_S = 30.0  # between two lines of progress where there is no terminal
 
 
@@ -50,14 +50,19 @@ class LocalServer:
     async def answer(self, line: Line) -> Response:
         """See Server."""
         request_id = uuid.uuid4().hex
-        try:
-            done = await self._dispatcher.answer(line.url, line.body)
-        except ServingError as error:
+        for _ in range(ATTEMPTS):
+            try:
+                done = await self._dispatcher.answer(line.url, line.body)
+            except ServingError as error:
+                failure = error
+            else:
+                return Response(200, request_id, done.body, done.output_tokens)
+            if not isinstance(failure, EngineDeadError):
+                break
             healthy, reason = self._backend.health()
             if not healthy:
-                raise BatchError(reason) from error
-            return Response(error.status, request_id, error_body(error))
-        return Response(200, request_id, done.body, done.output_tokens)
+                raise BatchError(reason) from failure
+        return Response(failure.status, request_id, self._dispatcher.error_body(line.url, failure))
 
 
 class BatchRun:

@@ -4,7 +4,10 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
+from cluster.api.messages.envelope import error_object
+from cluster.api.messages.routes import MessageRequest, parse_message, prepare_message
 from cluster.api.record import Recorder
 from cluster.api.request.generation_factory import GenerationFactory
 from cluster.api.request.protocol import (
@@ -13,6 +16,8 @@ from cluster.api.request.protocol import (
     parse_chat,
     parse_completion,
 )
+from cluster.api.responses.factory import ResponseFactory
+from cluster.api.responses.protocol import ResponsesRequest, parse_responses
 from cluster.api.routes.generation import Prepared, with_writer
 from cluster.api.run import GenerationRun
 from cluster.api.settings import ApiSettings
@@ -34,10 +39,11 @@ class Answered(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How a body is checked, and how its generation and the writer of its answer are made."""
+    """How a body is checked, how its generation and the writer of its answer are made, and the bytes of an error."""
 
     parse: Callable[[dict[str, Any]], Any]
     prepare: Callable[[Any, EngineBackend], Awaitable[Prepared]]
+    error: Callable[[ServingError], bytes] = error_body
 
 
 class Dispatcher:
@@ -49,6 +55,11 @@ class Dispatcher:
         self._backend = backend
         self._recorder = Recorder(IngressMetrics())
         self._routes = _routes(GenerationFactory(tokenizer, settings))
+
+    def error_body(self, url: str, error: ServingError) -> bytes:
+        """Return the error in the envelope of its route."""
+        route = self._routes.get(url)
+        return error_body(error) if route is None else route.error(error)
 
     async def answer(self, url: str, body: dict[str, Any]) -> Answered:
         """Return the answer that HTTP would have. Raises ServingError."""
@@ -82,4 +93,19 @@ def _routes(factory: GenerationFactory) -> dict[str, Route]:
     async def chat(parsed: ChatRequest, backend: EngineBackend) -> Prepared:
         return with_writer(await factory.chat(parsed, backend, {}))
 
-    return {COMPLETIONS: Route(parse_completion, completion), CHAT: Route(parse_chat, chat)}
+    async def message(parsed: MessageRequest, backend: EngineBackend) -> Prepared:
+        return await prepare_message(factory, parsed, backend, {}, "")
+
+    responses = ResponseFactory(factory)
+
+    async def response(parsed: ResponsesRequest, backend: EngineBackend) -> Prepared:
+        return await responses.prepare(parsed, backend, {})
+
+    return {
+        COMPLETIONS: Route(parse_completion, completion),
+        CHAT: Route(parse_chat, chat),
+        "/v1/responses": Route(parse_responses, response),
+        "/v1/messages": Route(
+            parse_message, message, lambda error: to_json(error_object(error, ""))
+        ),
+    }

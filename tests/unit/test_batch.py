@@ -102,6 +102,23 @@ BAD_LINES = [
 ]
 
 
+def test_all_routes_of_generations(paths) -> None:
+    source, out = paths
+    message = {"messages": USER, "max_tokens": 5, "model": "tiny/model"}
+    write(
+        source,
+        request("responses", "/v1/responses", input="hi", max_output_tokens=16),
+        request("messages", "/v1/messages", **message),
+        request("wrong", "/v1/messages", **message | {"max_tokens": "5"}),
+    )
+    assert run(source, out).num_errors == 1
+    found = {item["custom_id"]: item["response"]["body"] for item in results(out)}
+    assert found["responses"]["object"] == "response"
+    assert found["responses"]["output"][0]["content"][0]["text"] == ("hello" * 4)[:16]
+    assert found["messages"]["content"] == [{"type": "text", "text": "hello"}]
+    assert found["wrong"]["type"] == "error"
+
+
 def test_a_wrong_line_is_a_result_and_the_others_run(paths) -> None:
     source, out = paths
     write(source, request("good"), *(line for line, _, _ in BAD_LINES), "", request("last"))
@@ -146,10 +163,26 @@ def test_the_end_of_the_ranks_is_no_result(paths) -> None:
     with pytest.raises(BatchError, match="rank 1: its process died"):
         run(source, out, local(backend))
     assert results(out) == []
-    backend.ready = (True, "")  # one request alone was refused
+    backend.ready = (True, "")  # the ranks live: each request was ended three times
     batch = run(source, out, local(backend))
-    assert batch.num_errors == 9
+    assert batch.num_errors == 9 and len(backend.requests) == 4 + 3 * 9
     assert {item["response"]["status_code"] for item in results(out)} == {503}
+
+
+def test_a_request_goes_on_after_its_rank_is_rebuilt(paths) -> None:
+    source, out = paths
+    write(source, request("a"))
+    backend = FakeBackend("hello")
+    backend.fail_after = (2, EngineDeadError("the ranks are rebuilding"))
+
+    def script(_prompt: list[int], _params: Any) -> list[list[int]]:
+        if len(backend.requests) == 2:
+            backend.fail_after = None
+        return [[104], [105], [106]]
+
+    backend.script = script
+    assert run(source, out, local(backend)).num_errors == 0
+    assert results(out)[0]["response"]["body"]["choices"][0]["text"] == "hij"
 
 
 class Recording:

@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens, in the shapes of Anthropic's API."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from cluster.api.settings import ApiSettings
 
 
 @dataclass(frozen=True)
-class _Parsed:
+class MessageRequest:
     """A messages request as a chat request, and its max_tokens."""
 
     chat: ChatRequest
@@ -52,18 +52,11 @@ def add_messages_routes(
     async def messages(request: Request) -> Response:
         """Answer a conversation in the shape of Anthropic's API."""
 
-        async def prepare(parsed: _Parsed, backend: EngineBackend) -> Prepared:
-            chat = parsed.chat
-            generation = await factory.chat(chat, backend, request.headers, id_prefix="msg_")
-            choice = generation.choices[0]
-            # The chat request has no limit, so this is the room that the prompt leaves.
-            room = choice.params.max_tokens
-            choice.params = replace(choice.params, max_tokens=min(parsed.max_tokens, room))
+        async def prepare(parsed: MessageRequest, backend: EngineBackend) -> Prepared:
             request_id = str(request.scope.get(REQUEST_ID, ""))
-            writer = MessageWriter(generation, max_tokens=parsed.max_tokens, request_id=request_id)
-            return generation, writer
+            return await prepare_message(factory, parsed, backend, request.headers, request_id)
 
-        return await endpoint.answer(request, _parse, prepare)
+        return await endpoint.answer(request, parse_message, prepare)
 
     @app.post("/v1/messages/count_tokens", openapi_extra=body_schema(CountTokensRequest))
     async def count_tokens(request: Request) -> Response:
@@ -74,6 +67,24 @@ def add_messages_routes(
         return Response(to_json({"input_tokens": num_tokens}), media_type="application/json")
 
 
-def _parse(body: dict[str, Any]) -> _Parsed:
+def parse_message(body: dict[str, Any]) -> MessageRequest:
+    """Check the body of a messages request."""
     request = parse_messages_request(body)
-    return _Parsed(chat_request(request), request.max_tokens)
+    return MessageRequest(chat_request(request), request.max_tokens)
+
+
+async def prepare_message(
+    factory: GenerationFactory,
+    parsed: MessageRequest,
+    backend: EngineBackend,
+    headers: Mapping[str, str],
+    request_id: str,
+) -> Prepared:
+    """Return the generation of a messages request and the writer of its answer."""
+    generation = await factory.chat(parsed.chat, backend, headers, id_prefix="msg_")
+    choice = generation.choices[0]
+    # The chat request has no limit, so this is the room that the prompt leaves.
+    room = choice.params.max_tokens
+    choice.params = replace(choice.params, max_tokens=min(parsed.max_tokens, room))
+    writer = MessageWriter(generation, max_tokens=parsed.max_tokens, request_id=request_id)
+    return generation, writer

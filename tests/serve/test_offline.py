@@ -1,0 +1,146 @@
+"""Ranks without HTTP: `LLM` and `phalanx batch` answer as a server does, Ctrl-C loses nothing, and no process stays."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.serve.server import ROOT, START_TIMEOUT_S, Server, free_port, write_config
+
+MARK = "PHALANX_TEST_MARK"  # a variable that all descendants of a process inherit
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hello"}]
+PYTHON = """
+import json, sys
+from cluster.offline import LLM
+with LLM(sys.argv[1], progress=False, **{"scheduler.max_num_seqs": 4}) as llm:
+    fields = {"max_tokens": 24, "temperature": 0.8}
+    answers = llm.generate(["a", "", [1, 2, 3]], [{"seed": i} for i in range(3)], **fields)
+    answers += llm.chat([{"role": "user", "content": "hello"}], max_tokens=24, seed=3)
+print(json.dumps([answer.body for answer in answers]))
+"""
+
+
+class Run:
+    """A process with a marked environment."""
+
+    def __init__(self, *command: str):
+        self._mark = uuid.uuid4().hex
+        environment = os.environ | {MARK: self._mark}
+        self.process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str, str]:
+        """Wait for the end; returns exit code, output and errors. Fails if a process is left."""
+        try:
+            output, errors = self.process.communicate(timeout=START_TIMEOUT_S)
+        finally:
+            self.process.kill()
+        _, alive = psutil.wait_procs(self._left(), timeout=5)
+        for process in alive:
+            process.kill()
+        assert not alive, [process.cmdline() for process in alive]
+        return self.process.returncode, output, errors
+
+    def _left(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+def run_batch(*options: Any) -> Run:
+    return Run("-m", "cluster.cli", "batch", *map(str, options))
+
+
+def plain(body: dict[str, Any]) -> dict[str, Any]:
+    """An answer without the fields that no two answers have in common."""
+    cached = {"prompt_tokens_details": None}
+    return body | {"id": None, "created": None, "usage": body["usage"] | cached}
+
+
+def results(path: Path) -> dict[str, Any]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({item["custom_id"] for item in found}) == len(found)
+    return {item["custom_id"]: item for item in found}
+
+
+@pytest.fixture
+def config(tmp_path: Path, checkpoint: Path) -> Path:
+    return write_config(tmp_path, checkpoint, free_port())
+
+
+def test_llm_answers_as_http(server: Server, config: Path) -> None:
+    run = Run("-c", PYTHON, str(config))
+    code, output, errors = run.end()
+    assert code == 0 and errors == "", errors
+    found = json.loads(output.splitlines()[-1])
+    fields = {"max_tokens": 24, "temperature": 0.8}
+    for body, seed, prompt in ((found[0], 0, "a"), (found[2], 2, [1, 2, 3])):
+        expected = httpx.post(
+            server.url + COMPLETIONS, json={"prompt": prompt, "seed": seed, **fields}
+        ).json()
+        assert plain(body) == plain(expected)
+        assert body["choices"][0]["text"]
+    assert found[1] == {}  # the empty prompt
+    chat = {"messages": USER, "max_tokens": 24, "seed": 3}
+    assert plain(found[3]) == plain(httpx.post(server.url + CHAT, json=chat).json())
+
+
+def requests(path: Path) -> Path:
+    """Short answers first, and long ones that a signal interrupts."""
+    lines = []
+    for i in range(40):
+        tokens = 8 if i < 10 else 400
+        body = {"prompt": f"{i}", "max_tokens": tokens, "ignore_eos": True, "seed": i}
+        lines.append({"custom_id": f"c{i}", "method": "POST", "url": COMPLETIONS, "body": body})
+    lines.append({"custom_id": "bad", "method": "POST", "url": COMPLETIONS, "body": {}})
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def test_a_batch_after_ctrl_c_is_that_of_a_server(
+    server: Server, config: Path, tmp_path: Path
+) -> None:
+    source = requests(tmp_path / "requests.jsonl")
+    cut, whole = tmp_path / "cut.jsonl", tmp_path / "whole.jsonl"
+    run = run_batch(config, "--input", source, "--output", cut, "--concurrency", 4)
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not cut.exists() or not cut.read_bytes().count(b"\n"):
+        assert run.process.poll() is None, run.end()
+        assert time.monotonic() < deadline, "no line has a result"
+        time.sleep(0.01)
+    run.process.send_signal(signal.SIGINT)
+    code, _, errors = run.end()
+    assert code == 130 and "the same command resumes" in errors, errors
+    before = results(cut)
+    assert 0 < len(before) < 41
+    for output in (cut, whole):
+        run = run_batch("--url", server.url, "--input", source, "--output", output)
+        code, _, errors = run.end()
+        assert code == 3 and "41 of 41 lines have a result, 1 with an error" in errors, errors
+    found, expected = results(cut), results(whole)
+    assert found.keys() == expected.keys() and before.items() <= found.items()
+    assert found.pop("bad")["response"]["status_code"] == 400
+    for custom_id, item in found.items():
+        body = item["response"]["body"]
+        assert plain(body) == plain(expected[custom_id]["response"]["body"]), custom_id
