@@ -51,6 +51,21 @@ def test_a_conversation_with_a_call_goes_on():
     assert prompt.index("weather?") < prompt.index('"Rome"') < prompt.index("sunny")
 
 
+def test_items_by_their_ids():
+    api = api_that_says("fine")
+    first = whole(api, [{"role": "user", "content": "one", "id": "mine"}])
+    (answer,) = first["output"]
+    names = [{"type": "item_reference", "id": name} for name in ("mine", answer["id"])]
+    whole(api, [*names, {"role": "user", "content": "two"}])
+    whole(api, "two", previous_response_id=first["id"])
+    _, by_reference, by_previous = prompts(api)
+    assert by_reference == by_previous
+    error = assert_error(respond(api, [{"type": "item_reference", "id": "msg_x"}]), 400)
+    assert error["param"] == "input.0.id"
+    api = api_that_says("fine", num_replicas=2)
+    assert_error(respond(api, names), 400, "no_store")
+
+
 def test_one_response_has_several_continuations():
     api = api_that_says("fine")
     first = whole(api, "one")

@@ -28,7 +28,7 @@ class ResponseFactory:
         self, request: ResponsesRequest, backend: EngineBackend, headers: Mapping[str, str]
     ) -> tuple[Generation, ResponseWriter]:
         """Make the generation of a response, and its writer."""
-        items = parse_input(request.input)
+        items = parse_input(request.input, self._store.find_item)
         if request.background:
             self._store.check_on("background")
             if not request.keeps:
@@ -52,5 +52,11 @@ class ResponseFactory:
         """Return the function that keeps the states of a response; None if it is not kept."""
         if self._store.off or not request.keeps:
             return None
-        items = with_ids(items)
-        return lambda response: self._store.keep(response, items)
+        kept: list[Item] = []
+
+        def keep(response: dict[str, Any]) -> None:
+            if not kept:  # not before the first token, because ids take time
+                kept.extend(with_ids(items))
+            self._store.keep(response, kept)
+
+        return keep

@@ -45,6 +45,11 @@ _ITEMS: dict[str, JsonValue] = {
         },
         {
             "type": "object",
+            "required": ["type", "id"],
+            "properties": {"type": {"const": "item_reference"}, "id": {"type": "string"}},
+        },
+        {
+            "type": "object",
             "required": ["type"],
             "properties": {"type": {"const": "reasoning"}},
         },

@@ -5,6 +5,7 @@ of parts.
 """
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from cluster.api.request.protocol import check_text
@@ -22,8 +23,11 @@ _PREFIXES = {
 }
 
 
-def parse_input(value: Any) -> list[Item]:
-    """Return the items of `input`, without ids where the client gave none."""
+def parse_input(value: Any, find: Callable[[str, str], Item]) -> list[Item]:
+    """Return the items of `input`, without ids where the client gave none.
+
+    find    returns the kept item that an `item_reference` names: its id, and the field for errors
+    """
     if value is None:
         raise BadRequestError("input is missing", param="input", code="missing_required_parameter")
     if isinstance(value, str):
@@ -33,7 +37,7 @@ def parse_input(value: Any) -> list[Item]:
         raise BadRequestError(
             "input must be a string or a list of at least one item", param="input"
         )
-    return [_item(item, f"input.{i}") for i, item in enumerate(value)]
+    return [_item(item, f"input.{i}", find) for i, item in enumerate(value)]
 
 
 def with_ids(items: list[Item]) -> list[Item]:
@@ -52,7 +56,7 @@ def _message(role: str, content: list[dict[str, Any]]) -> Item:
     return {"type": "message", "role": role, "content": content, "status": "completed"}
 
 
-def _item(value: Any, where: str) -> Item:
+def _item(value: Any, where: str, find: Callable[[str, str], Item]) -> Item:
     if not isinstance(value, dict):
         raise BadRequestError(f"{where} must be an object with a type", param=where)
     kind = value.get("type")
@@ -60,11 +64,13 @@ def _item(value: Any, where: str) -> Item:
         kind = "message"
     if not isinstance(kind, str):
         raise BadRequestError(f"{where}.type must be a string", param=f"{where}.type")
+    if kind == "item_reference":
+        return find(_text(value, "id", where), f"{where}.id")
     parse = _PARSERS.get(kind)
     if parse is None:
         raise UnsupportedParameterError(
             f"{where}.type: items of type {kind[:60]!r} are not supported; "
-            f"this server takes {', '.join(_PARSERS)}",
+            f"this server takes {', '.join(_PARSERS)}, item_reference",
             param=f"{where}.type",
         )
     item = parse(value, where)

@@ -92,6 +92,18 @@ class ResponseStore:
             )
         return stored
 
+    def find_item(self, item_id: str, param: str) -> Item:
+        """Return an item of a kept response: of its output or of its conversation. Raises BadRequestError."""
+        self.check_on(param)
+        with self._lock:
+            for stored in reversed(self._responses.values()):  # mostly of the last response
+                for item in reversed(stored.conversation):
+                    if item["id"] == item_id:
+                        return item
+        raise BadRequestError(
+            f"{param}: no kept response has an item {item_id[:100]!r}", param=param
+        )
+
     def attach(self, response_id: str, job: BackgroundJob) -> None:
         """Add the job of a kept response."""
         with self._lock:
