@@ -1,11 +1,13 @@
 """Sections of the YAML that a rank reads: model, scheduler, cache. Knows nothing of Ray or HTTP."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kernels.backends.config import KernelsConfig
+from workers import hub
 from workers.parallel import ParallelDims
 from workers.stats.log import LogFormat, LogLevel
 
@@ -33,7 +35,15 @@ class RoutingConfig(Section):
 class ModelSection(Section):
     """Checkpoint and precision."""
 
-    path: str = Field(description="Hugging Face checkpoint folder; relative to the YAML's folder.")
+    path: str = Field(
+        description="Hugging Face checkpoint: a folder, relative to the YAML's folder, or a name on the Hub such as "
+        "Qwen/Qwen3-30B-A3B. An existing folder is never taken for a name."
+    )
+    revision: str | None = Field(
+        None,
+        min_length=1,
+        description="Branch, tag or commit of a model on the Hub; null = its main branch.",
+    )
     weights: Literal["checkpoint", "dummy"] = Field(
         "checkpoint",
         description="dummy = random ones, for measurements: the folder needs only config.json and the tokenizer.",
@@ -45,6 +55,15 @@ class ModelSection(Section):
         "auto", description="Longest prompt plus output, in tokens; auto = the checkpoint's own."
     )
     routing: RoutingConfig = Field(default_factory=RoutingConfig)
+
+    @property
+    def folder(self) -> Path:
+        """The checkpoint's folder on this machine. A loaded configuration has a revision for Hub names only."""
+        return (
+            Path(self.path)
+            if self.revision is None
+            else hub.snapshot_folder(self.path, self.revision)
+        )
 
 
 def not_for_answers(model: ModelSection) -> Iterator[str]:
@@ -123,7 +142,7 @@ class OverlapConfig(Section):
 
 
 class RankConfig(Section):
-    """Resolved settings of one rank: `auto` remains in kernels only, and model.path is absolute."""
+    """Resolved settings of one rank: `auto` remains in kernels only; model.path is absolute or has a commit."""
 
     model: ModelSection
     scheduler: SchedulerConfig

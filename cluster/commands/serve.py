@@ -45,10 +45,10 @@ def run_server(config: PhalanxConfig) -> None:
     preflight = Preflight(config, len(digests))
     ranks = RankStart(config, stop, preflight, console)
     try:
-        ranks.start_ray()
+        ray_started = ranks.start_ray()
         stop.install()  # again, because Ray has replaced the handlers
         with ranks.explained():
-            url = None if stop.is_set() else _start(config, digests, stop, ranks)
+            url = _start(config, digests, stop, ranks) if ray_started else None
         if url is not None:
             keys = f", {len(digests)} API key(s)" if digests else ""
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{keys}", style="bold")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from cluster.commands import download
 from cluster.commands.console_logs import show_logs
 from cluster.commands.preflight import Preflight
 from cluster.commands.stop_signals import StopSignals
@@ -52,11 +53,17 @@ class RankStart:
         self._reported: dict[int, int] = defaultdict(int)  # stages, by group
         self._healths: list[GroupHealth] = []  # at the last check
 
-    def start_ray(self) -> None:
-        """Start a local Ray, or join the configured one."""
+    def start_ray(self) -> bool:
+        """Fetch weights that ranks here lack, then start a local Ray or join one. Returns False after a signal."""
+        if download.is_needed(self._config):
+            with self.stage("download"):
+                download.run(self._config, self._stop.is_set)
+        if self._stop.is_set():
+            return False
         with self.stage("ray"):
             start_ray(self._config)
         self._owns_ray = True
+        return not self._stop.is_set()
 
     def create(self) -> bool:
         """Create the supervisor, which creates the ranks. Returns False after a signal."""

@@ -33,8 +33,10 @@ def trace(
     config = config.model_copy(update={"overlap": overlap})
     import ray
 
+    from cluster.commands import download
     from cluster.commands.start import start_ray
 
+    download.run(config)
     start_ray(config)
     try:
         traces = _run(config, phase, num_tokens)

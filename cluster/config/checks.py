@@ -19,10 +19,10 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     """All problems, in the order of the sections."""
     problems: list[Problem] = []
     try:
-        model = load_model_config(config.model.path)
+        model = load_model_config(config.model.folder)
     except ModelConfigError as error:
         model = None
-        problems.append(Problem("model.path", str(error)))
+        problems.append(Problem("model.path", str(error), ("model.revision",)))
     problems += _check_cluster(config)
     problems += _check_scheduler(config)
     problems += _check_lengths(config, model)

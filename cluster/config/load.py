@@ -1,6 +1,6 @@
 """Loads a configuration: a YAML or a mapping with its overrides, checked, or one error with every problem.
 
-Needs neither torch nor Ray.
+Needs neither torch nor Ray. Fetches the description of a model that model.path names on the Hub.
 """
 
 import os
@@ -11,16 +11,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from cluster.config.checks import check_together
-from cluster.config.errors import ConfigError, Problem, from_pydantic
+from cluster.config.errors import ConfigError, Problem, from_pydantic, show
 from cluster.config.files import BY_ARGUMENT, BY_OPTION, ConfigSource, Overrides, read_config
 from cluster.config.phalanx_config import PhalanxConfig
+from workers import hub
 
 
 def load_config(origin: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> PhalanxConfig:
     """Read a YAML or a mapping and apply overrides: `key.path=value` with values in YAML, or a mapping.
 
     Relative paths start at the YAML's folder, or at the current folder if a mapping or an override sets them. The
-    result has absolute paths and a serve.model_name. Raises ConfigError with all problems.
+    result has absolute paths and a serve.model_name. If model.path is a name on the Hub, model.revision of the result
+    is a commit, and all files of the model but the weights are in the cache. Raises ConfigError with all problems.
     """
     if isinstance(origin, Mapping):
         name, folder = "configuration", Path.cwd()
@@ -41,6 +43,9 @@ def check_source(source: ConfigSource, name: str, folder: Path) -> PhalanxConfig
         _fill_derived(source, folder)
         config, field_problems = _validate(source.data)
         problems += field_problems
+        if not any(problem.key.startswith("model") for problem in problems):
+            config, hub_problems = _resolve_revision(config)
+            problems += hub_problems
         wrong = {problem.key for problem in problems}
         problems += [p for p in check_together(config) if not _touches(p, wrong)]
         if not problems:
@@ -55,23 +60,49 @@ def _touches(problem: Problem, wrong: set[str]) -> bool:
 
 
 def _fill_derived(source: ConfigSource, folder: Path) -> None:
-    model_path = _make_absolute(source, folder, "model", "path")
+    written = _text_at(source, "model", "path")
+    absolute = _make_absolute(source, folder, "model", "path")
+    model_name = Path(absolute).name if absolute else None
+    if written and absolute and hub.is_name(written) and not os.path.exists(absolute):
+        source.data["model"]["path"] = model_name = written
     serve = source.data.setdefault("serve", {})
-    if model_path and isinstance(serve, dict) and serve.get("model_name") is None:
-        serve["model_name"] = Path(model_path).name
+    if model_name and isinstance(serve, dict) and serve.get("model_name") is None:
+        serve["model_name"] = model_name
     _make_absolute(source, folder, "serve", "api_keys_file")
     _make_absolute(source, folder, "serve", "chat_template")
 
 
+def _resolve_revision(config: PhalanxConfig) -> tuple[PhalanxConfig, list[Problem]]:
+    """Fetch the description of a model of the Hub, and return the configuration with the commit as its revision."""
+    model = config.model
+    if os.path.isabs(model.path):
+        if model.revision is None:
+            return config, []
+        message = f"{show(model.revision)} is for a name on the Hub; model.path is a folder here"
+        return config, [Problem("model.revision", message)]
+    try:
+        commit = hub.fetch_description(model.path, model.revision)
+    except hub.HubError as error:
+        return config, [Problem(error.key, error.reason)]
+    resolved = model.model_copy(update={"revision": commit})
+    return config.model_copy(update={"model": resolved}), []
+
+
+def _text_at(source: ConfigSource, section: str, key: str) -> str | None:
+    values = source.data.get(section)
+    value = values.get(key) if isinstance(values, dict) else None
+    return value if isinstance(value, str) and value else None
+
+
 def _make_absolute(source: ConfigSource, folder: Path, section: str, key: str) -> str | None:
     """Make a path absolute: from `folder`, or from the current folder if an override sets it."""
-    values = source.data.get(section)
-    if not isinstance(values, dict) or not isinstance(values.get(key), str) or not values[key]:
+    value = _text_at(source, section, key)
+    if value is None:
         return None
     by_override = source.places.get(f"{section}.{key}") in (BY_OPTION, BY_ARGUMENT)
     base = Path.cwd() if by_override else folder
-    absolute = os.path.normpath(base / Path(values[key]).expanduser())
-    values[key] = absolute
+    absolute = os.path.normpath(base / Path(value).expanduser())
+    source.data[section][key] = absolute
     return absolute
 
 

@@ -30,7 +30,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     """
     from workers.weights.tensors import DTYPE_BYTES  # imports torch
 
-    model_config = load_model_config(config.model.path)
+    model_config = load_model_config(config.model.folder)
     device = resolve_device(config, num_gpus)
     dtype = model_config.dtype if config.model.dtype == "auto" else config.model.dtype
     length = config.model.max_model_len
@@ -94,7 +94,7 @@ def resolve_scheduler(
 def max_num_seqs(config: PhalanxConfig, num_gpus: int) -> int:
     """Sequences running at once on a rank if all nodes together have `num_gpus`. Needs no torch."""
     device = resolve_device(config, num_gpus)
-    length = load_model_config(config.model.path).max_position_embeddings
+    length = load_model_config(config.model.folder).max_position_embeddings
     return resolve_scheduler(config.scheduler, device, length).max_num_seqs
 
 

@@ -64,7 +64,7 @@ class CellMaker:
         self._base = read_config(self._base_path, [])
         self._configs: dict[str, PhalanxConfig | None] = {}
         self._workloads: dict[str, Workload | None] = {}
-        self._lengths: dict[str, int] = {}
+        self._lengths: dict[Path, int] = {}
         self.problems: list[Problem] = []
         self._known: set[tuple[str, str]] = set()
 
@@ -167,7 +167,7 @@ class CellMaker:
     def _longest(self, config: PhalanxConfig) -> int:
         if config.model.max_model_len != "auto":
             return config.model.max_model_len
-        path = config.model.path
+        path = config.model.folder
         if path not in self._lengths:
             self._lengths[path] = load_model_config(path).max_position_embeddings
         return self._lengths[path]

@@ -133,7 +133,7 @@ def _trace_row(number: int, item: Any) -> TraceRow:
     return TraceRow(float(at), record, item.get("input_len"), item.get("output_len"))
 
 
-def in_tokens(requests: Sequence[PlannedRequest], model_path: str) -> "TokenRequests":
+def in_tokens(requests: Sequence[PlannedRequest], model_path: Path) -> "TokenRequests":
     """Encode texts and chats with the tokenizer of a checkpoint. Imports it only where a prompt is no list of ids."""
     if all(isinstance(request.prompt, list) and _are_ids(request.prompt) for request in requests):
         return TokenRequests(list(requests), frozenset())

@@ -16,6 +16,7 @@ from cluster.experiments.rank_loop import RankLoad, RankRequest
 from cluster.experiments.target import Engine, EngineError, Job, Measured
 from cluster.experiments.workload_section import RequestWorkload
 from kernels.host import cuda_environment
+from workers import hub
 from workers.rank.process_group import local_rendezvous
 
 PRELOADED = ["torch", "torch.distributed", "cluster.experiments.rank_worker"]
@@ -82,6 +83,9 @@ class RankGroup(Engine):
         self._closing.close()
 
     def _start(self, start_s: float) -> None:
+        model = self._config.model
+        if model.weights == "checkpoint":
+            hub.fetch_weights(model.path, model.revision, bars=True)
         config = resolve_rank_config(self._config)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
@@ -102,7 +106,7 @@ class RankGroup(Engine):
         """Return the requests of each rank, in turn, and its share of the places."""
         load, workload = job.load, job.workload
         assert load is not None and isinstance(workload, RequestWorkload)
-        encoded = in_tokens(load.requests, self._config.model.path)
+        encoded = in_tokens(load.requests, self._config.model.folder)
         stop_ids = frozenset() if workload.prompts is None else encoded.stop_token_ids
         begin = time.perf_counter() + BEGIN_S
         shares = []

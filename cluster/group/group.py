@@ -17,7 +17,7 @@ from cluster.group import placement
 from cluster.group.failures import failure_message, first_failure
 from cluster.group.launcher import RankHandle
 from workers.config import RankConfig
-from workers.rank.rank_info import RankInfo, Rendezvous, start_stages, total_progress
+from workers.rank.rank_info import CHECKPOINT, RankInfo, Rendezvous, start_stages, total_progress
 from workers.trace.spans import RankTrace
 from workers.wire.secure_socket import StreamAddress
 
@@ -179,6 +179,8 @@ class Group:
         """Let the processes form the group of the present epoch, up to the point where an engine can start."""
         status, timeout_s = self.status, self._start_timeout_s
         await self._stage("processes", self._locate())
+        if self._config.model.revision is not None:
+            await self._stage(CHECKPOINT, self._fetch_checkpoint(), limited=False)
         host, port = await _result(self._ranks[0].host_rendezvous.remote())
         name = f"{self._name}-{os.getpid()}-{status.epoch}"
         rendezvous = Rendezvous(host, port, name, status.epoch)
@@ -326,15 +328,21 @@ class Group:
         ]
         placement.verify(self.status.locations, self._config)
 
+    async def _fetch_checkpoint(self) -> None:
+        """Let the first rank of every node fetch the model of the Hub to its node."""
+        first_ranks = self._ranks[:: self._config.dims.ranks_per_node]
+        await _gather([rank.fetch_checkpoint.remote() for rank in first_ranks])
+
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Call `method` on every rank at once. The first failure is raised at once."""
         return await _gather([getattr(rank, method).remote(*args) for rank in self._ranks])
 
-    async def _stage(self, name: str, work: Awaitable[T]) -> T:
+    async def _stage(self, name: str, work: Awaitable[T], *, limited: bool = True) -> T:
+        """Run a stage of the start; limited: within the time of the configuration."""
         self.status.stage, self.status.progress = name, (0, 0)
         started = time.monotonic()
         try:
-            result = await asyncio.wait_for(work, self._start_timeout_s)
+            result = await asyncio.wait_for(work, self._start_timeout_s if limited else None)
         except TimeoutError as error:
             raise StageTimeoutError(
                 f"not done after {self._start_timeout_s:g} s; cluster.start_timeout_s allows more"

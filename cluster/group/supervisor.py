@@ -19,6 +19,7 @@ from cluster.group.leases import LEASE_S, Leases
 from cluster.group.placement import num_gpus
 from cluster.metrics.metrics import GAUGES
 from cluster.metrics.snapshot import Snapshot, SnapshotTotals
+from workers import hub
 from workers.stats.log import set_up_logging
 from workers.trace.spans import RankTrace
 
@@ -94,6 +95,8 @@ class Supervisor:
 
     def _create_groups(self, config: PhalanxConfig) -> list[Group]:
         """The groups of the configuration: one."""
+        if config.model.revision is not None:  # this node may be another than that of the command
+            hub.fetch_description(config.model.path, config.model.revision)
         # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
         rank_config = resolve_rank_config(config, num_gpus=num_gpus())
         cluster = config.cluster

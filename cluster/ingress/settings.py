@@ -7,6 +7,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import max_num_seqs
 from cluster.config.serve_section import open_choices_limit
 from cluster.group.placement import num_gpus
+from workers import hub
 
 
 def num_running(config: PhalanxConfig) -> int:
@@ -27,10 +28,16 @@ def api_settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...] = ())
         max_stored_bytes=serve.responses_store.max_bytes,
         tool_parser=serve.tool_parser,
         reasoning_parser=serve.reasoning_parser,
-        default_sampling=load_default_sampling(config.model.path),
+        default_sampling=load_default_sampling(config.model.folder),
     )
 
 
 def serving_tokenizer(config: PhalanxConfig) -> ServingTokenizer:
-    """Return the tokenizer of the checkpoint with the configured chat template. Takes a second or more."""
-    return load_tokenizer(config.model.path, read_chat_template(config.serve.chat_template))
+    """Return the tokenizer of the checkpoint with the configured chat template. Takes a second or more.
+
+    Fetches the files of a model of the Hub before, if this node lacks them.
+    """
+    model = config.model
+    if model.revision is not None:
+        hub.fetch_description(model.path, model.revision)
+    return load_tokenizer(model.folder, read_chat_template(config.serve.chat_template))

@@ -74,7 +74,8 @@ class OfflineEngine:
 
     def _start(self, stop: StopSignals | None) -> None:
         ranks = self._ranks
-        ranks.start_ray()
+        if not ranks.start_ray():
+            raise StoppedError
         if stop is not None:
             stop.install()  # again, because Ray has replaced the handlers
         with ranks.explained(), ThreadPoolExecutor(1) as executor:

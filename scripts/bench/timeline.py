@@ -120,7 +120,7 @@ def make_report(
     found: list[list[dict[str, Any]]],
 ) -> dict[str, Any]:
     """What all ranks found in each state, and the floors. `start`: backends, and seconds of the stages."""
-    model = replace(load_model_config(config.model.path), dtype=config.model.dtype)
+    model = replace(load_model_config(config.model.folder), dtype=config.model.dtype)
     rows = []
     for state, of_ranks in zip(states, found, strict=True):
         shape = StepShape(**of_ranks[0]["shape"])

@@ -50,7 +50,7 @@ class FakeRank:
     """
 
     def __init__(self, rank: int, address: str = "127.0.0.1"):
-        self.rank, self.address = rank, address
+        self.rank, self.address, self.node_id = rank, address, "node"
         self.calls: dict[str, list[tuple]] = defaultdict(list)
         self.fail: dict[str, BaseException] = {}
         self.hang: set[str] = set()
@@ -69,8 +69,11 @@ class FakeRank:
 
     async def describe(self) -> dict[str, Any]:
         await self._note("describe")
-        at = {"node_id": "node", "address": self.address, "pid": 1, "gpu_ids": []}
+        at = {"node_id": self.node_id, "address": self.address, "pid": 1, "gpu_ids": []}
         return {**at, "inbox": StreamAddress(f"inbox {self.rank}", b"")}
+
+    async def fetch_checkpoint(self) -> None:
+        await self._note("fetch_checkpoint")
 
     async def host_rendezvous(self) -> tuple[str, int]:
         await self._note("host_rendezvous")

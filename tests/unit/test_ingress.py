@@ -69,7 +69,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingress, "EngineClient", FakeClient)
     monkeypatch.setattr(ingress, "HttpServer", FakeServer)
     monkeypatch.setattr(ingress, "set_up_logging", lambda *_: None)
-    monkeypatch.setattr(ingress, "load_tokenizer", lambda path: tiny_tokenizer())
+    monkeypatch.setattr(ingress, "serving_tokenizer", lambda config: tiny_tokenizer())
     monkeypatch.setattr(settings, "load_default_sampling", lambda path: {})
     monkeypatch.setattr(settings, "num_gpus", lambda: 0)
     monkeypatch.setattr(settings, "max_num_seqs", lambda config, num_gpus: 4)

@@ -48,7 +48,7 @@ ORDER = {
         ("backends",),
     ),
     "workers": (
-        ("parallel.py", "stats/log.py"),
+        ("hub.py", "parallel.py", "stats/log.py"),
         ("config.py",),
         ("wire",),
         # The tensors of one forward, which the layers read.

@@ -220,7 +220,7 @@ def test_null_and_harmless_keys_pass(tmp_path: Path) -> None:
 
 
 def test_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(ModelConfigError, match=r"not a folder.*hf download"):
+    with pytest.raises(ModelConfigError, match=r"not a folder.*a name on the Hugging Face Hub"):
         load_model_config(tmp_path / "nowhere")
     with pytest.raises(ModelConfigError, match=r"no config\.json"):
         load_model_config(tmp_path)

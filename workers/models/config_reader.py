@@ -227,8 +227,8 @@ def read_json(folder: Path, name: str, *, required: bool) -> dict[str, Any]:
     file = folder / name
     if not folder.is_dir():
         raise ModelConfigError(
-            f"model path {str(folder)!r} is not a folder; expected a checkpoint on this machine "
-            "(nothing is downloaded: `hf download NAME --local-dir FOLDER` does that)"
+            f"model path {str(folder)!r} is not a folder; expected a checkpoint's folder, or a name on "
+            "the Hugging Face Hub such as Qwen/Qwen3-30B-A3B"
         )
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))

@@ -15,6 +15,7 @@ import ray
 
 from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
 from kernels.host.shm import PeerLeftError
+from workers import hub
 from workers.config import RankConfig
 from workers.engine.step_sync import LockstepError
 from workers.rank.network import bind_to_address
@@ -81,6 +82,14 @@ class RankActor:
             "gpu_ids": ray.get_gpu_ids(),
             "inbox": self._inbox.address,
         }
+
+    async def fetch_checkpoint(self) -> None:
+        """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits."""
+        model = self._config.model
+        if model.revision is None:
+            return
+        fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
+        await asyncio.to_thread(fetch, model.path, model.revision)
 
     async def host_rendezvous(self) -> tuple[str, int]:
         """Open the group's rendezvous store, and return its host and port. Called on rank 0 only."""

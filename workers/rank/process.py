@@ -56,7 +56,7 @@ class RankProcess:
 
     def __init__(self, rank: int, config: RankConfig):
         self.rank, self.config, self.dims = rank, config, config.dims
-        self.model_config: ModelConfig = load_model_config(config.model.path)
+        self.model_config: ModelConfig = load_model_config(config.model.folder)
         self.device = torch.device(config.device)
         if config.device == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -97,7 +97,7 @@ class RankProcess:
         if self.model is not None:
             return
         assert self.backends is not None, "build_backends comes first"
-        self.grammars = GrammarCompiler(self.config.model.path, self.model_config.vocab_size)
+        self.grammars = GrammarCompiler(self.config.model.folder, self.model_config.vocab_size)
         with memory_for("the weights", self.weight_bytes()):
             self.model = self._load(self.backends, progress)
 
@@ -120,7 +120,7 @@ class RankProcess:
         if self.config.model.weights == "dummy":
             draw_weights(model, **where)
         else:
-            load_weights(model, self.config.model.path, **where)
+            load_weights(model, self.config.model.folder, **where)
         return model
 
     def backend_context(self, shared_memory: SharedMemoryGroup | None) -> BackendContext:

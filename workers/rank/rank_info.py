@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+CHECKPOINT = "checkpoint"
 WEIGHTS = "weights"
 KERNELS = "kernels"
 KV_CACHE = "KV cache"

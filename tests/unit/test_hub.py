@@ -1,0 +1,321 @@
+"""model.path as a name on the Hub, fetched by huggingface_hub from a server of this machine."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from cluster.commands import download
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.group.group import Group
+from tests.unit.hub_server import HubRepository, HubServer
+from tests.unit.ray_fakes import FakeLauncher, FakeRank, rank_config
+from workers import hub
+from workers.weights.checkpoint import make_checkpoint
+from workers.weights.files import read_headers
+
+REPOSITORY = Path(__file__).parents[2]
+NAME = "owner/Tiny-MoE"
+DESCRIPTION = [
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A checkpoint in two shards, with copies of the weights in other formats beside them."""
+    folder = make_checkpoint(
+        tmp_path_factory.mktemp("model"), num_layers=1, hidden_size=32, num_shards=2
+    )
+    surplus = {
+        "pytorch_model.bin": b"pickle",
+        "consolidated.safetensors": b"all",
+        "README.md": b"#",
+    }
+    return {file.name: file.read_bytes() for file in folder.iterdir()} | surplus
+
+
+@pytest.fixture
+def server(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[HubServer]:
+    server = HubServer()
+    server.repositories[NAME] = HubRepository()
+    server.repositories[NAME].commit(files)
+    set_endpoint(monkeypatch, server.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    hub.fetch_description.cache_clear()
+    yield server
+    hub.fetch_description.cache_clear()
+    server.close()
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """Do to this process what HF_ENDPOINT does before huggingface_hub is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture
+def yaml_path(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"model:\n  path: {NAME}\n")
+    return path
+
+
+def problem(path: Path, *overrides: str) -> tuple[str, str]:
+    """Key and message of the one thing that is wrong."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    (found,) = caught.value.problems
+    return found.key, found.message
+
+
+def fetch(config: PhalanxConfig) -> Path:
+    hub.fetch_weights(config.model.path, config.model.revision)
+    return config.model.folder
+
+
+def test_a_name_is_fetched_in_two_parts(server: HubServer, yaml_path: Path, tmp_path: Path) -> None:
+    config = load_config(yaml_path)
+    assert (config.model.path, config.serve.model_name) == (NAME, NAME)
+    assert config.model.revision == server.repositories[NAME].branches["main"]
+    assert config.model.folder.is_relative_to(tmp_path / "cache")
+    assert set(DESCRIPTION) <= set(server.fetched())
+    assert not [name for name in server.fetched() if name.endswith((".safetensors", ".bin", ".md"))]
+
+    server.requests.clear()
+    folder = fetch(config)
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert server.fetched() == shards
+    assert len(read_headers(folder)) > 10
+    assert server.tokens == {None}
+
+    server.requests.clear()
+    fetch(load_config(yaml_path))
+    assert not server.requests, "a process resolves a branch once"
+    hub.fetch_description.cache_clear()
+    fetch(load_config(yaml_path))
+    assert [request.split("/")[1] for request in server.requests] == ["api"], "the main branch"
+
+
+def test_one_file_of_weights(server: HubServer, yaml_path: Path, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", num_layers=1, hidden_size=32)
+    server.repositories[NAME].commit({file.name: file.read_bytes() for file in folder.iterdir()})
+    fetch(load_config(yaml_path))
+    assert "model.safetensors" in server.fetched()
+
+
+def test_a_revision(server: HubServer, yaml_path: Path, files: dict[str, bytes]) -> None:
+    repository = server.repositories[NAME]
+    first = load_config(yaml_path).model.revision
+    longer = json.loads(files["config.json"]) | {"max_position_embeddings": 77}
+    second = repository.commit({**files, "config.json": json.dumps(longer).encode()})
+    repository.branches["old"] = str(first)
+    hub.fetch_description.cache_clear()
+    assert load_config(yaml_path).model.revision == second
+    for revision in ("old", str(first)):
+        config = load_config(yaml_path, [f"model.revision={revision}"])
+        assert config.model.revision == first
+    assert "77" in problem(yaml_path, "model.max_model_len=78")[1]
+
+
+def test_a_folder_wins_over_a_name(
+    server: HubServer, yaml_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path / NAME, num_layers=1, hidden_size=32)
+    config = load_config(yaml_path)
+    assert (config.model.path, config.model.revision) == (str(folder), None)
+    assert config.model.folder == folder and config.serve.model_name == "Tiny-MoE"
+    fetch(config)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    assert "holds no config.json" in problem(yaml_path)[1]
+    assert server.requests == []
+    # An override starts at the current folder.
+    monkeypatch.chdir(tmp_path / "owner")
+    assert load_config(yaml_path, [f"model.path={NAME}"]).model.revision is not None
+
+
+@pytest.mark.parametrize(
+    "path", ["/owner/model", "./owner/model", "model", "a/b/c", "~/model", "../a"]
+)
+def test_paths_that_are_no_names(path: str, server: HubServer, yaml_path: Path) -> None:
+    key, message = problem(yaml_path, f"model.path={path}")
+    assert key == "model.path" and "is not a folder" in message
+    assert server.requests == []
+
+
+def test_a_wrong_name(server: HubServer, yaml_path: Path) -> None:
+    key, message = problem(yaml_path, "model.path=models/dem")
+    assert (
+        key == "model.path"
+        and "'models/dem' is neither a folder here nor a public model" in message
+    )
+    assert server.url in message and "HF_TOKEN" in message
+
+
+def test_a_wrong_revision(server: HubServer, yaml_path: Path) -> None:
+    key, message = problem(yaml_path, "model.revision=v9")
+    assert (key, message) == ("model.revision", f"'v9' is no branch, tag or commit of {NAME}")
+
+
+def test_a_revision_of_a_folder(server: HubServer, yaml_path: Path, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / NAME, num_layers=1, hidden_size=32)
+    key, message = problem(yaml_path, "model.revision=main")
+    assert key == "model.revision" and "model.path is a folder here" in message
+
+
+def test_tokens(server: HubServer, yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = server.repositories[NAME]
+    repository.private_to = "secret"
+    assert "if the model is private, set the environment variable HF_TOKEN" in problem(yaml_path)[1]
+    monkeypatch.setenv("HF_TOKEN", "wrong")
+    key, message = problem(yaml_path)
+    assert key == "model.path" and "refuses the token" in message and "wrong" not in message
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    assert load_config(yaml_path).model.revision
+    repository.gated = True
+    monkeypatch.setenv("HF_TOKEN", "other")
+    repository.private_to = None
+    server.repositories["owner/gated"] = repository
+    key, message = problem(yaml_path, "model.path=owner/gated")
+    assert key == "model.path" and f"accept its terms at {server.url}/owner/gated" in message
+
+
+def test_without_a_connection(
+    server: HubServer, yaml_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_endpoint(monkeypatch, "http://127.0.0.1:9")
+    key, message = problem(yaml_path)
+    assert key == "model.path" and "http://127.0.0.1:9 cannot be reached" in message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE forbids to fetch it" in problem(yaml_path)[1]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_endpoint(monkeypatch, server.url)
+    config = load_config(yaml_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    hub.fetch_description.cache_clear()
+    assert load_config(yaml_path) == config, "the cached files count"
+    with pytest.raises(hub.HubError, match="HF_HUB_OFFLINE forbids"):
+        fetch(config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    fetch(config)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    fetch(config)
+
+
+def test_a_hub_with_an_error(server: HubServer, yaml_path: Path) -> None:
+    server.broken = True
+    key, message = problem(yaml_path)
+    assert key == "model.path" and "503" in message
+
+
+def test_a_full_disk(server: HubServer, yaml_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(yaml_path)
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 0))
+    with pytest.raises(hub.HubError, match=r"GB more in .*, the disk has 0.0 GB free; .*HF_HOME"):
+        fetch(config)
+
+
+def test_weights_without_safetensors(
+    server: HubServer, yaml_path: Path, files: dict[str, bytes]
+) -> None:
+    kept = {name: content for name, content in files.items() if "safetensors" not in name}
+    server.repositories[NAME].commit(kept)
+    with pytest.raises(hub.HubError, match="in safetensors only"):
+        fetch(load_config(yaml_path))
+
+
+@pytest.fixture
+def in_processes(server: HubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Let new processes find the server and the cache by the variables of huggingface_hub."""
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+
+
+def test_a_download_before_the_start(
+    server: HubServer, in_processes: None, yaml_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(yaml_path)
+    download.run(config)
+    assert len(read_headers(config.model.folder)) > 10
+    out, err = capfd.readouterr()
+    assert "Fetching 2 files" in err and not out, "huggingface_hub's bar"
+    server.repositories[NAME].gated = True
+    shutil.rmtree(config.model.folder.parents[1] / "blobs")
+    with pytest.raises(hub.HubError, match="accept its terms"):
+        download.run(config)
+
+
+def test_a_download_ends_at_a_signal(
+    server: HubServer, in_processes: None, yaml_path: Path
+) -> None:
+    server.stall = True
+    config = load_config(yaml_path)
+    started = time.monotonic()
+    download.run(config, server.stalled.is_set)
+    assert server.stalled.is_set() and time.monotonic() - started < 30
+    assert not list(config.model.folder.glob("*.safetensors"))
+
+
+def test_what_needs_no_download(server: HubServer, yaml_path: Path) -> None:
+    assert download.is_needed(load_config(yaml_path))
+    for override in ("model.weights=dummy", "cluster.ray_address=auto"):
+        assert not download.is_needed(load_config(yaml_path, [override])), override
+
+
+def test_the_configuration_needs_no_torch(
+    server: HubServer, in_processes: None, yaml_path: Path
+) -> None:
+    program = (
+        "import sys; from cluster.config.load import load_config\n"
+        "print(load_config(sys.argv[1]).model.folder); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, yaml_path],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == load_config(yaml_path).model.folder
+
+
+def test_each_node_fetches_once() -> None:
+    config = rank_config(4)
+    model = config.model.model_copy(update={"revision": "0" * 40})
+    ranks = [FakeRank(rank, address=f"10.0.0.{rank // 2}") for rank in range(4)]
+    for rank in ranks:
+        rank.node_id = rank.address
+    config = config.model_copy(update={"model": model, "num_nodes": 2})
+    subject = Group("app", config, FakeLauncher(ranks), start_timeout_s=5.0)
+    asyncio.run(subject.start())
+    assert subject.health.state == "serving", subject.health.error
+    assert [len(rank.calls["fetch_checkpoint"]) for rank in ranks] == [1, 0, 1, 0]
+    assert [name for name, _ in subject.status.stages][:3] == [
+        "placement",
+        "processes",
+        "checkpoint",
+    ]
