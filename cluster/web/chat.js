@@ -1,18 +1,20 @@
-// The conversation: sends it, shows the answer as it comes, stops it, asks again.
+// The conversation: sends it, shows the answer as it comes, runs the tool that it calls, stops it, asks again.
 // Text of users and models reaches the page as text nodes only, never as markup.
 
 import { call, items } from "./api.js";
+import { CLOCK, runTool } from "./tools.js";
 
 const byId = (id) => document.getElementById(id);
 const NEAR_END_PX = 60; // so close to the end the view follows the text
+const MAX_CALL_ROUNDS = 3; // then the model has to answer
 
 export class Chat {
-  // settings() gives the request's fields and the system prompt, or null when one is not valid.
+  // settings() gives the request's fields, the system prompt and tool_choice, or null when one is not valid.
   constructor({ settings, modelName, onError }) {
     this.settings = settings;
     this.modelName = modelName;
     this.onError = onError;
-    this.messages = []; // {role, content} as the API wants them
+    this.messages = []; // {role, content, ...} as the API wants them
     this.running = null; // AbortController of the answer under way
 
     byId("composer").addEventListener("submit", (event) => {
@@ -49,7 +51,7 @@ export class Chat {
   again(view) {
     const settings = this.running ? null : this.settings();
     if (!settings) return;
-    if (this.messages.at(-1).role === "assistant") this.messages.pop();
+    while (this.messages.at(-1).role !== "user") this.messages.pop(); // calls and results too
     view.element.remove();
     this.answer(settings);
   }
@@ -66,21 +68,29 @@ export class Chat {
     byId("input").focus();
   }
 
-  async answer({ fields, system }) {
+  async answer({ fields, system, tool }) {
     const conversation = this.messages; // another list after clear()
     const view = new View("assistant", this.modelName() || "Model", (it) => this.again(it));
     const running = (this.running = new AbortController());
     this.showState();
     const prefix = system ? [{ role: "system", content: system }] : [];
-    const body = {
-      model: this.modelName() || undefined,
-      messages: [...prefix, ...conversation],
-      stream: true,
-      stream_options: { include_usage: true },
-      ...fields,
-    };
+    let turn;
     try {
-      await this.receive(body, running.signal, view);
+      for (let round = 0; round <= MAX_CALL_ROUNDS && (!round || turn.calls.length); round++) {
+        const later = round < MAX_CALL_ROUNDS ? "auto" : "none"; // or a model that must call would never answer
+        const tools = { tools: [CLOCK], tool_choice: round ? later : tool, parallel_tool_calls: false };
+        const body = {
+          model: this.modelName() || undefined,
+          messages: [...prefix, ...conversation],
+          stream: true,
+          stream_options: { include_usage: true },
+          ...fields,
+          ...(tool ? tools : {}),
+        };
+        turn = { content: "", calls: [] };
+        await this.receive(body, running.signal, view, turn);
+        if (turn.calls.length) conversation.push(...runCalls(turn, view));
+      }
     } catch (error) {
       if (running.signal.aborted) {
         view.notes.push("stopped");
@@ -89,17 +99,19 @@ export class Chat {
         this.onError(error);
       }
     }
-    if (view.content) conversation.push({ role: "assistant", content: view.content });
+    if (turn.content) conversation.push({ role: "assistant", content: turn.content });
     view.finish();
     if (this.running === running) this.running = null;
     this.showState();
   }
 
-  async receive(body, signal, view) {
+  // Shows an answer as it comes, and puts its content and its complete calls into `turn`.
+  async receive(body, signal, view, turn) {
     const started = performance.now();
     let first = 0;
     let last = 0;
     let usage = null;
+    const calls = [];
     const response = await call("v1/chat/completions", {
       method: "POST",
       headers: { "content-type": "application/json" },
@@ -112,14 +124,22 @@ export class Chat {
       if (!choice) continue;
       const thought = choice.delta.reasoning_content ?? choice.delta.reasoning;
       if (thought) view.think(thought);
-      if (choice.delta.content) view.append(choice.delta.content);
-      if (thought || choice.delta.content) {
+      if (choice.delta.content) {
+        turn.content += choice.delta.content;
+        view.append(choice.delta.content);
+      }
+      for (const part of choice.delta.tool_calls ?? []) {
+        calls[part.index] ??= view.call({ id: part.id, name: part.function.name, arguments: "" });
+        calls[part.index].add(part.function.arguments ?? "");
+      }
+      if (thought || choice.delta.content || choice.delta.tool_calls) {
         last = performance.now();
         first ||= last;
       }
       if (choice.finish_reason === "length") view.notes.push("token limit reached");
+      else if (choice.finish_reason) turn.calls = calls;
     }
-    if (usage && first) view.notes.unshift(...figures(usage, started, first, last));
+    if (usage && first) view.figures = figures(usage, started, first, last);
   }
 
   showState() {
@@ -130,6 +150,20 @@ export class Chat {
     byId("clear").disabled = !byId("log").hasChildNodes();
     byId("welcome").hidden = byId("log").hasChildNodes();
   }
+}
+
+// Runs the calls of a turn; the messages for them and for their results.
+function runCalls(turn, view) {
+  const tool_calls = turn.calls.map(({ call: { id, ...it } }) => ({ id, type: "function", function: it }));
+  const message = { role: "assistant", content: turn.content || null, tool_calls };
+  const results = turn.calls.map((shown) => {
+    const content = runTool(shown.call);
+    shown.result(content);
+    return { role: "tool", tool_call_id: shown.call.id, content };
+  });
+  if (turn.content) view.append("\n\n");
+  turn.content = "";
+  return [message, ...results];
 }
 
 function figures(usage, started, first, last) {
@@ -146,6 +180,7 @@ function figures(usage, started, first, last) {
 class View {
   constructor(role, name, again) {
     this.content = "";
+    this.figures = []; // of the last request
     this.notes = [];
     this.waiting = []; // [text node, text] not shown yet
     const fragment = byId("message-template").content.cloneNode(true);
@@ -176,6 +211,28 @@ class View {
     this.show(this.thoughts, text);
   }
 
+  // A call on the page: add() appends to its arguments, result() shows what it returned.
+  call(call) {
+    const item = byId("call-template").content.cloneNode(true).querySelector("li");
+    item.querySelector("b").textContent = call.name;
+    const text = item.querySelector("code").appendChild(new Text());
+    const list = this.element.querySelector(".calls");
+    list.append(item);
+    list.hidden = false;
+    return {
+      call,
+      add: (part) => {
+        call.arguments += part;
+        this.show(text, part);
+      },
+      result: (content) => {
+        const output = item.querySelector("output");
+        output.textContent = content;
+        output.hidden = false;
+      },
+    };
+  }
+
   // Tokens come faster than frames: the page changes once a frame.
   show(node, text) {
     if (!this.waiting.length) requestAnimationFrame(() => this.flush());
@@ -200,8 +257,8 @@ class View {
   finish() {
     delete this.element.dataset.running;
     const note = this.element.querySelector(".note");
-    note.textContent = this.notes.join(" \u00b7 ");
-    note.hidden = !this.notes.length;
+    note.textContent = [...this.figures, ...this.notes].join(" \u00b7 ");
+    note.hidden = !note.textContent;
     if (!this.content) this.element.querySelector(".copy").hidden = true;
     this.element.querySelector("footer").hidden = false;
     this.flush();

@@ -7,7 +7,7 @@ import { Ranks } from "./ranks.js";
 const byId = (id) => document.getElementById(id);
 let model = "";
 
-// The sampling fields that are filled in, and the system prompt; null when one is not valid.
+// The sampling fields that are filled in, the system prompt and the tool; null when one is not valid.
 function settings() {
   const form = byId("sampling");
   if (!form.checkValidity()) {
@@ -19,6 +19,7 @@ function settings() {
   return {
     fields: Object.fromEntries(filled.map((input) => [input.name, input.valueAsNumber])),
     system: byId("system").value.trim(),
+    tool: byId("tool").value,
   };
 }
 

@@ -92,6 +92,78 @@ def test_an_answer_streams_in_with_the_settings_of_the_page(page, server):
     assert page.js("document.querySelectorAll('.message').length") == 0
 
 
+def stream_of_a_call(name: str, *arguments: str) -> str:
+    """The events of an answer that calls a tool; the arguments come in these parts."""
+    first = {"index": 0, "id": "call_1", "function": {"name": name, "arguments": ""}}
+    deltas = [first, *({"index": 0, "function": {"arguments": part}} for part in arguments)]
+    chunks = [{"choices": [{"index": 0, "delta": {"tool_calls": [it]}}]} for it in deltas]
+    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    return "".join(f"data: {json.dumps(it)}\n\n" for it in chunks) + "data: [DONE]\n\n"
+
+
+def test_a_call_runs_on_the_page_and_its_result_goes_back(page):
+    """The model of this server calls again and again, until the page forbids calls."""
+    page.answer(
+        {"/v1/chat/completions": (200, stream_of_a_call("get_time", '{"zone":', ' "UTC"}'))}
+    )
+    page.js("document.getElementById('tool').value = 'required'")
+    say(page, "What time is it?")
+    page.wait(f"{IDLE} && document.querySelectorAll('.calls output:not([hidden])').length == 4")
+    assert text_of(page, ".calls b") == "get_time"
+    assert text_of(page, ".calls code") == '{"zone": "UTC"}'
+    shown = text_of(page, ".calls output")
+    assert shown.endswith("GMT")
+    bodies = page.bodies("/v1/chat/completions")
+    assert [it["tool_choice"] for it in bodies] == ["required", "auto", "auto", "none"]
+    assert [len(it["messages"]) for it in bodies] == [1, 3, 5, 7]
+    assert bodies[0]["tools"][0]["function"]["name"] == "get_time"
+    said, result = bodies[1]["messages"][1:]
+    function = {"name": "get_time", "arguments": '{"zone": "UTC"}'}
+    assert said == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call_1", "type": "function", "function": function}],
+    }
+    assert result == {"role": "tool", "tool_call_id": "call_1", "content": shown}
+
+    page.click(".message:last-child .again")
+    page.wait(f"{IDLE} && document.querySelectorAll('.calls output:not([hidden])').length == 4")
+    again = page.bodies("/v1/chat/completions")[4:]
+    assert [len(it["messages"]) for it in again] == [1, 3, 5, 7]
+    page.answer({})
+    page.js("document.getElementById('tool').value = ''")
+    page.fill("[name=max_tokens]", "2")
+    page.click("#clear")
+    say(page, "hi")
+    page.wait(f"{IDLE} && ({ANSWER})?.textContent.length")
+    assert not {"tools", "tool_choice"} & page.bodies("/v1/chat/completions")[-1].keys()
+
+
+def test_calls_that_cannot_run_say_why_and_markup_in_them_stays_text(page):
+    attack = '{"zone": "<img src=x onerror=alert(1)>'
+    page.js("document.getElementById('tool').value = 'auto'")
+    for name, error in (("<b>f</b>", "there is no function <b>f</b>"), ("get_time", "JSON")):
+        page.answer({"/v1/chat/completions": (200, stream_of_a_call(name, attack))})
+        say(page, "hi")
+        page.wait(f"{IDLE} && document.querySelectorAll('.message:last-child li').length == 4")
+        assert text_of(page, ".message:last-child .calls b") == name
+        assert text_of(page, ".message:last-child .calls code") == attack
+        shown = text_of(page, ".message:last-child .calls output")
+        assert shown.startswith("error: ") and error in shown
+    assert page.js("document.querySelectorAll('#log img, #log b b').length") == 0
+
+
+def test_a_call_that_the_stream_breaks_off_does_not_run(page):
+    events = stream_of_a_call("get_time", '{"zone":', ' "UTC"}').split("\n\n")
+    page.answer({"/v1/chat/completions": (200, "\n\n".join([*events[:2], ""]))})
+    page.js("document.getElementById('tool').value = 'auto'")
+    say(page, "hi")
+    page.wait(f"{IDLE} && document.querySelector('.error:not([hidden])') != null")
+    assert text_of(page, ".calls code") == '{"zone":'
+    assert page.js("document.querySelectorAll('.calls output:not([hidden])').length") == 0
+    assert len(page.bodies("/v1/chat/completions")) == 1
+
+
 def test_stop_keeps_what_came_and_regenerate_replaces_it(page, server):
     page.js(  # random weights may end an answer at any token; fields of this form go into the request
         "document.getElementById('sampling').insertAdjacentHTML('beforeend',"
@@ -236,7 +308,7 @@ def test_a_broken_stream_keeps_its_text_and_says_so(page):
 
 def test_everything_one_can_operate_has_a_name(page):
     nodes = page.call("Accessibility.getFullAXTree")["nodes"]
-    roles = {"textbox", "button", "spinbutton", "link", "DisclosureTriangle"}
+    roles = {"textbox", "button", "spinbutton", "link", "combobox", "DisclosureTriangle"}
     found = [(it["role"]["value"], it["name"]["value"]) for it in nodes if not it["ignored"]
              and it["role"]["value"] in roles]  # fmt: skip
     assert len(found) > 12 and all(name for _, name in found), found
@@ -276,7 +348,7 @@ def test_readable_in_both_colours_and_on_a_phone(page, width, dark):
     assert page.js("document.getElementById('scroll').scrollWidth") <= width
     for selector in (
         *(".text", ".error", ".message h2", ".again", "#input", "#send", "#model", "#state"),
-        *(".hint", "nav a", "#total", ".tokens", "dt", "dd", "#sampling label", "#system"),
+        *(".hint", "nav a", "#total", ".tokens", "dt", "dd", "#sampling label", "#system", "#tool"),
     ):
         assert page.js(f"{CONTRAST}('{selector}')") >= 4.5, selector
     page.problems.clear()  # the 400

@@ -1,5 +1,6 @@
 """The page's files and headers, without a browser: tests/serve/test_page.py runs it in one."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cluster
-from tests.unit.api_fakes import Api, assert_error
+from tests.unit.api_fakes import IM_END, Api, FakeBackend, assert_error, says
 
 WEB = Path(cluster.__file__).parent / "web"
 SCRIPTS = sorted(WEB.glob("*.js"))
@@ -78,6 +79,19 @@ def test_all_of_it_is_small():
     assert sum(path.stat().st_size for path in WEB.iterdir()) < 40_000
 
 
+def test_the_example_tool_is_one_that_the_api_takes():
+    definition = re.search(
+        r"export const CLOCK = (\{.+?\n\});", (WEB / "tools.js").read_text(), re.S
+    )
+    tool = json.loads(re.sub(r",(?=\s*[}\]])", "", re.sub(r"(\w+):", r'"\1":', definition[1])))
+    api = Api(FakeBackend(says("x", end=[IM_END])))
+    for choice in ("auto", "required"):
+        fields = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+        assert api.chat(**fields).status_code == 200
+    script = (WEB / "chat.js").read_text()
+    assert "tool_choice" in script and "parallel_tool_calls" in script
+
+
 def test_nothing_comes_from_elsewhere():
     for path in WEB.iterdir():
         text = path.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
@@ -113,7 +127,7 @@ def test_every_field_has_a_label(markup):
     labelled = set(markup.values("for"))
     inside = (WEB / "index.html").read_text()
     for tag, attrs in markup.tags:
-        if tag in ("input", "textarea"):
+        if tag in ("input", "textarea", "select"):
             name = attrs.get("id") or attrs.get("name")
             wrapped = re.search(rf'<label[^>]*>[^<]+<{tag} (name|id)="{name}"', inside)
             assert attrs.get("id") in labelled or wrapped, name
