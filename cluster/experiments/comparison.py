@@ -87,12 +87,16 @@ class Results:
         wanted = self.head["report"]["baseline"]
         if not wanted:
             return None
-        for other in self.cells:
-            is_base = all(equals(other.settings.get(key), value) for key, value in wanted.items())
-            rest = set(self.axes) - set(wanted)
-            if is_base and all(other.settings.get(key) == cell.settings.get(key) for key in rest):
+        rest = set(self.axes) - set(wanted)
+        for other in filter(self.is_base, self.cells):
+            if all(other.settings.get(key) == cell.settings.get(key) for key in rest):
                 return None if other is cell else other
         return None
+
+    def is_base(self, cell: CellResult) -> bool:
+        """Whether a cell has the values of the baseline."""
+        wanted = self.head["report"]["baseline"]
+        return all(equals(cell.settings.get(key), value) for key, value in wanted.items())
 
     def ratio(self, cell: CellResult, metric: str) -> Spread | None:
         """Return a cell's metric over that of its baseline, repeat by repeat; None where there is none."""

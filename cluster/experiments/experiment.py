@@ -9,9 +9,11 @@ from pydantic import ValidationError
 
 from cluster.config.errors import ConfigError, Problem, from_pydantic
 from cluster.config.files import ConfigSource, read_config
+from cluster.config.resolve import available_cores
 from cluster.experiments import sweep
 from cluster.experiments.cells import Cell, CellMaker, digest, place_of
 from cluster.experiments.sections import Sections, StepExperiment, sections_of
+from workers.models.registry import load_model_config
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Experiment:
             "identity": self.identity,
             **{key: common[key] for key in keys},
             "simulate": common.get("simulate"),
+            "model": _model_facts(self.cells[0]),
             "axes": self.axes,
             "names": self.names,
             "cells": [
@@ -82,6 +85,14 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
     if problems:
         raise ConfigError.of(str(path), problems, _places(source, problems))
     return Experiment(path, sections, cells)
+
+
+def _model_facts(cell: Cell) -> dict[str, Any]:
+    """Return what a simulation needs of the model and the machine; `cores` None: no rank shares its device."""
+    model = load_model_config(cell.config.model.path)
+    on_cpu = cell.config.cluster.device == "cpu"
+    cores = available_cores() if on_cpu else None
+    return {"layers": model.num_moe_layers, "top_k": model.top_k, "cores": cores}
 
 
 def _places(source: ConfigSource, problems: Sequence[Problem]) -> dict[str, str]:

@@ -139,10 +139,11 @@ def _ratio_table(results: Results) -> str:
             rows.append([cell.name, *map(_show_ratio, ratios)])
     if not rows:
         return ""
-    base = ", ".join(
-        f"{results.head['names'].get(key, key)}={label(value)}" for key, value in wanted.items()
+    base = next(cell for cell in results.cells if results.is_base(cell))
+    names = [f"{results.head['names'][key]}={label(base.settings[key])}" for key in wanted]
+    text = (
+        f"Ratio to the cell with {', '.join(names)}, repeat by repeat: median (lowest to highest):"
     )
-    text = f"Ratio to the cell with {base}, repeat by repeat: median (lowest to highest):"
     return f"{text}\n\n{markdown_table(['cell', *results.metrics], rows)}"
 
 

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,7 +65,7 @@ class ResultsFolder:
     def append(self, line: Line) -> None:
         """Add a line for good; a line that the disk has no room for leaves no part of it."""
         path = self.path / RESULTS
-        data = (json.dumps(line, allow_nan=False) + "\n").encode()
+        data = (json.dumps(_finite(line), allow_nan=False) + "\n").encode()
         size = path.stat().st_size if path.exists() else 0
         with disk_errors(self.path), path.open("ab") as file:
             try:
@@ -139,8 +140,17 @@ def run_key(line: Line) -> RunKey:
 def write_json(path: Path, value: Any) -> None:
     """Write a file as a whole or not at all."""
     part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(_finite(value), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     part.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """Return plain data with `inf` as text, because JSON has no infinity."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 @contextmanager

@@ -30,16 +30,62 @@ READY_TIMEOUT_S = 5.0
 LOG_TAIL = 2000  # characters of a server's log in an error
 
 
+class ServerClient:
+    """Loads a server, and reads the statistics of its ranks."""
+
+    def __init__(self, url: str, model: str, headers: dict[str, str]):
+        self._url, self._model, self._headers = url, model, headers
+
+    def is_ready(self) -> bool:
+        """Whether every rank can answer."""
+        with suppress(OSError), self._get("/ready") as answer:
+            ready: bool = answer.status == 200
+            return ready
+        return False
+
+    def run(self, job: Job, timeout_s: float) -> Measured:
+        """Send a load to its end. Raises EngineError."""
+        before = self._ranks()
+        round_ = Round()
+        try:
+            run(asyncio.wait_for(self._send(job, round_), timeout_s))
+        except TimeoutError:
+            raise EngineError(f"the requests took longer than {timeout_s:g} s") from None
+        return Measured(round_.answers, _figures(before, self._ranks()), round_.client_cpu_s)
+
+    async def _send(self, job: Job, into: Round) -> None:
+        load, workload = job.load, job.workload
+        assert load is not None and isinstance(workload, RequestWorkload)
+        settings = workload.load(job.seed, TIMEOUT_S, job.salt)
+        driver = Driver(settings, self._headers)
+        target = Target(
+            name="server", url=self._url, model=self._model, ignore_eos=settings.ignore_eos
+        )
+        await driver.send(target, load.requests, load.offsets, into)
+
+    def _get(self, path: str) -> Any:
+        request = urllib.request.Request(f"{self._url}{path}", headers=self._headers)
+        return urllib.request.urlopen(request, timeout=READY_TIMEOUT_S)
+
+    def _ranks(self) -> list[dict[str, Any]]:
+        """Return the statistics of each rank."""
+        try:
+            with self._get("/ranks") as answer:
+                ranks: list[dict[str, Any]] = json.load(answer)["ranks"]
+                return ranks
+        except (OSError, ValueError, KeyError) as error:
+            raise EngineError(f"the server does not answer: {error}") from error
+
+
 class Server(Engine):
-    """A ready server on a free port of this machine; its port in the configuration is ignored."""
+    """A ready server on a free port of this machine; its address in the configuration is ignored."""
 
     def __init__(self, config: PhalanxConfig, folder: Path, start_s: float):
         port = _free_port()
         serve = config.serve.model_copy(update={"port": port, "host": "127.0.0.1"})
         config = config.model_copy(update={"serve": serve})
-        self._config = config
         self._url = f"http://127.0.0.1:{port}"
-        self._headers = _headers(config)
+        self._client = ServerClient(self._url, str(serve.model_name), _headers(config))
         self.logs = [folder / "server.log"]
         path = folder / "server.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
@@ -63,16 +109,13 @@ class Server(Engine):
         return {"url": self._url}
 
     def run(self, job: Job, timeout_s: float) -> Measured:
-        assert job.load is not None and isinstance(job.workload, RequestWorkload)
-        before = self._ranks()
-        round_ = Round()
         try:
-            run(asyncio.wait_for(self._send(job, round_), timeout_s))
-        except TimeoutError:
-            raise EngineError(f"the requests took longer than {timeout_s:g} s") from None
+            measured = self._client.run(job, timeout_s)
+        except EngineError:
+            self._check_alive()
+            raise
         self._check_alive()
-        after = self._ranks()
-        return Measured(round_.answers, _figures(before, after), round_.client_cpu_s)
+        return measured
 
     def close(self) -> None:
         """Stop the server as Ctrl-C does; kill its session if that takes too long."""
@@ -85,28 +128,12 @@ class Server(Engine):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    async def _send(self, job: Job, into: Round) -> None:
-        load, workload = job.load, job.workload
-        assert load is not None and isinstance(workload, RequestWorkload)
-        settings = workload.load(job.seed, TIMEOUT_S, job.salt)
-        driver = Driver(settings, self._headers)
-        target = Target(
-            name="server",
-            url=self._url,
-            model=str(self._config.serve.model_name),
-            ignore_eos=settings.ignore_eos,
-        )
-        await driver.send(target, load.requests, load.offsets, into)
-
     def _wait_ready(self, start_s: float) -> None:
         deadline = time.monotonic() + start_s
-        while True:
+        while not self._client.is_ready():
             self._check_alive()
             if time.monotonic() > deadline:
                 raise EngineError(f"the server was not ready after {start_s:g} s{self._tail()}")
-            with suppress(OSError), self._get("/ready") as answer:
-                if answer.status == 200:
-                    return
             time.sleep(POLL_S)
 
     def _check_alive(self) -> None:
@@ -117,20 +144,6 @@ class Server(Engine):
     def _tail(self) -> str:
         text = self.logs[0].read_text(errors="replace")[-LOG_TAIL:].strip()
         return f"; its log ends with:\n{text}" if text else ""
-
-    def _get(self, path: str) -> Any:
-        request = urllib.request.Request(f"{self._url}{path}", headers=self._headers)
-        return urllib.request.urlopen(request, timeout=READY_TIMEOUT_S)
-
-    def _ranks(self) -> list[dict[str, Any]]:
-        """Return the statistics of each rank; raises EngineError if the server does not answer."""
-        try:
-            with self._get("/ranks") as answer:
-                ranks: list[dict[str, Any]] = json.load(answer)["ranks"]
-                return ranks
-        except (OSError, ValueError, KeyError) as error:
-            self._check_alive()
-            raise EngineError(f"the server does not answer: {error}{self._tail()}") from error
 
 
 def _figures(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Expands the sweep of an experiment into the settings of its cells. Pure; knows nothing of the keys that exist."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -35,13 +36,13 @@ def problems(sweep: Sweep) -> Iterator[Problem]:
         if key in seen:
             yield Problem(place, f"{key} is swept twice, see {seen[key]}")
         seen[key] = place
-        if len({show(value) for value in values}) < len(values):
+        if place != "sweep.paired" and _repeats(values):
             yield Problem(place, f"{key} has a value twice: {show(values)}")
     for cell in sweep.cells:
         for key in cell:
             if key in seen:
                 yield Problem("sweep.list", f"{key} is swept twice, see {seen[key]}")
-    if len({show(cell) for cell in sweep.cells}) < len(sweep.cells):
+    if _repeats(sweep.cells):
         yield Problem("sweep.list", "two cells are equal")
     if any(not cell for cell in sweep.cells):
         yield Problem("sweep.list", "a cell without keys; expected at least one `key: value`")
@@ -88,3 +89,9 @@ def _pair_problems(index: int, group: Mapping[str, list[Any]]) -> Iterator[Probl
     elif len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} has {count}" for key, count in lengths.items())
         yield Problem("sweep.paired", f"the values of a group go together, but {counts}")
+    elif _repeats(list(zip(*group.values(), strict=True))):
+        yield Problem("sweep.paired", f"group {index + 1} has equal values twice")
+
+
+def _repeats(values: Sequence[Any]) -> bool:
+    return len({json.dumps(value, default=str) for value in values}) < len(values)

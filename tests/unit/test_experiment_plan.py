@@ -171,3 +171,42 @@ def test_dry_run_prints_the_plan_and_checks_backends(folder: Path) -> None:
     result = CliRunner().invoke(app, ["experiment", str(path), "--dry-run"])
     assert result.exit_code == 2
     assert "cell 2 (all2all=symm)" in result.output
+
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "experiments").glob("*.yaml"))
+
+
+def test_every_question_has_an_example_for_a_cpu() -> None:
+    names = {path.stem for path in EXAMPLES}
+    on_cpu = {name.removesuffix("-cpu") for name in names if name.endswith("-cpu")}
+    assert on_cpu == {name for name in names if not name.endswith("-cpu")} and len(on_cpu) == 5
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_can_be_planned(path: Path) -> None:
+    found = load_experiment(path)
+    assert found.sections.question.endswith("?")
+    clock = plan.Clock(found.sections.kind, plan.configured_device)
+    seconds = clock.seconds(plan.ordered_runs(found))
+    assert seconds < (300 if path.stem.endswith("-cpu") else 7200)
+
+
+def test_pairs_may_repeat_a_value_but_not_a_pair(folder: Path) -> None:
+    group = {"workload.input_len": [8, 16], "workload.output_len": [4, 4]}
+    assert len(load_experiment(write(folder, sweep={"paired": [group]})).cells) == 2
+    twice = {"workload.input_len": [8, 8], "workload.output_len": [4, 4]}
+    assert "equal values twice" in error_of(write(folder, sweep={"paired": [twice]}))
+
+
+def test_a_simulation_needs_sizes_and_ranks(folder: Path) -> None:
+    grid = {"cluster.ranks": [1, 2, 3], "workload.tokens": [8, 16, 32, 64]}
+    wrong = {
+        "simulate": {"ranks": [16], "held_back": [128]},
+        "kind": "step",
+        "sweep": {"grid": grid},
+    }
+    assert "simulate.held_back" in error_of(write(folder, **wrong))
+    right = {**wrong, "simulate": {"ranks": [16], "held_back": [16]}}
+    assert len(load_experiment(write(folder, **right)).cells) == 12
+    few = {**right, "sweep": {"grid": {**grid, "cluster.ranks": [1, 2]}}}
+    assert "simulate.ranks" in error_of(write(folder, **few))

@@ -1,0 +1,32 @@
+"""The client part of experiments of kind http, against the shared server."""
+
+import pytest
+
+from cluster.experiments.metrics import metrics_of
+from cluster.experiments.planned_load import plan_load
+from cluster.experiments.server_target import ServerClient
+from cluster.experiments.target import EngineError, Job
+from cluster.experiments.workload_section import RequestWorkload
+
+
+def test_requests_and_figures_of_a_server(server) -> None:
+    client = ServerClient(server.url, "tiny", {})
+    assert client.is_ready()
+    workload = RequestWorkload(requests=6, input_len=40, output_len=8, request_rate=50.0)
+    load = plan_load(workload, 0, 1)
+    found = metrics_of(client.run(Job(workload, load, "first", 0), 60), workload)
+    assert found["completed"] == 6 and found["errors"] == 0
+    assert (found["prompt_tokens"], found["output_tokens"]) == (240, 48)
+    assert 0 < found["forward_share"] < 1
+    again = metrics_of(client.run(Job(workload, load, "second", 0), 60), workload)
+    assert not again.get("cached_tokens"), "a salt of its own keeps a run from cached prompts"
+    with pytest.raises(EngineError, match="took longer than 0"):
+        client.run(Job(workload, load, "third", 0), 0.01)
+
+
+def test_a_server_that_is_not_there() -> None:
+    client = ServerClient("http://127.0.0.1:9", "tiny", {})
+    workload = RequestWorkload(requests=1)
+    assert not client.is_ready()
+    with pytest.raises(EngineError, match="does not answer"):
+        client.run(Job(workload, plan_load(workload, 0, 1), "", 0), 1)
