@@ -14,6 +14,7 @@ import typer
 
 from cluster.bench.command import API_KEY_VARIABLE, bench
 from cluster.bench.options import KeyVariable, ShowProgress
+from cluster.config.demo import DEMO
 from cluster.experiments.command import experiment, report
 from workers.models.registry import DEFAULT_FAMILY
 
@@ -31,7 +32,10 @@ app.command()(bench)
 app.command()(experiment)
 app.command()(report)
 
-ConfigPath = Annotated[Path, typer.Argument(help="YAML configuration.", show_default=False)]
+ConfigPath = Annotated[
+    Path,
+    typer.Argument(help="YAML configuration; without one, the demo model.", show_default=False),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override one setting; repeatable."),
@@ -62,7 +66,7 @@ def _options(
 
 
 @app.command()
-def serve(config: ConfigPath, overrides: Overrides = None) -> None:
+def serve(config: ConfigPath = DEMO, overrides: Overrides = None) -> None:
     """Start the server and serve until Ctrl-C."""
     settings = _load(config, overrides)
     from cluster.commands.serve import run_server
@@ -107,7 +111,7 @@ def batch(
 
 @app.command()
 def check(
-    config: ConfigPath,
+    config: ConfigPath = DEMO,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -141,7 +145,7 @@ def top(
 
 @app.command()
 def trace(
-    config: ConfigPath,
+    config: ConfigPath = DEMO,
     overrides: Overrides = None,
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the step on each rank.")
