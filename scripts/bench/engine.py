@@ -6,6 +6,7 @@ Prints output tok/s of each round as JSON. bench_local runs it to tell what the 
 import argparse
 import json
 import random
+import sys
 import time
 
 from cluster.config.load import load_config
@@ -61,12 +62,24 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[])
     for name in ("requests", "concurrency", "input-len", "output-len", "rounds", "seed"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument(
+        "--turns",
+        action="store_true",
+        help="a round for each line of stdin; prints [tok/s, CPU seconds]",
+    )
     options = parser.parse_args()
     config = resolve_rank_config(load_config(options.config, [*options.set, "cluster.ranks=1"]))
     epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "bench-engine"), timeout_s=60)
     epoch.load()
     loop = Loop(epoch, options.input_len, options.output_len, options.seed)
     loop.run(2 * options.concurrency, options.concurrency)  # warm-up
+    if options.turns:
+        print("ready", flush=True)
+        for _ in sys.stdin:
+            before = time.process_time()
+            rate = loop.run(options.requests, options.concurrency)
+            print(json.dumps([rate, time.process_time() - before]), flush=True)
+        return
     rates = [loop.run(options.requests, options.concurrency) for _ in range(options.rounds)]
     print(json.dumps([round(rate, 1) for rate in rates]))
 
