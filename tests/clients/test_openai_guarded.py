@@ -1,10 +1,11 @@
-"""The official Python client on a server with a key, a short queue, a time limit, and a model that thinks."""
+"""The official Python clients on a server with a key, a short queue, a time limit, and a model that thinks."""
 
 import asyncio
 import json
 import signal
 from collections.abc import Iterator
 
+import anthropic
 import openai
 import pytest
 
@@ -174,6 +175,80 @@ def test_calls_as_plain_json(client, stream):
             name = call.function.name or name
             arguments += call.function.arguments
     assert (name, json.loads(arguments), finish) == ("now", {}, "tool_calls")
+
+
+@pytest.fixture
+def claude(guarded) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=guarded.url, api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def message_body(**fields) -> dict:
+    """Arguments of a message."""
+    return {"model": "demo", "max_tokens": 6, "messages": HELLO, **fields}
+
+
+def test_keys_of_messages(guarded, claude):
+    assert claude.messages.create(**message_body()).content
+    for key in ({"api_key": "wrong"}, {"auth_token": "wrong"}, {"auth_token": KEY}):
+        with anthropic.Anthropic(base_url=guarded.url, max_retries=0, **key) as other:
+            if key == {"auth_token": KEY}:
+                assert other.messages.create(**message_body()).content
+                continue
+            with pytest.raises(anthropic.AuthenticationError) as info:
+                other.messages.create(**message_body())
+            assert info.value.body["error"]["type"] == "authentication_error"
+
+
+@pytest.fixture
+def thought(client) -> str:
+    """The beginning of the demo's greedy thought, in a chat completion."""
+    body = {"chat_template_kwargs": {"enable_thinking": True}}
+    answer = client.chat.completions.create(**chat_body(HELLO, max_tokens=6), extra_body=body)
+    return answer.choices[0].message.reasoning_content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_of_a_message(claude, thought, stream):
+    body = message_body(
+        thinking={"type": "enabled", "budget_tokens": 1024}, extra_body={"temperature": 0}
+    )
+    if stream:
+        with claude.messages.stream(**body) as events:
+            deltas = [event.thinking for event in events if event.type == "thinking"]
+            message = events.get_final_message()
+        assert "".join(deltas) == thought
+    else:
+        message = claude.messages.create(**body)
+    (block,) = message.content
+    assert (block.type, block.thinking, message.stop_reason) == ("thinking", thought, "max_tokens")
+    silent = claude.messages.create(**body | {"thinking": {"type": "disabled"}})
+    assert [block.type for block in silent.content] == ["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_thought_of_a_response(client, thought, stream):
+    body = {"model": "demo", "input": "Hello", "temperature": 0, "max_output_tokens": 6}
+    extra = {"chat_template_kwargs": {"enable_thinking": True}}
+    response = client.responses.create(**body, extra_body=extra, stream=stream)
+    if stream:
+        events = list(response)
+        deltas = [e.delta for e in events if e.type == "response.reasoning_text.delta"]
+        assert "".join(deltas) == thought
+        response = events[-1].response
+    assert [item.type for item in response.output] == ["reasoning"]
+    assert response.output[0].content[0].text == thought and response.status == "incomplete"
+    assert response.usage.output_tokens_details.reasoning_tokens == 6
+
+
+def test_the_time_limit_of_a_response(client, guarded):
+    endless = {"max_output_tokens": 1500, "extra_body": {"ignore_eos": True}, "stream": True}
+    kinds = []
+    with pytest.raises(openai.APIError) as error:
+        for event in client.responses.create(model="demo", input="Hello", **endless):
+            kinds.append(event.type)
+    assert error.value.code == "timeout" and "response.output_text.delta" in kinds
+    guarded.wait_free()
 
 
 def test_sigterm_ends_what_does_not_finish_in_time(guarded):
