@@ -92,7 +92,7 @@ def _add_middleware(app: FastAPI, settings: ApiSettings, metrics: IngressMetrics
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST", "OPTIONS"],
+            allow_methods=["GET", "POST", "DELETE", "OPTIONS"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "request-id", "retry-after"],
         )

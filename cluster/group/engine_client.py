@@ -14,7 +14,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.errors import SHUTDOWN_REASON, EngineDeadError
+from cluster.errors import SHUTDOWN_REASON, EngineDeadError, ServingError
 from cluster.group import supervisor
 from cluster.group.group import GroupHealth, GroupMembers
 from cluster.group.group_client import GroupClient
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 RETRY_S = 0.1
+MAX_DEATHS = 2
+POISON = (
+    "this request was set aside: twice the step of its rank failed before it could send a token"
+)
 REBUILD_WAIT_S = 60.0
 """Seconds that a request may wait for a group that rebuilds, before it is refused."""
 
@@ -119,6 +123,8 @@ class EngineClient:
             finished = False
             while not finished:
                 output = await request.get()
+                if output.error == POISON:
+                    raise ServingError(POISON, code="request_ended_ranks")
                 if output.finish_reason == "abort":
                     raise EngineDeadError(output.error or "the request was aborted")
                 finished = output.finish_reason is not None
@@ -261,13 +267,24 @@ class EngineClient:
         abort: the ranks live on, and one may have got a request after it closed the old stream
         """
         async with self._reopening:
-            await self._open_streams()
+            members = await self._open_streams()
             for request in list(self._open.values()):
-                if not request.finished:
-                    if abort:
-                        self._abort(request)
-                    self._forget(request)
-                    self._submit(request)
+                if request.finished:
+                    continue
+                if abort:
+                    self._abort(request)
+                elif self._ended_its_rank(request, members):
+                    request.put(RequestOutput(request.wire_id, [], "abort", POISON))
+                    continue
+                self._forget(request)
+                self._submit(request)
+
+    def _ended_its_rank(self, request: OpenRequest, members: list[GroupMembers]) -> bool:
+        """Whether the rank of a request has failed for the MAX_DEATHS-th time in a row before it sent a token of it."""
+        group, rank = self._router.place(request.rank)
+        if rank in members[group].failed:
+            request.deaths += 1
+        return request.deaths >= MAX_DEATHS
 
     async def _resume(self) -> None:
         """Continue in the new epoch of a group. After a RayError the caller tries again: the group may have failed."""

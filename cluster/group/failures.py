@@ -21,6 +21,12 @@ def failure_message(error: BaseException) -> str:
     return str(error) if is_explained else f"{type(error).__name__}: {error}"
 
 
+def step_failed(error: BaseException) -> bool:
+    """Whether a rank ended by an error of its own step: neither by a lost peer nor by the end of its process."""
+    error = _remote_cause(error)
+    return isinstance(error, RankFailedError) and not isinstance(error, PeerFailedError)
+
+
 async def first_failure(done: Sequence[asyncio.Future[None]]) -> asyncio.Future[None]:
     """Return the future that ended first.
 

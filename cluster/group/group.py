@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.group import placement
-from cluster.group.failures import failure_message, first_failure
+from cluster.group.failures import failure_message, first_failure, step_failed
 from cluster.group.launcher import RankHandle
 from workers.config import RankConfig
 from workers.rank.rank_info import CHECKPOINT, RankInfo, Rendezvous, start_stages, total_progress
@@ -73,11 +73,15 @@ class GroupStatus:
 
 @dataclass(frozen=True)
 class GroupMembers:
-    """What an ingress needs to reach the ranks of one epoch, in rank order."""
+    """What an ingress needs to reach the ranks of one epoch, in rank order.
+
+    failed: the rank with the failed step that ended the epoch before, if one did
+    """
 
     epoch: int
     ranks: list[RankHandle]
     infos: list[RankInfo]
+    failed: frozenset[int] = frozenset()
 
 
 class Launcher(Protocol):
@@ -120,6 +124,7 @@ class Group:
         self._hang_timeout_s = hang_timeout_s
         self._rebuild_attempts = rebuild_attempts
         self._num_failures = 0  # in a row
+        self._failed: set[int] = set()
         self._serving_since = 0.0
         self._draining = False
         self._ranks: list[RankHandle] = []
@@ -134,7 +139,9 @@ class Group:
     @property
     def members(self) -> GroupMembers:
         """The ranks of this epoch."""
-        return GroupMembers(self.status.epoch, self._ranks, self.status.infos)
+        return GroupMembers(
+            self.status.epoch, self._ranks, self.status.infos, frozenset(self._failed)
+        )
 
     async def refreshed_status(self) -> GroupStatus:
         """The status, with the progress that the ranks report now."""
@@ -212,9 +219,10 @@ class Group:
         ended = await first_failure(done)
         if not self.health.alive:
             return None
-        error = ended.exception()
+        error, rank = ended.exception(), done.index(ended)
+        self._failed = {rank} if error is not None and step_failed(error) else set()
         reason = failure_message(error) if error is not None else "left its loop"
-        return f"rank {done.index(ended)}: {reason}"
+        return f"rank {rank}: {reason}"
 
     async def _rebuild(self, reason: str) -> None:
         """Bring the ranks into a new epoch, until they serve or no attempt is left.

@@ -18,6 +18,7 @@ class OpenRequest:
     rank     the rank that has the request, numbered over all groups
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
+    deaths   failed steps of its rank in a row, without a token in between
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class OpenRequest:
     rank: int = 0
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
+    deaths: int = 0
     finished: bool = False
     _outputs: list[RequestOutput] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None
@@ -58,6 +60,7 @@ class OpenRequest:
             # The first output of this attempt repeats what came with the first output of the request.
             output = replace(output, prompt_logprobs=None, num_cached_tokens=0)
         self.emitted.extend(output.token_ids)
+        self.deaths = 0
         self.finished = output.finish_reason is not None
         self._outputs.append(output)
         if self._waiter is None or self._waiter.done() or (self.whole and not self.finished):

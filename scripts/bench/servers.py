@@ -55,6 +55,11 @@ class ServerProcess:
             raise
         self.start_s = time.perf_counter() - started
 
+    @property
+    def pid(self) -> int:
+        """Of the process that the command started."""
+        return self._process.pid
+
     def stop(self) -> float | None:
         """Press Ctrl-C; seconds until it and all that it started is gone, None if that took too long.
 

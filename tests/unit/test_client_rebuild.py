@@ -5,10 +5,11 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.errors import EngineDeadError
+from cluster.errors import EngineDeadError, ServingError
 from cluster.group import engine_client
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
 from tests.unit.ray_fakes import until
+from workers.rank.actor import RankFailedError
 
 
 @pytest.fixture(autouse=True)
@@ -138,5 +139,33 @@ def test_a_rank_that_cannot_be_reached_is_tried_again(monkeypatch):
             (name,) = now.ranks[0].requests
             await now.ranks[0].emit(name, 0, 1, finish=True)
             await asked
+
+    run(scenario())
+
+
+def test_a_request_in_two_failed_steps_is_set_aside():
+    """A request that makes progress in between, or whose own rank lives, goes on."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            poison, works = now.ask("a", rank=1), now.ask("b", rank=1)
+            other = now.ask("c", rank=0)
+            for attempt in ("", "~2"):
+                await until(lambda suffix=attempt: f"a{suffix}" in now.ranks[1].requests)
+                await now.ranks[1].emit(f"b{attempt}", len(now.answers["b"]), 1)
+                await until(lambda suffix=attempt: len(now.answers["b"]) == 1 + len(suffix) // 2)
+                await until(
+                    lambda: len(now.ranks[1].calls["done"]) == len(now.ranks[1].calls["start"])
+                )
+                now.ranks[1].ended.set_exception(RankFailedError("KeyError: 7"))
+            with pytest.raises(ServingError, match="set aside") as caught:
+                await poison
+            assert (caught.value.status, caught.value.code) == (500, "request_ended_ranks")
+            await until(lambda: "b~3" in now.ranks[1].requests and "c~3" in now.ranks[0].requests)
+            assert "a~3" not in now.ranks[1].requests
+            await now.ranks[1].emit("b~3", 2, 1, finish=True)
+            await now.ranks[0].emit("c~3", 0, 1, finish=True)
+            await asyncio.gather(works, other)
+            assert now.answers["b"] == [100, 101, 102] and now.outstanding == (0, 0)
 
     run(scenario())

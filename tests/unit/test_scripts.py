@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("serve", "test", "bench_local", "bench_ingress", "bench_gpu_serving")
+COMMANDS = ("serve", "test", "bench_local", "bench_ingress", "bench_gpu_serving", "chaos")
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "scripts").rglob("*.py")
