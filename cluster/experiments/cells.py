@@ -20,10 +20,11 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments.sections import Kind, Sections, absolute
 from cluster.experiments.sweep import Settings, expand, flat, short_names, swept_keys
 from cluster.experiments.workload_section import RequestWorkload, StepWorkload, Workload
+from workers import hub
 from workers.models.registry import load_model_config
 
 WORKLOAD = "workload."
-PATHS = ("model.path", "serve.api_keys_file")
+PATHS = ("model.path", "serve.api_keys_file", "serve.chat_template")
 Engine = str  # digest of the settings that an engine is started with
 
 
@@ -117,7 +118,7 @@ class CellMaker:
         source = ConfigSource(copy.deepcopy(self._base.data), dict(self._base.places), [])
         for name, value in {**flat(self._sections.config), **settings}.items():
             if name in PATHS and isinstance(value, str):
-                value = absolute(value, self._folder)
+                value = self._path(name, value)
             put(source.data, name, copy.deepcopy(value))
         try:
             return check_source(source, str(self._base_path), self._base_path.parent)
@@ -125,6 +126,12 @@ class CellMaker:
             for problem in error.problems:
                 self._add(where, problem)
         return None
+
+    def _path(self, name: str, value: str) -> str:
+        """Return an absolute path; a name on the Hugging Face Hub stays as it is."""
+        path = absolute(value, self._folder)
+        is_name = name == "model.path" and hub.is_name(value)
+        return value if is_name and not Path(path).exists() else path
 
     def _workload(self, settings: Settings, where: str) -> Workload | None:
         key = show_all(settings)

@@ -87,6 +87,10 @@ class RankGroup(Engine):
         if model.weights == "checkpoint":
             hub.fetch_weights(model.path, model.revision, bars=True)
         config = resolve_rank_config(self._config)
+        model = config.model
+        if model.revision is not None:
+            fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
+            fetch(model.path, model.revision)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         from cluster.experiments.rank_worker import run_rank

@@ -120,6 +120,15 @@ def test_overrides_and_nested_configuration(folder: Path) -> None:
     assert "--set" in error_of(path, "repeats=0")
 
 
+def test_paths_of_the_file_start_at_its_folder(folder: Path) -> None:
+    text = "{{ messages[0].content }}"
+    (folder / "own.jinja").write_text(text)
+    config = {"model": {"path": "tiny"}, "serve": {"chat_template": "own.jinja"}}
+    (cell,) = load_experiment(write(folder, config=config)).cells
+    assert cell.config.model.path == str(folder / "tiny")
+    assert cell.config.serve.chat_template == str(folder / "own.jinja")
+
+
 def test_identity_ignores_what_does_not_change_a_figure(folder: Path) -> None:
     sweep = {"grid": {"workload.input_len": [8, 9]}}
     first = load_experiment(write(folder, sweep=sweep)).identity
