@@ -89,7 +89,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 def _model_facts(cell: Cell) -> dict[str, Any]:
     """Return what a simulation needs of the model and the machine; `cores` None: no rank shares its device."""
-    model = load_model_config(cell.config.model.path)
+    model = load_model_config(cell.config.model.folder)
     on_cpu = cell.config.cluster.device == "cpu"
     cores = available_cores() if on_cpu else None
     return {"layers": model.num_moe_layers, "top_k": model.top_k, "cores": cores}
