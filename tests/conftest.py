@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let one process of `--dist loadgroup` run a file, or all files of a folder that share a server."""
     for item in items:

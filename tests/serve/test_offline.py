@@ -17,6 +17,7 @@ import pytest
 from tests.serve.server import ROOT, START_TIMEOUT_S, Server, free_port, write_config
 
 MARK = "PHALANX_TEST_MARK"  # a variable that all descendants of a process inherit
+NUM_SHORT = 10
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 PYTHON = """
@@ -110,7 +111,7 @@ def requests(path: Path) -> Path:
     """Short answers first, and long ones that a signal interrupts."""
     lines = []
     for i in range(40):
-        tokens = 8 if i < 10 else 400
+        tokens = 8 if i < NUM_SHORT else 400
         body = {"prompt": f"{i}", "max_tokens": tokens, "ignore_eos": True, "seed": i}
         lines.append({"custom_id": f"c{i}", "method": "POST", "url": COMPLETIONS, "body": body})
     lines.append({"custom_id": "bad", "method": "POST", "url": COMPLETIONS, "body": {}})
@@ -142,5 +143,9 @@ def test_a_batch_after_ctrl_c_is_that_of_a_server(
     assert found.keys() == expected.keys() and before.items() <= found.items()
     assert found.pop("bad")["response"]["status_code"] == 400
     for custom_id, item in found.items():
-        body = item["response"]["body"]
-        assert plain(body) == plain(expected[custom_id]["response"]["body"]), custom_id
+        body, other = (plain(x["response"]["body"]) for x in (item, expected[custom_id]))
+        if int(custom_id[1:]) >= NUM_SHORT:
+            # In 400 sampled tokens the batch may decide between two that are close; the count is that of the request.
+            for long in (body, other):
+                assert long["choices"][0].pop("text")
+        assert body == other, custom_id
