@@ -8,6 +8,7 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in children
 
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -18,10 +19,17 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one process of `--dist loadgroup` run a file, or all files of a folder that share a server."""
-    for item in items:
-        fixtures = item._fixtureinfo.name2fixturedefs.values()
-        shared = any(definitions[-1].scope == "package" for definitions in fixtures)
-        item.add_marker(pytest.mark.xdist_group(str(item.path.parent if shared else item.path)))
+class ByServer(LoadScopeScheduling):
+    """Gives a file to one process, and all files of SHARED to one process, because each process starts its own server.
+
+    xdist's own `loadgroup` has no effect with pytest 9.2: it writes an attribute that a node no longer has.
+    """
+
+    SHARED = "tests/clients/"
+
+    def _split_scope(self, nodeid: str) -> str:
+        return self.SHARED if nodeid.startswith(self.SHARED) else nodeid.split("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:
+    return ByServer(config, log) if config.getvalue("dist") == "loadfile" else None
