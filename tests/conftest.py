@@ -19,6 +19,17 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Tests that start processes and have time limits of their own run once more after a failure, and the summary lists
+# each of them: two cores that other work shares delay a process by seconds.
+WITH_PROCESSES = ("tests/serve/", "tests/clients/", "tests/distributed/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(WITH_PROCESSES):
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
 class ByServer(LoadScopeScheduling):
     """Gives a file to one process, and all files of SHARED to one process, because each process starts its own server.
 

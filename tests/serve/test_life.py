@@ -4,11 +4,14 @@ Servers that other files share stop in one way each: with nothing to do (conftes
 (test_observability.py, test_overload.py, tests/clients/conftest.py, tests/clients/test_openai_guarded.py).
 """
 
+import re
 import socket
 import subprocess
 import sys
 import time
 from contextlib import suppress
+
+import psutil
 
 from tests.serve.open_streams import Stream
 from tests.serve.server import (
@@ -49,17 +52,16 @@ def test_streams_outlive_a_killed_rank_and_deaths_in_a_row_end_the_server(tmp_pa
         assert not hit.is_alive(), "the stream hangs"
         assert hit.lines[-1] == "data: [DONE]" and hit.text() == whole.text()
         server.wait_line("serving, epoch 1")
-        for epoch in range(
-            2, 10
-        ):  # a slow machine serves for long enough before the first of these deaths
-            server.ranks()[0].kill()
-            with suppress(AssertionError):  # the server has ended
+        ended = (AssertionError, LookupError, psutil.NoSuchProcess)
+        for epoch in range(2, 10):  # a slow machine may serve for long before a death
+            with suppress(*ended):
+                server.ranks()[0].kill()
                 server.wait_line(f"serving, epoch {epoch}")
             if server.process.poll() is not None:
                 break
         assert server.process.wait(20) == 1
         told = server.log.read_text().split("ready in")[1]
-        assert "rank 0: its process died (after 1 rebuilds in a row" in told
+        assert re.search(r"rank [01]: its process died \(after 1 rebuilds in a row", told), told
         assert "never retrieved" not in told and "Traceback" not in told
 
 
