@@ -120,7 +120,7 @@ def test_serve_and_test_have_their_own_stamps(clone: Clone) -> None:
     assert installs(notes) == [f"{clone.root}[dev]"]
     assert (
         notes[-1]
-        == "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -m not gpu -k one or two"
+        == "python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q -rfER -m not gpu -k one or two"
     )
     assert installs(clone.run("test")[0]) == []
     assert installs(clone.run("serve")[0]) == []
