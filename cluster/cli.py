@@ -114,8 +114,20 @@ def check(
     config: ConfigPath = DEMO,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    on_cluster: Annotated[
+        bool, typer.Option("--cluster", help="Look at all nodes of the Ray cluster, and compare.")
+    ] = False,
+    bandwidth: Annotated[
+        bool, typer.Option("--bandwidth", help="With --cluster: measure each pair of nodes.")
+    ] = False,
 ) -> None:
-    """Print a configuration's ranks, backends and memory. Starts nothing."""
+    """Print a configuration's ranks, backends and memory, or compare a cluster's nodes. Starts no ranks."""
+    if bandwidth and not on_cluster:
+        typer.echo("error: --bandwidth needs --cluster", err=True)
+        raise typer.Exit(2)
+    if on_cluster:
+        _check_nodes(_load(config, overrides), bandwidth=bandwidth, as_json=as_json)
+        return
     report = _checked(_load(config, overrides))
     if as_json:
         typer.echo(json.dumps(report.to_json(), indent=2))
@@ -237,6 +249,24 @@ def _load(path: Path, overrides: list[str] | None) -> "PhalanxConfig":
 
     with _user_errors(ConfigError):
         return load_config(path, overrides or [])
+
+
+def _check_nodes(config: "PhalanxConfig", *, bandwidth: bool, as_json: bool) -> None:
+    """Print the cluster's nodes; exit code 1 if anything is wrong."""
+    from rich.console import Console
+
+    from cluster.commands.check_cluster import check_cluster
+    from cluster.commands.cluster_table import render_cluster
+    from cluster.commands.start import ServerError
+
+    with _user_errors(ServerError, code=1):
+        found = check_cluster(config, bandwidth=bandwidth)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), indent=2))
+    else:
+        render_cluster(found, Console(highlight=False, markup=False))
+    if found.errors:
+        raise typer.Exit(1)
 
 
 def _checked(config: "PhalanxConfig") -> "CheckReport":

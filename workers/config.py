@@ -154,6 +154,7 @@ class RankConfig(Section):
     device: Literal["cpu", "cuda"]
     threads: int = Field(ge=1, description="CPU threads of a rank's torch operators.")
     vote_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")
+    fetch_weights: bool = Field(False, description="Copy the checkpoint from node to node.")
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 

@@ -16,7 +16,7 @@ from cluster.commands.preflight import Preflight
 from cluster.commands.stop_signals import StopSignals
 from cluster.config.phalanx_config import PhalanxConfig
 from kernels.host.cuda_environment import MULTICAST_OFF
-from workers.rank.rank_info import WEIGHTS, RankInfo
+from workers.rank.rank_info import IN_BYTES, RankInfo
 
 if TYPE_CHECKING:
     from cluster.group.group import GroupHealth, GroupStatus
@@ -223,7 +223,7 @@ def progress_line(stage: str, done: int, total: int) -> str:
         return stage
     filled = round(30 * done / total)
     bar = "#" * filled + "." * (30 - filled)
-    if stage == WEIGHTS:
+    if stage in IN_BYTES:
         return f"{stage} {bar} {done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
     return f"{stage} {bar} {done} of {total}"
 

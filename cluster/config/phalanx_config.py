@@ -64,6 +64,10 @@ class ClusterConfig(Section):
     ray_address: str | None = Field(
         None, description="null = start a local Ray; auto or host:port = join a running one."
     )
+    fetch_weights: bool = Field(
+        False,
+        description="Copy the checkpoint from a node that has it to nodes of ranks that lack files of it.",
+    )
 
     @property
     def dims(self) -> ParallelDims:

@@ -54,6 +54,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         device=device,
         threads=resolve_threads(config),
         vote_timeout_s=config.cluster.vote_timeout_s,
+        fetch_weights=config.cluster.fetch_weights,
         log_level=config.serve.log_level,
         log_format=config.serve.log_format,
     )

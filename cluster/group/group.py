@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.group import placement
+from cluster.group.checkpoint_nodes import fetch_checkpoint
 from cluster.group.failures import failure_message, first_failure, step_failed
 from cluster.group.launcher import RankHandle
 from workers.config import RankConfig
@@ -146,7 +147,8 @@ class Group:
     async def refreshed_status(self) -> GroupStatus:
         """The status, with the progress that the ranks report now."""
         status = self.status
-        if status.state == "starting" and status.stage in start_stages(self._config.device):
+        stages = (CHECKPOINT, *start_stages(self._config.device))
+        if status.state == "starting" and status.stage in stages:
             calls = [rank.progress.remote() for rank in self._ranks]
             parts = await asyncio.gather(*map(_result, calls), return_exceptions=True)
             status.progress = total_progress(
@@ -186,8 +188,9 @@ class Group:
         """Let the processes form the group of the present epoch, up to the point where an engine can start."""
         status, timeout_s = self.status, self._start_timeout_s
         await self._stage("processes", self._locate())
-        if self._config.model.revision is not None:
-            await self._stage(CHECKPOINT, self._fetch_checkpoint(), limited=False)
+        if self._config.model.revision is not None or self._config.fetch_weights:
+            fetched = fetch_checkpoint(self._config, self._ranks, status.locations)
+            await self._stage(CHECKPOINT, fetched, limited=False)
         host, port = await _result(self._ranks[0].host_rendezvous.remote())
         name = f"{self._name}-{os.getpid()}-{status.epoch}"
         rendezvous = Rendezvous(host, port, name, status.epoch)
@@ -335,11 +338,6 @@ class Group:
             for rank, facts in enumerate(described)
         ]
         placement.verify(self.status.locations, self._config)
-
-    async def _fetch_checkpoint(self) -> None:
-        """Let the first rank of every node fetch the model of the Hub to its node."""
-        first_ranks = self._ranks[:: self._config.dims.ranks_per_node]
-        await _gather([rank.fetch_checkpoint.remote() for rank in first_ranks])
 
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Call `method` on every rank at once. The first failure is raised at once."""

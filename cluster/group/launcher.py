@@ -44,8 +44,7 @@ class RankLauncher:
             placement.check_gpus(config, placement.nodes())
         self._placement_group = group = placement.create(config)
         wait_s = min(timeout_s, MAX_PLACEMENT_S)
-        ready = await asyncio.to_thread(group.wait, wait_s)
-        placement.check_ready(ready, config, wait_s)
+        await asyncio.to_thread(placement.wait_ready, config, group, wait_s)
         self._environment = self._rank_environment()
         self._ranks = [self._create(rank) for rank in range(config.num_ranks)]
         return self._ranks

@@ -8,7 +8,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.group.room import NodeRoom, bundle, node_rooms, suffices, table
 from workers.config import RankConfig
+
+SHORTAGE_S = 8.0
 
 Node = Mapping[str, Any]  # an entry of ray.nodes()
 
@@ -40,12 +43,9 @@ def num_gpus() -> int:
 
 def create(config: RankConfig) -> PlacementGroup:
     """Reserve one bundle per node. STRICT_SPREAD, because PACK does not fix which node holds which rank."""
-    count = config.dims.ranks_per_node
-    bundle = {"CPU": float(count)}
-    if config.device == "cuda":
-        bundle["GPU"] = float(count)
+    needed = bundle(config, rooms(config))
     strategy = "STRICT_PACK" if config.dims.on_one_host else "STRICT_SPREAD"
-    group: PlacementGroup = placement_group([bundle] * config.num_nodes, strategy=strategy)
+    group: PlacementGroup = placement_group([needed] * config.num_nodes, strategy=strategy)
     return group
 
 
@@ -61,21 +61,24 @@ def check_gpus(config: RankConfig, nodes: Sequence[Node]) -> None:
         )
 
 
-def check_ready(ready: bool, config: RankConfig, timeout_s: float) -> None:
-    """Raise PlacementError with the demand and the cluster's resources if the placement group is not ready."""
-    if ready:
+def rooms(config: RankConfig) -> list[NodeRoom]:
+    """What each node of the Ray cluster has free for the ranks."""
+    free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
+    return node_rooms(config, nodes(), free)
+
+
+def wait_ready(config: RankConfig, group: PlacementGroup, timeout_s: float) -> None:
+    """Return when the group has its resources. Raises PlacementError with a line a node where they are not there.
+
+    Resources of a server that has just ended come back within SHORTAGE_S; a slow cluster with room gets `timeout_s`.
+    """
+    if group.wait(min(SHORTAGE_S, timeout_s)):
         return
-    device = "GPU" if config.device == "cuda" else "CPU"
-    have = [
-        f"  {node['NodeManagerHostname']}: {node['Resources'].get(device, 0):g} {device}"
-        for node in nodes()
-        if node["Alive"]
-    ]
-    raise PlacementError(
-        f"no room for {config.num_ranks} ranks within {timeout_s:g} s: needs {config.num_nodes} "
-        f"node(s) with {config.dims.ranks_per_node} free {device}(s) each (cluster.ranks, cluster.nodes); "
-        "the cluster has\n" + "\n".join(have)
-    )
+    found = rooms(config)
+    if suffices(config, found) and group.wait(max(0.0, timeout_s - SHORTAGE_S)):
+        return
+    if not group.wait(0):
+        raise PlacementError(table(config, found))
 
 
 def actor_options(config: RankConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:

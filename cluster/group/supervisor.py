@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
@@ -45,7 +46,8 @@ def supervisor_name(config: PhalanxConfig) -> str:
 
 
 def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
-    """The supervisor of this configuration, created if there is none."""
+    """The supervisor of this configuration, created if there is none: on this process's node, which has the model."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor_class: Any = ray.remote(Supervisor)
     return actor_class.options(
         name=supervisor_name(config),
@@ -54,6 +56,7 @@ def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
         get_if_exists=True,
         num_cpus=0,
         max_concurrency=1000,
+        scheduling_strategy=here,
     ).remote(config)
 
 

@@ -21,6 +21,7 @@ from cluster.group.engine_client import EngineClient
 from cluster.ingress.http_server import HttpServer
 from cluster.ingress.settings import api_settings, serving_tokenizer
 from cluster.metrics.metrics import IngressMetrics
+from workers.rank.actor import node_address
 from workers.stats.log import set_up_logging
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ ERROR_DELIVERY_S = 1.0  # for the error messages of requests that did not finish
 KILL_AFTER_S = 10.0
 # Serve replaces a replica after three failed checks. Its own period of 10 s would let a failed group stay for 30 s.
 HEALTH_CHECK_PERIOD_S = 1.0
+NODE_SHARE = 0.001  # of the resource by which a replica is placed on one node; the node has 1 of it
 
 
 @serve.deployment(
@@ -132,6 +134,9 @@ def deploy(
         # Processes of a local Ray inherit this environment; processes of a joined cluster do not.
         settings = {k: v for k, v in os.environ.items() if k.startswith("OTEL_")}
         actor_options["runtime_env"] = {"env_vars": settings}
+        if listen or config.cluster.fetch_weights:
+            # This node has serve.host and the model. Ray gives each node a resource with the node's address.
+            actor_options["resources"] = {f"node:{node_address()}": NODE_SHARE}
     deployment: Any = Ingress  # the decorator makes it a serve.Deployment
     options = deployment.options(
         ray_actor_options=actor_options,

@@ -18,11 +18,14 @@ from kernels.host.shm import PeerLeftError
 from workers import hub
 from workers.config import RankConfig
 from workers.engine.step_sync import LockstepError
+from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.network import bind_to_address
 from workers.rank.rank_info import RankInfo, Rendezvous
 from workers.stats.log import set_up_logging
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.trace.spans import RankTrace
+from workers.weights.checkpoint_copy import CopyAddress
+from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
 from workers.wire.inbox import Inbox, InboxSender
 from workers.wire.request import RequestOutput
 from workers.wire.secure_socket import StreamAddress
@@ -66,6 +69,7 @@ class RankActor:
         self._progress = (0, 0)
         self._address = node_address()
         bind_to_address(os.environ, self._address)
+        self._holder = CheckpointHolder(config.model, self._address)
         self._inbox = Inbox(self._address)
         self._peers: list[InboxSender] = []
         self._senders: dict[str, TokenSender] = {}
@@ -90,6 +94,24 @@ class RankActor:
             return
         fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
         await asyncio.to_thread(fetch, model.path, model.revision)
+
+    async def checkpoint_files(self) -> CheckpointFiles | None:
+        """Return the checkpoint's files on this node; None if this process has read its weights already."""
+        if self._process is not None and self._process.model is not None:
+            return None
+        return await asyncio.to_thread(self._holder.files)
+
+    async def share_checkpoint(self) -> CopyAddress:
+        """Send the checkpoint's files to other nodes from now on, until `end_sharing`."""
+        return await asyncio.to_thread(self._holder.share)
+
+    async def end_sharing(self) -> None:
+        """Send no more files."""
+        await asyncio.to_thread(self._holder.close)
+
+    async def copy_checkpoint(self, address: CopyAddress, files: dict[str, FileFacts]) -> None:
+        """Copy the files that this node lacks from the node that shares them."""
+        await asyncio.to_thread(self._holder.copy, address, files, self._set_progress)
 
     async def host_rendezvous(self) -> tuple[str, int]:
         """Open the group's rendezvous store, and return its host and port. Called on rank 0 only."""

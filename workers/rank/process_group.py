@@ -1,5 +1,6 @@
 """Joins the ranks of one epoch: the rendezvous store and torch.distributed."""
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,8 +20,14 @@ COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
 def host_store(host: str) -> TCPStore:
-    """Return the store of a new group, on a free port of `host`; rank 0 must hold it."""
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    """Return the store of a new group, on a free port of `host` alone; rank 0 must hold it.
+
+    Without a socket of ours the store would listen on all interfaces.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port, owned = listener.getsockname()[1], listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=owned)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ WEIGHTS = "weights"
 KERNELS = "kernels"
 KV_CACHE = "KV cache"
 GRAPHS = "CUDA graphs"
+IN_BYTES = (CHECKPOINT, WEIGHTS)
 
 Progress = Callable[[int, int], None]
 
@@ -41,9 +42,9 @@ def start_stages(device: str) -> tuple[str, ...]:
 
 
 def total_progress(stage: str, of_ranks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return done and total of a stage: each rank reads its own weights; the ranks run every other stage together."""
+    """Return done and total of a stage: bytes of each rank or node add up; the ranks run every other stage together."""
     if not of_ranks:
         return 0, 0
-    if stage != WEIGHTS:
+    if stage not in IN_BYTES:
         return min(of_ranks)
     return sum(done for done, _ in of_ranks), sum(total for _, total in of_ranks)

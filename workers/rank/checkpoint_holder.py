@@ -1,0 +1,42 @@
+"""The checkpoint on one node: its files, a server that sends them to other nodes, a copy from such a server."""
+
+from collections.abc import Callable, Mapping
+
+from workers.config import ModelSection
+from workers.weights.checkpoint_copy import CheckpointServer, CopyAddress, copy_files
+from workers.weights.checkpoint_files import CheckpointFiles, FileFacts, find_files
+
+
+class CheckpointHolder:
+    """The files of `model` on the node with `address`. Calls read and write files; one call at a time."""
+
+    def __init__(self, model: ModelSection, address: str):
+        self._model, self._address = model, address
+        self._server: CheckpointServer | None = None
+
+    def files(self) -> CheckpointFiles:
+        """Return the files that ranks read."""
+        return find_files(self._model.folder, weights=self._model.weights == "checkpoint")
+
+    def share(self) -> CopyAddress:
+        """Send the files to holders of the returned key, until `close`."""
+        self.close()
+        self._server = CheckpointServer(
+            self._model.folder, frozenset(self.files().files), self._address
+        )
+        return self._server.address
+
+    def copy(
+        self,
+        address: CopyAddress,
+        files: Mapping[str, FileFacts],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """Copy those of `files` that this node lacks. Raises CopyError."""
+        copy_files(address, files, self._model.folder, progress)
+
+    def close(self) -> None:
+        """Stop the server, if it runs."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

@@ -1,0 +1,73 @@
+"""The files of a checkpoint on this node, with digests by which nodes compare theirs. Needs no torch.
+
+A digest covers the size, and for a large file samples: reading all bytes of a large checkpoint takes minutes.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.hub import DESCRIPTION, INDEX_FILE, SINGLE_FILE
+
+SAMPLE_BYTES = 64 * 1024
+NUM_SAMPLES = 64
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Size in bytes, and the digest of the size and of samples."""
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files that a rank reads, by name. `missing`: names without a file, () where the checkpoint is complete."""
+
+    files: dict[str, FileFacts]
+    missing: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """One digest of all files, of 16 hex digits."""
+        text = json.dumps({name: facts.digest for name, facts in sorted(self.files.items())})
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_files(folder: Path, *, weights: bool) -> CheckpointFiles:
+    """Look at a checkpoint's folder, which may not exist; weights: whether ranks read tensors from it."""
+    names = {"config.json"}
+    for pattern in DESCRIPTION:
+        names.update(path.name for path in folder.glob(pattern))
+    if weights:
+        names.update(_weight_names(folder))
+    found = {name: file_facts(folder / name) for name in names if (folder / name).is_file()}
+    return CheckpointFiles(found, tuple(sorted(names - set(found))))
+
+
+def file_facts(path: Path) -> FileFacts:
+    """Return the facts of a file."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        if size <= SAMPLE_BYTES * NUM_SAMPLES:
+            digest.update(file.read())
+        else:
+            for sample in range(NUM_SAMPLES):
+                file.seek(sample * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return FileFacts(size, digest.hexdigest())
+
+
+def _weight_names(folder: Path) -> list[str]:
+    if (folder / SINGLE_FILE).exists():
+        return [SINGLE_FILE]
+    try:
+        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
+        return sorted(set(index["weight_map"].values()))
+    except FileNotFoundError:
+        return [SINGLE_FILE]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return [INDEX_FILE, SINGLE_FILE]  # the loader explains what is wrong with the index
