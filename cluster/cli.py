@@ -199,7 +199,7 @@ def make_checkpoint(
         int | None, typer.Option(min=1, help="Width of a layer without experts.")
     ] = None,
     heads: Annotated[int, typer.Option(min=1)] = 4,
-    kv_heads: Annotated[int, typer.Option(min=1)] = 2,
+    kv_heads: Annotated[int | None, typer.Option(min=1)] = None,
     head_dim: Annotated[int | None, typer.Option(min=2)] = None,
     vocab_size: Annotated[int, typer.Option(min=1)] = 512,
     max_len: Annotated[int, typer.Option(min=1, help="Longest sequence.")] = 4096,

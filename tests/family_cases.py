@@ -6,8 +6,68 @@ from typing import Any
 
 from workers.weights.checkpoint import make_checkpoint
 
-# Two variants of each family: untied and tied embeddings, and each switch of the family in both positions.
+YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+# Variants of each family: untied and tied embeddings, and each switch of the family in both positions.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
+    "deepseek_v2": {
+        "untied": {"rope_scaling": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        "tied": {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "topk_method": "greedy",
+            "n_group": None,
+            "topk_group": None,
+            "q_lora_rank": 48,
+            "first_k_dense_replace": 0,
+        },
+        "open_groups": {"n_group": 5, "topk_group": 2, "attention_bias": True},
+    },
+    "deepseek_v3": {
+        "untied": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+        "tied": {
+            "tie_word_embeddings": True,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "first_k_dense_replace": 0,
+        },
+        "open_groups": {
+            "n_group": 5,
+            "topk_group": 3,
+            "attention_bias": True,
+            "num_heads": 3,
+            "first_k_dense_replace": 2,
+        },
+    },
+    "glm4_moe": {
+        "untied": {"attention_bias": False, "use_qk_norm": False, "head_dim": 24},
+        "tied": {"tie_word_embeddings": True, "partial_rotary_factor": 0.25},
+        "open_groups": {"n_group": 5, "topk_group": 2, "partial_rotary_factor": 1.0},
+    },
+    "glm4_moe_lite": {
+        "untied": {},
+        "tied": {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "n_group": 5,
+            "topk_group": 2,
+            "q_lora_rank": None,
+        },
+    },
+    "kimi_k2": {
+        "untied": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 1},
+    },
+    "minimax_m2": {
+        "untied": {},
+        "tied": {"tie_word_embeddings": True, "head_dim": 24, "rotary_dim": 10},
+    },
     "mixtral": {
         "untied": {},
         "tied": {"tie_word_embeddings": True, "head_dim": 24, "hidden_act": "gelu"},
@@ -31,6 +91,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_only_layers": [1]},
     },
 }
+# Families that transformers knows under the name of another.
+SAME_MODEL = {"kimi_k2": "deepseek_v3"}
 CASES = [(family, variant) for family, variants in VARIANTS.items() for variant in variants]
 SIZES: dict[str, Any] = {
     "num_layers": 3,
@@ -39,7 +101,6 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 32,
     "num_heads": 4,
-    "num_kv_heads": 2,
     "vocab_size": 320,
     "max_position_embeddings": 1024,
 }
@@ -58,11 +119,25 @@ def family_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     if not resaved:
         return folder
-    from transformers import AutoModelForCausalLM
-
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = load_reference(folder)
     model.save_pretrained(path / "resaved", max_shard_size=num_bytes // num_files + 4096)
+    if family in SAME_MODEL:
+        saved = path / "resaved" / "config.json"
+        saved.write_text(json.dumps(json.loads(saved.read_text()) | {"model_type": family}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / "resaved" / name).write_bytes((folder / name).read_bytes())
     return path / "resaved"
+
+
+def load_reference(folder: Path) -> Any:
+    """Return transformers' model of a checkpoint in float32."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": torch.float32}
+    raw = json.loads((folder / "config.json").read_text())
+    if raw["model_type"] in SAME_MODEL:
+        raw["model_type"] = SAME_MODEL[raw["model_type"]]
+        options["config"] = type(AutoConfig.for_model(raw["model_type"])).from_dict(raw)
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()

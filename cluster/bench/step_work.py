@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kernels.attention.kv_layout import PagedHeads, group_layers, kv_block_bytes
+from kernels.attention.kv_layout import group_layers, kv_block_bytes, layout_of
 from kernels.routing.placement import ExpertPlacement
-from workers.models.specs import MlpSpec, ModelConfig
+from workers.models.specs import GqaSpec, LatentSpec, ModelConfig
 from workers.weights.tensors import DTYPE_BYTES, rank_weights
 from workers.weights.weight_map import WeightEntry, WeightKind
 
@@ -71,27 +71,28 @@ def step_work(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[Step
 
 def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
     tokens, layers = shape.tokens, model.num_layers
-    dim, q, kv = model.hidden_size, model.attention.q_size, model.attention.kv_size
-    moe = model.num_moe_layers
+    dim, moe = model.hidden_size, model.num_moe_layers
+    values = _attention_values(model.attention)
     width = DTYPE_BYTES[model.dtype]
     weights = _weights(model, num_ranks)
     head = model.vocab_size * dim
     # The embedding is looked up, the same table is read whole where it serves as the head.
     dense = weights[StepPart.DENSE] + head * model.tie_word_embeddings
-    mlp = 3 * dim * sum(layer.mlp.width for layer in model.layers if isinstance(layer.mlp, MlpSpec))
-    projections = layers * 2 * dim * (q + kv) + moe * dim * model.num_experts + mlp
-    dense_values = tokens * (layers * (2 * dim + 2 * q + 2 * kv) + moe * (dim + model.num_experts))
+    projections = weights[StepPart.DENSE] - head * (not model.tie_word_embeddings)
+    dense_values = tokens * (
+        layers * (2 * dim + values.projected) + moe * (dim + model.num_experts)
+    )
     dense_values += shape.sampled * (dim + model.vocab_size)
-    layouts = group_layers(PagedHeads.of(spec) for spec in model.attention_specs)
+    layouts = group_layers(layout_of(spec) for spec in model.attention_specs)
     return {
         StepPart.ATTENTION: Work(
             memory_bytes=shape.kv_reads * kv_block_bytes(layouts, 1, width),
-            flops=4.0 * layers * tokens * q * shape.context,
-            activation_bytes=width * layers * tokens * 2 * (q + kv),
+            flops=2.0 * layers * tokens * values.of_pair * shape.context,
+            activation_bytes=width * layers * tokens * values.attended,
         ),
         StepPart.QK_NORM: Work(
             width * weights[StepPart.QK_NORM],
-            activation_bytes=width * layers * tokens * 2 * (q + 2 * kv),
+            activation_bytes=width * layers * tokens * 2 * values.rotated,
         ),
         StepPart.DENSE: Work(
             width * dense,
@@ -105,6 +106,33 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
         StepPart.SAMPLING: Work(activation_bytes=width * shape.sampled * model.vocab_size),
         StepPart.OTHER: Work(activation_bytes=width * 2 * tokens * dim),
     }
+
+
+@dataclass(frozen=True)
+class _AttentionValues:
+    """Values of one token in one layer's attention.
+
+    projected   in and out of the projections, without the hidden state
+    rotated     that norm, rotation and KV write read and write
+    attended    in and out of the attention itself
+    of_pair     multiplied for each token that this one attends to
+    """
+
+    projected: int
+    rotated: int
+    attended: int
+    of_pair: int
+
+
+def _attention_values(spec: GqaSpec | LatentSpec) -> _AttentionValues:
+    if isinstance(spec, GqaSpec):
+        q, kv = spec.q_size, spec.kv_size
+        return _AttentionValues(2 * q + 2 * kv, q + 2 * kv, 2 * q + 2 * kv, 2 * q)
+    q, o, width = spec.q_size, spec.o_size, spec.dims.width
+    # Keys and values of expanded latents; absorbed into q and o they take more.
+    pair = q + o
+    rotated = spec.num_heads * spec.rope_dim + width
+    return _AttentionValues(q + 2 * (spec.q_rank or 0) + width + o, rotated, q + width + o, pair)
 
 
 def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:

@@ -12,7 +12,7 @@ from cluster.config.phalanx_config import (
     PhalanxConfig,
     SchedulerSection,
 )
-from kernels.attention.kv_layout import PagedHeads, group_layers, kv_block_bytes
+from kernels.attention.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
 from workers.models.registry import load_model_config
 
@@ -39,7 +39,7 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     cache = config.cache
     if cache.num_blocks == "auto" and device == "cpu":
         # Attention is chosen later. Every backend that runs on CPU has this layout.
-        groups = group_layers(PagedHeads.of(spec) for spec in model_config.attention_specs)
+        groups = group_layers(layout_of(spec) for spec in model_config.attention_specs)
         block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         num_blocks = _cpu_blocks(cache, block_bytes, max_model_len)
         cache = cache.model_copy(update={"num_blocks": num_blocks})

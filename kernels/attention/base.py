@@ -10,7 +10,7 @@ from enum import IntEnum
 import torch
 
 from kernels.attention.batch import AttentionBatch as AttentionBatch
-from kernels.attention.kv_layout import KVGroup, KVLayout, PagedHeads, group_layers
+from kernels.attention.kv_layout import KVGroup, KVLayout, group_layers, layout_of
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.backend import Backend, BackendShape
 
@@ -31,17 +31,20 @@ class GraphForm(IntEnum):
 
 
 class Attention(Backend):
-    """Attention of all layers of a model: `plan` once a forward, then for each layer one of two forms.
+    """Attention of all layers of a model: `plan` once a forward, then for each layer one of the forms that it has.
 
     `__call__` writes the new K and V to the cache and attends. Where `fused_store` is true, `store` and `attend` do so
-    together, and `store` also norms and rotates. On GPUs both forms call `wait_previous_ubatch` between writing and
-    reading the cache. A class with `graph` is a GraphAttention: its decodes can be captured.
+    together, and `store` also norms and rotates. Where `latent` is true, `attend_latent` takes the place of both forms.
+    On GPUs all forms call `wait_previous_ubatch` between writing and reading the cache. A class with `graph` is a
+    GraphAttention: its decodes can be captured.
     """
 
     # `captures_prompts` on the GPU of the caches; set by `bind`.
     mixed_graph: bool = False
     # Whether it has `store` and `attend`.
     fused_store: bool = False
+    # Whether it serves latent attention (MLA), and no other.
+    latent: bool = False
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         """Take one spec a layer."""
@@ -57,6 +60,10 @@ class Attention(Backend):
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
         for spec in shape.attention_specs:
+            if spec.latent is None and cls.latent:
+                return "it computes latent attention (MLA) alone, the model caches heads of K and V"
+            if spec.latent is not None and not cls.latent:
+                return f"it has no latent attention (MLA), the model caches latents of {spec.latent.width} values"
             if spec.window is not None:
                 return f"it has no sliding window, the model has one of {spec.window} tokens"
         return None
@@ -73,7 +80,7 @@ class Attention(Backend):
     @classmethod
     def kv_layout(cls, spec: AttentionSpec) -> KVLayout:
         """Return what the backend keeps in the cache of a layer of this spec."""
-        return PagedHeads.of(spec)
+        return layout_of(spec)
 
     @classmethod
     def kv_groups(cls, specs: Iterable[AttentionSpec]) -> tuple[KVGroup, ...]:
@@ -115,6 +122,17 @@ class Attention(Backend):
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
         """Attend from each new token to its sequence, after `store` of the same qkv; return o_THd in its dtype."""
         raise NotImplementedError(f"{self.name} has no fused store")
+
+    def attend_latent(
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        """Write latents to the cache, attend from each new token to its sequence; return o [T, H, value_dim].
+
+        q        [T, H, nope_dim + rope_dim], the last part rotated
+        latent   [T, rank + rope_dim]: the normed latent, then the rotated key that all heads share
+        kv_up    [H, nope_dim + value_dim, rank]: the weights that make each head's K and V of a latent
+        """
+        raise NotImplementedError(f"{self.name} has no latent attention")
 
 
 class GraphAttention(Attention):

@@ -18,7 +18,7 @@ class DummyAttention(Attention):
 
     def __init__(self, replaced: Attention):
         super().__init__(replaced.specs, replaced.block_size)
-        self.fused_store = replaced.fused_store
+        self.fused_store, self.latent = replaced.fused_store, replaced.latent
 
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare one slot of -1, so that `store` writes nothing."""
@@ -45,3 +45,10 @@ class DummyAttention(Attention):
     def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
         spec = self.specs[layer]
         return qkv_TMd.new_zeros(len(qkv_TMd), spec.num_heads, spec.head_dim)
+
+    def attend_latent(
+        self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
+    ) -> torch.Tensor:
+        latent = self.specs[layer].latent
+        assert latent is not None
+        return q_THd.new_zeros(*q_THd.shape[:2], latent.value_dim)

@@ -134,11 +134,13 @@ class FlashInferAttention(GraphAttention):
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
         if shape.dtype not in DTYPES:
             return f"it computes in float16 or bfloat16, model.dtype is {shape.dtype_name}"
+        if reason := super().unsupported_reason(shape):
+            return reason
         others = {spec.head_dim for spec in shape.attention_specs}.difference(HEAD_DIMS)
         if others:
             known, found = (", ".join(map(str, dims)) for dims in (HEAD_DIMS, sorted(others)))
             return f"it takes a head_dim of {known}, the model's is {found}"
-        return super().unsupported_reason(shape)
+        return None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Also compile flashinfer's kernels, if this machine has not done so before (minutes)."""

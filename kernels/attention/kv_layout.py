@@ -41,6 +41,21 @@ class PagedHeads(KVLayout):
 
 
 @dataclass(frozen=True)
+class PagedLatents(KVLayout):
+    """One latent of every token and the rotated key beside it, for all heads: [num_blocks, block_size, width]."""
+
+    width: int
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return num_blocks, block_size, self.width
+
+
+def layout_of(spec: AttentionSpec) -> KVLayout:
+    """Return the layout of a layer's cache in every backend that declares no other."""
+    return PagedHeads.of(spec) if spec.latent is None else PagedLatents(spec.latent.width)
+
+
+@dataclass(frozen=True)
 class KVGroup:
     """Layers of one layout, in ascending order."""
 

@@ -27,7 +27,7 @@ CUDA_QUERY_BLOCK = 32
 
 
 @dataclass(frozen=True)
-class _DecodeGroup:
+class DecodeGroup:
     """Decodes of similar length. `rows` are their rows of the batch; None: all decodes, in order."""
 
     rows: torch.Tensor | None
@@ -36,7 +36,7 @@ class _DecodeGroup:
 
 
 @dataclass(frozen=True)
-class _Extend:
+class Extend:
     """Rows `start` to `end` of one sequence, behind `context` tokens in `blocks` (None: no earlier tokens)."""
 
     start: int
@@ -67,8 +67,8 @@ class SdpaAttention(Attention):
         self._caches: list[Cache] = []
         self._num_tokens = 0
         self._num_decodes = 0
-        self._decodes: list[_DecodeGroup] = []
-        self._extends: list[_Extend] = []
+        self._decodes: list[DecodeGroup] = []
+        self._extends: list[Extend] = []
         self._causal: torch.Tensor | None = None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
@@ -88,7 +88,7 @@ class SdpaAttention(Attention):
             context = lens[seq] - (end - start)
             num_blocks = -(-lens[seq] // self.block_size)
             blocks = batch.block_table[seq, :num_blocks] if context else None
-            self._extends.append(_Extend(start, end, context, blocks))
+            self._extends.append(Extend(start, end, context, blocks))
             if context or end - start > QUERY_CHUNK:
                 self._reserve_causal(lens[seq])
 
@@ -139,7 +139,7 @@ class SdpaAttention(Attention):
         seq_lens: np.ndarray,
         num_blocks: np.ndarray,
         members: np.ndarray | None,
-    ) -> _DecodeGroup:
+    ) -> DecodeGroup:
         cache = self.kv_caches[0]
         if members is None:
             rows, table = None, batch.block_table[: batch.num_decodes]
@@ -154,9 +154,9 @@ class SdpaAttention(Attention):
             hidden_BL = np.arange(num_keys) >= seq_lens[:, None]
             mask_BL = np.where(hidden_BL, np.float32("-inf"), np.float32(0))
             mask_B11L = torch.from_numpy(mask_BL).to(cache.device, cache.dtype)[:, None, None, :]
-        return _DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
+        return DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
 
-    def _decode(self, q_BHd: torch.Tensor, cache: Cache, group: _DecodeGroup) -> torch.Tensor:
+    def _decode(self, q_BHd: torch.Tensor, cache: Cache, group: DecodeGroup) -> torch.Tensor:
         spec, batch_size = cache.spec, q_BHd.shape[0]
         paged = (batch_size, -1, spec.num_kv_heads, spec.head_dim)
         k_BLhd = cache.k_blocks.index_select(0, group.blocks).view(paged)
@@ -176,7 +176,7 @@ class SdpaAttention(Attention):
         k_Thd: torch.Tensor,
         v_Thd: torch.Tensor,
         cache: Cache,
-        extend: _Extend,
+        extend: Extend,
         out_THd: torch.Tensor,
     ) -> None:
         spec = cache.spec

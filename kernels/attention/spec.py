@@ -4,12 +4,35 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class LatentDims:
+    """Multi-head latent attention (MLA): all heads of K and V of a token are projections of one cached latent.
+
+    rank       values of the latent
+    rope_dim   values of the rotated key that all heads share, cached beside the latent
+    nope_dim   values of a head's key that come from the latent; heads of q and k have nope_dim + rope_dim values
+    value_dim  values of a head of v and of the output
+    """
+
+    rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+    @property
+    def width(self) -> int:
+        """Values that a token caches."""
+        return self.rank + self.rope_dim
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Causal attention of one layer: `num_heads` query heads over `num_kv_heads` heads of K and V.
 
     head_dim   values of a head of q, k and v
     scale      factor on the scores before the softmax
     window     tokens that a query attends to, its own included; None: its whole sequence
+    latent     sizes of latent attention, which has num_kv_heads of 1 and head_dim for q and k alone; None: heads of
+               K and V are cached
     """
 
     num_heads: int
@@ -17,6 +40,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int | None = None
+    latent: LatentDims | None = None
 
     @property
     def group_size(self) -> int:

@@ -29,6 +29,7 @@ ATTENTION = {
     "flashinfer": "kernels.attention.flashinfer.FlashInferAttention",
     "native": "kernels.attention.native.NativeAttention",
     "sdpa": "kernels.attention.sdpa.SdpaAttention",
+    "latent": "kernels.attention.latent.LatentAttention",
 }
 SEAMS = {"all2all": ALL2ALL, "grouped_gemm": GROUPED_GEMM, "attention": ATTENTION}
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from tests.distributed.engine_harness import Event, RankResult, make_request
+from tests.family_cases import load_reference
 from workers.weights.checkpoint import make_checkpoint
 
 NUM_PROMPTS, NEW_TOKENS = 48, 12
@@ -33,9 +34,7 @@ def generate_references(
     checkpoint: Path, device: str = "cpu", count: int = NUM_PROMPTS
 ) -> list[Reference]:
     """Return transformers' greedy answers in float32 to prompts of 1 to 600 tokens, a third with a shared prefix."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval().to(device)
+    model = load_reference(checkpoint).to(device)
     generator = np.random.default_rng(0)
     shared = generator.integers(0, 256, 300).tolist()
     lengths = [

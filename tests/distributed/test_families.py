@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.engine_harness import rank_config, run_engines
+from tests.distributed.engine_harness import Event, rank_config, run_engines
 from tests.distributed.reference import arrivals, check, generate_references
 from tests.family_cases import CASES, family_checkpoint
 
@@ -56,3 +56,37 @@ def test_shared_experts_in_ubatches_and_on_idle_ranks(
     results = run_engines(rank_pool, config, events, keep_logits=True)
     check(references, results, len(references))
     assert all(result.num_microbatched > 0 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "all2all"),
+    [("deepseek_v2", 2, "shm"), ("deepseek_v3", 3, "torch_dist"), ("glm4_moe", 4, "allgather")],
+)
+def test_small_chunks_in_ubatches_in_a_cache_too_small(
+    rank_pool, tmp_path: Path, family: str, ranks: int, all2all: str
+) -> None:
+    """Prompts of up to 600 tokens in chunks of 48; sequences lose their blocks and compute them again."""
+    checkpoint = family_checkpoint(tmp_path, family, "open_groups")
+    references = generate_references(checkpoint, count=NUM_PROMPTS)
+    references += references[:6]  # again, when the cache is full of their blocks
+    hits = []
+    for prefix_caching in (True, False):
+        config = rank_config(
+            checkpoint,
+            ranks,
+            kernels={"all2all": all2all},
+            scheduler={"max_num_batched_tokens": 48},
+            cache={"num_blocks": 40, "prefix_caching": prefix_caching},
+            overlap={"mode": "on", "num_ubatches": 2},
+        )
+        count = len(references)
+        events = [
+            Event(event.step + 60 * (number >= NUM_PROMPTS), 0, event.request)
+            for number, event in enumerate(arrivals(references, count, 1))
+        ]
+        results = run_engines(rank_pool, config, events, keep_logits=True)
+        check(references, results, count)
+        assert results[0].num_preemptions > 0
+        assert all(result.num_microbatched > 0 for result in results)
+        hits.append(results[0].prefix_cache_hits)
+    assert hits[0] > 0 and hits[1] == 0

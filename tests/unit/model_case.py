@@ -8,6 +8,7 @@ import torch
 
 from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention
+from kernels.attention.latent import LatentAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
@@ -81,14 +82,16 @@ class OneRank:
         dtype: torch.dtype = torch.float32,
         max_seqs: int = 8,
         device: str = "cpu",
-        backend: type[Attention] = SdpaAttention,
+        backend: type[Attention] | None = None,
         grouped_gemm: GroupedGemm | None = None,
         config: ModelConfig | None = None,
         **options: Any,
     ):
-        """config: of a model with random weights; None: the checkpoint's own."""
+        """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference."""
         drawn = config is not None
         config = self.config = config or load_model_config(path)
+        latent = config.attention_specs[0].latent is not None
+        backend = backend or (LatentAttention if latent else SdpaAttention)
         self.attention = backend(config.attention_specs, BLOCK_SIZE)
         groups = backend.kv_groups(config.attention_specs)
         blocks = max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE

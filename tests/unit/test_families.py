@@ -1,18 +1,20 @@
 """Every model family: logits of transformers, its map of weights, its reading of config.json."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from cluster.cli import app
 from kernels.routing.placement import ExpertPlacement
-from tests.family_cases import CASES, VARIANTS, family_checkpoint
+from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint, load_reference
+from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch
 from workers.layers.norm import RMSNorm
 from workers.models.registry import (
@@ -24,59 +26,29 @@ from workers.models.registry import (
 )
 from workers.models.specs import ModelConfig
 from workers.weights.checkpoint import make_checkpoint
+from workers.weights.files import CheckpointError
 from workers.weights.initial_weights import draw_weights
 from workers.weights.slots import WeightSlot
 
 torch.set_num_threads(1)
 
-# config.json of releases, as the Hub has them.
-# fmt: off
-PUBLISHED: dict[str, dict[str, Any]] = {
-    "mixtral": {  # Mixtral-8x7B-Instruct-v0.1
-        "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-        "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
-        "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
-        "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
-        "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000,
-    },
-    "olmoe": {  # OLMoE-1B-7B-0924
-        "architectures": ["OlmoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None,
-        "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
-        "intermediate_size": 1024, "max_position_embeddings": 4096, "model_type": "olmoe", "norm_topk_prob": False,
-        "num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 16,
-        "num_key_value_heads": 16, "output_router_logits": False, "pad_token_id": 1, "rope_scaling": None,
-        "rope_theta": 10000.0, "router_aux_loss_coef": 0.01, "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0", "use_cache": True, "vocab_size": 50304,
-    },
-    "qwen2_moe": {  # Qwen1.5-MoE-A2.7B
-        "architectures": ["Qwen2MoeForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
-        "decoder_sparse_step": 1, "eos_token_id": 151643, "hidden_act": "silu", "hidden_size": 2048,
-        "initializer_range": 0.02, "intermediate_size": 5632, "max_position_embeddings": 8192,
-        "max_window_layers": 21, "model_type": "qwen2_moe", "moe_intermediate_size": 1408, "norm_topk_prob": False,
-        "num_attention_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24,
-        "num_key_value_heads": 16, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-        "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.39.0.dev0",
-        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-    },
-    "qwen3_moe": {  # Qwen3-30B-A3B
-        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
-        "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144,
-        "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [],
-        "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
-        "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
-        "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None,
-        "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
-        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0",
-        "use_cache": True, "use_sliding_window": False, "vocab_size": 151936,
-    },
-}
-# fmt: on
 # Values of one family's config.json that it cannot honour, and words of the refusal.
 REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob is true", "false"]),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, ['topk_method is "noaux_tc"', "greedy"]),
+    ("deepseek_v2", {"n_group": 3}, ["n_group is 3", "(10)"]),
+    ("deepseek_v2", {"n_group": 5}, ["topk_group is 1", "2 experts", "(3)"]),
+    ("deepseek_v3", {"scoring_func": "softmax"}, ['scoring_func is "softmax"', "sigmoid"]),
+    ("deepseek_v3", {"topk_group": 3}, ["topk_group is 3", "n_group (2)"]),
+    ("deepseek_v3", {"num_key_value_heads": 2}, ["num_key_value_heads is 2", "4"]),
+    ("deepseek_v3", {"qk_nope_head_dim": 15}, ["qk_nope_head_dim is 15", "even"]),
+    ("deepseek_v3", {"rope_interleave": False}, ["rope_interleave is false", "true"]),
+    ("glm4_moe", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5", "<= 1"]),
+    ("glm4_moe", {"partial_rotary_factor": 0.3}, ["7 of 24", "even"]),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 3}, ["mlp_layer_types is", "dense"]),
+    ("kimi_k2", {"moe_layer_freq": 2}, ["moe_layer_freq is 2", "1"]),
+    ("minimax_m2", {"use_routing_bias": False}, ["use_routing_bias is false", "true"]),
+    ("minimax_m2", {"rotary_dim": 15}, ["15 of 32", "even"]),
     ("mixtral", {"sliding_window": 4096}, ["sliding_window is 4096", "null"]),
     ("mixtral", {"num_local_experts": 1}, ["num_experts_per_tok is 3", "(1)"]),
     ("olmoe", {"clip_qkv": -1}, ["clip_qkv is -1", "a number > 0"]),
@@ -85,6 +57,13 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen2_moe", {"attention_bias": True}, ["attention_bias is true", "unknown"]),
     ("qwen3_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
 ]
+
+
+# What a config.json must have, because transformers has no default or one that no model can have.
+WITHOUT_DEFAULT: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+}
 
 
 def test_every_family_has_cases() -> None:
@@ -103,8 +82,7 @@ def test_logits_equal_transformers(
     assert files == 1 if num_files == 1 else files > 1
     ids = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
-        reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        expected = reference(ids).logits[0]
+        expected = load_reference(path)(ids).logits[0]
     rank = OneRank(path)
     whole = rank.logits(make_batch(ids.tolist(), [0]))
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
@@ -178,8 +156,10 @@ def test_fp8_checkpoints_are_read(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", VARIANTS)
 def test_missing_keys_take_transformers_defaults(family: str) -> None:
-    config = parse_model_config({"model_type": family}, {}, "config.json")
-    reference = parse_model_config(AutoConfig.for_model(family).to_dict(), {}, "config.json")
+    given = {"model_type": family, **WITHOUT_DEFAULT.get(family, {})}
+    config = parse_model_config(given, {}, "config.json")
+    saved = AutoConfig.for_model(SAME_MODEL.get(family, family)).to_dict()
+    reference = parse_model_config(saved | given, {}, "config.json")
     attention, expected = config.attention, reference.attention
     assert attention == expected
     assert (config.moe, config.layers) == (reference.moe, reference.layers)
@@ -191,8 +171,15 @@ def test_missing_keys_take_transformers_defaults(family: str) -> None:
 def test_published_configs_are_read_as_transformers_reads_them(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[family]))
     config = load_model_config(tmp_path)
-    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "resaved")
-    assert load_model_config(tmp_path / "resaved") == config
+    known = SAME_MODEL.get(family, family)
+    saved = type(AutoConfig.for_model(known)).from_dict(PUBLISHED[family] | {"model_type": known})
+    saved.save_pretrained(tmp_path / "resaved")
+    found = replace(load_model_config(tmp_path / "resaved"), model_type=family)
+    if (
+        "eos_token_id" not in PUBLISHED[family]
+    ):  # the release has it in generation_config.json alone
+        found = replace(found, eos_token_ids=())
+    assert found == config
     assert config.dtype == "bfloat16"
 
 
@@ -234,3 +221,65 @@ def test_make_checkpoint_refuses_an_unknown_family(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["make-checkpoint", str(tmp_path / "m"), "--family", "llama"])
     assert result.exit_code == 2 and "qwen3_moe" in result.stderr
     assert not (tmp_path / "m").exists()
+
+
+def test_tensors_of_multi_token_prediction_are_skipped_by_name(tmp_path: Path) -> None:
+    """Layers behind the last are read only as far as num_nextn_predict_layers names them; all else is an error."""
+    path = family_checkpoint(tmp_path, "deepseek_v3", "untied")
+    expected = OneRank(path).logits(make_batch([[1, 2, 3]], [0]))
+    tensors, raw = load_file(path / "model.safetensors"), (path / "config.json").read_text()
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(4, 8)}
+    extra["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors | extra, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 surplus: model\.layers\.3\.eh_proj\.weight"):
+        OneRank(path)
+    predicting = json.loads(raw) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(predicting))
+    assert torch.equal(OneRank(path).logits(make_batch([[1, 2, 3]], [0])), expected)
+    tensors["model.layers.4.eh_proj.weight"] = torch.ones(4, 8)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 surplus: model\.layers\.4\.eh_proj\.weight"):
+        OneRank(path)
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "minimax_m2"]
+)
+def test_a_missing_router_bias_is_an_error(tmp_path: Path, family: str) -> None:
+    """Also where config.json names no method: the family decides."""
+    path = family_checkpoint(tmp_path, family, "untied")
+    raw = json.loads((path / "config.json").read_text())
+    for key in ("topk_method", "scoring_func"):
+        raw.pop(key, None)
+    (path / "config.json").write_text(json.dumps(raw))
+    tensors = load_file(path / "model.safetensors")
+    (name,) = (key for key in tensors if "layers.1." in key and "e_score_correction_bias" in key)
+    del tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"1 missing: {name}"):
+        OneRank(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "scale"),
+    [
+        ("deepseek_v2", 192**-0.5 * 1.5896),
+        ("deepseek_v3", 192**-0.5 * 1.8739),
+        ("kimi_k2", 192**-0.5 * 1.8133),
+        ("glm4_moe_lite", 256**-0.5),
+    ],
+)
+def test_the_scale_follows_the_lengthened_embedding(family: str, scale: float) -> None:
+    config = parse_model_config(PUBLISHED[family], {}, "config.json")
+    assert config.attention.kernel_spec.scale == pytest.approx(scale, rel=1e-4)
+    assert config.attention.rope_dim == 64
+
+
+def test_a_router_bias_stays_float32_in_a_model_of_bfloat16(tmp_path: Path) -> None:
+    path = family_checkpoint(tmp_path, "deepseek_v3", "untied")
+    stored = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    rank = OneRank(path, dtype=torch.bfloat16)
+    assert torch.equal(rank.model.layers[1].mlp.router_bias_E, stored[name])
+    assert rank.model.layers[1].mlp.router_ED.dtype == torch.bfloat16
+    assert rank.logits(make_batch([[1, 2, 3]], [0])).isfinite().all()

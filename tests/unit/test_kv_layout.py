@@ -8,10 +8,16 @@ import pytest
 import torch
 
 from kernels.attention.base import Attention
-from kernels.attention.kv_layout import KVGroup, PagedHeads, group_layers, kv_block_bytes
+from kernels.attention.kv_layout import (
+    KVGroup,
+    PagedHeads,
+    group_layers,
+    kv_block_bytes,
+    layout_of,
+)
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import SdpaAttention
-from kernels.attention.spec import AttentionSpec
+from kernels.attention.spec import AttentionSpec, LatentDims
 from kernels.backends.registry import ATTENTION, backend_class
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.unit.model_case import BLOCK_SIZE, OneRank, make_batch, small_checkpoint
@@ -25,6 +31,7 @@ from workers.rank.rank_info import Rendezvous
 
 ATTENTIONS = [backend_class("attention", name) for name in ATTENTION]
 WIDE, NARROW = AttentionSpec(8, 4, 16, 0.25), AttentionSpec(4, 1, 8, 0.35)
+LATENT = AttentionSpec(4, 1, 12, 0.35, latent=LatentDims(16, 4, 8, 6))
 
 
 def test_layers_of_one_layout_are_one_group() -> None:
@@ -58,15 +65,18 @@ def test_caches_take_the_bytes_of_their_blocks() -> None:
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=ATTENTION)
-def test_backends_that_run_on_cpu_page_heads(attention: type[Attention]) -> None:
+def test_backends_that_run_on_cpu_declare_no_layout(attention: type[Attention]) -> None:
     """cache.num_blocks is resolved for CPU before a backend is chosen."""
     if "cpu" in attention.devices:
-        assert attention.kv_layout(WIDE) == PagedHeads.of(WIDE)
+        for spec in (WIDE, LATENT):
+            assert attention.kv_layout(spec) == layout_of(spec)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=ATTENTION)
 def test_a_window_is_refused(attention: type[Attention]) -> None:
     window = AttentionSpec(8, 4, 64, 0.125, window=128)
+    if attention.latent:
+        window = replace(LATENT, window=128)
     dtype = torch.bfloat16 if attention.graph else torch.float32
     assert "window, the model has one of 128 tokens" in str(
         attention.unsupported_reason(replace(CPU, dtype=dtype, attention_specs=(window,)))

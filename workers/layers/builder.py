@@ -27,10 +27,11 @@ class LayerBuilder:
     dtype: torch.dtype
     forced_routing: Callable[..., ForcedRouting] | None = None
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """Return an uninitialised parameter."""
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return an uninitialised parameter, of the model's dtype unless another is given."""
+        return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
-    def norm(self, *shape: int) -> RMSNorm:
-        """Return a norm over the last dim of `shape`."""
-        return RMSNorm(shape, self.norm_eps, device=self.device, dtype=self.dtype)
+    def norm(self, *shape: int, eps: float | None = None) -> RMSNorm:
+        """Return a norm over the last dim of `shape`, with the layer's eps unless another is given."""
+        eps = self.norm_eps if eps is None else eps
+        return RMSNorm(shape, eps, device=self.device, dtype=self.dtype)

@@ -32,6 +32,10 @@ class MoeBlock:
         dim, width, num_local = builder.hidden_size, spec.width, len(self.experts)
         self.norm = builder.norm(dim)
         self.router_ED = builder.empty(spec.num_experts, dim)
+        # float32 in every model: scores of experts differ by less than bfloat16 resolves
+        self.router_bias_E = (
+            builder.empty(spec.num_experts, dtype=torch.float32) if spec.router.bias else None
+        )
         empty = partial(
             self.grouped_gemm.empty_weights, num_local, device=builder.device, dtype=builder.dtype
         )
@@ -64,4 +68,6 @@ class MoeBlock:
         if self.forced_routing is not None:
             linear(h_TD, self.router_ED)  # keeps the cost of the step
             return self.forced_routing(batch.input_ids, batch.positions, batch.num_token_non_padded)
-        return route_tokens(h_TD, self.router_ED, self.spec.router, batch.num_token_non_padded)
+        return route_tokens(
+            h_TD, self.router_ED, self.spec.router, batch.num_token_non_padded, self.router_bias_E
+        )

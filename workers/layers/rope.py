@@ -18,7 +18,7 @@ from workers.models.specs import ModelConfig
 
 
 def build_rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Return the rotations of every position: complex64 [P, d/2], scaled by the type's attention factor."""
+    """Return the rotations of every position: complex64 [P, r/2], scaled by the type's attention factor."""
     inv_freq, factor = _inverse_frequencies(config)
     angles_Pd = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.complex(angles_Pd.cos() * factor, angles_Pd.sin() * factor).to(device)
@@ -64,8 +64,8 @@ def _rotates_whole(x_TNd: torch.Tensor, rotation_T1r: torch.Tensor) -> bool:
 
 
 def _inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
-    """Return float32 [d/2] on the CPU, and the factor on cos and sin."""
-    rope, dim = config.attention.rope, config.attention.head_dim
+    """Return float32 [r/2] on the CPU, and the factor on cos and sin."""
+    rope, dim = config.attention.rope, config.attention.rope_dim
     if rope.rope_type == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         return 1.0 / (rope.rope_theta**exponents), 1.0

@@ -1,6 +1,6 @@
 """Chooses each token's experts. Knows nothing of where experts live.
 
-T tokens, D hidden, E experts, K experts per token.
+T tokens, D hidden, E experts, K experts per token, G groups of e neighbouring experts.
 """
 
 import torch
@@ -16,12 +16,16 @@ def route_tokens(
     router_ED: torch.Tensor,
     spec: RouterSpec,
     num_tokens: int | torch.Tensor,
+    bias_E: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return topk_idx int64 [T, K], best first, and topk_weights float32 [T, K] of the best scores.
 
     Rows from `num_tokens` on are padding: their topk_idx is -1. On a GPU `num_tokens` may be an integer tensor [1]
-    there, which a captured graph reads at each replay.
+    there, which a captured graph reads at each replay. bias_E is float32, for the choice alone.
     """
+    if not spec.plain:
+        chosen = _choose_in_groups(x_TD, router_ED, spec, bias_E)
+        return _without_padding(*chosen, num_tokens)
     logits_TE = linear(x_TD, router_ED)
     top_k, renormalise = spec.top_k, spec.renormalise
     fused = fused_kernels(x_TD.device.type)
@@ -37,9 +41,50 @@ def route_tokens(
         )
     else:
         topk_idx_TK, topk_weights_TK = _route_with_torch(logits_TE, spec)
-    if num_tokens < topk_idx_TK.shape[0]:
+    return _without_padding(topk_idx_TK, topk_weights_TK, num_tokens)
+
+
+def _without_padding(
+    topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor, num_tokens: int | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give rows from `num_tokens` on no expert, in place."""
+    if isinstance(num_tokens, torch.Tensor):
+        rows_T = torch.arange(len(topk_idx_TK), device=topk_idx_TK.device)
+        topk_idx_TK.masked_fill_((rows_T >= num_tokens).unsqueeze(1), -1)
+    elif num_tokens < len(topk_idx_TK):
         topk_idx_TK[num_tokens:] = -1
     return topk_idx_TK, topk_weights_TK
+
+
+def _choose_in_groups(
+    x_TD: torch.Tensor, router_ED: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose by score and bias among the experts of the best groups; weigh by the scores without bias.
+
+    Logits are float32 products whatever the model's dtype, because close scores decide between experts.
+    """
+    logits_TE = linear(x_TD.float(), router_ED.float())
+    softmax = spec.score == "softmax"
+    scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
+    choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if spec.top_groups < spec.num_groups:
+        choice_TE = _close_groups(choice_TE, spec)
+    topk_idx_TK = choice_TE.topk(spec.top_k).indices
+    weights_TK = scores_TE.gather(1, topk_idx_TK)
+    if spec.renormalise:
+        weights_TK /= weights_TK.sum(-1, keepdim=True) + 1e-20
+    return topk_idx_TK, weights_TK.mul_(spec.scaling)
+
+
+def _close_groups(choice_TE: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Return the scores with -inf for the experts of all but the best groups."""
+    choice_TGe = choice_TE.view(len(choice_TE), spec.num_groups, -1)
+    counted = 1 if spec.group_score == "max" else 2
+    groups_TG = choice_TGe.topk(counted).values.sum(-1)
+    closed_TG = torch.ones_like(groups_TG, dtype=torch.bool)
+    closed_TG.scatter_(1, groups_TG.topk(spec.top_groups).indices, False)
+    # not 0: a biased score may be negative, and 0 would then open the group again
+    return choice_TGe.masked_fill(closed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def _route_with_torch(

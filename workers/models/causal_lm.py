@@ -1,7 +1,7 @@
 """What the models of all families have in common: embedding, final norm, head, rotary table, slots of weights.
 
-T tokens (padding included), L logits rows, D hidden, V vocabulary, d head dim. Knows nothing of requests, steps or
-files.
+T tokens (padding included), L logits rows, D hidden, V vocabulary, r rotated values of a head. Knows nothing of
+requests, steps or files.
 
 Weights are plain tensors, not nn.Parameters in nn.Modules: nothing is trained here, and a step of a small model is
 bound by Python and operator overhead. Run inside `torch.inference_mode()`.
@@ -20,11 +20,12 @@ from kernels.routing.forced_routing import ForcedRouting
 from kernels.routing.placement import ExpertPlacement
 from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
+from workers.layers.latent_attention import LatentAttentionBlock
 from workers.layers.linear import linear
 from workers.layers.mlp import MlpBlock
 from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
-from workers.models.specs import LayerSpec, ModelConfig, MoeSpec
+from workers.models.specs import LatentSpec, LayerSpec, ModelConfig, MoeSpec
 from workers.runner.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, slot_of
 from workers.weights.tensors import rank_weights
@@ -33,7 +34,7 @@ from workers.weights.tensors import rank_weights
 class Layer(NamedTuple):
     """The blocks of one decoder layer."""
 
-    attention: AttentionBlock
+    attention: AttentionBlock | LatentAttentionBlock
     mlp: MlpBlock | MoeBlock
 
 
@@ -82,7 +83,11 @@ class CausalLM(ABC):
 
     def build_layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
         """Return the blocks of layer `number`: attention, then experts or one dense MLP, as `spec` has them."""
-        attention = AttentionBlock(builder, spec.attention, number)
+        attention = (
+            LatentAttentionBlock(builder, spec.attention, number)
+            if isinstance(spec.attention, LatentSpec)
+            else AttentionBlock(builder, spec.attention, number)
+        )
         if isinstance(spec.mlp, MoeSpec):
             return Layer(attention, MoeBlock(builder, spec.mlp, number))
         return Layer(attention, MlpBlock(builder, spec.mlp))
@@ -101,7 +106,7 @@ class CausalLM(ABC):
         return view
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return the rotations of these positions: complex64 [T, 1, d/2]."""
+        """Return the rotations of these positions: complex64 [T, 1, r/2]."""
         return self._rope_table.index_select(0, positions).unsqueeze(1)
 
     def compute_logits(

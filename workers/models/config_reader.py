@@ -10,8 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from kernels.activation import Activation
-from workers.models.rope_config import is_number, parse_rope
-from workers.models.specs import DTYPES, DtypeName, LayerSpec, ModelConfig, MoeSpec, RopeSpec
+from workers.models.rope_config import PARTIAL, is_number, parse_partial_rotary, parse_rope
+from workers.models.specs import (
+    DTYPES,
+    DtypeName,
+    GqaSpec,
+    LatentSpec,
+    LayerSpec,
+    ModelConfig,
+    MoeSpec,
+    RopeSpec,
+)
 from workers.weights.quantization import parse_quantization
 
 # Keys that do not change what a forward computes: training, bookkeeping, output switches, tokens.
@@ -29,7 +38,7 @@ HARMLESS_KEYS = frozenset(
 FIXED_VALUES: dict[str, tuple[Any, ...]] = {
     "chunk_size_feed_forward": (0, None),
     "is_encoder_decoder": (False, None),
-    "partial_rotary_factor": (1, None),
+    PARTIAL: (1, None),
 }
 # Activations of the gated MLP under transformers' names.
 ACTIVATIONS: dict[str, Activation] = {
@@ -59,6 +68,7 @@ class ConfigReader:
         self._defaults = defaults
         self._generation = generation
         self._read = set(HARMLESS_KEYS)
+        self._fixed = dict(FIXED_VALUES)
 
     def raw(self, key: str) -> Any:
         """Return the value unchecked, None if it is missing; mark the key as read."""
@@ -75,6 +85,14 @@ class ConfigReader:
             self.ignore(key)
             return default
         return self._integer(key, self._defaults.get(key, default))
+
+    def count(self, key: str) -> int:
+        """Return a whole number >= 0."""
+        default = self._defaults[key]
+        value: int = self._typed(
+            key, default, lambda v: _is_int(v) and v >= 0, "a whole number >= 0"
+        )
+        return value
 
     def number(self, key: str) -> float:
         """Return a number > 0."""
@@ -124,15 +142,25 @@ class ConfigReader:
         name = self._raw.get("hidden_act")
         return ACTIVATIONS[name] if name in tuple(ACTIVATIONS) else "silu"
 
+    def rotary_dim(self, head_dim: int, default: float) -> int:
+        """Return how many values of a head are rotated, for a family that may rotate a part; call it before `rope`."""
+        self._fixed.pop(PARTIAL, None)
+        self.ignore(PARTIAL)
+        part = parse_partial_rotary(self._raw, default, self.problems)
+        return int(head_dim * part + 1e-6)  # a part of 10 / 24 gives 10 of 24 values
+
     def rope(self) -> RopeSpec:
         """Return the rotary embedding, from the old or the new form."""
         self.ignore("rope_parameters", "rope_scaling", "rope_theta")
         length = self.integer("max_position_embeddings")
-        return parse_rope(self._raw, self._defaults["rope_theta"], length, self.problems)
+        theta, partial = self._defaults["rope_theta"], PARTIAL not in self._fixed
+        return parse_rope(self._raw, theta, length, self.problems, partial=partial)
 
-    def finish(self, layers: tuple[LayerSpec, ...], moe: MoeSpec) -> ModelConfig:
+    def finish(
+        self, layers: tuple[LayerSpec, ...], moe: MoeSpec, *, skipped_layers: int = 0
+    ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
-        for key, supported in FIXED_VALUES.items():
+        for key, supported in self._fixed.items():
             self.fixed(key, *supported)
         self._check_layer_types()
         # transformers stops at generation_config's ids where there are some, else at config.json's
@@ -149,6 +177,7 @@ class ConfigReader:
             quantization=parse_quantization(self._raw, self.problems),
             dtype=self._dtype(),
             eos_token_ids=stops or self.integers("eos_token_id"),
+            skipped_layers=skipped_layers,
         )
         self.ignore("quantization_config", "eos_token_id")
         for key, value in self._raw.items():
@@ -203,6 +232,17 @@ class ConfigReader:
     def _check_shapes(self, config: ModelConfig) -> None:
         """Check relations between fields that are valid alone."""
         attention, experts, top_k = config.attention, config.num_experts, config.top_k
+        if isinstance(attention, GqaSpec):
+            self._check_heads(attention)
+        else:
+            self._check_latents(attention)
+        self._check_groups(config.moe)
+        if top_k > experts:
+            self.problems.append(
+                f"num_experts_per_tok is {top_k}; expected at most the number of experts ({experts})"
+            )
+
+    def _check_heads(self, attention: GqaSpec) -> None:
         if attention.num_heads % attention.num_kv_heads:
             self.problems.append(
                 f"num_attention_heads is {attention.num_heads}; "
@@ -212,9 +252,46 @@ class ConfigReader:
             self.problems.append(
                 f"head_dim is {attention.head_dim}; expected an even number (RoPE turns pairs)"
             )
-        if top_k > experts:
+        elif attention.rope_dim % 2:
             self.problems.append(
-                f"num_experts_per_tok is {top_k}; expected at most the number of experts ({experts})"
+                f"{PARTIAL} rotates {attention.rope_dim} of {attention.head_dim} values of a head; "
+                "expected an even number (RoPE turns pairs)"
+            )
+
+    def _check_latents(self, attention: LatentSpec) -> None:
+        """Check that rotated pairs begin at even places."""
+        dims = attention.dims
+        sizes = {
+            "kv_lora_rank": dims.rank,
+            "qk_nope_head_dim": dims.nope_dim,
+            "qk_rope_head_dim": dims.rope_dim,
+            "q_lora_rank": attention.q_rank or 0,
+        }
+        for key, value in sizes.items():
+            if value % 2:
+                self.problems.append(
+                    f"{key} is {value}; expected an even number (RoPE turns pairs)"
+                )
+
+    def _check_groups(self, moe: MoeSpec) -> None:
+        router, experts = moe.router, moe.num_experts
+        groups, open_groups = router.num_groups, router.top_groups
+        if experts % groups:
+            self.problems.append(
+                f"n_group is {groups}; expected a divisor of the number of experts ({experts})"
+            )
+        elif open_groups > groups:
+            self.problems.append(
+                f"topk_group is {open_groups}; expected at most n_group ({groups})"
+            )
+        elif open_groups < groups and experts // groups < 2 and router.group_score == "top2":
+            self.problems.append(
+                f"n_group is {groups}; expected two or more of the {experts} experts in a group"
+            )
+        elif router.top_k > open_groups * (experts // groups):
+            self.problems.append(
+                f"topk_group is {open_groups}; its groups hold {open_groups * (experts // groups)} experts, "
+                f"fewer than num_experts_per_tok ({router.top_k})"
             )
 
     def _complain(self, problem: str) -> None:

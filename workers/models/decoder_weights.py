@@ -7,7 +7,7 @@ V vocabulary, D hidden, d head dim.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from workers.models.specs import GqaSpec, MlpSpec, ModelConfig, MoeSpec
+from workers.models.specs import GqaSpec, LatentSpec, MlpSpec, ModelConfig, MoeSpec
 from workers.weights.weight_map import WeightEntry, WeightKind
 
 Weights = Iterator[WeightEntry]
@@ -22,6 +22,7 @@ class WeightNames:
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     shared: str = "shared_expert"
+    router_bias: str = "gate.e_score_correction_bias"
 
 
 def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
@@ -30,7 +31,10 @@ def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
     yield WeightEntry("model.embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
     for number, layer in enumerate(config.layers):
         block = _Layer(config.hidden_size, f"model.layers.{number}.", f"layers.{number}.")
-        yield from block.attention(layer.attention)
+        if isinstance(layer.attention, LatentSpec):
+            yield from block.latent_attention(layer.attention)
+        else:
+            yield from block.attention(layer.attention)
         if isinstance(layer.mlp, MoeSpec):
             yield from block.moe(layer.mlp, names)
         else:
@@ -57,6 +61,7 @@ class _Layer:
         """Fused rows: query heads, then key heads, then value heads."""
         at, path = f"{self.disk}self_attn.", f"{self.path}attention."
         head_dim = 0 if spec.rope.interleaved else spec.head_dim
+        rotary = spec.rotary_dim or 0
         yield self.norm("input_layernorm", "attention.input_norm")
         q, k = spec.q_size, spec.q_size + spec.kv_size
         end = k + spec.kv_size
@@ -65,11 +70,23 @@ class _Layer:
             rows, shape = (start, stop), (stop - start, self.dim)
             name = f"{at}{part}_proj"
             yield WeightEntry(
-                f"{name}.weight", shape, f"{path}qkv_QD", WeightKind.PROJECTION, rows, heads
+                f"{name}.weight",
+                shape,
+                f"{path}qkv_QD",
+                WeightKind.PROJECTION,
+                rows,
+                heads,
+                rotary_dim=rotary if heads else 0,
             )
             if spec.qkv_bias:
                 yield WeightEntry(
-                    f"{name}.bias", shape[:1], f"{path}qkv_bias_Q", WeightKind.BIAS, rows, heads
+                    f"{name}.bias",
+                    shape[:1],
+                    f"{path}qkv_bias_Q",
+                    WeightKind.BIAS,
+                    rows,
+                    heads,
+                    rotary_dim=rotary if heads else 0,
                 )
         shape = (self.dim, spec.q_size)
         yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o_DQ", WeightKind.PROJECTION)
@@ -85,10 +102,58 @@ class _Layer:
         if spec.qk_norm == "head":
             shape, parameter = (spec.head_dim,), f"{path}qk_norm"
             for name, rows in (("q_norm", (0, heads)), ("k_norm", (heads, all_heads))):
-                yield WeightEntry(f"{at}{name}.weight", shape, parameter, kind, rows, head_dim)
+                yield WeightEntry(
+                    f"{at}{name}.weight",
+                    shape,
+                    parameter,
+                    kind,
+                    rows,
+                    head_dim,
+                    rotary_dim=(spec.rotary_dim or 0) if head_dim else 0,
+                )
         elif spec.qk_norm == "full":
             for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):
-                yield WeightEntry(f"{at}{name}.weight", (size,), path + name, kind, None, head_dim)
+                yield WeightEntry(
+                    f"{at}{name}.weight",
+                    (size,),
+                    path + name,
+                    kind,
+                    None,
+                    head_dim,
+                    rotary_dim=(spec.rotary_dim or 0) if head_dim else 0,
+                )
+
+    def latent_attention(self, spec: LatentSpec) -> Weights:
+        """One product of the hidden state: rows of q or of its latent, then those of the latent and the rotated key."""
+        at, path, dims = f"{self.disk}self_attn.", f"{self.path}attention.", spec.dims
+        kind = WeightKind.PROJECTION
+        yield self.norm("input_layernorm", "attention.input_norm")
+        q = spec.q_rank or spec.q_size
+        down = {
+            "q_proj" if spec.q_rank is None else "q_a_proj": (0, q),
+            "kv_a_proj_with_mqa": (q, q + dims.width),
+        }
+        unbiased = 0 if spec.q_rank else q  # rows before the first with a bias
+        for name, (start, stop) in down.items():
+            shape, rows = (stop - start, self.dim), (start, stop)
+            yield WeightEntry(f"{at}{name}.weight", shape, f"{path}down_D", kind, rows)
+            if spec.bias and start >= unbiased:
+                rows = (start - unbiased, stop - unbiased)
+                bias = f"{path}down_bias"
+                yield WeightEntry(f"{at}{name}.bias", shape[:1], bias, WeightKind.BIAS, rows)
+        norm = WeightKind.NORM
+        if spec.q_rank is not None:
+            width = (spec.q_rank,)
+            yield WeightEntry(f"{at}q_a_layernorm.weight", width, f"{path}q_norm", norm)
+            shape = (spec.q_size, spec.q_rank)
+            yield WeightEntry(f"{at}q_b_proj.weight", shape, f"{path}q_up", kind)
+        yield WeightEntry(f"{at}kv_a_layernorm.weight", (dims.rank,), f"{path}kv_norm", norm)
+        shape = (spec.kv_up_size, dims.rank)
+        yield WeightEntry(f"{at}kv_b_proj.weight", shape, f"{path}kv_up", kind)
+        shape = (self.dim, spec.o_size)
+        yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o_D", kind)
+        if spec.bias:
+            yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o_bias_D", WeightKind.BIAS)
 
     def dense(self, spec: MlpSpec) -> Weights:
         """An MLP in the place of experts."""
@@ -101,6 +166,9 @@ class _Layer:
         yield self.norm("post_attention_layernorm", "mlp.norm")
         shape = (spec.num_experts, self.dim)
         yield WeightEntry(f"{at}gate.weight", shape, f"{self.path}mlp.router_ED", WeightKind.ROUTER)
+        if spec.router.bias:
+            name, parameter = f"{at}{names.router_bias}", f"{self.path}mlp.router_bias_E"
+            yield WeightEntry(name, shape[:1], parameter, WeightKind.BIAS)
         w13, w2 = f"{self.path}mlp.w13_e2ID", f"{self.path}mlp.w2_eDI"
         width = spec.width
         up, down = (width, self.dim), (self.dim, width)

@@ -30,6 +30,12 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM"),
+    "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "kimi_k2": Family("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "minimax_m2": Family("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mixtral": Family("mixtral", "MixtralForCausalLM"),
     "olmoe": Family("olmoe", "OlmoeForCausalLM"),
     "qwen2_moe": Family("qwen2_moe", "Qwen2MoeForCausalLM"),

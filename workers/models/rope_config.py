@@ -5,7 +5,7 @@ Knows nothing of tensors: `workers/layers/rope.py` turns the settings into angle
 """
 
 from collections.abc import Mapping
-from math import isfinite
+from math import isfinite, log
 from typing import Any
 
 from workers.models.specs import RopeSpec
@@ -33,16 +33,48 @@ SUPPORTED_KEYS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
         frozenset({"original_max_position_embeddings"}),
     ),
 }
+PARTIAL = "partial_rotary_factor"
 NEEDS_ORIGINAL_LENGTH = frozenset({"yarn", "llama3"})
 
 # Their angles depend on the current length, so cached keys would have to be rotated again.
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 
 
+def mscale(rope: RopeSpec) -> float:
+    """Return the factor on q and on k by which DeepSeek's latent attention follows a lengthened embedding."""
+    strength, factor = rope.scaling.get("mscale_all_dim", 0.0), rope.scaling.get("factor", 1.0)
+    return 0.1 * strength * log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def parse_partial_rotary(raw: Mapping[str, Any], default: float, problems: list[str]) -> float:
+    """Return the rotated part of a head, from the old or the new form."""
+    for source in ("rope_parameters", "rope_scaling"):
+        given = raw.get(source)
+        if isinstance(given, dict) and given.get(PARTIAL) is not None:
+            found, key = given[PARTIAL], f"{source}.{PARTIAL}"
+            break
+    else:
+        found, key = raw.get(PARTIAL), PARTIAL
+    if found is None:
+        return default
+    if not is_number(found) or not 0 < found <= 1:
+        problems.append(f"{key} is {found!r}; expected a number > 0 and <= 1")
+        return default
+    return float(found)
+
+
 def parse_rope(
-    raw: Mapping[str, Any], default_theta: float, max_positions: int, problems: list[str]
+    raw: Mapping[str, Any],
+    default_theta: float,
+    max_positions: int,
+    problems: list[str],
+    *,
+    partial: bool = False,
 ) -> RopeSpec:
-    """Return the rope settings of a config.json; complaints about them are added to `problems`."""
+    """Return the rope settings of a config.json; complaints about them are added to `problems`.
+
+    partial   the family may rotate a part of a head, which `parse_partial_rotary` reads
+    """
     source = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(source) or {}
     if not isinstance(given, dict):
@@ -55,8 +87,8 @@ def parse_rope(
     if not is_number(theta) or theta <= 0:
         problems.append(f"{theta_key} is {theta!r}; expected a number > 0")
         theta = default_theta
-    if parameters.get("partial_rotary_factor") == 1:
-        del parameters["partial_rotary_factor"]
+    if partial or parameters.get(PARTIAL) == 1:
+        parameters.pop(PARTIAL, None)
     if rope_type not in SUPPORTED_KEYS:
         why = (
             " (its angles change with the current length)" if rope_type in LENGTH_DEPENDENT else ""

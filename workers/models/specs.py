@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kernels.activation import Activation
-from kernels.attention.spec import AttentionSpec
+from kernels.attention.spec import AttentionSpec, LatentDims
 from workers.weights.quantization import BlockQuantization
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
 QkNorm = Literal["head", "full"]
 ScoreFunction = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding of whole heads. `scaling` holds the type's parameters under transformers' names, without nulls.
+    """Rotary embedding. `scaling` holds the type's parameters under transformers' names, without nulls.
 
     interleaved   the checkpoint stores the two values of a pair side by side; False: half a head apart
     """
@@ -37,6 +38,7 @@ class GqaSpec:
 
     qk_norm    RMS norm of q and k before the rotation: per head, over all heads together ("full"), or None
     clip_qkv   bound on the absolute values of q, k and v after the norm, None for no bound
+    rotary_dim values of a head that are rotated, the first ones; None: all
     """
 
     num_heads: int
@@ -47,6 +49,12 @@ class GqaSpec:
     qkv_bias: bool = False
     output_bias: bool = False
     clip_qkv: float | None = None
+    rotary_dim: int | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated values of a head."""
+        return self.rotary_dim or self.head_dim
 
     @property
     def q_size(self) -> int:
@@ -71,6 +79,55 @@ class GqaSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA) of one layer; `dims` has the sizes of its heads.
+
+    q_rank       q comes from a normed latent of this many values too; None: from the hidden state
+    bias         the projections to latents and the output have biases
+    scale        factor on the scores, of the lengthened rotary embedding too
+    latent_eps   of the norms of both latents, which may differ from the norms of the layer
+    """
+
+    num_heads: int
+    dims: LatentDims
+    q_rank: int | None
+    scale: float
+    rope: RopeSpec
+    bias: bool = False
+    latent_eps: float = 1e-6
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated values of a head."""
+        return self.dims.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a head of q and k."""
+        return self.dims.nope_dim + self.dims.rope_dim
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_up_size(self) -> int:
+        """Width of the unrotated keys and the values of all heads together."""
+        return self.num_heads * (self.dims.nope_dim + self.dims.value_dim)
+
+    @property
+    def o_size(self) -> int:
+        """Width of the output of all heads together."""
+        return self.num_heads * self.dims.value_dim
+
+    @property
+    def kernel_spec(self) -> AttentionSpec:
+        """The spec of this layer for the attention kernels."""
+        return AttentionSpec(self.num_heads, 1, self.head_dim, self.scale, latent=self.dims)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpSpec:
     """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
 
@@ -83,13 +140,25 @@ class RouterSpec:
     """Choice of `top_k` experts by the score of their logits, and their weights.
 
     renormalise   divide the weights of a token by their sum
-    scaling       factor on the weights
+    scaling       factor on the weights, applied here and nowhere else
+    bias          each expert has a bias on its score, for the choice alone: weights come from the scores without it
+    num_groups    groups of neighbouring experts, of which the `top_groups` best are open to the choice
+    group_score   score of a group: of its best expert, or the sum of its two best
     """
 
     top_k: int
     renormalise: bool
     score: ScoreFunction = "softmax"
     scaling: float = 1.0
+    bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the best scores alone decide: no bias and no closed groups."""
+        return not self.bias and self.top_groups == self.num_groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +185,7 @@ class MoeSpec:
 class LayerSpec:
     """One decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual."""
 
-    attention: GqaSpec
+    attention: GqaSpec | LatentSpec
     mlp: MlpSpec | MoeSpec
 
 
@@ -124,7 +193,9 @@ class LayerSpec:
 class ModelConfig:
     """A model as its checkpoint describes it; `dtype` is the dtype of the checkpoint.
 
-    moe   the experts of every layer that has experts; one kind today, because kernels are built once for all layers
+    moe             the experts of every layer that has experts; one kind today, because kernels are built once for
+                    all layers
+    skipped_layers  layers behind the last one in the checkpoint, of multi-token prediction; their tensors are not read
     """
 
     model_type: str
@@ -138,6 +209,7 @@ class ModelConfig:
     quantization: BlockQuantization | None
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
+    skipped_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -155,7 +227,7 @@ class ModelConfig:
         return tuple(layer.attention.kernel_spec for layer in self.layers)
 
     @property
-    def attention(self) -> GqaSpec:
+    def attention(self) -> GqaSpec | LatentSpec:
         """The attention of every layer; one kind today, as for `moe`."""
         return self.layers[0].attention
 

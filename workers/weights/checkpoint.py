@@ -101,7 +101,7 @@ def make_checkpoint(
     moe_intermediate_size: int = 64,
     intermediate_size: int | None = None,
     num_heads: int = 4,
-    num_kv_heads: int = 2,
+    num_kv_heads: int | None = None,
     head_dim: int | None = None,
     vocab_size: int = 512,
     max_position_embeddings: int = 4096,
@@ -117,8 +117,8 @@ def make_checkpoint(
     """Write a random checkpoint of a model family to `path` and return the folder.
 
     `moe_intermediate_size` is the width of an expert, `intermediate_size` the width of the dense MLP of layers without
-    experts; None, as of `head_dim`: the family's own. `config_fields` go into config.json as they are, e.g.
-    `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
+    experts; None, as of `head_dim` and `num_kv_heads`: the family's own. `config_fields` go into config.json as they
+    are, e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
     `fp8`: projections are stored in FP8 with scales of 128 x 128 blocks, all else in `dtype`.
     Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
     `overwrite`. Impossible values raise ValueError by name.
@@ -132,7 +132,7 @@ def make_checkpoint(
         "moe_intermediate_size": moe_intermediate_size,
         "intermediate_size": intermediate_size,
         "num_attention_heads": num_heads,
-        "num_key_value_heads": num_kv_heads,
+        "num_key_value_heads": num_kv_heads or _kv_heads(family, num_heads),
         "head_dim": head_dim,
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position_embeddings,
@@ -170,6 +170,12 @@ def _family_fields(family: str, sizes: dict[str, int | None]) -> dict[str, Any]:
         if size is not None:
             fields[key] = size
     return fields
+
+
+def _kv_heads(family: str, num_heads: int) -> int:
+    """Return 2; for latent attention the number of query heads, because every release has it so."""
+    latent = family in FAMILIES and "kv_lora_rank" in FAMILIES[family].config.CHECKPOINT_FIELDS
+    return num_heads if latent else 2
 
 
 def _write(

@@ -24,6 +24,8 @@ from workers.weights.slots import Progress, SlottedModel
 from workers.weights.tensors import rank_weights
 from workers.weights.weight_map import WeightKind
 
+ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
+
 __all__ = ["CheckpointError", "load_weights"]
 
 
@@ -40,9 +42,17 @@ def load_weights(
     """Fill `model`, which is on `device`, from the checkpoint folder; `progress(done, total)` in bytes read.
 
     A tensor in FP8 on disk stays in FP8 where the model computes with FP8; elsewhere it takes the model's dtype.
-    CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks.
+    CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors of skipped
+    layers are not read.
     """
-    stored = read_headers(Path(path))
+    skipped = tuple(
+        f"model.layers.{config.num_layers + number}." for number in range(config.skipped_layers)
+    )
+    stored = {
+        name: tensor
+        for name, tensor in read_headers(Path(path)).items()
+        if not name.startswith(skipped) and not name.endswith(ROPE_TABLE)
+    }
     tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
     entries = weight_map(config)
     check_against_map(Path(path), stored, entries)

@@ -14,7 +14,7 @@ KEY = "quantization_config"
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
     "weight_block_size": ([128, 128],),
-    "fmt": (None, "e4m3"),
+    "fmt": (None, "e4m3", "float8_e4m3fn"),
     "activation_scheme": (None, "dynamic"),
     "scale_fmt": (None, "float", "ue8m0"),  # scales that are powers of two are scales
     "expert_dtype": (None, "fp8"),

@@ -23,11 +23,13 @@ class WeightSlot:
     target      a view, of any strides, into a parameter
     disk_view   the disk tensor is viewed in this shape, which broadcasts to target's
     scale       factor on the values
+    heads       (head_dim, rotary_dim): the disk tensor has heads of which only the first values are to be paired
     """
 
     target: torch.Tensor
     disk_view: tuple[int, ...]
     scale: float = 1.0
+    heads: tuple[int, int] | None = None
 
     @classmethod
     def plain(cls, target: torch.Tensor, scale: float = 1.0) -> "WeightSlot":
@@ -40,8 +42,9 @@ class WeightSlot:
         row_only = len(entry.shape) < target.dim()
         shape = tuple(target.shape[1:]) if row_only else tuple(target.shape)
         assert shape == entry.shape, (entry, shape)
-        if not entry.head_dim:
-            return cls(target, (1, *shape) if row_only else shape, scale)
+        if not entry.head_dim or entry.rotary_dim:
+            heads = (entry.head_dim, entry.rotary_dim) if entry.rotary_dim else None
+            return cls(target, (1, *shape) if row_only else shape, scale, heads)
         pair = (entry.head_dim // 2, 2)
         if row_only:
             pairs = target.view(len(target), *pair).transpose(1, 2)
@@ -56,6 +59,8 @@ class WeightSlot:
 
     def fill(self, disk_tensor: torch.Tensor) -> None:
         """Copy, converting dtype and device."""
+        if self.heads is not None:
+            disk_tensor = pair_rotary(disk_tensor, *self.heads)
         self.target.copy_(disk_tensor.view(self.disk_view))
         if self.scale != 1.0:
             self.target.mul_(self.scale)
@@ -88,6 +93,14 @@ class BlockSlot:
 
 
 Slot = WeightSlot | BlockSlot
+
+
+def pair_rotary(heads: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:
+    """Return a copy in which values i and i + rotary_dim / 2 of each head are neighbours, for the rotated ones."""
+    values = heads.view(-1, head_dim, *heads.shape[1:])
+    first, second = values[:, :rotary_dim].chunk(2, 1)
+    rotated = torch.stack((first, second), 2).flatten(1, 2)
+    return torch.cat((rotated, values[:, rotary_dim:]), 1).view(heads.shape)
 
 
 class SlottedModel(Protocol):

@@ -38,6 +38,7 @@ class WeightEntry:
     rows          first row and end row in the parameter; None: all rows. A norm of one head fills every row
     head_dim      the rows (of a norm the values) are heads of this size; values i and i + head_dim / 2 come side
                   by side in the parameter; 0: in the order of the checkpoint
+    rotary_dim    of each head only the first values, this many, come in such pairs; 0: all
     expert        the expert that owns it; its index in the parameter depends on the rank. None: no routed expert
     quantised     the checkpoint holds it in FP8, with a tensor of scales beside it
     """
@@ -50,6 +51,7 @@ class WeightEntry:
     head_dim: int = 0
     expert: int | None = None
     quantised: bool = False
+    rotary_dim: int = 0
 
     @property
     def size(self) -> int:

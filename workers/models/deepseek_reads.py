@@ -1,0 +1,89 @@
+"""Reads of config.json that the families of DeepSeek and GLM share. Needs no torch; knows nothing of weights."""
+
+from dataclasses import replace
+
+from kernels.attention.spec import LatentDims
+from workers.models.config_reader import ConfigReader
+from workers.models.rope_config import mscale
+from workers.models.specs import (
+    GqaSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
+
+# Keys of DeepSeek's own code for training and for its parallel layouts.
+TRAINING_KEYS = ("aux_loss_alpha", "auto_map", "ep_size", "pretraining_tp", "seq_aux")
+LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+
+
+def read_latent_attention(read: ConfigReader) -> LatentSpec:
+    """Return the latent attention of every layer."""
+    heads, rope = read.integer("num_attention_heads"), read.rope()
+    dims = LatentDims(
+        rank=read.integer("kv_lora_rank"),
+        rope_dim=read.integer("qk_rope_head_dim"),
+        nope_dim=read.integer("qk_nope_head_dim"),
+        value_dim=read.integer("v_head_dim"),
+    )
+    read.fixed("num_key_value_heads", heads, None)
+    read.fixed(
+        "head_dim", dims.rope_dim, None
+    )  # transformers 5 saves the rotated part under this name
+    read.fixed("qk_head_dim", dims.nope_dim + dims.rope_dim, None)
+    read.fixed("rope_interleave", True, None)
+    rope = replace(rope, interleaved=True)
+    return LatentSpec(
+        num_heads=heads,
+        dims=dims,
+        q_rank=read.integer_or("q_lora_rank", 0) or None,
+        scale=(dims.nope_dim + dims.rope_dim) ** -0.5 * mscale(rope) ** 2,
+        rope=rope,
+        bias=read.boolean("attention_bias"),
+        latent_eps=LATENT_EPS,
+    )
+
+
+def read_biased_router(read: ConfigReader) -> RouterSpec:
+    """Return the router of DeepSeek-V3: the family alone decides that there is a bias for the choice."""
+    read.fixed("scoring_func", "sigmoid", None)
+    read.fixed("topk_method", "noaux_tc", None)
+    return RouterSpec(
+        top_k=read.integer("num_experts_per_tok"),
+        renormalise=read.boolean("norm_topk_prob"),
+        score="sigmoid",
+        scaling=read.number("routed_scaling_factor"),
+        bias=True,
+        num_groups=read.integer("n_group"),
+        top_groups=read.integer("topk_group"),
+        group_score="top2",
+    )
+
+
+def read_experts(read: ConfigReader, router: RouterSpec) -> MoeSpec:
+    """Return the experts, with shared experts as one of their summed width."""
+    activation, width = read.activation(), read.integer("moe_intermediate_size")
+    shared = read.integer("n_shared_experts") * width
+    return MoeSpec(
+        num_experts=read.integer("n_routed_experts"),
+        width=width,
+        activation=activation,
+        router=router,
+        shared=SharedExpertSpec(width=shared, activation=activation, gated=False),
+    )
+
+
+def read_layers(
+    read: ConfigReader, attention: GqaSpec | LatentSpec, moe: MoeSpec
+) -> tuple[LayerSpec, ...]:
+    """Return all layers: the first ones have one dense MLP, all after them have experts."""
+    read.fixed("moe_layer_freq", 1, None)
+    dense = MlpSpec(width=read.integer("intermediate_size"), activation=moe.activation)
+    num_dense = read.count("first_k_dense_replace")
+    return tuple(
+        LayerSpec(attention=attention, mlp=dense if number < num_dense else moe)
+        for number in range(read.integer("num_hidden_layers"))
+    )

@@ -1,0 +1,81 @@
+"""Reads config.json of DeepSeek-V3, R1 and Kimi-K2 and maps their weights. Needs no torch; knows nothing of ranks."""
+
+from collections.abc import Iterator
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.deepseek_reads import (
+    TRAINING_KEYS,
+    read_biased_router,
+    read_experts,
+    read_latent_attention,
+    read_layers,
+)
+from workers.models.specs import ModelConfig
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 1,
+    "num_attention_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "first_k_dense_replace": 1,
+    "intermediate_size": 256,
+    "kv_lora_rank": 32,
+    "n_group": 2,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 24,
+}
+CHECKPOINT_NAMES: dict[str, str | None] = {
+    "num_experts": "n_routed_experts",
+    "head_dim": None,
+}
+NAMES = WeightNames(shared="shared_experts")
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    attention = read_latent_attention(read)
+    moe = read_experts(read, read_biased_router(read))
+    read.ignore(*TRAINING_KEYS)
+    layers = read_layers(read, attention, moe)
+    return read.finish(layers, moe, skipped_layers=read.count("num_nextn_predict_layers"))
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales and those of skipped layers."""
+    return decoder_weights(config, NAMES)

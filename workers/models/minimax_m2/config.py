@@ -1,0 +1,95 @@
+"""Reads config.json of MiniMax-M2 and maps its weights. Needs no torch; knows nothing of ranks or devices."""
+
+from collections.abc import Iterator
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 48,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 196608,
+    "rope_theta": 5_000_000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "num_local_experts": 256,
+    "num_experts_per_tok": 8,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "rotary_dim": 16,
+    "scoring_func": "sigmoid",
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
+CHECKPOINT_NAMES: dict[str, str | None] = {
+    "num_experts": "num_local_experts",
+    "moe_intermediate_size": "intermediate_size",
+    "intermediate_size": None,
+}
+NAMES = WeightNames(
+    moe="block_sparse_moe",
+    expert_gate="w1",
+    expert_up="w3",
+    expert_down="w2",
+    router_bias="e_score_correction_bias",
+)
+# Of layers that releases do not have, and of training.
+IGNORED = (
+    "auto_map",
+    "layernorm_full_attention_beta",
+    "layernorm_linear_attention_beta",
+    "layernorm_mlp_beta",
+    "mlp_intermediate_size",
+    "mtp_transformer_layers",
+    "num_mtp_modules",
+    "router_jitter_noise",
+    "shared_moe_mode",
+    "use_mtp",
+)
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    num_layers, head_dim = read.integer("num_hidden_layers"), read.integer("head_dim")
+    rotary_dim = read.rotary_dim(head_dim, read.integer_or("rotary_dim", head_dim) / head_dim)
+    attention = GqaSpec(
+        num_heads=read.integer("num_attention_heads"),
+        num_kv_heads=read.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        rope=read.rope(),
+        qk_norm="full",
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+    )
+    router = RouterSpec(
+        top_k=read.integer("num_experts_per_tok"), renormalise=True, score="sigmoid", bias=True
+    )
+    moe = MoeSpec(
+        num_experts=read.integer("num_local_experts"),
+        width=read.integer("intermediate_size"),
+        activation=read.activation(),
+        router=router,
+    )
+    read.fixed("attn_type_list", [1] * num_layers, None)
+    read.fixed("qk_norm_type", "per_layer", None)
+    read.fixed("scoring_func", "sigmoid", None)
+    read.fixed("shared_intermediate_size", 0, None)
+    read.fixed("sliding_window", None)
+    read.fixed("use_qk_norm", True, None)
+    read.fixed("use_routing_bias", True, None)
+    read.ignore(*IGNORED)
+    return read.finish((LayerSpec(attention=attention, mlp=moe),) * num_layers, moe)
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales."""
+    return decoder_weights(config, NAMES)
