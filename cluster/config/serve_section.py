@@ -143,10 +143,13 @@ class ServeConfig(Section):
         description="File with a chat template in Jinja, in place of the checkpoint's; relative to the "
         "YAML's folder. The parsers below detect their formats in it.",
     )
-    tool_parser: Literal["auto", "hermes", "json"] = Field(
+    tool_parser: Literal[
+        "auto", "hermes", "json", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45"
+    ] = Field(
         "auto",
-        description="How the model writes tool calls: hermes = in <tool_call> tags, json = as plain "
-        "JSON; auto = hermes where the chat template has those tags, else json.",
+        description="How the model writes tool calls: hermes = JSON in <tool_call> tags, json = as plain "
+        "JSON, deepseek_v3 (also R1), deepseek_v31, kimi_k2 and glm45 = as these models do; auto = the "
+        "format that the chat template writes, json if it writes none of these.",
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         "auto",

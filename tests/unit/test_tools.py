@@ -17,7 +17,20 @@ from tests.unit.api_fakes import (
     says,
     tiny_tokenizer,
 )
-from tests.unit.test_tool_parsers import CALL, NOW, OTHER, ROME, TIME, TOOLS, WEATHER, parse, tag
+from tests.unit.test_tool_parsers import (
+    CALL,
+    NOW,
+    OTHER,
+    ROME,
+    SECTIONS,
+    TIME,
+    TOOLS,
+    WEATHER,
+    glm,
+    parse,
+    section,
+    tag,
+)
 from workers.weights.checkpoint import byte_tokenizer
 
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
@@ -223,6 +236,31 @@ NAMED = {"type": "function", "function": {"name": "time.now"}}
             [tag(OTHER)],
             [tag(CALL), f"{tag(OTHER)}\n{tag(OTHER)}"],
         ),
+        *(
+            (
+                name,
+                {"tool_choice": "required"},
+                [section(name, ROME), section(name, ROME, NOW)],
+                ["text", CALL, section(name, ("time.now", '{"a": 1}')), section(name)],
+            )
+            for name in SECTIONS
+        ),
+        *(
+            (
+                name,
+                {"tool_choice": "required", "parallel_tool_calls": False},
+                [section(name, ROME)],
+                [section(name, ROME, NOW)],
+            )
+            for name in SECTIONS
+        ),
+        (
+            "glm45",
+            {"tool_choice": "required"},
+            [glm("get_weather", city="a </b>\n", days=3), f"{glm('time.now')}\n{glm('time.now')}"],
+            ["text", tag(CALL), glm("get_weather", days=3), glm("get_weather", city="a", days="b")],
+        ),
+        ("glm45", {"tool_choice": NAMED}, [glm("time.now")], [glm("get_weather", city="a")]),
         ("json", {"tool_choice": "required"}, [CALL, f"[{CALL}, {OTHER}]"], ["x", tag(CALL), "[]"]),
         ("json", {"tool_choice": "required", "parallel_tool_calls": False}, [CALL], [f"[{CALL}]"]),
         ("json", {"tool_choice": NAMED}, [OTHER], [CALL, f"[{OTHER}]"]),
@@ -326,6 +364,11 @@ def draw(grammar, rng):
     answer = bytearray()
     while not matcher.is_accepting():
         mask = matcher.compute_bitmask()
+        end = list(b"</arg_value>")  # of a text that may hold anything else
+        if rng.random() < 0.2 and matcher.validate_tokens(end) == len(end):
+            assert matcher.try_consume_tokens(end) == len(end)
+            answer += bytes(end)
+            continue
         usual = b'abcdefghij0123456789"}'
         allowed = [i for i in range(256) if mask[i // 8] >> (i % 8) & 1]
         token = rng.choice([i for i in allowed if i in usual] or allowed)

@@ -126,7 +126,9 @@ class MessageParser:
 
     def _call_part(self, piece: CallDelta) -> CallPart:
         if piece.name is not None:
-            self.calls.append(ToolCall(piece.index, piece.name))
+            call = ToolCall(piece.index, piece.name)
+            call.call_id = piece.call_id or call.call_id
+            self.calls.append(call)
             return CallPart(self.calls[-1], "")
         call = self.calls[piece.index]
         call.parts.append(piece.arguments)

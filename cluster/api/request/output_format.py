@@ -22,7 +22,6 @@ from cluster.api.tools.base import lark_string
 from cluster.errors import BadRequestError
 
 _THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
-_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,9 @@ class OutputFormats:
         shows = request.include_reasoning is not False
         if tools is None:
             return MessageParser(thoughts=thoughts, shows_reasoning=shows)
-        names = frozenset(tool.name for tool in tools.callable)
         return MessageParser(
             thoughts=thoughts,
-            calls=self._format.parser(names),
+            calls=self._format.parser(tools.callable),
             max_calls=None if tools.parallel else 1,
             shows_reasoning=shows,
             reports_calls=not tools.named,
@@ -147,10 +145,10 @@ class OutputFormats:
             ways.insert(0, "calls")
             lark = self._format.lark(tools.callable, tools.parallel, self._marker) + "\n"
             for i, tool in enumerate(tools.callable):
-                schema = {"type": "object", **(tool.parameters or _NO_PARAMETERS)}
                 where = f"tools.{tools.tools.index(tool)}.function.parameters"
                 node_of = partial(arguments_node, strict=tool.strict)
-                parts[f"args_{i}"] = Constraint(where, node_of(schema), schema, node_of)
+                for name, (path, schema) in self._format.schemas(i, tool).items():
+                    parts[name] = Constraint(where + path, node_of(schema), schema, node_of)
         nodes = {name: part.node for name, part in parts.items()}
         if begins is Thinking.CLOSED and not lark:
             grammar = single_grammar(nodes["answer"])

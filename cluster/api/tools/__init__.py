@@ -1,14 +1,34 @@
 """Tool calls in the text of models. Knows nothing of requests."""
 
 from cluster.api.tools.base import CallFormat
+from cluster.api.tools.glm import GLM45, KEY
 from cluster.api.tools.hermes import HERMES, OPEN
 from cluster.api.tools.json_calls import JSON
+from cluster.api.tools.sections import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 
-FORMATS = {"hermes": HERMES, "json": JSON}
+FORMATS = {
+    "hermes": HERMES,
+    "json": JSON,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "kimi_k2": KIMI_K2,
+    "glm45": GLM45,
+}
 
 
 def choose_format(name: str, chat_template: str) -> CallFormat:
     """Return the format `name`; `auto` selects the format that the chat template writes."""
     if name == "auto":
-        name = "hermes" if OPEN in chat_template else "json"
+        name = _written_by(chat_template)
     return FORMATS[name]
+
+
+def _written_by(chat_template: str) -> str:
+    """Return the format in which a chat template writes the calls of a conversation."""
+    if KIMI_K2.markers[0] in chat_template:
+        return "kimi_k2"
+    if DEEPSEEK_V3.markers[0] in chat_template:
+        return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
+    if KEY in chat_template:
+        return "glm45"
+    return "hermes" if OPEN in chat_template else "json"

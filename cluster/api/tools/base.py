@@ -25,11 +25,15 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of call number `index`. The first part has the name; the arguments of all parts join to the JSON text."""
+    """A part of call number `index`. The first part has the name; the arguments of all parts join to the JSON text.
+
+    call_id   of the first part: the id that the model wrote; None = the model writes none
+    """
 
     index: int
     name: str | None = None
     arguments: str = ""
+    call_id: str | None = None
 
 
 Piece = str | CallDelta
@@ -48,22 +52,43 @@ class CallParser(Protocol):
         ...
 
 
+Schemas = dict[str, tuple[str, dict[str, Any]]]
+"""Grammars of arguments by name: (path in the tool's parameters, schema)."""
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def whole_arguments(index: int, tool: Tool) -> Schemas:
+    """Return the schema of all arguments of tool number `index` as args_0, args_1 ..."""
+    return {f"args_{index}": ("", {"type": "object", **(tool.parameters or _NO_PARAMETERS)})}
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """The way in which a family of models writes calls.
 
-    parser   makes a parser of one answer; its argument holds the names of the tools
+    parser   makes a parser of one answer to a request with these tools
     lark     makes Lark rules; the rule `calls` matches one call of the tools, or any number if the second argument is
              true. @args_0, @args_1 ... are the grammars of the arguments. The third argument writes a marker such as
              <tool_call> for the grammar, because some models have it as text and some as a token.
     markers  texts that occur in calls only
+    schemas  the schemas of the grammars that the rules of tool number i refer to
     """
 
-    parser: Callable[[frozenset[str]], CallParser]
+    parser: Callable[[Sequence[Tool]], CallParser]
     lark: Callable[[Sequence[Tool], bool, Callable[[str], str]], str]
     markers: tuple[str, ...] = ()
+    schemas: Callable[[int, Tool], Schemas] = whole_arguments
 
 
 def lark_string(text: str) -> str:
     """Return `text` as a string literal of a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def possible_start(text: str, mark: str) -> int:
+    """Return the number of characters at the end of `text` that may be the beginning of `mark`."""
+    for length in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:length]):
+            return length
+    return 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string
+from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string, possible_start
 from cluster.api.tools.call_scanner import CallScanner
 
 OPEN = "<tool_call>"
@@ -12,11 +12,12 @@ CLOSE = "</tool_call>"
 class HermesParser:
     """Splits content and calls. Text between calls is content, without the white space next to a call."""
 
-    def __init__(self, _names: frozenset[str]) -> None:
+    def __init__(self, _tools: Sequence[Tool]) -> None:
         self._held = ""  # of content: white space, or the beginning of OPEN
         self._raw = ""  # of a call that was not returned yet; it becomes content if the call breaks
         self._scanner: CallScanner | None = None
         self._num_calls = 0
+        self._trims = False  # white space behind a call
 
     def push(self, text: str) -> list[Piece]:
         """See CallParser."""
@@ -39,15 +40,16 @@ class HermesParser:
         """Read content up to a call; return the text behind its OPEN."""
         text = self._held + text
         before, found, after = text.partition(OPEN)
-        if self._num_calls:
+        if self._trims:
             before = before.lstrip()
+            self._trims = not before
         if found:
             self._held = ""
             self._scanner, self._raw = CallScanner(), OPEN
             shown = before.rstrip()
             self._raw = before[len(shown) :] + OPEN
         else:
-            shown = before[: len(before) - _possible_start(before)].rstrip()
+            shown = before[: len(before) - possible_start(before, OPEN)].rstrip()
             self._held = before[len(shown) :]
         if shown:
             pieces.append(shown)
@@ -83,20 +85,12 @@ class HermesParser:
         text = self._held + text
         ends = [(text.find(mark), mark) for mark in (CLOSE, OPEN) if mark in text]
         if not ends:
-            keep = max(_possible_start(text, CLOSE), _possible_start(text, OPEN))
+            keep = max(possible_start(text, CLOSE), possible_start(text, OPEN))
             self._held = text[len(text) - keep :]
             return ""
         position, mark = min(ends)
-        self._held, self._scanner = "", None
+        self._held, self._scanner, self._trims = "", None, True
         return text[position + len(mark) :] if mark == CLOSE else text[position:]
-
-
-def _possible_start(text: str, mark: str = OPEN) -> int:
-    """Return the number of characters at the end of `text` that may be the beginning of `mark`."""
-    for length in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
 
 
 def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> str:

@@ -12,8 +12,8 @@ _BETWEEN = " \t\r\n,;[]"  # allowed before, between and after calls
 class JsonParser:
     """Splits content and calls. An answer that does not begin with a call of a known tool is content as a whole."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        self._names = frozenset(tool.name for tool in tools)
         self._raw = ""  # read, but not returned yet
         self._scanner = CallScanner(_KEYS)
         self._num_calls = 0
