@@ -6,6 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.api.messages.routes import parse_message
+from cluster.errors import BadRequestError
 from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, says
 from tests.unit.test_tool_parsers import CALL, NOW, OTHER, ROME, tag
 
@@ -344,3 +346,9 @@ def test_what_other_clients_send_beside_is_ignored():
     }
     path = "/v1/messages?beta=true"
     assert api.request("POST", path, json=body, headers=headers).status_code == 200
+
+
+def test_a_missing_field_is_named_without_the_object_around_it():
+    with pytest.raises(BadRequestError) as caught:
+        parse_message({"messages": [{"role": "user", "content": "x"}]})
+    assert str(caught.value) == "max_tokens: Field required"

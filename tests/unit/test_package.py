@@ -1,9 +1,12 @@
 """The wheel: what it holds, and that it works where the checkout is not."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -90,3 +93,35 @@ def test_the_demo_needs_no_checkout(installed: Path, tmp_path: Path) -> None:
     done = phalanx(installed, tmp_path, "check", "--set", "cluster.ranks=1", "--json")
     assert done.returncode == 0, done.stderr
     assert f'"path": "{installed}/cluster/share/models/demo"' in done.stdout
+
+
+OPTIONAL = {"deep_ep", "deep_gemm", "flashinfer", "matplotlib", "opentelemetry", "triton", "uvloop"}
+"""Imported where they are installed; the code around each import names what is missing."""
+PARTS = {"starlette": "fastapi"}
+"""Packages that another dependency exports as part of its own interface."""
+DISTRIBUTIONS = {"yaml": "pyyaml", "zmq": "pyzmq", "huggingface_hub": "huggingface-hub"}
+
+
+def imported_packages() -> dict[str, str]:
+    """The packages that production code imports, with one file each."""
+    found: dict[str, str] = {}
+    for path in (file for layer in LAYERS for file in (REPOSITORY / layer).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                found.setdefault(name.split(".")[0], str(path.relative_to(REPOSITORY)))
+    return found
+
+
+def test_an_installation_brings_all_that_is_imported() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[\[<>=!~;]", line)[0] for line in project["dependencies"]}
+    own = {*LAYERS, *sys.stdlib_module_names}
+    for name, path in imported_packages().items():
+        if name in own or name in OPTIONAL:
+            continue
+        name = PARTS.get(name, name)
+        distribution = DISTRIBUTIONS.get(name, name.replace("_", "-"))
+        assert distribution in declared, f"{path} imports {name}"

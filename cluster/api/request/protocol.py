@@ -345,7 +345,9 @@ def as_bad_request(error: ValidationError) -> BadRequestError:
     findings = error.errors(include_url=False, include_context=False)
     paths = [".".join(str(part) for part in item["loc"]) for item in findings]
     texts = [
-        f"{path}: {item['msg']}, got {_describe(item['input'])}"
+        f"{path}: {item['msg']}"
+        # the input of a missing field is the object around it
+        + ("" if item["type"] == "missing" else f", got {_describe(item['input'])}")
         for path, item in zip(paths, findings, strict=True)
     ]
     return BadRequestError("; ".join(texts[:4]), param=paths[0])
