@@ -1,5 +1,6 @@
-"""The place of the demo's configuration in a checkout and in an installed package."""
+"""The places of the demo's configuration and of the example experiments, in a checkout and in an installed package."""
 
 from pathlib import Path
 
 DEMO = Path(__file__).parents[1] / "share" / "local.yaml"
+EXAMPLES = DEMO.parent / "experiments"

@@ -6,22 +6,25 @@ Needs neither torch nor Ray, because a plan is printed at once; `machine_check` 
 import copy
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from cluster.config.demo import DEMO
 from cluster.config.errors import ConfigError, Problem, from_pydantic, show
 from cluster.config.files import ConfigSource, put, read_config
 from cluster.config.load import check_source
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments.sections import Kind, Sections, absolute
 from cluster.experiments.sweep import Settings, expand, flat, short_names, swept_keys
+from cluster.experiments.workload_files import content_hash
 from cluster.experiments.workload_section import RequestWorkload, StepWorkload, Workload
 from workers import hub
 from workers.models.registry import load_model_config
+from workers.models.specs import ModelConfig
 
 WORKLOAD = "workload."
 PATHS = ("model.path", "serve.api_keys_file", "serve.chat_template")
@@ -47,7 +50,10 @@ class Cell:
     @property
     def digest(self) -> str:
         """Hash of everything that the figures of the cell depend on in the files."""
-        return digest([self.config.model_dump(mode="json"), self.workload.model_dump(mode="json")])
+        parts: list[Any] = [self.config.model_dump(mode="json")]
+        parts.append(self.workload.model_dump(mode="json"))
+        parts += [content_hash(path) for path in self.workload.files]
+        return digest(parts)
 
 
 def digest(value: Any) -> str:
@@ -61,11 +67,13 @@ class CellMaker:
 
     def __init__(self, sections: Sections, folder: Path):
         self._sections, self._folder = sections, folder
-        self._base_path = Path(absolute(sections.base, folder))
+        self._base_path = DEMO
+        if sections.base is not None:
+            self._base_path = Path(absolute(sections.base, folder))
         self._base = read_config(self._base_path, [])
         self._configs: dict[str, PhalanxConfig | None] = {}
         self._workloads: dict[str, Workload | None] = {}
-        self._lengths: dict[Path, int] = {}
+        self._models: dict[Path, ModelConfig] = {}
         self.problems: list[Problem] = []
         self._known: set[tuple[str, str]] = set()
 
@@ -158,26 +166,39 @@ class CellMaker:
             self._add(where, problem)
         return None if problems else workload
 
-    def _together(self, config: PhalanxConfig, workload: Workload) -> list[Problem]:
-        found = []
-        if self._sections.kind != "http" and config.cluster.nodes > 1:
-            text = f"kind {self._sections.kind} runs on one machine; use kind http for several"
-            found.append(Problem("cluster.nodes", text))
-        longest = self._longest(config)
+    def _together(self, config: PhalanxConfig, workload: Workload) -> Iterator[Problem]:
+        kind = self._sections.kind
+        if kind != "http" and config.cluster.nodes > 1:
+            text = f"kind {kind} runs on one machine; use kind http for several"
+            yield Problem("cluster.nodes", text)
+        if isinstance(workload, StepWorkload):
+            yield from step_problems(config, workload, self._max_model_len(config))
+            return
+        if kind == "http":
+            yield from workload.endpoint_problems()
+        longest = self._max_model_len(config)
         if workload.longest > longest:
+            file = "workload.trace" if workload.trace else "workload.prompts"
             text = (
                 f"requests of up to {workload.longest} tokens; the configuration allows {longest}"
             )
-            found.append(Problem("workload.input_len", f"{text} (model.max_model_len)"))
-        return found
+            key = file if workload.files else "workload.input_len"
+            yield Problem(key, f"{text} (model.max_model_len)")
+        num_ids = self._model(config).vocab_size
+        if workload.has_random_prompts and workload.vocab_size > num_ids:
+            text = f"random prompts of {workload.vocab_size} token ids; the model has {num_ids}"
+            yield Problem("workload.vocab_size", text)
 
-    def _longest(self, config: PhalanxConfig) -> int:
+    def _max_model_len(self, config: PhalanxConfig) -> int:
         if config.model.max_model_len != "auto":
             return config.model.max_model_len
+        return self._model(config).max_position_embeddings
+
+    def _model(self, config: PhalanxConfig) -> ModelConfig:
         path = config.model.folder
-        if path not in self._lengths:
-            self._lengths[path] = load_model_config(path).max_position_embeddings
-        return self._lengths[path]
+        if path not in self._models:
+            self._models[path] = load_model_config(path)
+        return self._models[path]
 
     def _add(self, where: str, problem: Problem) -> None:
         """Keep a problem with the first cell that has it."""
@@ -185,6 +206,30 @@ class CellMaker:
         if seen not in self._known:
             self._known.add(seen)
             self.problems.append(Problem(problem.key, f"{where}: {problem.message}"))
+
+
+def step_problems(
+    config: PhalanxConfig, workload: StepWorkload, max_model_len: int
+) -> Iterator[Problem]:
+    """A step that the limits of the scheduler or the KV cache do not allow."""
+    limits, cache = config.scheduler, config.cache
+    if workload.phase == "decode":
+        bounds = {
+            "scheduler.max_num_seqs": limits.max_num_seqs,
+            "half of scheduler.max_num_batched_tokens": limits.max_num_batched_tokens // 2,
+        }
+    else:
+        bounds = {
+            "scheduler.max_num_batched_tokens": limits.max_num_batched_tokens,
+            "scheduler.max_num_seqs times model.max_model_len": limits.max_num_seqs
+            * (max_model_len - 2),
+        }
+        if cache.num_blocks != "auto":
+            bounds["half of the KV cache"] = cache.num_blocks * cache.block_size // 2
+    name = min(bounds, key=lambda bound: bounds[bound])
+    if workload.tokens > bounds[name]:
+        text = f"a {workload.phase} step has at most {bounds[name]} tokens ({name})"
+        yield Problem("workload.tokens", f"{workload.tokens} tokens; {text}")
 
 
 def engine_of(kind: Kind, config: PhalanxConfig) -> Engine:

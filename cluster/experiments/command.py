@@ -1,5 +1,8 @@
 """The commands `phalanx experiment` and `phalanx report`: read options, print, choose the exit code."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -14,7 +17,9 @@ if TYPE_CHECKING:
 DEFAULT_FOLDER = Path("experiments")
 INTERRUPTED = 130  # what a shell reports of a program that Ctrl-C ended
 
-File = Annotated[Path, typer.Argument(help="Experiment file.", show_default=False)]
+File = Annotated[
+    Path, typer.Argument(help="Experiment file, or the name of an example.", show_default=False)
+]
 Folders = Annotated[list[Path], typer.Argument(help="Folders of results.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -37,6 +42,7 @@ def experiment(
     from cluster.experiments.experiment import load_experiment
     from cluster.experiments.results_folder import FolderError, ResultsFolder
 
+    file = _example(file)
     try:
         found = load_experiment(file, overrides or [])
     except ConfigError as error:
@@ -45,6 +51,7 @@ def experiment(
     runs = plan.ordered_runs(found)
     clock = plan.Clock(found.sections.kind, plan.configured_device)
     try:
+        folder.check_owner(found.head())
         done = folder.done()
         left = [run for run in runs if run.key not in done]
         for line in plan.describe(found, runs, done, clock.seconds(left)):
@@ -70,6 +77,18 @@ def report(folders: Folders) -> None:
         _fail(str(error))
 
 
+def _example(file: Path) -> Path:
+    """Return the file, or the example of that name if there is no such file."""
+    from cluster.config.demo import EXAMPLES
+
+    if file.exists() or file.suffix or len(file.parts) > 1:
+        return file
+    names = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+    if file.name not in names:
+        _fail(f"{file}: no such file, and no example; the examples are {', '.join(names)}")
+    return EXAMPLES / f"{file.name}.yaml"
+
+
 def _check_machine(found: "Experiment", dry_run: bool) -> "MachineReport":
     """Examine this machine; a dry run accepts a machine without the GPUs."""
     typer.echo("checking each configuration on this machine")
@@ -93,13 +112,15 @@ def _run(
     from cluster.experiments.results_folder import cluster_lock
     from cluster.experiments.runner import Runner
 
-    head = {**found.head(), "origin": origin()}
+    source = origin()
+    head = {**found.head(), "origin": source}
     address = found.cells[0].config.cluster.ray_address
     failed, interrupted = 0, False
     with cluster_lock(address), folder.open(head, found.path):
-        runner = Runner(found, folder, _starter(found), clock, typer.echo, report.resolved)
+        runner = Runner(found, folder, _starter(found), clock, typer.echo, source, report.resolved)
         try:
-            failed = runner.run()
+            with signals_as_ctrl_c():
+                failed = runner.run()
         except KeyboardInterrupt:
             interrupted = True
         _write(folder.path)
@@ -109,6 +130,23 @@ def _run(
     if failed:
         typer.echo(f"error: {failed} runs failed; the same command runs them again", err=True)
         raise typer.Exit(1)
+
+
+@contextmanager
+def signals_as_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt for SIGTERM and for a closed terminal; under nohup a closed terminal ends nothing."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    wanted = [signal.SIGTERM, signal.SIGHUP]
+    handled = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _starter(found: "Experiment") -> Any:

@@ -1,5 +1,6 @@
 """Medians, spreads and ratios to a baseline of the cells of a folder. Pure arithmetic on its lines."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -9,6 +10,7 @@ from cluster.experiments.experiment import equals
 from cluster.experiments.metrics import DEFAULTS
 
 Line = Mapping[str, Any]
+ORIGIN = ("hardware", "versions", "commit")
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,17 @@ class Spread:
 
 @dataclass
 class CellResult:
-    """All runs of one cell. `runs`: repeat -> metrics; `errors`: repeat -> reason."""
+    """All runs of one cell. `runs`: repeat -> metrics; `errors`: repeat -> reason.
+
+    request_errors   of runs with results: repeat -> reason -> number of requests
+    """
 
     index: int
     name: str
     settings: dict[str, Any]
     runs: dict[int, Mapping[str, float]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
+    request_errors: dict[int, Mapping[str, int]] = field(default_factory=dict)
 
     def spread(self, metric: str) -> Spread | None:
         """Return the spread over the repeats; None without a value."""
@@ -43,10 +49,11 @@ class CellResult:
 
 @dataclass(frozen=True)
 class Results:
-    """A folder of results as data. `head`: experiment.json."""
+    """A folder of results as data. `head`: experiment.json; `origins`: a line of each origin, and its runs."""
 
     head: Line
     cells: list[CellResult]
+    origins: list[tuple[Line, int]]
 
     @classmethod
     def of(cls, head: Line, lines: Sequence[Line]) -> "Results":
@@ -55,15 +62,20 @@ class Results:
             cell["index"]: CellResult(cell["index"], cell["name"], cell["settings"])
             for cell in head["cells"]
         }
+        origins: dict[str, list[Line]] = {}
         for line in lines:
             cell = cells.get(line["cell"])
             if cell is None:
                 continue
-            if line["error"] is None:
-                cell.runs[line["repeat"]] = line["metrics"]
-            else:
+            if line["error"] is not None:
                 cell.errors[line["repeat"]] = line["error"]
-        return cls(head, list(cells.values()))
+                continue
+            cell.runs[line["repeat"]] = line["metrics"]
+            if line.get("request_errors"):
+                cell.request_errors[line["repeat"]] = line["request_errors"]
+            same = json.dumps([line.get(part) for part in ORIGIN], sort_keys=True)
+            origins.setdefault(same, []).append(line)
+        return cls(head, list(cells.values()), [(own[0], len(own)) for own in origins.values()])
 
     @property
     def axes(self) -> list[str]:

@@ -1,5 +1,6 @@
 """Reads an experiment file: its sections and its checked cells, or one error with every problem and its line."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,20 +8,25 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cluster.bench.lengths import Lengths
 from cluster.config.errors import ConfigError, Problem, from_pydantic
 from cluster.config.files import ConfigSource, read_config
 from cluster.config.resolve import available_cores
 from cluster.experiments import sweep
 from cluster.experiments.cells import Cell, CellMaker, digest, place_of
+from cluster.experiments.metrics import known_metrics
 from cluster.experiments.sections import Sections, StepExperiment, sections_of
 from workers.models.registry import load_model_config
+
+SIMULATED_AXES = ("cluster.ranks", "workload.tokens")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A file that can run. `axes` has the swept keys, `names` their short names."""
+    """A file that can run. `axes` has the swept keys, `names` their short names, `overrides` the texts of --set."""
 
     path: Path
+    overrides: tuple[str, ...]
     sections: Sections
     cells: list[Cell]
 
@@ -51,6 +57,7 @@ class Experiment:
         keys = ("title", "question", "kind", "order", "repeats", "seed", "warmup", "report")
         return {
             "identity": self.identity,
+            "overrides": list(self.overrides),
             **{key: common[key] for key in keys},
             "simulate": common.get("simulate"),
             "model": _model_facts(self.cells[0]),
@@ -76,6 +83,10 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         problems = [*source.problems, *from_pydantic(error, model)]
         raise ConfigError.of(str(path), problems, source.places) from None
     problems = [*source.problems, *sweep.problems(sections.sweep)]
+    axes = sections.sweep.grid or sections.sweep.paired or sections.sweep.cells
+    if "sweep" in sections.model_fields_set and not axes:
+        text = "has no axes; expected grid, paired or list, or no key `sweep` for a single cell"
+        problems.append(Problem("sweep", text))
     cells: list[Cell] = []
     if not problems:
         maker = CellMaker(sections, path.absolute().parent)
@@ -84,7 +95,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
         problems = _report_problems(sections, cells)
     if problems:
         raise ConfigError.of(str(path), problems, _places(source, problems))
-    return Experiment(path, sections, cells)
+    return Experiment(path, tuple(overrides), sections, cells)
 
 
 def _model_facts(cell: Cell) -> dict[str, Any]:
@@ -113,6 +124,12 @@ def _report_problems(sections: Sections, cells: Sequence[Cell]) -> list[Problem]
             found.append(Problem(place, f"no cell has {value}"))
     if sections.report.x is not None and sections.report.x not in keys:
         found.append(Problem("report.x", f"is not swept; the axes are {', '.join(keys) or 'none'}"))
+    known = known_metrics(sections.kind)
+    for metric in sections.report.metrics:
+        if metric not in known:
+            close = difflib.get_close_matches(metric, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
+            found.append(Problem("report.metrics", f"no run has {metric}; {hint}"))
     if isinstance(sections, StepExperiment) and sections.simulate is not None:
         found += _simulation_problems(sections, cells)
     return found
@@ -121,6 +138,20 @@ def _report_problems(sections: Sections, cells: Sequence[Cell]) -> list[Problem]
 def _simulation_problems(sections: StepExperiment, cells: Sequence[Cell]) -> list[Problem]:
     assert sections.simulate is not None
     found = []
+    for name in ("input_len", "output_len"):
+        try:
+            Lengths.parse(getattr(sections.simulate, name))
+        except ValueError as error:
+            found.append(Problem(f"simulate.{name}", str(error)))
+    if sections.simulate.max_tokens < sections.simulate.sequences:
+        text = f"expected at least simulate.sequences, {sections.simulate.sequences}"
+        found.append(Problem("simulate.max_tokens", text))
+    others = set(sweep.swept_keys([cell.settings for cell in cells])) - set(SIMULATED_AXES)
+    if others:
+        text = (
+            f"one model is fitted to all cells, so only {' and '.join(SIMULATED_AXES)} may be swept"
+        )
+        found.append(Problem("simulate", f"{text}, not {', '.join(sorted(others))}"))
     tokens = {cell.settings.get("workload.tokens") for cell in cells}
     ranks = {cell.config.cluster.ranks for cell in cells}
     held = set(sections.simulate.held_back)

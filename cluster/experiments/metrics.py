@@ -16,6 +16,16 @@ DEFAULTS: dict[Kind, tuple[str, ...]] = {
     "http": ("output_tokens_per_s", "total_tokens_per_s", "ttft_ms.p50", "tpot_ms.p50"),
     "step": ("step_ms", "exchange_us", "empty_step_us"),
 }
+LIMITS = ("ttft", "tpot", "e2e")  # of goodput
+OF_THE_ENGINE: dict[Kind, tuple[str, ...]] = {
+    "engine": (
+        *("steps", "idle_step_share", "ubatched_step_share", "tokens_per_step", "preemptions"),
+        *("step_ms", "vote_share", "forward_share", "expert_balancedness"),
+    ),
+    "http": ("vote_share", "forward_share"),
+    "step": ("step_ms", "exchange_us", "empty_step_us"),
+}
+OF_DECODES = ("decode_tokens_per_s", "decode_ms_per_token")
 HIGHER_IS_BETTER = ("per_s", "goodput", "balancedness", "completed")
 
 
@@ -32,6 +42,14 @@ def metrics_of(measured: Measured, workload: RequestWorkload | StepWorkload) -> 
         if workload.phase == "decode":
             found |= decode_window(measured.answers)
     return {name: value for name, value in found.items() if value is not None and isfinite(value)}
+
+
+def known_metrics(kind: Kind) -> list[str]:
+    """Return the names of all metrics that a run of this kind may have."""
+    if kind == "step":
+        return list(OF_THE_ENGINE[kind])
+    every = asdict(summarise([], 0.0, dict.fromkeys(LIMITS, 1.0)))
+    return [*OF_THE_ENGINE[kind], *_flat(every), "errors", *OF_DECODES]
 
 
 def error_of(answers: Sequence[Answer]) -> str | None:

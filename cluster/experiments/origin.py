@@ -35,12 +35,17 @@ def now() -> str:
 
 def _commit() -> str | None:
     """Return the hash of the commit of this code, with a + where tracked files were changed; None without git."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty=+", "--exclude=*"]
+    own = Path(__file__).resolve()
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S
-        )
+        _git(own.parent, "ls-files", "--error-unmatch", own.name)  # not a checkout around a .venv
+        return _git(own.parent, "describe", "--always", "--dirty=+", "--exclude=*") or None
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S
+    )
+    return done.stdout.strip()

@@ -5,7 +5,6 @@ Knows nothing of engines and servers.
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,8 @@ from cluster.bench.arrivals import arrival_offsets
 from cluster.bench.lengths import Lengths
 from cluster.bench.load import ARRIVALS
 from cluster.bench.prompts import prompt_source, random_ids
-from cluster.bench.prompts_file import Record, read_prompts
-from cluster.bench.settings import BenchError
 from cluster.bench.workload import PlannedRequest, plan_requests
+from cluster.experiments.workload_files import prompts_of, trace_of
 from cluster.experiments.workload_section import PREFILL_TOKENS, RequestWorkload
 
 WARMUP = 0  # the repeat under which warm-up requests are drawn
@@ -47,9 +45,9 @@ def plan_load(workload: RequestWorkload, seed: int, repeat: int) -> PlannedLoad:
     """Return the load of one repeat, counted from 1; WARMUP has prompts of its own. Raises BenchError."""
     index = repeat - 1
     if workload.trace is not None:
-        return _trace_load(workload, Path(workload.trace), seed, index)
+        return _trace_load(workload, workload.trace, seed, index)
     load = workload.load(seed, TIMEOUT_S)
-    records = read_prompts(workload.prompts) if workload.prompts is not None else []
+    records = prompts_of(workload.prompts) if workload.prompts is not None else []
     requests = plan_requests(load, records, None, index, workload.requests)
     if workload.phase == "prefill":
         requests = [replace(request, max_tokens=PREFILL_TOKENS) for request in requests]
@@ -66,9 +64,9 @@ def first_requests(load: PlannedLoad, count: int) -> PlannedLoad:
     return PlannedLoad(load.requests[:count], None, load.in_flight or count)
 
 
-def _trace_load(workload: RequestWorkload, path: Path, seed: int, index: int) -> PlannedLoad:
+def _trace_load(workload: RequestWorkload, path: str, seed: int, index: int) -> PlannedLoad:
     """Return the requests of a trace at their times; the first request arrives at once."""
-    rows = read_trace(path)[: workload.requests]
+    rows = trace_of(path)[: workload.requests]
     lengths = Lengths.parse(workload.input_len), Lengths.parse(workload.output_len)
     requests = []
     for number, row in enumerate(rows):
@@ -77,60 +75,12 @@ def _trace_load(workload: RequestWorkload, path: Path, seed: int, index: int) ->
         if prompt is None:
             num_tokens = row.input_len or lengths[0].sample(source)
             prompt = random_ids(num_tokens, workload.vocab_size, source)
-        given = row.record.max_tokens if row.record else None
-        max_tokens = given or row.output_len or lengths[1].sample(source)
+        max_tokens = row.max_tokens or lengths[1].sample(source)
         if workload.phase == "prefill":
             max_tokens = PREFILL_TOKENS
         requests.append(PlannedRequest(prompt, max_tokens))
     first = rows[0].at
     return PlannedLoad(requests, [row.at - first for row in rows], workload.in_flight)
-
-
-@dataclass(frozen=True)
-class TraceRow:
-    """One line of a trace: seconds, and a prompt or lengths."""
-
-    at: float
-    record: Record | None
-    input_len: int | None
-    output_len: int | None
-
-
-def read_trace(path: Path) -> list[TraceRow]:
-    """Return the rows of a trace, which must be in the order of their times. Raises BenchError with the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
-    rows: list[TraceRow] = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(_trace_row(number, json.loads(line)))
-        except ValueError as error:  # of JSON too
-            raise BenchError(f"{path}, line {number}: {error}") from None
-        if len(rows) > 1 and rows[-1].at < rows[-2].at:
-            raise BenchError(f"{path}, line {number}: `at` is before that of the line above")
-    if not rows:
-        raise BenchError(f'{path} has no requests; a line is {{"at": seconds, "input_len": 100}}')
-    return rows
-
-
-def _trace_row(number: int, item: Any) -> TraceRow:
-    if not isinstance(item, dict):
-        raise ValueError("an object is expected")
-    at = item.get("at")
-    if isinstance(at, bool) or not isinstance(at, int | float) or not math.isfinite(at):
-        raise ValueError('"at" must be a number of seconds')
-    for name in ("input_len", "output_len"):
-        value = item.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f'"{name}" must be a whole number above 0')
-    record = None
-    if "prompt" in item or "messages" in item:
-        record = Record.of(number, item)
-    return TraceRow(float(at), record, item.get("input_len"), item.get("output_len"))
 
 
 def in_tokens(requests: Sequence[PlannedRequest], model_path: Path) -> "TokenRequests":

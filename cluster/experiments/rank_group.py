@@ -11,7 +11,7 @@ from typing import Any
 
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
-from cluster.experiments.planned_load import in_tokens
+from cluster.experiments.planned_load import TokenRequests, in_tokens
 from cluster.experiments.rank_loop import RankLoad, RankRequest
 from cluster.experiments.target import Engine, EngineError, Job, Measured
 from cluster.experiments.workload_section import RequestWorkload
@@ -52,13 +52,15 @@ class RankGroup(Engine):
         if job.load is None:
             return self._run_steps(job, timeout_s)
         self._calls += 1
-        shares = self._shares(job)
+        assert isinstance(job.workload, RequestWorkload)
+        encoded = in_tokens(job.load.requests, self._config.model.folder)
+        begin = time.perf_counter() + BEGIN_S
+        shares = rank_loads(job, encoded, self._num_ranks, begin)
         name = f"{self._calls}"
         for pipe, share in zip(self._pipes, shares, strict=True):
             _send(pipe, ("requests", (share, name)))
         found = self._results(timeout_s)
         answers = {number: answer for own, _ in found for number, answer in own.items()}
-        assert isinstance(job.workload, RequestWorkload)
         return Measured(
             answers=[answers[number] for number in sorted(answers)],
             figures=_figures([counters for _, counters in found]),
@@ -66,21 +68,22 @@ class RankGroup(Engine):
 
     def close(self) -> None:
         """Close the ranks in order if all of them live and wait for commands, else kill them."""
-        if self._idle and all(process.is_alive() for process in self._processes):
-            try:
+        try:
+            if self._idle and all(process.is_alive() for process in self._processes):
                 for pipe in self._pipes:
                     _send(pipe, ("close", ()))
                 self._results(END_S)
-            except EngineError:
-                pass
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join(END_S)
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes = [], []
-        self._closing.close()
+        except EngineError:
+            pass
+        finally:  # after a second Ctrl-C too
+            for process in self._processes:
+                process.kill()
+            for process in self._processes:
+                process.join(END_S)
+            for pipe in self._pipes:
+                pipe.close()
+            self._processes, self._pipes = [], []
+            self._closing.close()
 
     def _start(self, start_s: float) -> None:
         model = self._config.model
@@ -105,28 +108,6 @@ class RankGroup(Engine):
             theirs.close()
             self._processes.append(process)
         self._facts = self._results(start_s, "ready")
-
-    def _shares(self, job: Job) -> list[RankLoad]:
-        """Return the requests of each rank, in turn, and its share of the places."""
-        load, workload = job.load, job.workload
-        assert load is not None and isinstance(workload, RequestWorkload)
-        encoded = in_tokens(load.requests, self._config.model.folder)
-        stop_ids = frozenset() if workload.prompts is None else encoded.stop_token_ids
-        begin = time.perf_counter() + BEGIN_S
-        shares = []
-        for rank in range(self._num_ranks):
-            mine = []
-            for number in range(rank, len(encoded.requests), self._num_ranks):
-                request = encoded.requests[number]
-                due = None if load.offsets is None else load.offsets[number]
-                assert isinstance(request.prompt, list)
-                ids: list[Any] = request.prompt
-                mine.append(RankRequest(number, ids, request.max_tokens, due))
-            places = load.in_flight
-            if places is not None:
-                places = max(1, (places + self._num_ranks - 1 - rank) // self._num_ranks)
-            shares.append(RankLoad(mine, places, begin, job.salt, workload.temperature, stop_ids))
-        return shares
 
     def _run_steps(self, job: Job, timeout_s: float) -> Measured:
         for pipe in self._pipes:
@@ -176,6 +157,27 @@ class RankGroup(Engine):
                     f"rank {rank} ended with exit code {code}{_last_line(self.logs[rank])}"
                 ) from None
         return found
+
+
+def rank_loads(job: Job, encoded: TokenRequests, num_ranks: int, begin: float) -> list[RankLoad]:
+    """Return the requests of each rank, in turn, and its places; fewer places than ranks leave ranks empty."""
+    load, workload = job.load, job.workload
+    assert load is not None and isinstance(workload, RequestWorkload)
+    stop_ids = frozenset() if workload.prompts is None else encoded.stop_token_ids
+    places = load.in_flight
+    used = num_ranks if places is None else min(num_ranks, places)
+    loads = []
+    for rank in range(num_ranks):
+        mine = []
+        for number in range(rank, len(encoded.requests) if rank < used else 0, used):
+            request = encoded.requests[number]
+            due = None if load.offsets is None else load.offsets[number]
+            assert isinstance(request.prompt, list)
+            ids: list[Any] = request.prompt
+            mine.append(RankRequest(number, ids, request.max_tokens, due))
+        share = None if places is None else max(0, (places + used - 1 - rank) // used)
+        loads.append(RankLoad(mine, share, begin, job.salt, workload.temperature, stop_ids))
+    return loads
 
 
 def _send(pipe: Connection, message: Any) -> None:

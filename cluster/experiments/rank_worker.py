@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cluster.bench.stream import Answer
+from cluster.experiments.parent_death import stop_with_parent
 from cluster.experiments.rank_loop import RankLoad, RankLoop
 from cluster.experiments.rank_steps import time_steps
 from cluster.experiments.workload_section import StepWorkload
@@ -38,6 +39,9 @@ def run_rank(
     log: Path,
 ) -> None:
     """Entry point of the process."""
+    stop_with_parent(
+        os.getppid(), signal.SIGKILL
+    )  # the fork server, which ends with the experiment
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C ends
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)

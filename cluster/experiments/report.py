@@ -45,13 +45,13 @@ def to_csv(results: Results, lines: Sequence[Mapping[str, Any]]) -> str:
 def summary(results: Results, plotted: bool = False, extra: str = "") -> str:
     """Return the page of a folder."""
     head = results.head
-    parts = [f"# {head['title']}", head["question"], _about(head), _counts(results)]
+    parts = [f"# {head['title']}", head["question"], _about(results), _counts(results)]
     if results.metrics:
         parts.append(_spread_table(results))
         parts.append(_ratio_table(results))
         parts.append(f"![{head['title']}]({PLOT})" if plotted else "")
     parts.append(extra)
-    parts.append(_failures(results))
+    parts += [_failures(results), _failed_requests(results)]
     missing = results.missing_metrics()
     if missing:
         parts.append(f"No run has the metrics {', '.join(missing)}.")
@@ -65,7 +65,7 @@ def compare_folders(folders: Sequence[Path]) -> str:
     first = all_results[0]
     parts = [f"# {first.head['title']}: {', '.join(names)}"]
     for name, results in zip(names, all_results, strict=True):
-        parts.append(f"{name}: {_about(results.head)}")
+        parts.append(f"{name}: {_about(results)}")
     by_name = [{cell.name: cell for cell in results.cells} for results in all_results]
     shared = [cell for cell in first.cells if all(cell.name in cells for cells in by_name)]
     if not shared:
@@ -97,13 +97,24 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _about(head: Mapping[str, Any]) -> str:
-    origin = head["origin"]
-    hardware, versions = origin["hardware"], origin["versions"]
+def _about(results: Results) -> str:
+    """Return hardware, versions and commit of the runs; a folder that was continued elsewhere has several."""
+    if len(results.origins) < 2:
+        found = [origin for origin, _ in results.origins]
+        return _origin(found[0] if found else results.head["origin"])
+    lines = [f"- {_origin(origin)} {count} runs." for origin, count in results.origins]
+    return "\n".join(["The runs have different origins:", "", *lines])
+
+
+def _origin(origin: Mapping[str, Any]) -> str:
+    hardware, versions, commit = origin["hardware"], origin["versions"], origin["commit"]
     gpus = f", {len(hardware['gpus'])} x {hardware['gpus'][0]}" if hardware["gpus"] else ""
     packages = ", ".join(f"{name} {version}" for name, version in versions.items())
-    commit = f"commit {origin['commit']}, " if origin["commit"] else ""
-    return f"{hardware['cpu']}, {hardware['cores']} cores{gpus}; {packages}; {commit}{origin['date'][:10]}."
+    if commit:
+        changed = " with changes that are not committed" if commit.endswith("+") else ""
+        packages += f"; commit {commit.rstrip('+')}{changed}"
+    cores = f"{hardware['cpu']}, {hardware['cores']} cores{gpus}"
+    return f"{cores}; {packages}; {origin['date'][:10]}."
 
 
 def _counts(results: Results) -> str:
@@ -154,6 +165,17 @@ def _failures(results: Results) -> str:
         for repeat, error in cell.errors.items()
     ]
     return "\n".join(["Failed runs:", "", *lines]) if lines else ""
+
+
+def _failed_requests(results: Results) -> str:
+    lines = [
+        f"- {cell.name}, repeat {repeat}: {count} x {reason}"
+        for cell in results.cells
+        for repeat, reasons in cell.request_errors.items()
+        for reason, count in reasons.items()
+    ]
+    head = "Requests that failed in runs with results, whose figures leave them out:"
+    return "\n".join([head, "", *lines]) if lines else ""
 
 
 def _show(spread: Spread | None) -> str:

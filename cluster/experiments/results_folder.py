@@ -23,6 +23,7 @@ from cluster.experiments.plan import RunKey
 
 RESULTS = "results.jsonl"
 HEAD = "experiment.json"
+NEEDED = ("identity", "title", "kind", "repeats", "report", "origin", "axes", "names", "cells")
 LEAST_FREE_BYTES = 32 * 2**20
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 Line = dict[str, Any]
@@ -49,7 +50,7 @@ class ResultsFolder:
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         with locked(self.path / ".lock", f"the folder {self.path}"):
-            self._check_owner(head)
+            self.check_owner(head)
             free = shutil.disk_usage(self.path).free
             if free < LEAST_FREE_BYTES:
                 raise FolderError(
@@ -84,8 +85,13 @@ class ResultsFolder:
         """Return the runs that ended without an error."""
         return {run_key(line) for line in self.lines() if line["error"] is None}
 
-    def _check_owner(self, head: Line) -> None:
+    def check_owner(self, head: Line) -> None:
+        """Raise FolderError if the folder has other files, or results of another experiment."""
         path = self.path / HEAD
+        if not self.path.exists():
+            return
+        if not self.path.is_dir():
+            raise FolderError(f"{self.path} is no folder; choose one with --output")
         if not path.exists():
             others = [child.name for child in self.path.iterdir() if child.name != ".lock"]
             if others:
@@ -115,9 +121,14 @@ def read_head(folder: Path) -> Line:
     """Return experiment.json. Raises FolderError."""
     try:
         head: Line = json.loads((folder / HEAD).read_text(encoding="utf-8"))
-        return head
     except (OSError, ValueError) as error:
         raise FolderError(f"{folder} has no results of an experiment: {error}") from None
+    missing = [key for key in NEEDED if not isinstance(head, dict) or key not in head]
+    if missing:
+        raise FolderError(
+            f"{folder} has no results of an experiment: {HEAD} lacks {', '.join(missing)}"
+        )
+    return head
 
 
 def read_lines(folder: Path) -> list[Line]:
@@ -126,9 +137,15 @@ def read_lines(folder: Path) -> list[Line]:
     if not path.exists():
         return []
     found: dict[RunKey, Line] = {}
-    for text in path.read_text(encoding="utf-8").split("\n")[:-1]:
-        line = json.loads(text)
-        found[run_key(line)] = line
+    for number, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], start=1):
+        try:
+            line = json.loads(text)
+            found[run_key(line)] = line
+        except (ValueError, KeyError, TypeError) as error:
+            raise FolderError(
+                f"{path}, line {number} is no result of a run ({type(error).__name__}: {error}); "
+                "remove the line, and the same command runs that run again"
+            ) from None
     return [found[key] for key in sorted(found)]
 
 

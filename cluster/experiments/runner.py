@@ -5,6 +5,7 @@ Knows nothing of tables and plots.
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,10 +50,12 @@ class Runner:
         start: StartEngine,
         clock: Clock,
         say: Say,
+        origin: Mapping[str, Any],
         resolved: Mapping[str, dict[str, Any]] | None = None,
     ):
         self._experiment, self._folder = experiment, folder
         self._start, self._clock, self._say = start, clock, say
+        self._origin = origin  # hardware, versions and commit of this call
         self._resolved = resolved or {}  # configuration without `auto`, by engine
         self._started: Started | None = None
         self._began = time.monotonic()
@@ -123,6 +126,7 @@ class Runner:
             "config_hash": digest(self._configuration(cell)),
             "workload": cell.workload.model_dump(mode="json"),
             "date": now(),
+            **{key: value for key, value in self._origin.items() if key != "date"},
             "folder": str(Path("runs") / run.folder),
         }
 
@@ -148,6 +152,9 @@ class Runner:
             _copy_logs(offsets, path)
         if load is not None and (error := error_of(measured.answers)) is not None:
             raise EngineError(error)
+        errors = Counter(answer.error for answer in measured.answers if answer.error is not None)
+        if errors:
+            line["request_errors"] = dict(errors)
         return metrics_of(measured, cell.workload)
 
     def _load(self, cell: Cell, repeat: int) -> PlannedLoad | None:
@@ -201,6 +208,8 @@ class Runner:
         if line["error"] is None:
             self._clock.run_ended(run.cell, line["measured_s"])
             outcome = f"{line['measured_s']:.1f} s"
+            if (num_failed := sum(line.get("request_errors", {}).values())) > 0:
+                outcome += f", {num_failed} requests failed"
         else:
             outcome = f"FAILED: {line['error'].splitlines()[0]}"
         rest = f", {duration(self._clock.seconds(left))} left" if left else ""

@@ -70,7 +70,11 @@ class _Common(Section):
     kind: Kind = Field(
         description="engine = requests without HTTP, http = requests to a server, step = single steps."
     )
-    base: str = Field(min_length=1, description="Configuration; relative to this file's folder.")
+    base: str | None = Field(
+        None,
+        min_length=1,
+        description="Configuration, relative to this file's folder; null = the demo.",
+    )
     config: dict[str, Any] = Field(
         default_factory=dict, description="Settings of all cells, over those of `base`."
     )
@@ -81,7 +85,9 @@ class _Common(Section):
     )
     repeats: int = Field(3, ge=1, description="Runs of each cell.")
     warmup: int = Field(
-        8, ge=0, description="Requests (or steps) before the first run of a cell on an engine."
+        8,
+        ge=0,
+        description="Requests before the first run of a cell on an engine; kind step needs none.",
     )
     seed: int = Field(0, description="Of prompts, lengths, arrivals and of order: random.")
     limits: Limits = Field(default_factory=Limits)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,9 @@ class ServerClient:
             run(asyncio.wait_for(self._send(job, round_), timeout_s))
         except TimeoutError:
             raise EngineError(f"the requests took longer than {timeout_s:g} s") from None
-        return Measured(round_.answers, _figures(before, self._ranks()), round_.client_cpu_s)
+        after = self._ranks()
+        check_epochs(before, after)
+        return Measured(round_.answers, _figures(before, after), round_.client_cpu_s)
 
     async def _send(self, job: Job, into: Round) -> None:
         load, workload = job.load, job.workload
@@ -90,10 +93,12 @@ class Server(Engine):
         path = folder / "server.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
         # With this process's sys.path: -m would import from the current folder first.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from cluster.cli import main; main()"
+        start = "from cluster.experiments.server_process import main; main()"
+        program = f"import sys; sys.path[:] = {sys.path!r}; {start}"
+        parent = str(os.getpid())
         with self.logs[0].open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, "serve", str(path)],
+                [sys.executable, "-c", program, parent, "serve", str(path)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches this process alone
@@ -123,10 +128,12 @@ class Server(Engine):
             self._process.send_signal(signal.SIGINT)
         try:
             self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
+        except BaseException as problem:  # too long, or a second Ctrl-C
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            if not isinstance(problem, subprocess.TimeoutExpired):
+                raise
 
     def _wait_ready(self, start_s: float) -> None:
         deadline = time.monotonic() + start_s
@@ -144,6 +151,16 @@ class Server(Engine):
     def _tail(self) -> str:
         text = self.logs[0].read_text(errors="replace")[-LOG_TAIL:].strip()
         return f"; its log ends with:\n{text}" if text else ""
+
+
+def check_epochs(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+    """Raise EngineError if the group lost a rank between two answers of /ranks: its figures have a pause."""
+    old, new = ([rank["epoch"] for rank in ranks] for ranks in (before, after))
+    if old != new:
+        raise EngineError(
+            f"a rank was lost in the run, and the group was rebuilt (epoch {max(old)} to {max(new)}); "
+            "the figures have the pause. The log of the server has the reason"
+        )
 
 
 def _figures(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,8 +11,10 @@ from typing import Literal
 from pydantic import Field
 
 from cluster.bench.lengths import Lengths
+from cluster.bench.prompts_file import Record, check_endpoint
 from cluster.bench.settings import BenchError, Load
 from cluster.config.errors import Problem
+from cluster.experiments.workload_files import prompts_of, trace_of
 from workers.config import Section
 
 PREFILL_TOKENS = 1  # output of a prefill-only request: its first token ends it
@@ -66,11 +68,32 @@ class RequestWorkload(Section):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest random request, prompt and output; 0 where a file has the prompts."""
-        if self.files:
-            return 0
-        output = PREFILL_TOKENS if self.phase == "prefill" else Lengths.parse(self.output_len).high
-        return self.prefix_tokens + Lengths.parse(self.input_len).high + output
+        """Tokens of the longest request, prompt and output. A text counts as one token: its length is not known."""
+        longest = (Lengths.parse(text).high for text in (self.input_len, self.output_len))
+        default_input, default_output = longest
+        pairs = [(self.prefix_tokens + default_input, default_output)]
+        if self.trace is not None:
+            rows = trace_of(self.trace)[: self.requests]
+            pairs = [
+                (
+                    _num_tokens(row.record) if row.record else row.input_len or default_input,
+                    row.max_tokens or default_output,
+                )
+                for row in rows
+            ]
+        elif self.prompts is not None:
+            records = prompts_of(self.prompts)
+            pairs = [(_num_tokens(one), one.max_tokens or default_output) for one in records]
+        if self.phase == "prefill":
+            pairs = [(prompt, PREFILL_TOKENS) for prompt, _ in pairs]
+        return max(map(sum, pairs))
+
+    @property
+    def has_random_prompts(self) -> bool:
+        """Whether any prompt is drawn below `vocab_size`."""
+        if self.trace is not None:
+            return any(row.record is None for row in trace_of(self.trace)[: self.requests])
+        return self.prompts is None
 
     @property
     def mean_tokens(self) -> tuple[float, float]:
@@ -131,14 +154,45 @@ class RequestWorkload(Section):
         for name, limit in self.goodput.items():
             if name not in ("ttft", "tpot", "e2e") or limit <= 0:
                 yield Problem(f"workload.goodput.{name}", "expected ttft, tpot or e2e above 0 ms")
-        for path in self.files:
-            if not path.is_file():
-                key = "workload.trace" if str(path) == self.trace else "workload.prompts"
-                yield Problem(key, f"{path} does not exist")
+        yield from self._file_problems()
         try:
             self.load(0, 1.0)
         except BenchError as error:
             yield Problem("workload", str(error))
+
+    def endpoint_problems(self) -> Iterator[Problem]:
+        """Lines of a file that the endpoint of kind http refuses."""
+        records: list[Record] = []
+        if self.prompts is not None:
+            records = list(prompts_of(self.prompts))
+        elif self.trace is not None:
+            records = [row.record for row in trace_of(self.trace) if row.record is not None]
+            drawn = Record(0, [0], None, None)
+            records += [drawn] if self.has_random_prompts else []
+        path = self.prompts or self.trace
+        try:
+            check_endpoint(str(path), records, self.endpoint)
+        except BenchError as error:
+            text = str(error).replace("--endpoint", "workload.endpoint:")
+            yield Problem("workload.endpoint", text)
+        if path is None and self.endpoint == "chat":
+            text = "random prompts are token ids, which only completions takes"
+            yield Problem("workload.endpoint", text)
+
+    def _file_problems(self) -> Iterator[Problem]:
+        for key, path, read in (
+            ("workload.prompts", self.prompts, prompts_of),
+            ("workload.trace", self.trace, trace_of),
+        ):
+            if path is None:
+                continue
+            if not Path(path).is_file():
+                yield Problem(key, f"{path} does not exist")
+                continue
+            try:
+                read(path)
+            except BenchError as error:
+                yield Problem(key, str(error))
 
 
 class StepWorkload(Section):
@@ -155,17 +209,16 @@ class StepWorkload(Section):
         """No file."""
         return []
 
-    @property
-    def longest(self) -> int:
-        """No request."""
-        return 0
-
     def problems(self) -> Iterator[Problem]:
         """Nothing depends on two settings."""
         return iter(())
 
 
 Workload = RequestWorkload | StepWorkload
+
+
+def _num_tokens(record: Record) -> int:
+    return len(record.prompt) if isinstance(record.prompt, list) else 1
 
 
 def _mean(lengths: Lengths) -> float:

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.experiments.metrics import metrics_of
 from cluster.experiments.planned_load import plan_load
-from cluster.experiments.server_target import ServerClient
+from cluster.experiments.server_target import ServerClient, check_epochs
 from cluster.experiments.target import EngineError, Job
 from cluster.experiments.workload_section import RequestWorkload
 
@@ -22,6 +22,13 @@ def test_requests_and_figures_of_a_server(server) -> None:
     assert not again.get("cached_tokens"), "a salt of its own keeps a run from cached prompts"
     with pytest.raises(EngineError, match="took longer than 0"):
         client.run(Job(workload, load, "third", 0), 0.01)
+
+
+def test_a_rebuilt_group_has_no_figures() -> None:
+    before = [{"epoch": 1}, {"epoch": 1}]
+    check_epochs(before, before)
+    with pytest.raises(EngineError, match=r"a rank was lost in the run.*\(epoch 1 to 2\)"):
+        check_epochs(before, [{"epoch": 2}, {"epoch": 2}])
 
 
 def test_a_server_that_is_not_there() -> None:

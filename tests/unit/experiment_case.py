@@ -16,6 +16,13 @@ from cluster.experiments.runner import Runner
 from cluster.experiments.target import Engine, Job, Measured
 from workers.weights.checkpoint import make_checkpoint
 
+ORIGIN: dict[str, Any] = {
+    "date": "2026-01-01",
+    "hardware": {"cpu": "test", "cores": 2, "gpus": []},
+    "versions": {"torch": "2"},
+    "commit": "abc",
+}
+
 
 def make_base(folder: Path) -> Path:
     """A folder with a checkpoint and base.yaml."""
@@ -34,9 +41,13 @@ def write(folder: Path, **keys: object) -> Path:
 
 @dataclass
 class FakeEngines:
-    """Starts engines; `before_run` may raise in place of one. An answer has its tokens, one each millisecond."""
+    """Starts engines; `before_run` may raise in place of one. An answer has its tokens, one each millisecond.
+
+    failed_requests: the first requests of each run that fail
+    """
 
     before_run: Callable[[Job], None] = lambda job: None
+    failed_requests: int = 0
     starts: list[PhalanxConfig] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     num_open: int = 0
@@ -66,6 +77,8 @@ class _FakeEngine(Engine):
         for request in job.load.requests:
             times = [0.001 * (1 + token) / self._ranks for token in range(request.max_tokens)]
             answer = Answer(0.0, times[-1], times, len(request.prompt), request.max_tokens)
+            if len(answers) < self._engines.failed_requests:
+                answer.error = "out of luck"
             answers.append(answer)
         return Measured(answers, {"steps": 3.0})
 
@@ -79,11 +92,10 @@ def run_with(engines: FakeEngines, path: Path, out: Path, *overrides: str) -> in
     folder = ResultsFolder(out)
     with folder.open(head_of(found), path):
         clock = Clock(found.sections.kind, configured_device)
-        return Runner(found, folder, engines.start, clock, lambda text: None).run()
+        runner = Runner(found, folder, engines.start, clock, lambda text: None, ORIGIN)
+        return runner.run()
 
 
 def head_of(found: Experiment) -> dict[str, Any]:
     """experiment.json of a machine that never changes."""
-    hardware = {"cpu": "test", "cores": 2, "gpus": []}
-    origin = {"date": "2026-01-01", "hardware": hardware, "versions": {}, "commit": None}
-    return {**found.head(), "origin": origin}
+    return {**found.head(), "origin": ORIGIN}

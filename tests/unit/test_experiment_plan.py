@@ -94,6 +94,8 @@ def test_errors_name_key_line_and_cell(folder: Path) -> None:
         ({"kind": "engin"}, "expected one of engine, http, step"),
         ({"repeat": 3}, "did you mean repeats?"),
         ({"sweep": {"grid": {"cluster.ranks": []}}}, "has no values"),
+        ({"sweep": {}}, "sweep: has no axes"),
+        ({"sweep": {"grid": {}, "list": []}}, "sweep: has no axes"),
         ({"sweep": {"grid": {"cluster.ranks": [1, 1]}}}, "has a value twice"),
         ({"sweep": {"paired": [{"a.b": [1], "c.d": [1, 2]}]}}, "a.b has 1, c.d has 2"),
         ({"sweep": {"list": [{}]}}, "a cell without keys"),
@@ -104,10 +106,50 @@ def test_errors_name_key_line_and_cell(folder: Path) -> None:
         ({"workload": {"trace": "none.jsonl"}}, "none.jsonl does not exist"),
         ({"report": {"baseline": {"cluster.ranks": 1}}}, "is not swept; the axes are none"),
         ({"config": {"cluster": {"nodes": 2, "ranks": 2, "ray_address": "auto"}}}, "one machine"),
+        ({"workload": {"vocab_size": 5000}}, "random prompts of 5000 token ids; the model has"),
+        (
+            {"report": {"metrics": ["ttft_ms.p5"]}},
+            "no run has ttft_ms.p5; did you mean ttft_ms.p50?",
+        ),
+        ({"kind": "http", "workload": {"endpoint": "chat"}}, "which only completions takes"),
+        (
+            {"kind": "step", "workload": {"tokens": 3000}},
+            "3000 tokens; a prefill step has at most 2048 tokens (scheduler.max_num_batched_tokens)",
+        ),
+        (
+            {"kind": "step", "workload": {"tokens": 65, "phase": "decode"}},
+            "a decode step has at most 64 tokens (scheduler.max_num_seqs)",
+        ),
     ],
 )
 def test_wrong_files_are_refused(folder: Path, keys: dict, expected: str) -> None:
     assert expected in error_of(write(folder, **keys))
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("trace", '{"at": 0}\n{"at": "soon"}', 'line 2: "at" must be a number of seconds'),
+        ("trace", '{"at": 0, "input_len": 4090}', "requests of up to 4154 tokens"),
+        ("trace", '{"at": 0, "prompt": [1, 2], "max_tokens": 5000}', "requests of up to 5002"),
+        ("prompts", '{"prompt": "a"}\n{"prompt"}', "line 2, column 10: not JSON"),
+        ("prompts", '{"prompt": "a", "max_tokens": 5000}', "requests of up to 5001 tokens"),
+    ],
+)
+def test_files_of_a_workload_are_read_before_the_start(
+    folder: Path, key: str, text: str, expected: str
+) -> None:
+    (folder / "requests.jsonl").write_text(text)
+    message = error_of(write(folder, workload={key: "requests.jsonl"}))
+    assert expected in message and f"workload.{key}" in message
+
+
+def test_chats_need_the_endpoint_for_chats(folder: Path) -> None:
+    (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "Hello"}]}')
+    workload = {"prompts": "chats.jsonl"}
+    assert "messages need" in error_of(write(folder, kind="http", workload=workload))
+    chats = write(folder, kind="http", workload={**workload, "endpoint": "chat"})
+    assert load_experiment(chats).cells and load_experiment(write(folder, workload=workload)).cells
 
 
 def test_overrides_and_nested_configuration(folder: Path) -> None:
@@ -136,6 +178,16 @@ def test_identity_ignores_what_does_not_change_a_figure(folder: Path) -> None:
     assert load_experiment(write(folder, sweep=sweep, **same)).identity == first
     assert load_experiment(write(folder, sweep=sweep, seed=1)).identity != first
     assert load_experiment(write(folder, sweep=sweep, workload={"requests": 9})).identity != first
+
+
+def test_a_changed_file_of_a_workload_is_another_experiment(folder: Path) -> None:
+    trace = folder / "trace.jsonl"
+    trace.write_text('{"at": 0}\n')
+    path = write(folder, workload={"trace": "trace.jsonl"})
+    first = load_experiment(path).identity
+    assert load_experiment(path).identity == first
+    trace.write_text('{"at": 0}\n{"at": 1}\n')
+    assert load_experiment(path).identity != first
 
 
 def test_a_thousand_cells_are_planned_in_two_seconds(folder: Path) -> None:
@@ -182,6 +234,18 @@ def test_dry_run_prints_the_plan_and_checks_backends(folder: Path) -> None:
     assert "cell 2 (all2all=symm)" in result.output
 
 
+def test_an_example_has_a_name_and_the_demo_is_the_base_of_a_file_without_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["experiment", "skew-cpu", "--dry-run"])
+    assert result.exit_code == 0 and "Skewed routing, on CPU" in result.output
+    result = CliRunner().invoke(app, ["experiment", "skew-gpu"])
+    assert result.exit_code == 2 and "the examples are all2all," in result.output
+    (cell,) = load_experiment(write(folder, base=None)).cells
+    assert cell.config.serve.model_name == "demo"
+
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "experiments").glob("*.yaml"))
 
 
@@ -217,5 +281,10 @@ def test_a_simulation_needs_sizes_and_ranks(folder: Path) -> None:
     assert "simulate.held_back" in error_of(write(folder, **wrong))
     right = {**wrong, "simulate": {"ranks": [16], "held_back": [16]}}
     assert len(load_experiment(write(folder, **right)).cells) == 12
+    lengths = {"ranks": [16], "held_back": [16], "input_len": "long", "max_tokens": 8}
+    message = error_of(write(folder, **{**right, "simulate": lengths}))
+    assert "simulate.input_len" in message and "simulate.max_tokens" in message
+    more = {"grid": {**grid, "overlap.mode": ["on", "off"]}}
+    assert "may be swept, not overlap.mode" in error_of(write(folder, **{**right, "sweep": more}))
     few = {**right, "sweep": {"grid": {**grid, "cluster.ranks": [1, 2]}}}
     assert "simulate.ranks" in error_of(write(folder, **few))

@@ -1,12 +1,16 @@
 """One rank of an experiment in this process: a closed loop, arrivals, single steps."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
+from cluster.experiments.planned_load import TokenRequests, plan_load
+from cluster.experiments.rank_group import rank_loads
 from cluster.experiments.rank_loop import RankLoad, RankLoop, RankRequest
 from cluster.experiments.rank_steps import time_steps
-from cluster.experiments.workload_section import StepWorkload
+from cluster.experiments.target import Job
+from cluster.experiments.workload_section import RequestWorkload, StepWorkload
 from workers.config import RankConfig
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
@@ -84,6 +88,26 @@ def test_a_refused_request_is_an_error(epoch: Epoch, loop: RankLoop) -> None:
     too_long = RankLoad([RankRequest(0, [1] * 300, 4, None)], 1, 0.0, "", 0.0, frozenset())
     (answer,) = loop.run(epoch.engine, too_long, "long", lambda due: False).values()
     assert answer.error and answer.ended
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "numbers", "places"),
+    [
+        (None, [[0, 3], [1, 4], [2]], [None, None, None]),
+        (7, [[0, 3], [1, 4], [2]], [3, 2, 2]),
+        (2, [[0, 2, 4], [1, 3], []], [1, 1, 0]),
+        (1, [[0, 1, 2, 3, 4], [], []], [1, 0, 0]),
+    ],
+)
+def test_places_are_shared_by_ranks_and_never_exceeded(
+    in_flight: int | None, numbers: list, places: list
+) -> None:
+    workload = RequestWorkload(requests=5, input_len=4)
+    load = replace(plan_load(workload, 0, 1), in_flight=in_flight)
+    encoded = TokenRequests(load.requests, frozenset())
+    loads = rank_loads(Job(workload, load, "", 0), encoded, 3, 0.0)
+    assert [[request.number for request in own.requests] for own in loads] == numbers
+    assert [own.in_flight for own in loads] == places
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])

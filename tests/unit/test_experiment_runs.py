@@ -4,6 +4,10 @@ import csv
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,9 +15,13 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.experiments import drawing, report, results_folder
+from cluster.experiments.command import signals_as_ctrl_c
+from cluster.experiments.comparison import Results
+from cluster.experiments.experiment import load_experiment
+from cluster.experiments.parent_death import stop_with_parent
 from cluster.experiments.results_folder import FolderError, ResultsFolder, cluster_lock, locked
 from cluster.experiments.target import EngineError, Job
-from tests.unit.experiment_case import FakeEngines, make_base, run_with, write
+from tests.unit.experiment_case import FakeEngines, head_of, make_base, run_with, write
 
 SWEEP = {"grid": {"cluster.ranks": [1, 2], "workload.input_len": [4, 8]}}
 WORKLOAD = {"requests": 4, "output_len": 5}
@@ -54,6 +62,8 @@ def test_each_run_is_recorded(file: Path, tmp_path: Path) -> None:
     assert lines[0]["config_hash"] != lines[-1]["config_hash"]
     kept = json.loads((tmp_path / "runs" / "001-r1" / "run.json").read_text())
     assert kept == lines[0]
+    assert (kept["commit"], kept["versions"], kept["seed"]) == ("abc", {"torch": "2"}, 0)
+    assert kept["hardware"]["cpu"] == "test" and kept["date"] > "2026-01-01"
     assert "ranks: 1" in (tmp_path / "runs" / "001-r1" / "config.yaml").read_text()
     assert (tmp_path / "runs" / "001-r2" / "log").read_text() == "001-r2\n", "its own part alone"
 
@@ -163,6 +173,82 @@ def test_a_full_disk_ends_the_run_and_leaves_no_part_of_a_line(
     assert run_with(FakeEngines(), file, tmp_path) == 0
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", "experiment.json lacks identity, title"),
+        ("[1]", "experiment.json lacks identity"),
+        ("{", "has no results of an experiment"),
+    ],
+)
+def test_a_folder_of_another_program_is_refused(
+    file: Path, tmp_path: Path, text: str, expected: str
+) -> None:
+    (tmp_path / "experiment.json").write_text(text)
+    with pytest.raises(FolderError, match=expected):
+        run_with(FakeEngines(), file, tmp_path)
+
+
+def test_a_line_that_is_no_result_is_named(file: Path, tmp_path: Path) -> None:
+    run_with(FakeEngines(), file, tmp_path)
+    with (tmp_path / "results.jsonl").open("a") as results:
+        results.write("{}\n")
+    with pytest.raises(FolderError, match=r"results\.jsonl, line 9 is no result of a run"):
+        run_with(FakeEngines(), file, tmp_path)
+
+
+def test_results_of_another_experiment_are_refused_in_a_dry_run(
+    file: Path, folder: Path, tmp_path: Path
+) -> None:
+    run_with(FakeEngines(), file, tmp_path)
+    other = write(folder, sweep=SWEEP, workload={"requests": 5})
+    command = ["experiment", str(other), "--output", str(tmp_path), "--dry-run"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "results of another experiment" in result.output
+    assert "runs have results" not in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_a_run_as_ctrl_c_does(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(KeyboardInterrupt, match=number.name), signals_as_ctrl_c():
+        os.kill(os.getpid(), number)
+        time.sleep(10)
+    assert signal.getsignal(number) is before
+
+
+def test_nohup_keeps_an_experiment_running() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_as_ctrl_c():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_killed_experiment_leaves_no_server(tmp_path: Path) -> None:
+    child = (
+        "import os, signal, sys, time; from cluster.experiments.parent_death import stop_with_parent\n"
+        "stop_with_parent(int(sys.argv[1]), signal.SIGINT); print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    parent = (
+        "import os, subprocess, sys, time\n"
+        "command = [sys.executable, '-c', sys.argv[1], str(os.getpid())]\n"
+        "subprocess.Popen(command, start_new_session=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", parent, child]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert int(process.stdout.readline()) != process.pid
+    process.kill()
+    process.communicate(timeout=120)  # until the server has closed the pipes too
+
+
+def test_a_server_without_its_experiment_does_not_start() -> None:
+    with pytest.raises(SystemExit, match="process 1 has ended"):
+        stop_with_parent(1, signal.SIGINT)
+
+
 def test_limits_end_the_experiment(file: Path, tmp_path: Path) -> None:
     engines = FakeEngines()
     assert run_with(engines, file, tmp_path, "limits.total_s=0.0000001") == 0
@@ -180,6 +266,26 @@ def test_tables(file: Path, tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "results.csv").open()))
     assert len(rows) == 8 and rows[0]["cluster.ranks"] == "1"
     assert float(rows[-1]["ttft_ms.p50"]) == pytest.approx(0.5)
+
+
+def test_the_page_names_every_origin_and_failed_requests(file: Path, tmp_path: Path) -> None:
+    run_with(FakeEngines(), file, tmp_path, "repeats=1")
+    lines = ResultsFolder(tmp_path).lines()
+    lines[0]["commit"] = "def+"
+    lines[1]["request_errors"] = {"HTTP 429: overloaded": 3}
+    page = report.summary(Results.of(head_of(load_experiment(file)), lines))
+    assert "The runs have different origins" in page
+    assert "commit def with changes that are not committed; " in page and " 1 runs." in page
+    assert "commit abc; " in page and " 3 runs." in page
+    assert f"- {lines[1]['name']}, repeat 1: 3 x HTTP 429: overloaded" in page
+
+
+def test_requests_that_fail_are_counted(file: Path, tmp_path: Path) -> None:
+    engines = FakeEngines(failed_requests=2)
+    assert run_with(engines, file, tmp_path, "repeats=1") == 0
+    assert {str(line["request_errors"]) for line in ResultsFolder(tmp_path).lines()} == {
+        "{'out of luck': 2}"
+    }
 
 
 def test_folders_are_compared(file: Path, tmp_path: Path) -> None:
@@ -205,7 +311,8 @@ def test_folders_are_compared(file: Path, tmp_path: Path) -> None:
     ],
 )
 def test_the_axes_choose_the_plot(folder: Path, tmp_path: Path, sweep: dict, x: str | None) -> None:
-    run_with(FakeEngines(), write(folder, sweep=sweep, workload=WORKLOAD), tmp_path)
+    keys = {"sweep": sweep} if sweep else {}
+    run_with(FakeEngines(), write(folder, workload=WORKLOAD, **keys), tmp_path)
     results = report.read_results(tmp_path)
     assert drawing.choose_x(results) == x
     assert drawing.draw(results, tmp_path / "plot.png")

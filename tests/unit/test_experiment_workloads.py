@@ -8,7 +8,8 @@ import pytest
 from cluster.bench.settings import BenchError
 from cluster.bench.stream import Answer
 from cluster.experiments.metrics import decode_window, error_of
-from cluster.experiments.planned_load import WARMUP, first_requests, plan_load, read_trace
+from cluster.experiments.planned_load import WARMUP, first_requests, plan_load
+from cluster.experiments.workload_files import trace_of
 from cluster.experiments.workload_section import RequestWorkload
 
 MIXED = {
@@ -83,7 +84,7 @@ def test_wrong_traces(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(BenchError, match=expected):
-        read_trace(path)
+        trace_of(str(path))
 
 
 def test_lines_of_a_file_are_the_prompts(tmp_path: Path) -> None:

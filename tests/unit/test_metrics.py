@@ -177,13 +177,20 @@ def test_an_observation_per_token_is_cheap():
 def test_ranks_as_json():
     api = Api()
     api.backend.stats = [
-        {"rank": 0, "running": 3, "generation_tokens": 70, "step_seconds": {"forward": 1.5}},
+        {
+            "rank": 0,
+            "epoch": 2,
+            "running": 3,
+            "generation_tokens": 70,
+            "step_seconds": {"forward": 1.5},
+        },
         {"rank": 1, "waiting": 2, "kv_cache_usage": 0.25, "secret": "not shown"},
     ]
     answer = api.get("/ranks").json()
     assert answer["model"] == "tiny/model" and answer["time"] > 1e9
     zero, one = answer["ranks"]
     assert (zero["rank"], zero["running"], zero["generation_tokens"]) == (0, 3, 70)
+    assert (zero["epoch"], one["epoch"]) == (2, 0)
     assert zero["step_seconds"] == {"forward": 1.5}
     assert (one["rank"], one["waiting"], one["kv_cache_usage"], one["steps"]) == (1, 2, 0.25, 0)
     assert zero.keys() == one.keys() and "secret" not in one

@@ -248,6 +248,7 @@ class RankActor:
         """Return counters and gauges, see workers.stats.stats; `info` holds constants."""
         return {
             "rank": self._index,
+            "epoch": self._epoch,
             "info": self._info,
             "stale_messages": self._inbox.num_stale,
             **self._engine.stats.snapshot(),

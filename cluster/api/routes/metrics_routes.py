@@ -47,7 +47,7 @@ def add_metrics_routes(
 
         `time` (Unix seconds) is the clock for rates. Counters since the start: prompt_tokens, generation_tokens,
         preemptions, prefix_cache_queries, prefix_cache_hits, steps, idle_steps, step_seconds by part. Gauges:
-        running, waiting, kv_cache_usage (1 = all blocks).
+        running, waiting, kv_cache_usage (1 = all blocks). `epoch` counts the rebuilds of the group.
         """
         backend = backend_provider()
         try:
@@ -68,6 +68,7 @@ def add_metrics_routes(
 
 # Field of /ranks -> what it is before a rank has counted any.
 _RANK_FIELDS: dict[str, Any] = {
+    "epoch": 0,
     "running": 0,
     "waiting": 0,
     "kv_cache_usage": 0.0,

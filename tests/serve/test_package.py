@@ -1,0 +1,153 @@
+"""The wheel, installed into an environment of its own: its files, and its commands where the checkout is not."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.serve.server import START_TIMEOUT_S, free_port
+
+REPOSITORY = Path(__file__).parents[2]
+LAYERS = ("cluster", "workers", "kernels")
+BUILD = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
+DATA = (
+    *(
+        "cluster/share/local.yaml",
+        "cluster/share/schema.json",
+        "cluster/share/grafana/phalanx.json",
+    ),
+    *("cluster/share/models/demo/model.safetensors", "cluster/share/models/demo/tokenizer.json"),
+    *("cluster/web/index.html", "kernels/native/cpu.c"),
+)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment with the wheel alone; its dependencies come from the environment of the tests."""
+
+    environment: Path
+
+    @property
+    def packages(self) -> Path:
+        """The folder that pip installed into."""
+        return next(self.environment.glob("lib/python*/site-packages"))
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables of its commands. A .pth file, such as that of the checkout, has no effect there."""
+        return {**os.environ, "PYTHONPATH": sysconfig.get_paths()["purelib"]}
+
+    def command(self, *arguments: str) -> list[str]:
+        """Arguments of a process of `phalanx`."""
+        return [str(self.environment / "bin" / "phalanx"), *arguments]
+
+    def phalanx(self, cwd: Path, *arguments: str) -> str:
+        """Run a command to its end, and return what it printed."""
+        done = subprocess.run(
+            self.command(*arguments),
+            cwd=cwd,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel of this checkout, installed by pip into an empty environment."""
+    folder = tmp_path_factory.mktemp("package")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    for name in (*LAYERS, "configs"):
+        unwanted = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(REPOSITORY / name, source / name, symlinks=True, ignore=unwanted)
+    run([sys.executable, "-c", BUILD, str(folder)], source)
+    (wheel,) = folder.glob("*.whl")
+    assert wheel.stat().st_size < 40e6
+    environment = folder / "environment"
+    run([sys.executable, "-m", "venv", "--without-pip", str(environment)], folder)
+    pip = [sys.executable, "-m", "pip", "--python", str(environment), "install", "--quiet"]
+    run([*pip, "--no-index", "--no-deps", str(wheel)], folder)
+    return Installed(environment)
+
+
+def run(command: list[str], cwd: Path) -> None:
+    """Run a command to its end."""
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_wheel_has_every_module_and_the_data(installed: Installed) -> None:
+    folder = installed.packages
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    modules = {
+        str(path.relative_to(REPOSITORY))
+        for layer in LAYERS
+        for path in (REPOSITORY / layer).rglob("*.py")
+    }
+    pages = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "cluster/web").iterdir()}
+    assert modules | pages | set(DATA) <= files
+    assert not [
+        name for name in files if name.startswith(("tests/", "scripts/")) or "qwen3-30b" in name
+    ]
+
+
+def test_the_demo_needs_no_checkout(installed: Installed, tmp_path: Path) -> None:
+    printed = installed.phalanx(tmp_path, "check", "--set", "cluster.ranks=1", "--json")
+    assert f'"path": "{installed.packages}/cluster/share/models/demo"' in printed
+
+
+def test_an_experiment_runs_without_the_checkout(installed: Installed, tmp_path: Path) -> None:
+    small = [
+        *("sweep.grid={workload.input_len: [4, 8]}", "config={cluster: {ranks: 1, device: cpu}}"),
+        *("workload={requests: 2, output_len: 2}", "repeats=1", "warmup=0", "report={}"),
+    ]
+    options = [part for text in small for part in ("--set", text)]
+    printed = installed.phalanx(tmp_path, "experiment", "skew-cpu", *options)
+    assert "wrote experiments/skew-cpu/summary.md" in printed
+    folder = tmp_path / "experiments" / "skew-cpu"
+    assert "2 of 2 runs" in (folder / "summary.md").read_text()
+    head = json.loads((folder / "experiment.json").read_text())
+    assert head["origin"]["commit"] is None, "the package is in no checkout"
+    assert head["overrides"] == small
+
+
+def test_a_server_and_a_load_run_without_the_checkout(installed: Installed, tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    settings = ["--set", f"serve.port={port}", "--set", "cluster.ranks=1"]
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            installed.command("serve", *settings, "--set", "cluster.device=cpu"),
+            cwd=tmp_path,
+            env=installed.variables,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not re.search(r"^ready in .*http", log.read_text(), re.M):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.2)
+        load = ["--requests", "4", "--warmup", "0", "--input-len", "8", "--output-len", "4"]
+        url = f"http://127.0.0.1:{port}"
+        printed = installed.phalanx(tmp_path, "bench", "--url", url, *load)
+        assert "4" in printed and "ttft" in printed.lower(), printed
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0, log.read_text()
+    finally:
+        server.kill()
+        server.wait()
