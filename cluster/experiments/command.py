@@ -1,7 +1,7 @@
 """The commands `phalanx experiment` and `phalanx report`: read options, print, choose the exit code."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -117,9 +117,10 @@ def _run(
     address = found.cells[0].config.cluster.ray_address
     failed, interrupted = 0, False
     with cluster_lock(address), folder.open(head, found.path):
-        runner = Runner(found, folder, _starter(found), clock, typer.echo, source, report.resolved)
         try:
-            with signals_as_ctrl_c():
+            with signals_as_ctrl_c(), _progress() as (say, show):
+                start, resolved = _starter(found), report.resolved
+                runner = Runner(found, folder, start, clock, say, source, resolved, show)
                 failed = runner.run()
         except KeyboardInterrupt:
             interrupted = True
@@ -147,6 +148,21 @@ def signals_as_ctrl_c() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _progress() -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """Yield functions for a line that stays and for the run that begins, which only a terminal shows."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    if not console.is_terminal:
+        yield typer.echo, lambda text: None
+        return
+    # Once a second, because the spinner shares the cores with CPU ranks.
+    with console.status("", refresh_per_second=1) as status:
+        yield console.print, lambda text: status.update(escape(text))
 
 
 def _starter(found: "Experiment") -> Any:

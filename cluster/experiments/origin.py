@@ -1,4 +1,4 @@
-"""Where results come from: hardware, versions and commit."""
+"""Where results come from: hardware, versions and commit. Of experiments and of the measurements in scripts/bench."""
 
 import subprocess
 from datetime import UTC, datetime
@@ -14,18 +14,29 @@ GIT_TIMEOUT_S = 10
 
 def origin() -> dict[str, Any]:
     """Return the date, the hardware, the versions, and the commit of the code if it is a checkout."""
-    versions = machine.versions()
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    versions = {**machine.versions(), **compute_versions()}
     return {
         "date": now(),
         "hardware": machine.hardware(),
         "versions": versions,
-        "commit": _commit(),
+        "commit": commit(),
     }
+
+
+def compute_versions() -> dict[str, str]:
+    """Return the versions of torch, CUDA, NCCL and the packages of kernels. Imports torch."""
+    import torch
+
+    found = {"torch": torch.__version__}
+    if torch.version.cuda is not None:
+        found["CUDA"] = torch.version.cuda
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def now() -> str:
@@ -33,7 +44,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """Return the hash of the commit of this code, with a + where tracked files were changed; None without git."""
     own = Path(__file__).resolve()
     try:

@@ -52,11 +52,13 @@ class Runner:
         say: Say,
         origin: Mapping[str, Any],
         resolved: Mapping[str, dict[str, Any]] | None = None,
+        show: Say = lambda text: None,
     ):
         self._experiment, self._folder = experiment, folder
         self._start, self._clock, self._say = start, clock, say
         self._origin = origin  # hardware, versions and commit of this call
         self._resolved = resolved or {}  # configuration without `auto`, by engine
+        self._show = show  # gets the run that begins
         self._started: Started | None = None
         self._began = time.monotonic()
 
@@ -70,6 +72,8 @@ class Runner:
                 if self._is_over():
                     self._say(f"limits.total_s is over: {len(left) - number} runs are left")
                     break
+                rest = duration(self._clock.seconds(left[number:]))
+                self._show(f"{self._label(run, len(left) - number - 1)}, {rest} left")
                 line = self._record(run)
                 failed += line["error"] is not None
                 self._report(run, line, left[number + 1 :])
@@ -204,7 +208,6 @@ class Runner:
             started.engine.close()
 
     def _report(self, run: Run, line: dict[str, Any], left: Sequence[Run]) -> None:
-        total = len(self._experiment.cells) * self._experiment.sections.repeats
         if line["error"] is None:
             self._clock.run_ended(run.cell, line["measured_s"])
             outcome = f"{line['measured_s']:.1f} s"
@@ -213,9 +216,12 @@ class Runner:
         else:
             outcome = f"FAILED: {line['error'].splitlines()[0]}"
         rest = f", {duration(self._clock.seconds(left))} left" if left else ""
-        number = total - len(left)
-        repeat = f"repeat {run.repeat}"
-        self._say(f"[{number}/{total}] {run.cell.name}, {repeat}: {outcome}{rest}")
+        self._say(f"{self._label(run, len(left))}: {outcome}{rest}")
+
+    def _label(self, run: Run, num_left: int) -> str:
+        """Return the number and the name of a run; `num_left` runs follow it."""
+        total = len(self._experiment.cells) * self._experiment.sections.repeats
+        return f"[{total - num_left}/{total}] {run.cell.name}, repeat {run.repeat}"
 
 
 def _size(path: Path) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -85,10 +86,9 @@ class Server(Engine):
 
     def __init__(self, config: PhalanxConfig, folder: Path, start_s: float):
         port = _free_port()
-        serve = config.serve.model_copy(update={"port": port, "host": "127.0.0.1"})
-        config = config.model_copy(update={"serve": serve})
+        config = on_port(config, port)
         self._url = f"http://127.0.0.1:{port}"
-        self._client = ServerClient(self._url, str(serve.model_name), _headers(config))
+        self._client = ServerClient(self._url, str(config.serve.model_name), _headers(config))
         self.logs = [folder / "server.log"]
         path = folder / "server.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
@@ -151,6 +151,16 @@ class Server(Engine):
     def _tail(self) -> str:
         text = self.logs[0].read_text(errors="replace")[-LOG_TAIL:].strip()
         return f"; its log ends with:\n{text}" if text else ""
+
+
+def on_port(config: PhalanxConfig, port: int) -> PhalanxConfig:
+    """Return the configuration of a server of this machine, with an application name of its own.
+
+    A Ray cluster may have another server, whose supervisor has the configured name; it must not be taken for this one.
+    """
+    name = f"{config.serve.app_name}-experiment-{uuid.uuid4().hex[:8]}"
+    own = {"port": port, "host": "127.0.0.1", "app_name": name}
+    return config.model_copy(update={"serve": config.serve.model_copy(update=own)})
 
 
 def check_epochs(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:

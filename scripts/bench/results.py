@@ -1,24 +1,19 @@
 """What the measurements share: where they were made, tables in Markdown, and files that keep a person's notes."""
 
 import argparse
-import datetime
 import json
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from cluster.bench import machine
+from cluster.experiments import origin as source
 from kernels.host import cuda_environment
 from scripts.bench import ROOT
 
-PACKAGES = ("triton", "deep_ep", "sgl-deep-ep", "sgl-deep-gemm", "flashinfer-python")
 NOTES = "## Notes"
 FLAT_LIST = re.compile(r"\[\n\s*([^\[\]{}]*?)\n\s*\]")  # strings hold no line breaks in JSON
 
@@ -60,40 +55,19 @@ def origin(num_gpus: int, commit: str | None, *, served: bool = False) -> Found:
 
     `served`: a whole server is measured, so the versions include those of its HTTP packages.
     """
-    commit = commit or _commit()
+    commit = commit or source.commit()
+    if commit is None:  # a figure without its commit cannot be repeated
+        raise SystemExit("git does not give the measured commit: state it as --commit HASH")
     hardware = machine.hardware()
     hardware["gpus"] = hardware["gpus"][:num_gpus]
-    found = machine.versions() if served else {"python": platform.python_version()}
-    found["torch"] = torch.__version__
-    if torch.version.cuda is not None:
-        found["CUDA"] = torch.version.cuda
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    versions = machine.versions() if served else {"python": platform.python_version()}
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": source.now(),
         "commit": commit.removesuffix("+"),
         "clean_tree": not commit.endswith("+"),
         "hardware": hardware,
-        "versions": found,
+        "versions": versions | source.compute_versions(),
     }
-
-
-def _commit() -> str:
-    """Return the short hash of HEAD, with a + where tracked files were changed.
-
-    Raises SystemExit where git does not answer, because a figure without its commit cannot be repeated.
-    """
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(
-            f"git does not give the measured commit ({error}): state it as --commit HASH"
-        ) from None
 
 
 def devices(found: Found) -> str:

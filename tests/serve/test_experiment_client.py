@@ -2,9 +2,11 @@
 
 import pytest
 
+from cluster.config.demo import DEMO
+from cluster.config.load import load_config
 from cluster.experiments.metrics import metrics_of
 from cluster.experiments.planned_load import plan_load
-from cluster.experiments.server_target import ServerClient, check_epochs
+from cluster.experiments.server_target import ServerClient, check_epochs, on_port
 from cluster.experiments.target import EngineError, Job
 from cluster.experiments.workload_section import RequestWorkload
 
@@ -22,6 +24,13 @@ def test_requests_and_figures_of_a_server(server) -> None:
     assert not again.get("cached_tokens"), "a salt of its own keeps a run from cached prompts"
     with pytest.raises(EngineError, match="took longer than 0"):
         client.run(Job(workload, load, "third", 0), 0.01)
+
+
+def test_servers_of_one_ray_have_names_of_their_own() -> None:
+    config = load_config({"model": {"path": str(DEMO.parent / "models" / "demo")}})
+    first, second = (on_port(config, 1234).serve for _ in range(2))
+    assert (first.host, first.port) == ("127.0.0.1", 1234)
+    assert len({first.app_name, second.app_name, config.serve.app_name}) == 3
 
 
 def test_a_rebuilt_group_has_no_figures() -> None:
