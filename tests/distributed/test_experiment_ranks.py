@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.experiments import results_folder
+from cluster.experiments.metrics import known_metrics
 from cluster.experiments.results_folder import read_lines
 from workers.weights.checkpoint import make_checkpoint
 
@@ -78,6 +79,7 @@ def test_cells_share_ranks_and_a_lost_rank_costs_its_run(
     assert arrivals["engine"]["folder"] == closed["engine"]["folder"] == "engines/001"
     assert arrivals["metrics"]["output_tokens"] == 6, "prefill: one token each"
     assert closed["metrics"]["output_tokens"] == 6 * 8
+    assert closed["metrics"].keys() <= set(known_metrics("engine"))
     assert closed["metrics"]["max_in_flight"] <= 4, "3 places are 2 and 1 of the ranks"
     assert closed["seconds"] - closed["measured_s"] < 3, "overhead of a cell on a reused engine"
     assert "rank 1 ended with exit code -9" in lost["error"]

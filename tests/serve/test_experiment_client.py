@@ -4,7 +4,7 @@ import pytest
 
 from cluster.config.demo import DEMO
 from cluster.config.load import load_config
-from cluster.experiments.metrics import metrics_of
+from cluster.experiments.metrics import known_metrics, metrics_of
 from cluster.experiments.planned_load import plan_load
 from cluster.experiments.server_target import ServerClient, check_epochs, on_port
 from cluster.experiments.target import EngineError, Job
@@ -20,6 +20,7 @@ def test_requests_and_figures_of_a_server(server) -> None:
     assert found["completed"] == 6 and found["errors"] == 0
     assert (found["prompt_tokens"], found["output_tokens"]) == (240, 48)
     assert 0 < found["forward_share"] < 1
+    assert found.keys() <= set(known_metrics("http"))
     again = metrics_of(client.run(Job(workload, load, "second", 0), 60), workload)
     assert not again.get("cached_tokens"), "a salt of its own keeps a run from cached prompts"
     with pytest.raises(EngineError, match="took longer than 0"):
