@@ -172,7 +172,6 @@ class CellMaker:
             text = f"kind {kind} runs on one machine; use kind http for several"
             yield Problem("cluster.nodes", text)
         if isinstance(workload, StepWorkload):
-            yield from step_problems(config, workload, self._max_model_len(config))
             return
         if kind == "http":
             yield from workload.endpoint_problems()
@@ -206,30 +205,6 @@ class CellMaker:
         if seen not in self._known:
             self._known.add(seen)
             self.problems.append(Problem(problem.key, f"{where}: {problem.message}"))
-
-
-def step_problems(
-    config: PhalanxConfig, workload: StepWorkload, max_model_len: int
-) -> Iterator[Problem]:
-    """A step that the limits of the scheduler or the KV cache do not allow."""
-    limits, cache = config.scheduler, config.cache
-    if workload.phase == "decode":
-        bounds = {
-            "scheduler.max_num_seqs": limits.max_num_seqs,
-            "half of scheduler.max_num_batched_tokens": limits.max_num_batched_tokens // 2,
-        }
-    else:
-        bounds = {
-            "scheduler.max_num_batched_tokens": limits.max_num_batched_tokens,
-            "scheduler.max_num_seqs times model.max_model_len": limits.max_num_seqs
-            * (max_model_len - 2),
-        }
-        if cache.num_blocks != "auto":
-            bounds["half of the KV cache"] = cache.num_blocks * cache.block_size // 2
-    name = min(bounds, key=lambda bound: bounds[bound])
-    if workload.tokens > bounds[name]:
-        text = f"a {workload.phase} step has at most {bounds[name]} tokens ({name})"
-        yield Problem("workload.tokens", f"{workload.tokens} tokens; {text}")
 
 
 def engine_of(kind: Kind, config: PhalanxConfig) -> Engine:

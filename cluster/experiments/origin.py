@@ -27,10 +27,11 @@ def compute_versions() -> dict[str, str]:
     """Return the versions of torch, CUDA, NCCL and the packages of kernels. Imports torch."""
     import torch
 
-    found = {"torch": torch.__version__}
+    found = {"torch": str(torch.__version__)}
     if torch.version.cuda is not None:
         found["CUDA"] = torch.version.cuda
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["NCCL"] = ".".join(map(str, nccl))
     for package in PACKAGES:
         try:
             found[package] = version(package)

@@ -29,6 +29,11 @@ from cluster.experiments.workload_section import RequestWorkload
 POLL_S = 0.1
 STOP_S = 20.0
 READY_TIMEOUT_S = 5.0
+PROGRAM = """import signal
+from cluster.experiments.parent_death import stop_with_parent
+stop_with_parent({parent}, signal.SIGINT)
+from cluster.cli import main
+main()"""
 LOG_TAIL = 2000  # characters of a server's log in an error
 
 
@@ -93,12 +98,10 @@ class Server(Engine):
         path = folder / "server.yaml"
         path.write_text(yaml.safe_dump(config.model_dump(mode="json")), encoding="utf-8")
         # With this process's sys.path: -m would import from the current folder first.
-        start = "from cluster.experiments.server_process import main; main()"
-        program = f"import sys; sys.path[:] = {sys.path!r}; {start}"
-        parent = str(os.getpid())
+        program = f"import sys; sys.path[:] = {sys.path!r}\n{PROGRAM.format(parent=os.getpid())}"
         with self.logs[0].open("a") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", program, parent, "serve", str(path)],
+                [sys.executable, "-c", program, "serve", str(path)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches this process alone

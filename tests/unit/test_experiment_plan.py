@@ -112,14 +112,6 @@ def test_errors_name_key_line_and_cell(folder: Path) -> None:
             "no run has ttft_ms.p5; did you mean ttft_ms.p50?",
         ),
         ({"kind": "http", "workload": {"endpoint": "chat"}}, "which only completions takes"),
-        (
-            {"kind": "step", "workload": {"tokens": 3000}},
-            "3000 tokens; a prefill step has at most 2048 tokens (scheduler.max_num_batched_tokens)",
-        ),
-        (
-            {"kind": "step", "workload": {"tokens": 65, "phase": "decode"}},
-            "a decode step has at most 64 tokens (scheduler.max_num_seqs)",
-        ),
     ],
 )
 def test_wrong_files_are_refused(folder: Path, keys: dict, expected: str) -> None:
@@ -244,6 +236,20 @@ def test_an_example_has_a_name_and_the_demo_is_the_base_of_a_file_without_one(
     assert result.exit_code == 2 and "the examples are all2all," in result.output
     (cell,) = load_experiment(write(folder, base=None)).cells
     assert cell.config.serve.model_name == "demo"
+
+
+def test_steps_that_do_not_fit_are_refused(folder: Path) -> None:
+    limits = {"scheduler": {"max_num_batched_tokens": 256, "max_num_seqs": 8}}
+    sizes = {"workload.tokens": [8, 300], "workload.phase": ["prefill", "decode"]}
+    path = write(folder, kind="step", config=limits, sweep={"paired": [sizes]})
+    result = CliRunner().invoke(app, ["experiment", str(path), "--dry-run"])
+    assert result.exit_code == 2
+    assert "cell 2 (tokens=300, phase=decode): 300 tokens" in result.output
+    assert "a decode step has at most 8 (scheduler.max_num_seqs)" in result.output
+    assert "cell 1 " not in result.output
+    path = write(folder, kind="step", config=limits, workload={"tokens": 257})
+    result = CliRunner().invoke(app, ["experiment", str(path), "--dry-run"])
+    assert "prefill step has at most 256 (scheduler.max_num_batched_tokens)" in result.output
 
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "experiments").glob("*.yaml"))
