@@ -32,6 +32,11 @@ class BlockWeights:
             torch.empty(scales, dtype=torch.float32, device=device),
         )
 
+    def copy_matrices(self, kept: slice, source: "BlockWeights", at: slice) -> None:
+        """Copy the matrices `at` of `source` to the matrices `kept` of these weights."""
+        self.values[kept].copy_(source.values[at])
+        self.scales[kept].copy_(source.scales[at])
+
     def __getitem__(self, index: int | slice) -> "BlockWeights":
         """Return a view of one matrix of several, or of the rows of a matrix between two multiples of 128."""
         if isinstance(index, int):

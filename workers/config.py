@@ -141,6 +141,9 @@ class OverlapConfig(Section):
     )
 
 
+_OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")
+
+
 class RankConfig(Section):
     """Resolved settings of one rank: `auto` remains in kernels only; model.path is absolute or has a commit."""
 
@@ -162,3 +165,17 @@ class RankConfig(Section):
     def dims(self) -> ParallelDims:
         """The layout of the ranks."""
         return ParallelDims(num_ranks=self.num_ranks, num_nodes=self.num_nodes)
+
+    def differs_for_process(self, other: "RankConfig") -> list[str]:
+        """Return the settings that differ from `other` and that a process cannot change between two epochs."""
+        pairs = zip(self._of_process(), other._of_process(), strict=True)
+        return sorted(key for (key, mine), (_, value) in pairs if mine != value)
+
+    def _of_process(self) -> Iterator[tuple[str, object]]:
+        for name, value in self.model_dump(exclude=set(_OF_EPOCH)).items():
+            if isinstance(value, dict):
+                for key, part in value.items():
+                    if (name, key) != ("kernels", "all2all"):  # belongs to the epoch
+                        yield f"{name}.{key}", part
+            else:
+                yield name, value

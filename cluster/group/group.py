@@ -196,7 +196,11 @@ class Group:
         rendezvous = Rendezvous(host, port, name, status.epoch)
         joined = [
             rank.join_group.remote(
-                rendezvous, timeout_s, placement.visible_gpus(status.locations, index)
+                rendezvous,
+                timeout_s,
+                placement.visible_gpus(status.locations, index),
+                index,
+                self._config,
             )
             for index, rank in enumerate(self._ranks)
         ]

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from itertools import accumulate
 
+STANDBY = -1
+"""In place of a rank: a process that waits to become one. It holds no expert."""
+
 
 @dataclass(frozen=True)
 class ExpertPlacement:
@@ -22,6 +25,8 @@ class ExpertPlacement:
         return tuple(accumulate(sizes, initial=0))
 
     def local_experts(self, rank: int) -> range:
-        """Return the experts that `rank` holds."""
+        """Return the experts that `rank` holds; none of STANDBY."""
+        if rank == STANDBY:
+            return range(0)
         starts = self.starts
         return range(starts[rank], starts[rank + 1])

@@ -79,8 +79,8 @@ class FakeRank:
         await self._note("host_rendezvous")
         return self.address, 1234
 
-    async def join_group(self, rendezvous: Rendezvous, timeout_s: float, gpus: tuple) -> None:
-        await self._note("join_group", rendezvous, timeout_s, gpus)
+    async def join_group(self, rendezvous: Rendezvous, *seat: Any) -> None:
+        await self._note("join_group", rendezvous, *seat)
 
     async def run_stage(self, name: str) -> None:
         await self._note("run_stage", name)

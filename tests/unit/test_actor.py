@@ -67,18 +67,18 @@ def test_a_rank_that_has_left_joins_no_earlier_epoch(monkeypatch):
         subject = RankActor(1, rank_config())
         joined = []
         monkeypatch.setattr(subject, "_join_group", lambda *args: joined.append(args[0].epoch))
-        await subject.join_group(Rendezvous("127.0.0.1", 1, "a", 0), 1.0, ())
+        await subject.join_group(Rendezvous("127.0.0.1", 1, "a", 0), 1.0, (), 1, rank_config())
         with pytest.raises(StaleEpochError, match="in epoch 0, fenced from 0, not 0"):
             await subject.leave_epoch(0)
         await subject.leave_epoch(2)
         with pytest.raises(StaleEpochError, match="joins no epoch before 2, not 1"):
-            await subject.join_group(Rendezvous("127.0.0.1", 1, "b", 1), 1.0, ())
+            await subject.join_group(Rendezvous("127.0.0.1", 1, "b", 1), 1.0, (), 1, rank_config())
         with pytest.raises(StaleEpochError, match="rank 1 is in epoch -1, not 0"):
             await subject.done(0)
         await subject.leave_epoch(3)  # an attempt in which it did not join
         with pytest.raises(StaleEpochError, match="fenced from 3, not 2"):
             await subject.leave_epoch(2)
-        await subject.join_group(Rendezvous("127.0.0.1", 1, "c", 3), 1.0, ())
+        await subject.join_group(Rendezvous("127.0.0.1", 1, "c", 3), 1.0, (), 1, rank_config())
         assert joined == [0, 3]
         subject._inbox.close()
 
@@ -97,7 +97,7 @@ def test_a_rank_leaves_after_the_join_that_is_under_way(monkeypatch):
         monkeypatch.setattr(subject, "_join_group", join)
         monkeypatch.setattr(subject, "_close_epoch", lambda: steps.append("left"))
         joining = asyncio.create_task(
-            subject.join_group(Rendezvous("127.0.0.1", 1, "a", 0), 1.0, ())
+            subject.join_group(Rendezvous("127.0.0.1", 1, "a", 0), 1.0, (), 1, rank_config())
         )
         await asyncio.sleep(0.01)
         leaving = asyncio.create_task(subject.leave_epoch(1))

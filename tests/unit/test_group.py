@@ -37,7 +37,7 @@ def test_the_start_of_a_group():
     assert [info.rank for info in status.infos] == [0, 1, 2]
     assert len(ranks[0].calls["host_rendezvous"]) == 1 and not ranks[1].calls["host_rendezvous"]
     for rank in ranks:
-        ((rendezvous, timeout_s, gpus),) = rank.calls["join_group"]
+        ((rendezvous, timeout_s, gpus, *_),) = rank.calls["join_group"]
         assert (rendezvous.port, rendezvous.epoch, timeout_s, gpus) == (1234, 0, 5.0, ())
         ((epoch, peers),) = rank.calls["start"]
         others = [f"inbox {other.rank}" for other in ranks if other is not rank]

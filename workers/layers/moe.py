@@ -3,13 +3,16 @@
 T tokens, D hidden, E experts, e experts of this rank, K experts per token, I expert width, R routed rows.
 """
 
+from collections.abc import Callable
 from copy import copy
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import torch
 
 from kernels.backends.select import Backends
+from kernels.block_fp8 import BlockWeights
+from kernels.routing.forced_routing import ForcedRouting
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
 from workers.layers.mlp import SharedExpert
@@ -17,30 +20,54 @@ from workers.layers.router import route_tokens
 from workers.models.specs import MoeSpec
 from workers.runner.forward_batch import ForwardBatch
 
+ExpertWeights = Any  # torch.Tensor or BlockWeights, by the grouped product
+
 
 class MoeBlock:
     """residual + the weighted sum of the chosen experts' MLPs + the shared expert's MLP, of norm(residual)."""
 
     def __init__(self, builder: LayerBuilder, spec: MoeSpec, layer: int):
         self.spec = spec
-        forced = builder.forced_routing
-        self.forced_routing = None if forced is None else forced(layer=layer)
+        self._layer = layer
+        self.route_by(builder.forced_routing)
         self.all2all = builder.backends.all2all
         self.grouped_gemm = builder.backends.grouped_gemm
         self.expert_load = builder.backends.expert_load
         self.experts = builder.placement.local_experts(builder.rank)
-        dim, width, num_local = builder.hidden_size, spec.width, len(self.experts)
+        dim = builder.hidden_size
         self.norm = builder.norm(dim)
         self.router_ED = builder.empty(spec.num_experts, dim)
         # float32 in every model: scores of experts differ by less than bfloat16 resolves
         self.router_bias_E = (
             builder.empty(spec.num_experts, dtype=torch.float32) if spec.router.bias else None
         )
-        empty = partial(
-            self.grouped_gemm.empty_weights, num_local, device=builder.device, dtype=builder.dtype
+        self._empty = partial(
+            self.grouped_gemm.empty_weights, device=builder.device, dtype=builder.dtype
         )
-        self.w13_e2ID, self.w2_eDI = empty(2 * width, dim), empty(dim, width)
+        self.w13_e2ID, self.w2_eDI = self._empty_experts(len(self.experts), dim)
         self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
+
+    def _empty_experts(self, num_experts: int, dim: int) -> tuple[ExpertWeights, ExpertWeights]:
+        width = self.spec.width
+        return self._empty(num_experts, 2 * width, dim), self._empty(num_experts, dim, width)
+
+    def route_by(self, forced: Callable[..., ForcedRouting] | None) -> None:
+        """Let the layer's router choose experts, or a law instead; see CausalLM."""
+        self.forced_routing = None if forced is None else forced(layer=self._layer)
+
+    def hold_experts(self, experts: range, kept: range) -> None:
+        """Allocate weights of `experts`, and keep the values of `kept`, which are in the old and the new range."""
+        old, weights = self.experts, (self.w13_e2ID, self.w2_eDI)
+        self.experts = experts
+        self.w13_e2ID, self.w2_eDI = self._empty_experts(len(experts), self.router_ED.shape[1])
+        if not kept:
+            return
+        to, at = (slice(kept.start - held.start, kept.stop - held.start) for held in (experts, old))
+        for new, source in zip((self.w13_e2ID, self.w2_eDI), weights, strict=True):
+            if isinstance(new, BlockWeights):
+                new.copy_matrices(to, source, at)
+            else:
+                new[to].copy_(source[at])
 
     def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls another all-to-all and grouped product of the same kinds."""

@@ -105,6 +105,29 @@ class CausalLM(ABC):
         ]
         return view
 
+    def hold_experts(
+        self,
+        placement: ExpertPlacement,
+        rank: int,
+        kept: range,
+        forced_routing: Callable[..., ForcedRouting] | None = None,
+    ) -> None:
+        """Hold the experts of `rank` in `placement`, with the values of `kept`; the other values are undefined.
+
+        Views by `with_backends` keep the weights of before.
+        """
+        self._placement, self._rank = placement, rank
+        experts = placement.local_experts(rank)
+        for layer in self.layers:
+            if isinstance(layer.mlp, MoeBlock):
+                layer.mlp.hold_experts(experts, kept)
+                layer.mlp.route_by(forced_routing)
+
+    @property
+    def seat(self) -> tuple[ExpertPlacement, int]:
+        """The placement of experts, and the rank in it, that the model has weights for."""
+        return self._placement, self._rank
+
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the rotations of these positions: complex64 [T, 1, r/2]."""
         return self._rope_table.index_select(0, positions).unsqueeze(1)

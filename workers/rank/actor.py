@@ -15,6 +15,7 @@ import ray
 
 from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
 from kernels.host.shm import PeerLeftError
+from kernels.routing.placement import STANDBY
 from workers import hub
 from workers.config import RankConfig
 from workers.engine.step_sync import LockstepError
@@ -50,18 +51,21 @@ class RankActor:
     """One rank. The group calls join_group, each stage and start, one call on all ranks before the next call.
 
     Calls that belong to an epoch carry its number; another number than that of join_group raises StaleEpochError.
-    `leave_epoch` fences the rank: it refuses to join an earlier epoch afterwards.
+    `leave_epoch` fences the rank: it refuses to join an earlier epoch afterwards. A process may have another rank, in a
+    group of another number of ranks, in each epoch. One that was created as STANDBY gets `prepare` before its first
+    epoch, so that it has only its experts to load then.
     """
 
     def __init__(self, rank: int, config: RankConfig):
         if config.device == "cuda":
             check_multicast_off(os.environ)
             share_compiled_kernels(os.environ)
-        set_up_logging(f"rank {rank}", config.log_level, config.log_format, rank=rank)
         self._index, self._config = rank, config
+        self._set_up_logging()
         self._epoch = -1  # until join_group
         self._fence = 0  # the first epoch that this rank may join
         self._joining = asyncio.Lock()  # held by the thread that joins or leaves a group
+        self._called = asyncio.Event()  # by join_group
         self._process: Any = None
         self._current: Any = None  # the open Epoch
         self._step_loop: threading.Thread | None = None
@@ -76,6 +80,11 @@ class RankActor:
         self._done: asyncio.Future[None] | None = None
         self._info: dict[str, Any] = {}
         self._logging: asyncio.Task[None] | None = None
+
+    def _set_up_logging(self) -> None:
+        rank = None if self._index == STANDBY else self._index
+        name = "standby rank" if rank is None else f"rank {rank}"
+        set_up_logging(name, self._config.log_level, self._config.log_format, rank=rank)
 
     async def describe(self) -> dict[str, Any]:
         """Return this rank's node id, node address, process, GPUs, and inbox."""
@@ -120,35 +129,66 @@ class RankActor:
         self._store = process_group.host_store(self._address)
         return self._store.host, self._store.port
 
+    async def prepare(self, gpus: Sequence[int | str]) -> None:
+        """Load everything that depends on no rank and no peer: modules and the weights of no expert.
+
+        gpus    as in `join_group`
+        """
+        async with self._joining:
+            await asyncio.to_thread(self._prepare, gpus)
+
+    async def joined(self) -> None:
+        """Return when this process has been called to join a group; a standby's end ends the call."""
+        await self._called.wait()
+
+    def _prepare(self, gpus: Sequence[int | str]) -> None:
+        self._make_process(gpus)
+        self._process.load(self._set_progress)
+
     async def join_group(
-        self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
+        self,
+        rendezvous: Rendezvous,
+        timeout_s: float,
+        gpus: Sequence[int | str],
+        rank: int,
+        config: RankConfig,
     ) -> None:
-        """Join the peers, compare settings, build the backends. Collective. Enters the rendezvous's epoch.
+        """Join the peers as `rank`, compare settings, build the backends. Collective. Enters the rendezvous's epoch.
 
         It may be called again after `leave_epoch`: the process keeps its weights, compiled kernels and KV memory.
 
-        gpus    Ray's ids of the GPUs visible to this process, its own first, as device 0
+        gpus    Ray's ids of the GPUs visible to this process, its own first, as device 0; the first call decides
         """
         if rendezvous.epoch < self._fence:
             raise StaleEpochError(
                 f"rank {self._index} joins no epoch before {self._fence}, not {rendezvous.epoch}"
             )
         self._epoch = rendezvous.epoch
+        self._called.set()
+        if (rank, config) != (self._index, self._config):
+            self._index, self._config = rank, config
+            self._set_up_logging()
         async with self._joining:
             await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
 
     def _join_group(
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
     ) -> None:
-        if self._process is None and gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        # These modules start CUDA, which reads the variable once.
+        self._make_process(gpus)
         from workers.rank.epoch import Epoch
+
+        self._process.become(self._index, self._config)
+        self._current = Epoch(self._process, rendezvous, timeout_s)
+
+    def _make_process(self, gpus: Sequence[int | str]) -> None:
+        if self._process is not None:
+            return
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        # This module starts CUDA, which reads the variable once.
         from workers.rank.process import RankProcess
 
-        if self._process is None:
-            self._process = RankProcess(self._index, self._config)
-        self._current = Epoch(self._process, rendezvous, timeout_s)
+        self._process = RankProcess(self._index, self._config)
 
     async def leave_epoch(self, fence: int) -> None:
         """Leave the open epoch, and refuse all epochs before `fence` from now on.

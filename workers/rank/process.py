@@ -1,10 +1,13 @@
 """State of one rank for the life of its process: configuration, weights, grammars, KV memory and measurements.
 
-Every Epoch is built from it. Only the first epoch loads weights, compiles kernels and sizes the KV cache.
+Every Epoch is built from it. Only the first epoch loads weights, compiles kernels and sizes the KV cache. Between two
+epochs a process can take another rank's place, in a group of another number of ranks: then it loads the experts that
+it lacks. A standby is a process with rank STANDBY: it has loaded everything but experts.
 Knows nothing of Ray, peers or requests.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -16,6 +19,7 @@ from kernels.attention.kv_layout import KVGroup, kv_block_bytes
 from kernels.backends import select
 from kernels.backends.context import BackendContext
 from kernels.host.shm import SharedMemoryGroup
+from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
 from workers.engine.kv_caches import allocate_kv_caches
 from workers.models.causal_lm import CausalLM
@@ -47,6 +51,7 @@ class RankProcess:
 
     backends     grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
     model        the weights; an epoch runs them with its own backends
+    experts      the experts whose weights the model has
     num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
     kv_caches    one tensor a layer, allocated once
     warm         every kernel that a step may need has been compiled here
@@ -55,7 +60,6 @@ class RankProcess:
     """
 
     def __init__(self, rank: int, config: RankConfig):
-        self.rank, self.config, self.dims = rank, config, config.dims
         self.model_config: ModelConfig = load_model_config(config.model.folder)
         self.device = torch.device(config.device)
         if config.device == "cuda":
@@ -64,18 +68,49 @@ class RankProcess:
         self.asynchronous = self.device.type == "cuda" if wanted == "auto" else wanted
         self.dtype: torch.dtype = getattr(torch, str(config.model.dtype))
         self.max_model_len = int(config.model.max_model_len)
-        self.placement = self.dims.expert_placement(self.model_config.num_experts)
-        self.shape = backend_shape(config, self.model_config)
-        self.selection = select.select(config.kernels, select.probe(self.device), self.shape)
+        self._configure(rank, config)
         self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
         self.grammars: GrammarCompiler | None = None
         self.backends: select.Backends | None = None
         self.model: CausalLM | None = None
+        self.experts = range(0)
         self.num_blocks = 0
         self.kv_caches: list[torch.Tensor] = []
         self.warm = False
         self.epoch: ClosableEpoch | None = None
+
+    def _configure(self, rank: int, config: RankConfig) -> None:
+        self.rank, self.config, self.dims = rank, config, config.dims
+        self.placement = self.dims.expert_placement(self.model_config.num_experts)
+        self.shape = backend_shape(config, self.model_config)
+        self.selection = select.select(config.kernels, select.probe(self.device), self.shape)
         torch.set_num_threads(config.threads)
+
+    def become(self, rank: int, config: RankConfig) -> None:
+        """Take the place of `rank` in a group of `config`, between two epochs; `load` then reads experts new here.
+
+        A GPU sizes its KV cache anew for another number of ranks, because the experts then take other memory. Raises
+        ValueError if `config` has other settings that hold for the life of a process.
+        """
+        if (rank, config) == (self.rank, self.config):
+            return
+        assert self.epoch is None or self.epoch.closed, "the last epoch is still open"
+        differs = self.config.differs_for_process(config)
+        if differs:
+            raise ValueError(f"{', '.join(differs)} changed, which needs a new process")
+        dims, selection = self.dims, self.selection
+        self._configure(rank, config)
+        if self.dims == dims:
+            return
+        self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
+        kept = (selection.grouped_gemm.name, selection.attention.name)
+        if kept != (self.selection.grouped_gemm.name, self.selection.attention.name):
+            # The weights and the caches have the memory order of these backends.
+            self.backends, self.model, self.experts = None, None, range(0)
+            self.kv_caches = []
+        if self.device.type == "cuda":
+            self.warm, self.num_blocks, self.kv_caches = False, 0, []
+            torch.cuda.empty_cache()
 
     def enter(self, epoch: ClosableEpoch) -> None:
         """Begin `epoch`; the epoch before must be closed, because its memory is needed."""
@@ -93,15 +128,30 @@ class RankProcess:
         return replace(built, grouped_gemm=kept.grouped_gemm, expert_load=kept.expert_load)
 
     def load(self, progress: Progress | None = None) -> None:
-        """Build the model and read this rank's weights, unless an earlier epoch has done so."""
-        if self.model is not None:
-            return
-        assert self.backends is not None, "build_backends comes first"
-        self.grammars = GrammarCompiler(self.config.model.folder, self.model_config.vocab_size)
+        """Read the weights that this process lacks: all of them once, later those of experts that are new here."""
+        if self.backends is None:
+            self.backends = self._unbound_backends()
+        if self.grammars is None:
+            self.grammars = GrammarCompiler(self.config.model.folder, self.model_config.vocab_size)
+        experts = self.placement.local_experts(self.rank)
         with memory_for("the weights", self.weight_bytes()):
-            self.model = self._load(self.backends, progress)
+            if self.model is None:
+                model = self._build_model(self.backends)
+                self._read_weights(model, progress)
+                self.model = model
+            elif self.experts != experts or self.model.seat != (self.placement, self.rank):
+                self._take_experts(self.model, experts, progress)
+        self.experts = experts
 
-    def _load(self, backends: select.Backends, progress: Progress | None) -> CausalLM:
+    def _unbound_backends(self) -> select.Backends:
+        attention = select.build_attention(self.selection, self.backend_context(None))
+        gemm = self.selection.grouped_gemm_class()
+        return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention))
+
+    def _build_model(self, backends: select.Backends) -> CausalLM:
+        if self.rank == 0:
+            for warning in not_for_answers(self.config.model):
+                logger.warning("%s", warning)
         model: CausalLM = model_class(self.model_config)(
             self.model_config,
             backends,
@@ -110,18 +160,31 @@ class RankProcess:
             device=self.device,
             dtype=self.dtype,
             max_positions=self.max_model_len,
-            forced_routing=forced_routing(self.config, self.model_config, self.rank, self.device),
+            forced_routing=self._forced_routing(),
         )
-        if self.rank == 0:
-            for warning in not_for_answers(self.config.model):
-                logger.warning("%s", warning)
+        return model
+
+    def _take_experts(self, model: CausalLM, experts: range, progress: Progress | None) -> None:
+        """Replace experts of other ranks by those of this rank; after an error the next call goes on from there."""
+        kept = range(max(self.experts.start, experts.start), min(self.experts.stop, experts.stop))
+        model.hold_experts(self.placement, self.rank, kept, self._forced_routing())
+        self.experts = kept
+        missing = [expert for expert in experts if expert not in kept]
+        if missing:
+            self._read_weights(model, progress, missing)
+
+    def _read_weights(
+        self, model: CausalLM, progress: Progress | None, experts: list[int] | None = None
+    ) -> None:
         where: dict[str, Any] = {"config": self.model_config, "placement": self.placement}
         where |= {"rank": self.rank, "device": self.device, "progress": progress}
         if self.config.model.weights == "dummy":
-            draw_weights(model, **where)
+            draw_weights(model, **where, experts=experts)
         else:
-            load_weights(model, self.config.model.folder, **where)
-        return model
+            load_weights(model, self.config.model.folder, **where, experts=experts)
+
+    def _forced_routing(self) -> Callable[..., ForcedRouting] | None:
+        return forced_routing(self.config, self.model_config, self.rank, self.device)
 
     def backend_context(self, shared_memory: SharedMemoryGroup | None) -> BackendContext:
         """Return the context from which this rank builds backends, inside the current process group."""

@@ -6,6 +6,7 @@ The values keep activations near 1 and finite in bfloat16 over many layers. Know
 
 import math
 import zlib
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -68,14 +69,18 @@ def draw_weights(
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
+    experts: Container[int] | None = None,
 ) -> None:
     """Fill `model` with random weights drawn on `device`; `progress(done, total)` in bytes, after each tensor.
 
     On CPU the values equal those of `phalanx make-checkpoint` for the same config.json.
+
+    experts   draw the tensors of these experts alone
     """
     generator = torch.Generator(device)
-    entries, slots = rank_weights(config, placement, rank), model.weight_slots()
-    done, total = 0, sum(slot.num_bytes for slot in slots.values())
+    entries = rank_weights(config, placement, rank, experts=experts)
+    slots = model.weight_slots()
+    done, total = 0, sum(slots[entry.name].num_bytes for entry in entries)
     for entry in entries:
         slot, tied = slots[entry.name], config.tie_word_embeddings
         slot.fill(draw(entry, tied=tied, seed=0, generator=generator))

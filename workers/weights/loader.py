@@ -4,6 +4,7 @@ Every file's header is checked against the weight map first, so that one error n
 are read into the model's fused parameters. Knows nothing of what the tensors mean.
 """
 
+from collections.abc import Container
 from pathlib import Path
 
 import torch
@@ -38,12 +39,15 @@ def load_weights(
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
+    experts: Container[int] | None = None,
 ) -> None:
     """Fill `model`, which is on `device`, from the checkpoint folder; `progress(done, total)` in bytes read.
 
     A tensor in FP8 on disk stays in FP8 where the model computes with FP8; elsewhere it takes the model's dtype.
     CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors of skipped
     layers are not read.
+
+    experts   read the tensors of these experts alone
     """
     skipped = tuple(
         f"model.layers.{config.num_layers + number}." for number in range(config.skipped_layers)
@@ -58,7 +62,7 @@ def load_weights(
     check_against_map(Path(path), stored, entries)
     slots = model.weight_slots()
     sources = []
-    for entry in rank_weights(config, placement, rank):
+    for entry in rank_weights(config, placement, rank, experts=experts):
         parts = [stored[entry.name]]
         if entry.quantised:
             parts.append(stored[entry.name + SCALE_SUFFIX])

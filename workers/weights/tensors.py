@@ -1,5 +1,7 @@
 """Sums and selections over a model's weight map: what a rank holds, in how many bytes. Needs no torch."""
 
+from collections.abc import Container
+
 from kernels.routing.placement import ExpertPlacement
 from workers.models.registry import weight_map
 from workers.models.specs import DtypeName, ModelConfig
@@ -15,9 +17,21 @@ def stores_fp8_experts(config: ModelConfig) -> bool:
     return all(entry.quantised for entry in weight_map(config) if entry.expert is not None)
 
 
-def rank_weights(config: ModelConfig, placement: ExpertPlacement, rank: int) -> list[WeightEntry]:
-    """Return the tensors of one rank: those of its experts, and every tensor that belongs to no expert."""
+def rank_weights(
+    config: ModelConfig,
+    placement: ExpertPlacement,
+    rank: int,
+    *,
+    experts: Container[int] | None = None,
+) -> list[WeightEntry]:
+    """Return the tensors of one rank: those of its experts, and every tensor that belongs to no expert.
+
+    experts   return the tensors of these experts alone, as far as the rank holds them
+    """
     local = placement.local_experts(rank)
+    if experts is not None:
+        chosen = [expert for expert in local if expert in experts]
+        return [entry for entry in weight_map(config) if entry.expert in chosen]
     return [entry for entry in weight_map(config) if entry.expert is None or entry.expert in local]
 
 
