@@ -46,6 +46,10 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     },
+    "ernie4_5_moe": {
+        "untied": {"moe_num_shared_experts": 2, "tie_word_embeddings": False, "head_dim": 24},
+        "tied": {"tie_word_embeddings": True, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+    },
     "glm4_moe": {
         "untied": {"attention_bias": False, "use_qk_norm": False, "head_dim": 24},
         "tied": {"tie_word_embeddings": True, "partial_rotary_factor": 0.25},

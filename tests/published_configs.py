@@ -35,6 +35,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
         "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
     },
+    "ernie4_5_moe": {  # ERNIE-4.5-21B-A3B
+        "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+        "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+        "model_type": "ernie4_5_moe", "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+        "moe_intermediate_size": 1536, "moe_k": 6, "moe_layer_interval": 1, "moe_layer_start_index": 1,
+        "moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_use_aux_free": True, "num_attention_heads": 20,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "pad_token_id": 0, "rms_norm_eps": 1e-05,
+        "rope_theta": 500000, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False,
+        "use_cache": True, "vocab_size": 103424,
+    },
     "glm4_moe": {  # GLM-4.5-Air
         "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
         "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu",

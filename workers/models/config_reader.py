@@ -157,7 +157,7 @@ class ConfigReader:
         return parse_rope(self._raw, theta, length, self.problems, partial=partial)
 
     def finish(
-        self, layers: tuple[LayerSpec, ...], moe: MoeSpec, *, skipped_layers: int = 0
+        self, layers: tuple[LayerSpec, ...], moe: MoeSpec, *, skipped: tuple[str, ...] = ()
     ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
         for key, supported in self._fixed.items():
@@ -177,7 +177,7 @@ class ConfigReader:
             quantization=parse_quantization(self._raw, self.problems),
             dtype=self._dtype(),
             eos_token_ids=stops or self.integers("eos_token_id"),
-            skipped_layers=skipped_layers,
+            skipped=skipped,
         )
         self.ignore("quantization_config", "eos_token_id")
         for key, value in self._raw.items():

@@ -23,6 +23,7 @@ class WeightNames:
     expert_down: str = "down_proj"
     shared: str = "shared_expert"
     router_bias: str = "gate.e_score_correction_bias"
+    router_bias_is_row: bool = False  # stored as [1, E]
 
 
 def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
@@ -168,7 +169,8 @@ class _Layer:
         yield WeightEntry(f"{at}gate.weight", shape, f"{self.path}mlp.router_ED", WeightKind.ROUTER)
         if spec.router.bias:
             name, parameter = f"{at}{names.router_bias}", f"{self.path}mlp.router_bias_E"
-            yield WeightEntry(name, shape[:1], parameter, WeightKind.BIAS)
+            row = (1,) if names.router_bias_is_row else ()
+            yield WeightEntry(name, (*row, spec.num_experts), parameter, WeightKind.BIAS)
         w13, w2 = f"{self.path}mlp.w13_e2ID", f"{self.path}mlp.w2_eDI"
         width = spec.width
         up, down = (width, self.dim), (self.dim, width)

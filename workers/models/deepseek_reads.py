@@ -87,3 +87,10 @@ def read_layers(
         LayerSpec(attention=attention, mlp=dense if number < num_dense else moe)
         for number in range(read.integer("num_hidden_layers"))
     )
+
+
+def prediction_layers(read: ConfigReader) -> tuple[str, ...]:
+    """Return how the names of tensors of multi-token prediction begin: its layers follow the layers of the model."""
+    first = read.integer("num_hidden_layers")
+    last = first + read.count("num_nextn_predict_layers")
+    return tuple(f"model.layers.{number}." for number in range(first, last))

@@ -32,6 +32,7 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "deepseek_v2": Family("deepseek_v2", "DeepseekV2ForCausalLM"),
     "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM"),
+    "ernie4_5_moe": Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
     "kimi_k2": Family("deepseek_v3", "DeepseekV3ForCausalLM"),

@@ -193,9 +193,8 @@ class LayerSpec:
 class ModelConfig:
     """A model as its checkpoint describes it; `dtype` is the dtype of the checkpoint.
 
-    moe             the experts of every layer that has experts; one kind today, because kernels are built once for
-                    all layers
-    skipped_layers  layers behind the last one in the checkpoint, of multi-token prediction; their tensors are not read
+    moe       the experts of every layer that has experts; one kind today, because kernels are built once for all layers
+    skipped   beginnings of the names of tensors that are not read, as those of multi-token prediction
     """
 
     model_type: str
@@ -209,7 +208,7 @@ class ModelConfig:
     quantization: BlockQuantization | None
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
-    skipped_layers: int = 0
+    skipped: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:

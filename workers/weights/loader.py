@@ -44,18 +44,15 @@ def load_weights(
     """Fill `model`, which is on `device`, from the checkpoint folder; `progress(done, total)` in bytes read.
 
     A tensor in FP8 on disk stays in FP8 where the model computes with FP8; elsewhere it takes the model's dtype.
-    CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors of skipped
-    layers are not read.
+    CheckpointError names every missing, surplus or misshaped tensor, also tensors of other ranks. Tensors in
+    `config.skipped` are not read.
 
     experts   read the tensors of these experts alone
     """
-    skipped = tuple(
-        f"model.layers.{config.num_layers + number}." for number in range(config.skipped_layers)
-    )
     stored = {
         name: tensor
         for name, tensor in read_headers(Path(path)).items()
-        if not name.startswith(skipped) and not name.endswith(ROPE_TABLE)
+        if not name.startswith(config.skipped) and not name.endswith(ROPE_TABLE)
     }
     tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
     entries = weight_map(config)

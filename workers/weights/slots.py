@@ -38,7 +38,12 @@ class WeightSlot:
 
     @classmethod
     def rows(cls, target: torch.Tensor, entry: WeightEntry, scale: float) -> "WeightSlot":
-        """A disk tensor of the target's shape, or of one row of it for every row; interleaved by `entry.head_dim`."""
+        """A disk tensor of the target's shape, or of one row of it for every row; interleaved by `entry.head_dim`.
+
+        A vector may be stored as a matrix of one row.
+        """
+        if entry.shape == (1, *target.shape):
+            return cls(target, tuple(target.shape), scale)
         row_only = len(entry.shape) < target.dim()
         shape = tuple(target.shape[1:]) if row_only else tuple(target.shape)
         assert shape == entry.shape, (entry, shape)

@@ -6,6 +6,7 @@ from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
 from workers.models.deepseek_reads import (
     TRAINING_KEYS,
+    prediction_layers,
     read_biased_router,
     read_experts,
     read_layers,
@@ -75,7 +76,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
     moe = read_experts(read, read_biased_router(read))
     read.ignore(*TRAINING_KEYS)
     layers = read_layers(read, attention, moe)
-    return read.finish(layers, moe, skipped_layers=read.count("num_nextn_predict_layers"))
+    return read.finish(layers, moe, skipped=prediction_layers(read))
 
 
 def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:

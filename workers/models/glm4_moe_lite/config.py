@@ -6,6 +6,7 @@ from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
 from workers.models.deepseek_reads import (
     TRAINING_KEYS,
+    prediction_layers,
     read_biased_router,
     read_experts,
     read_latent_attention,
@@ -74,7 +75,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed(
         "mlp_layer_types", kinds, None
     )  # transformers 5 saves the list in the place of the number
-    return read.finish(layers, moe, skipped_layers=read.count("num_nextn_predict_layers"))
+    return read.finish(layers, moe, skipped=prediction_layers(read))
 
 
 def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:

@@ -1,0 +1,108 @@
+"""Reads config.json of ERNIE-4.5 with experts and maps its weights. Needs no torch; knows nothing of ranks."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.specs import (
+    GqaSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelConfig,
+    MoeSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 103424,
+    "hidden_size": 2560,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "moe_intermediate_size": 1536,
+    "moe_k": 6,
+    "moe_num_experts": 64,
+    "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1,
+    "moe_layer_interval": 1,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "intermediate_size": 256,
+    "moe_layer_end_index": -1,
+    "moe_layer_interval": 1,
+    "moe_layer_start_index": 1,
+    "moe_num_shared_experts": 1,
+    "rms_norm_eps": 1e-5,
+    "use_bias": False,
+}
+CHECKPOINT_NAMES: dict[str, str | None] = {
+    "num_experts": "moe_num_experts",
+    "num_experts_per_tok": "moe_k",
+}
+NAMES = WeightNames(
+    shared="shared_experts",
+    router_bias="moe_statics.e_score_correction_bias",
+    router_bias_is_row=True,
+)
+PREDICTION = ("model.mtp_",)  # multi-token prediction
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    heads = read.integer("num_attention_heads")
+    attention = GqaSpec(
+        num_heads=heads,
+        num_kv_heads=read.integer_or("num_key_value_heads", heads),
+        head_dim=read.integer_or("head_dim", max(1, read.integer("hidden_size") // heads)),
+        rope=replace(read.rope(), interleaved=True),
+    )
+    moe = _read_experts(read)
+    dense = MlpSpec(width=read.integer("intermediate_size"), activation=moe.activation)
+    read.fixed("use_bias", False, None)
+    read.fixed("moe_gate", "topk", None)
+    read.fixed("moe_use_aux_free", True, None)
+    read.fixed("moe_norm_min", 1e-12, None)
+    read.ignore("moe_capacity")  # of training
+    layers = tuple(
+        LayerSpec(attention=attention, mlp=moe if has_experts else dense)
+        for has_experts in _layers_with_experts(read)
+    )
+    return read.finish(layers, moe, skipped=PREDICTION)
+
+
+def _read_experts(read: ConfigReader) -> MoeSpec:
+    activation, width = read.activation(), read.integer("moe_intermediate_size")
+    shared = read.count("moe_num_shared_experts") * width
+    router = RouterSpec(top_k=read.integer("moe_k"), renormalise=True, bias=True)
+    return MoeSpec(
+        num_experts=read.integer("moe_num_experts"),
+        width=width,
+        activation=activation,
+        router=router,
+        shared=SharedExpertSpec(width=shared, activation=activation, gated=False)
+        if shared
+        else None,
+    )
+
+
+def _layers_with_experts(read: ConfigReader) -> Iterator[bool]:
+    num_layers, interval = read.integer("num_hidden_layers"), read.integer("moe_layer_interval")
+    start, end = read.count("moe_layer_start_index"), num_layers - 1
+    if read.raw("moe_layer_end_index") not in (-1, None):
+        end = read.integer_or("moe_layer_end_index", end)
+    for layer in range(num_layers):
+        yield start <= layer <= end and (layer + 1) % interval == 0
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales and those of multi-token prediction."""
+    return decoder_weights(config, NAMES)
