@@ -159,7 +159,7 @@ class Server(Engine):
 def on_port(config: PhalanxConfig, port: int) -> PhalanxConfig:
     """Return the configuration of a server of this machine, with an application name of its own.
 
-    A Ray cluster may have another server, whose supervisor has the configured name; it must not be taken for this one.
+    A Ray cluster may have another server with the configured name; the experiment must not use that server.
     """
     name = f"{config.serve.app_name}-experiment-{uuid.uuid4().hex[:8]}"
     own = {"port": port, "host": "127.0.0.1", "app_name": name}

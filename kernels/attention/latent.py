@@ -103,7 +103,7 @@ class LatentAttention(SdpaAttention):
         cache: LatentCache,
         extend: Extend,
     ) -> torch.Tensor:
-        """Return float32 o [M, H, v] of one sequence's new rows, whose latents are in the cache already."""
+        """Return float32 o [M, H, v] of the new rows of one sequence. Their latents are in the cache already."""
         q_HMd = q_MHd.transpose(0, 1).float()
         num_rows = q_HMd.shape[1]
         o_HMv = q_HMd.new_zeros(cache.num_heads, num_rows, cache.dims.value_dim)

@@ -51,7 +51,7 @@ class RankProcess:
 
     backends     grouped GEMM and expert load of every epoch; all-to-all and attention belong to the epochs
     model        the weights; an epoch runs them with its own backends
-    experts      the experts whose weights the model has
+    experts      the experts of the model's weights
     num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
     kv_caches    one tensor a layer, allocated once
     warm         every kernel that a step may need has been compiled here
