@@ -156,8 +156,10 @@ def _delete_application(config: PhalanxConfig) -> None:
     """Delete the application of a Ray that continues; the end of a local Ray ends Serve too."""
     if config.cluster.ray_address is not None:
         from ray import serve
+        from ray.serve.exceptions import RayServeException
 
-        serve.delete(config.serve.app_name)
+        with suppress(RayServeException):  # the start failed before Serve ran
+            serve.delete(config.serve.app_name)
 
 
 def _hold_port(config: PhalanxConfig) -> socket.socket | None:

@@ -46,8 +46,11 @@ def supervisor_name(config: PhalanxConfig) -> str:
 
 
 def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
-    """The supervisor of this configuration, created if there is none: on this process's node, which has the model."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    """The supervisor of this configuration, created if there is none: on this process's node, which has the model.
+
+    The affinity is hard, because Ray ignores a soft one for actors without CPUs.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class: Any = ray.remote(Supervisor)
     return actor_class.options(
         name=supervisor_name(config),

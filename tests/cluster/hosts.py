@@ -19,7 +19,19 @@ from typing import IO, Any
 ROOT = Path(__file__).parents[2]
 HOME = Path.home()
 NETWORK = "10.77.7"
-PROGRAMS = ("unshare", "nsenter", "ip", "mount", "sshd", "ssh", "ssh-keygen", "rsync")
+PROGRAMS = (
+    "unshare",
+    "nsenter",
+    "ip",
+    "mount",
+    "sshd",
+    "ssh",
+    "ssh-keygen",
+    "rsync",
+    "ss",
+    "ps",
+    "pkill",
+)
 SEARCHED = f"{os.environ.get('PATH', '')}:/usr/local/sbin:/usr/sbin:/sbin"
 START_S = 30.0
 
@@ -199,7 +211,9 @@ class Bed:
         self._ip("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", pid)
         self._ip("link", "set", "dev", name, "master", "switch", "up")
         host = Host(name, address, folder, pid)
-        script = f"ip address add {address}/24 dev eth0 && ip link set dev eth0 up"
+        # Ray finds the address of a host by its default route.
+        up = "ip link set dev eth0 up && ip route add default dev eth0"
+        script = f"ip address add {address}/24 dev eth0 && {up}"
         ended = host.run("sh", "-c", script)
         assert ended.returncode == 0, ended.stdout
         holder = self._held[-1]

@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "OMP_NUM_THREADS": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 TOKEN = {**ENVIRONMENT, "RAY_AUTH_MODE": "token"}
 NODES = """
@@ -84,6 +85,12 @@ class Server:
         )
         assert self.process.poll() is None, self.log
 
+    def stop(self) -> None:
+        """End the command, if it runs."""
+        if self.process.poll() is None:
+            self.host.run("pkill", "-TERM", "-f", "cluster.cli serve")
+            self.process.wait(60)
+
     def stream(self, num_tokens: int, timeout: float) -> "Stream":
         """Start a client that streams `num_tokens` tokens."""
         return Stream(self.host, num_tokens, timeout)
@@ -96,8 +103,9 @@ class Stream:
 
     def __init__(self, host: Host, num_tokens: int, timeout: float):
         Stream._number += 1
-        self._events = host.folder / f"stream-{Stream._number}.jsonl"
-        arguments = (sys.executable, "-c", CLIENT, 8000, num_tokens, timeout)
+        self._host, self._name = host, f"stream-{Stream._number}"
+        self._events = host.folder / f"{self._name}.jsonl"
+        arguments = (sys.executable, "-c", CLIENT, 8000, num_tokens, timeout, self._name)
         with self._events.open("w") as output:
             self._process = host.start(*arguments, output=output)
 
@@ -105,6 +113,11 @@ class Stream:
         """Return the events until now."""
         lines = self._events.read_text().splitlines(keepends=True)
         return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def stop(self) -> None:
+        """End the client."""
+        self._host.run("pkill", "-TERM", "-f", self._name)
+        self._process.wait(20)
 
     def wait(self, timeout: float) -> list[dict[str, Any]]:
         """Return all events when the client has ended."""

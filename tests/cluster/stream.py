@@ -1,7 +1,7 @@
 """Client of a test, run on a host: streams completions and prints a JSON line an event, with its time.
 
-Arguments: port, number of tokens, seconds until the end of a request. Uses Python's own library alone, so that it
-starts at once.
+Arguments: port, number of tokens, seconds of silence that end a request, a name for `pkill`. Uses Python's own library
+alone, so that it starts at once.
 """
 
 import http.client

@@ -111,3 +111,19 @@ def test_one_version_of_ray_everywhere() -> None:
     ]
     for path in places:
         assert f"ray[default]=={wanted[1]}.*" in path.read_text(), path
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_commands_on_the_nodes_find_ray_and_show_the_token(name: str) -> None:
+    """`ray down` runs `ray stop` in a shell of the user: without Ray in its path the head went on."""
+    (line,) = [line for line in launcher(name)["setup_commands"] if ".bashrc" in line]
+    assert "PATH=~/phalanx/venv/bin:$PATH" in line and "RAY_AUTH_MODE=token" in line
+
+
+def test_machines_without_a_route_have_the_address_of_the_launcher_file() -> None:
+    """Ray took 127.0.1.1 there, and no other machine could join. Its second autoscaler left one machine out."""
+    config = launcher("local")
+    starts = (config["head_start_ray_commands"][-1], config["worker_start_ray_commands"][-1])
+    for start in starts:
+        assert start.endswith(" --node-ip-address=$(echo $SSH_CONNECTION | cut -d' ' -f3)")
+    assert "RAY_enable_autoscaler_v2=0 " in starts[0]

@@ -1,0 +1,81 @@
+"""In a joined Ray cluster the processes of the command's node stay there; the store listens on one address."""
+
+import socket
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from cluster.commands.serve import _delete_application
+from cluster.config.demo import DEMO
+from cluster.config.load import load_config
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.group import supervisor
+from cluster.ingress import ingress
+from workers.rank.process_group import host_store
+
+
+def joined(*overrides: str) -> PhalanxConfig:
+    return load_config(DEMO, ["cluster.ray_address=auto", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("listen", "overrides", "pinned"),
+    [
+        (True, (), True),  # clients find it at serve.host of the node of the command
+        (False, (), False),  # Serve's proxies find it anywhere
+        (False, ("cluster.fetch_weights=true",), True),  # the tokenizer may be on this node alone
+    ],
+)
+def test_the_node_of_an_ingress(
+    monkeypatch: pytest.MonkeyPatch, listen: bool, overrides: tuple[str, ...], pinned: bool
+) -> None:
+    monkeypatch.setattr(ingress, "node_address", lambda: "192.0.2.7")
+    app: Any = ingress.deploy(joined(*overrides), listen=listen, api_key_digests=())
+    found = app._bound_deployment.ray_actor_options.get("resources") or {}
+    assert found == ({"node:192.0.2.7": 0.001} if pinned else {})
+
+
+def test_the_supervisor_runs_on_the_node_that_has_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: dict[str, Any] = {}
+
+    class FakeActorClass:
+        def options(self, **options: Any) -> "FakeActorClass":
+            chosen.update(options)
+            return self
+
+        def remote(self, config: PhalanxConfig) -> str:
+            return "handle"
+
+    here = "ab" * 28
+    context = type("Context", (), {"get_node_id": lambda self: here})
+    monkeypatch.setattr(ray, "remote", lambda cls: FakeActorClass())
+    monkeypatch.setattr(ray, "get_runtime_context", context)
+    supervisor.get_or_create(joined())
+    # Ray ignores a soft affinity of actors that take no CPU.
+    assert (chosen["scheduling_strategy"].node_id, chosen["scheduling_strategy"].soft) == (
+        here,
+        False,
+    )
+
+
+def test_a_start_that_failed_before_serve_ran_ends_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def delete(name: str) -> None:
+        raise RayServeException("There is no Serve instance running on this Ray cluster.")
+
+    monkeypatch.setattr(serve, "delete", delete)
+    _delete_application(joined())
+
+
+def test_the_store_listens_on_its_address_alone() -> None:
+    store = host_store("127.0.0.1")
+    assert (store.host, store.port > 0) == ("127.0.0.1", True)
+    socket.create_connection(("127.0.0.1", store.port), 5).close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", store.port), 5)  # of this machine too
