@@ -231,10 +231,51 @@ GLM = [
     ("x <tool_cal", "x <tool_cal", []),
     (f"<tool_call>{glm('time.now')}", "<tool_call>", [NOW]),
 ]
+
+
+def minimax(*calls):
+    """Calls as (name, arguments as text)."""
+    texts = [
+        f'<invoke name="{name}">\n'
+        + "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in found.items())
+        + "</invoke>\n"
+        for name, found in calls
+    ]
+    return f"<minimax:tool_call>\n{''.join(texts)}</minimax:tool_call>"
+
+
+M2_ROME, M2_NOW = ("get_weather", {"city": "Rome"}), ("time.now", {})
+MINIMAX = [
+    ("just text", "just text", []),
+    (" two \n\n", " two \n\n", []),
+    (minimax(M2_ROME), "", [ROME]),
+    (f"Hm.\n{minimax(M2_ROME, M2_NOW)}", "Hm.", [ROME, NOW]),
+    (f"{minimax(M2_NOW)}\n It is late. Bye ", "It is late. Bye", [NOW]),
+    (
+        minimax(("get_weather", {"city": 'a"\n<b> </p', "days": "3"})),
+        "",
+        [("get_weather", '{"city": "a\\"\\n<b> </p", "days": 3}')],
+    ),
+    (minimax(("get_weather", {"days": "many"})), "", [("get_weather", '{"days": "many"}')]),
+    # A section or a call without its end.
+    (minimax(M2_ROME)[: -len("</minimax:tool_call>")], "", [ROME]),
+    (
+        minimax(M2_ROME).partition("me</p")[0],
+        "",
+        [("get_weather", '{"city": "Ro')],
+    ),
+    (minimax(M2_NOW).replace("</invoke>\n", ""), "", [NOW]),
+    # No call at all: text.
+    (minimax(("f", {})), minimax(("f", {})), []),
+    ("a <minimax:tool_call>b</minimax:tool_call> c d",) * 2 + ([],),
+    ('<minimax:tool_call>\n<invoke name="time',) * 2 + ([],),
+    ("x <minimax:", "x <minimax:", []),
+]
 RENDERED = {  # a call of get_weather for Rome
     "hermes": tag(CALL),
     "json": CALL,
     "glm45": glm("get_weather", city="Rome"),
+    "minimax_m2": minimax(M2_ROME),
     **{name: section(name, ROME) for name in SECTIONS},
 }
 
@@ -244,7 +285,8 @@ RENDERED = {  # a call of get_weather for Rome
     [("hermes", *case) for case in HERMES]
     + [("json", *case) for case in JSON]
     + [(name, *case) for name in SECTIONS for case in section_cases(name)]
-    + [("glm45", *case) for case in GLM],
+    + [("glm45", *case) for case in GLM]
+    + [("minimax_m2", *case) for case in MINIMAX],
 )
 def test_calls_do_not_depend_on_how_the_text_comes(name, text, content, calls):
     assert parse(name, [text]) == (content, calls)
@@ -285,6 +327,13 @@ def test_no_text_breaks_a_parser_and_none_is_lost_without_a_call(name):
         "<arg_value>",
         "</arg_value>",
         "time.now",
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        '<invoke name="',
+        '<parameter name="',
+        '">',
+        "</parameter>",
+        "</invoke>",
         *SECTIONS.get(name, "")[:2],
         DEEPSEEK[2],
         SEP,
@@ -319,7 +368,7 @@ def test_auto_takes_the_format_of_the_template():
     assert choose_format("auto", "... <tool_call> ...") is FORMATS["hermes"]
     assert choose_format("auto", "...") is FORMATS["json"]
     assert choose_format("json", "<tool_call>") is FORMATS["json"]
-    for name in ("glm45", "kimi_k2", "deepseek_v31", "deepseek_v3"):
+    for name in ("glm45", "minimax_m2", "kimi_k2", "deepseek_v31", "deepseek_v3"):
         assert choose_format("auto", RENDERED[name]) is FORMATS[name]
 
 

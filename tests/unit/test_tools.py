@@ -19,6 +19,8 @@ from tests.unit.api_fakes import (
 )
 from tests.unit.test_tool_parsers import (
     CALL,
+    M2_NOW,
+    M2_ROME,
     NOW,
     OTHER,
     ROME,
@@ -27,6 +29,7 @@ from tests.unit.test_tool_parsers import (
     TOOLS,
     WEATHER,
     glm,
+    minimax,
     parse,
     section,
     tag,
@@ -260,6 +263,12 @@ NAMED = {"type": "function", "function": {"name": "time.now"}}
             [glm("get_weather", city="a </b>\n", days=3), f"{glm('time.now')}\n{glm('time.now')}"],
             ["text", tag(CALL), glm("get_weather", days=3), glm("get_weather", city="a", days="b")],
         ),
+        (
+            "minimax_m2",
+            {"tool_choice": "required"},
+            [minimax(("get_weather", {"city": "a </b>\n", "days": 3})), minimax(M2_NOW, M2_ROME)],
+            ["text", minimax(), minimax(("get_weather", {"days": 3})), minimax(("f", {}))],
+        ),
         ("glm45", {"tool_choice": NAMED}, [glm("time.now")], [glm("get_weather", city="a")]),
         ("json", {"tool_choice": "required"}, [CALL, f"[{CALL}, {OTHER}]"], ["x", tag(CALL), "[]"]),
         ("json", {"tool_choice": "required", "parallel_tool_calls": False}, [CALL], [f"[{CALL}]"]),
@@ -364,8 +373,11 @@ def draw(grammar, rng):
     answer = bytearray()
     while not matcher.is_accepting():
         mask = matcher.compute_bitmask()
-        end = list(b"</arg_value>")  # of a text that may hold anything else
-        if rng.random() < 0.2 and matcher.validate_tokens(end) == len(end):
+        # of a text that may be anything, and of a section that may have any number of calls
+        ends = [b"</arg_value>", b"</parameter>", b"</minimax:tool_call>"]
+        possible = [end for end in map(list, ends) if matcher.validate_tokens(end) == len(end)]
+        if possible and rng.random() < 0.3:
+            end = rng.choice(possible)
             assert matcher.try_consume_tokens(end) == len(end)
             answer += bytes(end)
             continue

@@ -4,6 +4,7 @@ from cluster.api.tools.base import CallFormat
 from cluster.api.tools.glm import GLM45, KEY
 from cluster.api.tools.hermes import HERMES, OPEN
 from cluster.api.tools.json_calls import JSON
+from cluster.api.tools.minimax import MINIMAX_M2
 from cluster.api.tools.sections import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 
 FORMATS = {
@@ -13,6 +14,7 @@ FORMATS = {
     "deepseek_v31": DEEPSEEK_V31,
     "kimi_k2": KIMI_K2,
     "glm45": GLM45,
+    "minimax_m2": MINIMAX_M2,
 }
 
 
@@ -29,6 +31,8 @@ def _written_by(chat_template: str) -> str:
         return "kimi_k2"
     if DEEPSEEK_V3.markers[0] in chat_template:
         return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
+    if MINIMAX_M2.markers[0] in chat_template:
+        return "minimax_m2"
     if KEY in chat_template:
         return "glm45"
     return "hermes" if OPEN in chat_template else "json"

@@ -7,7 +7,8 @@ them; arguments are passed on unchanged as they arrive.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string, possible_start
+from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string
+from cluster.api.tools.reader import Reader
 
 
 @dataclass(frozen=True)
@@ -31,16 +32,15 @@ class SectionParser:
 
     def __init__(self, section: Section) -> None:
         self._marks = section
-        self._text = ""  # read, but not understood yet
+        self._reader = Reader()
         self._raw = ""  # of a section or call that was not returned yet; it becomes content if there is no call
         self._at = self._content
         self._num_calls = 0
-        self._trims = False  # white space at the beginning of what is shown next
         self._has_arguments = False
 
     def push(self, text: str) -> list[Piece]:
         """See CallParser."""
-        self._text += text
+        self._reader.text += text
         pieces: list[Piece] = []
         while self._at(pieces):
             pass
@@ -48,7 +48,7 @@ class SectionParser:
 
     def flush(self) -> list[Piece]:
         """See CallParser."""
-        rest, self._text = self._text, ""
+        rest = self._reader.rest()
         if self._at == self._arguments:
             cut = any(end.startswith(rest) for end in self._marks.ends)
             return [] if cut else [CallDelta(self._num_calls, None, rest)]
@@ -60,24 +60,16 @@ class SectionParser:
 
     def _content(self, pieces: list[Piece]) -> bool:
         """Read content up to a section; return whether one begins."""
-        before, found, after = self._text.partition(self._marks.open)
-        if self._trims:
-            before = before.lstrip()
-            self._trims = not before
-        keep = 0 if found else possible_start(before, self._marks.open)
-        shown = before[: len(before) - keep].rstrip()
-        if found:
-            self._text, self._raw = after, before[len(shown) :] + found
-            self._at = self._between
-        else:
-            self._text = before[len(shown) :]
+        shown, self._raw, found = self._reader.content(self._marks.open)
         if shown:
             pieces.append(shown)
-        return bool(found)
+        if found:
+            self._at = self._between
+        return found
 
     def _between(self, pieces: list[Piece]) -> bool:
         """Read up to the next call or the end of the section."""
-        before, mark = self._take(self._marks.call, self._marks.close)
+        before, mark = self._reader.take(self._marks.call, self._marks.close)
         if self._raw:
             self._raw += before + mark
         if mark == self._marks.call:
@@ -90,7 +82,7 @@ class SectionParser:
     def _head(self, pieces: list[Piece]) -> bool:
         """Read the head of a call up to its arguments."""
         marks = self._marks
-        head, mark = self._wait(marks.arguments, marks.ends[-1], marks.call, marks.close)
+        head, mark = self._reader.wait(marks.arguments, marks.ends[-1], marks.call, marks.close)
         if mark == marks.arguments:
             name, call_id = marks.name_of(head)
             if name:
@@ -109,7 +101,7 @@ class SectionParser:
 
     def _arguments(self, pieces: list[Piece]) -> bool:
         """Pass arguments on up to the end of the call."""
-        added, mark = self._take(*self._marks.ends, self._marks.close)
+        added, mark = self._reader.take(*self._marks.ends, self._marks.close)
         if mark and not added and not self._has_arguments:
             added = "{}"
         if added:
@@ -126,27 +118,9 @@ class SectionParser:
         """Go on with content behind a section; a section without a call is content itself."""
         if self._raw:
             pieces.append(self._raw)
-        self._trims = not self._raw
+        self._reader.trims = not self._raw
         self._raw = ""
         self._at = self._content
-
-    def _take(self, *marks: str) -> tuple[str, str]:
-        """Return (text up to the first of the marks, that mark); without one, all text that holds no part of any."""
-        before, mark = self._wait(*marks)
-        if not mark:
-            keep = max(possible_start(self._text, each) for each in marks)
-            cut = len(self._text) - keep
-            before, self._text = self._text[:cut], self._text[cut:]
-        return before, mark
-
-    def _wait(self, *marks: str) -> tuple[str, str]:
-        """Return (text up to the first of the marks, that mark), or nothing until there is one."""
-        found = [(self._text.find(mark), mark) for mark in marks if mark in self._text]
-        if not found:
-            return "", ""
-        position, mark = min(found, key=lambda item: item[0])
-        before, self._text = self._text[:position], self._text[position + len(mark) :]
-        return before, mark
 
 
 _BLOCK = "\u2581"
