@@ -14,6 +14,8 @@ from cluster.experiments.comparison import CellResult, Results
 MAX_PANELS = 6
 LOG_FROM = 8.0  # largest over smallest value of an axis
 MAX_LEGEND = 12
+MAX_NAME = 44  # letters of a line or a bar: a longer name would leave no room for the figures
+BAR_INCHES = 0.25
 DOTS_PER_INCH = 120
 
 
@@ -37,7 +39,8 @@ def draw(results: Results, path: Path) -> bool:
     x_key = choose_x(results)
     columns = min(len(metrics), 2)
     rows = -(-len(metrics) // columns)
-    figure = Figure(figsize=(6.5 * columns, 0.8 + 3.8 * rows), layout="constrained")
+    height = 3.8 if x_key is not None else max(3.8, BAR_INCHES * len(cells))
+    figure = Figure(figsize=(6.5 * columns, 0.8 + height * rows), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False)
     for metric, panel in zip(metrics, panels.flat, strict=False):
         if x_key is None:
@@ -121,8 +124,9 @@ def _draw_bars(panel: Any, results: Results, cells: Sequence[CellResult], metric
 
 
 def series_name(results: Results, cell: CellResult, keys: Sequence[str]) -> str:
-    """Return the values of some axes of a cell: `ranks=2, mode=on`."""
+    """Return the values of some axes of a cell: `ranks=2, mode=on`; of a long name the begin and the cell's number."""
     names = results.head["names"]
-    return ", ".join(
+    name = ", ".join(
         f"{names[key]}={label(cell.settings[key])}" for key in keys if key in cell.settings
     )
+    return name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}... (cell {cell.index})"

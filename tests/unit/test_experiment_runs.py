@@ -280,6 +280,22 @@ def test_the_page_names_every_origin_and_failed_requests(file: Path, tmp_path: P
     assert f"- {lines[1]['name']}, repeat 1: 3 x HTTP 429: overloaded" in page
 
 
+@pytest.mark.filterwarnings("error")
+def test_long_names_leave_room_for_the_plot(folder: Path, tmp_path: Path) -> None:
+    cells = [
+        {"workload.prompts": str(folder / f"{'a-long-name' * 12}-{number}.jsonl")}
+        for number in range(30)
+    ]
+    for cell in cells:
+        Path(cell["workload.prompts"]).write_text('{"prompt": "a"}')
+    keys = {"sweep": {"list": cells}, "repeats": 1, "warmup": 0}
+    run_with(FakeEngines(), write(folder, workload=WORKLOAD, **keys), tmp_path)
+    results = report.read_results(tmp_path)
+    assert drawing.draw(results, tmp_path / "plot.png")
+    name = drawing.series_name(results, results.cells[6], results.axes)
+    assert name.endswith("... (cell 7)") and len(name) < 60
+
+
 def test_requests_that_fail_are_counted(file: Path, tmp_path: Path) -> None:
     engines = FakeEngines(failed_requests=2)
     assert run_with(engines, file, tmp_path, "repeats=1") == 0
