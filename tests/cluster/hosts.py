@@ -166,11 +166,17 @@ class Bed:
         self.key = folder / "key"
         self._environment = environment
         self._held: list[subprocess.Popen[str]] = []
+        self.hosts: list[Host] = []
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.key)], check=True
         )
         self._switch = self._hold(_unshare(), SWITCH)
-        self.hosts = [self._add_host(number) for number in range(1, num_hosts + 1)]
+        try:
+            for number in range(1, num_hosts + 1):
+                self.hosts.append(self._add_host(number))
+        except BaseException:
+            self.close()
+            raise
 
     def pull_cable(self, host: Host) -> None:
         """Cut a host off from the bridge."""
@@ -193,6 +199,10 @@ class Bed:
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     stream.close()
+        pids = [self._switch, *(host.pid for host in self.hosts)]
+        wait_for(
+            lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 20, "all hosts end"
+        )
 
     def _add_host(self, number: int) -> Host:
         name, address = f"host{number}", f"{NETWORK}.{number}"
