@@ -20,6 +20,7 @@ from cluster.group.group import GroupHealth, GroupMembers
 from cluster.group.group_client import GroupClient
 from cluster.group.open_request import OpenRequest
 from cluster.group.router import Router
+from cluster.group.suspects import Suspects
 from cluster.metrics.snapshot import Snapshot
 from workers.rank.actor import node_address
 from workers.wire.request import RequestOutput, SamplingParams, expected_output
@@ -28,10 +29,7 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 RETRY_S = 0.1
-MAX_DEATHS = 2
-POISON = (
-    "this request was set aside: twice the step of its rank failed before it could send a token"
-)
+POISON = "this request was set aside: its rank failed each time before it could send a token of it"
 REBUILD_WAIT_S = 60.0
 """Seconds that a request may wait for a group that rebuilds, before it is refused."""
 
@@ -58,6 +56,7 @@ class EngineClient:
         self._serving = asyncio.Event()  # clear while a group rebuilds
         self._reopening = asyncio.Lock()
         self._open: dict[str, OpenRequest] = {}  # by the id that their rank has
+        self._suspects = Suspects()
         self._groups: list[GroupClient] = []
         self._router = Router([self.num_ranks])
         self._tasks: list[asyncio.Task[None]] = []
@@ -133,6 +132,7 @@ class EngineClient:
             if not request.finished and self._failure is None and self._serving.is_set():
                 self._abort(request)
             self._forget(request)
+            self._end_trial(request)
 
     def health(self) -> tuple[bool, str]:
         """(whether requests are taken, the reason if not)."""
@@ -218,6 +218,8 @@ class EngineClient:
             request = self._open.get(output.request_id)
             if request is not None:  # otherwise its client has left
                 request.put(output)
+                if self._suspects.any:
+                    self._end_trial(request)
 
     async def _open_streams(self) -> list[GroupMembers]:
         """Open a lease, and under it a stream from each rank of each group."""
@@ -268,23 +270,43 @@ class EngineClient:
         """
         async with self._reopening:
             members = await self._open_streams()
-            for request in list(self._open.values()):
-                if request.finished:
+            requests = [request for request in self._open.values() if not request.finished]
+            if not abort:
+                self._set_aside_poison(requests, members)
+            for request in requests:
+                if request.finished or self._suspects.holds(request):
                     continue
                 if abort:
                     self._abort(request)
-                elif self._ended_its_rank(request, members):
-                    request.put(RequestOutput(request.wire_id, [], "abort", POISON))
-                    continue
-                self._forget(request)
-                self._submit(request)
+                self._submit_again(request)
+            self._try_next_suspect()
 
-    def _ended_its_rank(self, request: OpenRequest, members: list[GroupMembers]) -> bool:
-        """Whether the rank of a request has failed for the MAX_DEATHS-th time in a row before it sent a token of it."""
-        group, rank = self._router.place(request.rank)
-        if rank in members[group].failed:
-            request.deaths += 1
-        return request.deaths >= MAX_DEATHS
+    def _submit_again(self, request: OpenRequest) -> None:
+        self._forget(request)
+        self._submit(request)
+
+    def _set_aside_poison(self, requests: list[OpenRequest], members: list[GroupMembers]) -> None:
+        """End the request that ends ranks, if it is found."""
+
+        def failed(request: OpenRequest) -> bool:
+            group, rank = self._router.place(request.rank)
+            return rank in members[group].failed
+
+        poison = self._suspects.judge(requests, failed)
+        if poison is not None:
+            logger.error("request %s is set aside: it ends its rank", poison.request_id)
+            poison.put(RequestOutput(poison.wire_id, [], "abort", POISON))
+            self._supervisor.note_poison.remote()
+
+    def _end_trial(self, request: OpenRequest) -> None:
+        """Submit the next suspect if `request`, which got a token or ended, was on trial."""
+        if self._suspects.ended(request) and self._serving.is_set():
+            self._try_next_suspect()
+
+    def _try_next_suspect(self) -> None:
+        suspect = self._suspects.next()
+        if suspect is not None:
+            self._submit_again(suspect)
 
     async def _resume(self) -> None:
         """Continue in the new epoch of a group. After a RayError the caller tries again: the group may have failed."""

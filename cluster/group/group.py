@@ -76,7 +76,7 @@ class GroupStatus:
 class GroupMembers:
     """What an ingress needs to reach the ranks of one epoch, in rank order.
 
-    failed: the rank with the failed step that ended the epoch before, if one did
+    failed: the ranks that ended the epoch before, by an error of their step or as a process that had to be replaced
     """
 
     epoch: int
@@ -237,7 +237,7 @@ class Group:
         Living processes keep their weights, kernels and KV memory; a process that cannot leave the old epoch is
         replaced. The ranks of the new epoch refuse messages of the old one, and the other way round.
         """
-        began = time.monotonic()
+        began, first_attempt = time.monotonic(), True
         if began - self._serving_since >= STABLE_S:
             self._num_failures = 0
         while self._num_failures < self._rebuild_attempts:
@@ -247,7 +247,10 @@ class Group:
             self._set_state("rebuilding", reason)
             logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
             try:
-                await self._stage("replacement", self._replace_failed())
+                replaced = await self._stage("replacement", self._replace_failed())
+                if first_attempt:
+                    self._failed |= set(replaced)
+                    first_attempt = False
                 await self._form()
                 await self._start_engines()
             except Exception as error:
@@ -268,11 +271,12 @@ class Group:
             reason += f" (after {self._num_failures} rebuilds in a row, cluster.rebuild_attempts)"
         self._end("failed", reason)
 
-    async def _replace_failed(self) -> None:
-        """Let every rank leave its epoch, and replace the processes of the ranks that do not."""
+    async def _replace_failed(self) -> list[int]:
+        """Let every rank leave its epoch, and replace the processes of the ranks that do not; return those ranks."""
         left = await asyncio.gather(*map(self._leave, range(len(self._ranks))))
         failed = [rank for rank, has_left in enumerate(left) if not has_left]
         self._ranks = await self._launcher.replace(failed)
+        return failed
 
     async def _leave(self, rank: int) -> bool:
         call = self._ranks[rank].leave_epoch.remote(self.status.epoch)
@@ -294,6 +298,10 @@ class Group:
         """Let every rank forget the requests and the stream of an ingress that is gone."""
         for rank in self._ranks:
             rank.close_stream.remote(self.status.epoch, stream_id)
+
+    def note_poison(self) -> None:
+        """Note that the failures so far had a cause, which is gone: they do not count towards `rebuild_attempts`."""
+        self._num_failures = 0
 
     def drain(self) -> None:
         """Note that no new requests come."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, merge
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class OpenRequest:
     """One request of a client.
 
@@ -18,7 +18,7 @@ class OpenRequest:
     rank     the rank that has the request, numbered over all groups
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
-    deaths   failed steps of its rank in a row, without a token in between
+    deaths   failures of its rank in a row, without a token in between
     """
 
     request_id: str

@@ -190,6 +190,11 @@ class Supervisor:
         """Whether every ingress has finished its requests."""
         return self._drained >= self._leases.ingress_ids
 
+    async def note_poison(self) -> None:
+        """An ingress has set aside the request that ended ranks."""
+        for group in self._groups:
+            group.note_poison()
+
     async def prepare(self) -> None:
         """Bring all ranks up to the point where an engine can start, for `trace`."""
         for group in self._groups:
