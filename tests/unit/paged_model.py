@@ -15,16 +15,27 @@ class PagedModel:
     As on a device, steps are done in the order in which they come, and a token not yet committed is known here alone.
     """
 
-    def __init__(self, scheduler: Scheduler):
+    def __init__(self, scheduler: Scheduler, before: "PagedModel | None" = None):
+        """`before`: the model of an earlier scheduler, whose cache this one goes on with."""
         self._table = scheduler.table
         num_slots = scheduler.pool.num_blocks * self._table.block_size
         chance = random.Random(0)
         self._last_tokens = [0] * len(self._table.token_ids)
         self._content = [chance.getrandbits(60) for _ in range(num_slots)]
+        if before is not None:
+            self._content = before._content
+        self._written: list[list[int]] = []  # slots, by step
         self.num_tokens = 0
+
+    def spoil(self, num_steps: int) -> None:
+        """Let the last steps have written anything, as steps do that an abort has hit."""
+        for slots in self._written[len(self._written) - num_steps :]:
+            for slot in slots:
+                self._content[slot] ^= 1 << 50
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """The new token of each sampling sequence."""
+        self._written.append([])
         rows = [seq.row for seq in batch.seqs]
         starts = self._table.num_computed[rows] if rows else np.zeros(0, dtype=np.int64)
         # As on a device: nobody sees what another sequence writes in the same step, so last ones write first.
@@ -46,6 +57,7 @@ class PagedModel:
             token = token if token >= 0 else self._last_tokens[-1 - token]
             before = hash((before, token, position)) % 2**61
             self._content[self._slot(row, position)] = before
+            self._written[-1].append(self._slot(row, position))
         return before
 
     def _slot(self, row: int, position: int) -> int:

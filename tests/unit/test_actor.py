@@ -9,7 +9,8 @@ import pytest
 from kernels.host.cuda_environment import MULTICAST_OFF, MulticastError
 from tests.unit.ray_fakes import rank_config
 from workers.rank import actor
-from workers.rank.actor import RankActor, RankFailedError, StaleEpochError
+from workers.rank.actor import RankActor, RankFailedError
+from workers.rank.fence import StaleEpochError
 from workers.rank.rank_info import Rendezvous
 from workers.wire.secure_socket import StreamAddress
 
@@ -49,7 +50,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("method", CALLS)
 def test_calls_of_another_epoch_are_refused(method):
     subject = RankActor(1, rank_config())
-    subject._epoch = 3
+    subject._fence.join(3)
     with pytest.raises(StaleEpochError, match="rank 1 is in epoch 3, not 2"):
         asyncio.run(getattr(subject, method)(2, *CALLS[method]))
     subject._inbox.close()

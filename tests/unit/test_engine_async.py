@@ -61,6 +61,7 @@ class Run:
     limits: dict = field(default_factory=dict)
     caching: bool = True
     invalid: frozenset[str] = frozenset()
+    before: "Run | None" = None  # the epoch with the same cache
 
     def __post_init__(self):
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **self.limits}
@@ -70,8 +71,11 @@ class Run:
             block_size=BLOCK,
             max_model_len=MAX_LEN,
             prefix_caching=self.caching,
+            pool=self.before and self.before.scheduler.pool,
         )
         self.runner = PagedRunner(self.scheduler, self.invalid)
+        if self.before is not None:
+            self.runner.model = PagedModel(self.scheduler, self.before.runner.model)
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, str] = {}
         self.engine = Engine(

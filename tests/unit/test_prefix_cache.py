@@ -200,14 +200,10 @@ def test_a_request_with_invalid_logits_leaves_nothing_behind():
     assert server.run("b", PROMPT) == 0
 
 
-def test_switched_off_and_forgotten():
+def test_switched_off():
     server = Server(caching=False)
     server.run("a", PROMPT)
     assert server.run("b", PROMPT) == 0 and server.scheduler.prefixes.num_queries == 0
-    server = Server()
-    server.run("a", PROMPT)
-    server.scheduler.prefixes.forget_all()
-    assert server.scheduler.prefixes.num_queries == 0 and server.run("b", PROMPT) == 0
 
 
 def test_a_preempted_request_finds_its_own_blocks():

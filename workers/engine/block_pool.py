@@ -111,19 +111,16 @@ class BlockPool:
             self._block_of[key] = block
             self._key_of[block] = key
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Remove the keys of `blocks`, so that `find` no longer returns them. Holders keep them."""
-        for block in blocks:
-            key = self._key_of.pop(block, None)
-            if key is not None:
-                del self._block_of[key]
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let `find` no longer return the blocks of `keys`. Holders keep the blocks."""
+        for key in keys:
+            block = self._block_of.pop(key, None)
+            if block is None:
+                continue
+            del self._key_of[block]
             if block in self._unused:
                 del self._unused[block]
                 self._blank.append(block)
-
-    def forget_all(self) -> None:
-        """Remove all keys."""
-        self.forget(list(self._key_of))
 
     def _evict(self) -> int:
         block, _ = self._unused.popitem(last=False)

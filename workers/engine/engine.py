@@ -21,6 +21,7 @@ from workers.engine.open_requests import OpenRequests
 from workers.engine.scheduler import ScheduledBatch, Scheduler
 from workers.engine.step_sync import (
     HEALTHY,
+    AbortedError,
     ForwardMode,
     LockstepError,
     PlanConfig,
@@ -104,6 +105,7 @@ class Engine:
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
         self._failure: BaseException | None = None  # voted next
+        self._aborted = False
         self._ended = threading.Event()
         self._changed = threading.Condition()
         # Guarded by _changed, because a sleeping loop must notice each change.
@@ -139,6 +141,19 @@ class Engine:
         with self._changed:
             self._stopping = True
             self._changed.notify()
+
+    def discard_outputs(self) -> None:
+        """Raise AbortedError instead of committing an output that is read from now on: it may be undefined."""
+        self._aborted = True
+
+    def close(self) -> None:
+        """Release all blocks; the loop must have ended."""
+        self.scheduler.close(step.batch for step in self._in_flight)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this rank failed outside the collectives, perhaps in the middle of its bookkeeping."""
+        return self._failure is not None
 
     def fail(self, error: BaseException) -> None:
         """Vote unhealthy from now on, because of `error`; the first error is kept."""
@@ -179,6 +194,8 @@ class Engine:
         try:
             self._commit(self._max_in_flight if plan.run else 0)
             self._publish_and_record()
+        except AbortedError:
+            raise
         except Exception as error:
             self.fail(error)
         return plan
@@ -190,6 +207,8 @@ class Engine:
         try:
             self._drain_inbox()
             return self._schedule()
+        except AbortedError:
+            raise
         except Exception as error:
             self.fail(error)
             return None
@@ -236,8 +255,11 @@ class Engine:
         """Read the outputs of all but the last `max_in_flight` steps and enter them in the scheduler."""
         started = time.perf_counter()
         while len(self._in_flight) > max_in_flight:
-            launched = self._in_flight.popleft()
+            launched = self._in_flight[0]
             output = launched.output.wait()
+            if self._aborted:
+                raise AbortedError
+            self._in_flight.popleft()
             outputs = self.stats.requests.committed(self.scheduler.commit(launched.batch, output))
             for entry in outputs:
                 ended = entry.finish_reason is not None
@@ -340,17 +362,18 @@ class Engine:
         except Exception as error:
             self.fail(error)
         with self._changed:
-            self._changed.wait_for(
-                lambda: (
-                    self._awaited_step >= self._step
-                    or self._stopping
-                    or self._failure is not None
-                    or bool(self._inbox)
-                )
-            )
-            woken_by_peer = self._awaited_step >= self._step
+            self._changed.wait_for(self._must_vote)
+            woken_by_peer = self._woken_by_peer()
         if not woken_by_peer:
             self._try_to_wake_peers(self._step)
+
+    def _woken_by_peer(self) -> bool:
+        return self._awaited_step >= self._step
+
+    def _must_vote(self) -> bool:
+        """Whether a sleeping rank has a reason to vote."""
+        failed = self._failure is not None
+        return self._woken_by_peer() or self._stopping or failed or bool(self._inbox)
 
     def _repeat_wakes(self) -> None:
         """Wake the peers again while this rank waits in one vote, because a wake is lost with its connection."""

@@ -5,6 +5,9 @@ another sequence is computing the next block of a sequence, the sequence waits i
 prompts that arrive together, such as several answers to one prompt, are computed once.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from workers.engine.block_pool import BlockPool, chain_keys, root_key
 from workers.engine.sequence import Sequence
 
@@ -72,14 +75,18 @@ class PrefixCache:
             num_full = seq.next_full // self._block_size - 1
             self._coming.difference_update(seq.block_keys[num_full:])
 
-    def forget(self, seq: Sequence) -> None:
-        """Remove the blocks of `seq` from the cache, also after a preemption released them."""
-        self._pool.forget(seq.block_ids or self._pool.find(seq.block_keys))
+    def forget(self, seq: Sequence, first_token: int = 0) -> None:
+        """Remove the blocks of `seq` with its tokens from `first_token` on, also blocks that it has released."""
+        self._pool.forget(seq.block_keys[first_token // self._block_size :])
 
-    def forget_all(self) -> None:
-        """Remove all blocks from the cache and reset its counts."""
-        self._pool.forget_all()
-        self.num_queries = self.num_hits = 0
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let sequences that start and end inside find nothing and leave nothing; other blocks keep their contents."""
+        enabled, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = enabled
 
     def _extend_keys(self, seq: Sequence, num_blocks: int) -> None:
         done = len(seq.block_keys)

@@ -15,6 +15,8 @@ because steps write and read them in the order of their launches.
 
 import itertools
 from bisect import insort
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -60,7 +62,10 @@ class ScheduledBatch:
 
 
 class Scheduler:
-    """Waiting and running sequences of one rank, both in order, and their blocks."""
+    """Waiting and running sequences of one rank, both in order, and their blocks.
+
+    pool   blocks with the contents that an earlier scheduler has left, all free; a new pool of `num_blocks` without it
+    """
 
     def __init__(
         self,
@@ -70,11 +75,12 @@ class Scheduler:
         block_size: int,
         max_model_len: int,
         prefix_caching: bool = True,
+        pool: BlockPool | None = None,
     ):
         self._config = config
         self._max_model_len = max_model_len
         self._block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks) if pool is None else pool
         self.prefixes = PrefixCache(self.pool, block_size, enabled=prefix_caching)
         self.table = SequenceTable(config.max_num_seqs, max_model_len, block_size)
         self.waiting: list[Sequence] = []
@@ -110,6 +116,21 @@ class Scheduler:
             return None
         self._finish(seq)
         return seq
+
+    def close(self, launched: Iterable[ScheduledBatch] = ()) -> None:
+        """Release all blocks and keep their contents in the pool, for another scheduler.
+
+        launched   steps that were launched and will not be committed: what they were to write is forgotten
+        """
+        missing: Counter[Sequence] = Counter()
+        for batch in launched:
+            for seq, count in zip(batch.seqs, batch.num_new_tokens.tolist(), strict=True):
+                missing[seq] += count
+        for seq, count in missing.items():
+            # A sequence that was preempted meanwhile has fewer computed tokens: more is forgotten.
+            self.prefixes.forget(seq, max(0, seq.num_computed - count))
+        while self.running:
+            self._release(self.running.pop())
 
     @property
     def needs_tokens(self) -> bool:

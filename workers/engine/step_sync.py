@@ -112,6 +112,13 @@ class UnhealthyRankError(LockstepError):
         self.rank = rank
 
 
+class AbortedError(LockstepError):
+    """The epoch was aborted: the output of a step may be undefined."""
+
+    def __init__(self) -> None:
+        super().__init__("the epoch was aborted")
+
+
 class VoteTransport(Protocol):
     """Gathers one row of every rank; raises LockstepError if a rank's row does not arrive in time."""
 

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.host.shm import SharedMemoryGroup
-from workers.engine.step_sync import NUM_FIELDS, LockstepError
-
-ABORTED = "the epoch was aborted"
+from workers.engine.step_sync import NUM_FIELDS, AbortedError, LockstepError
 
 
 class AbortableVote(ABC):
@@ -32,7 +30,7 @@ class AbortableVote(ABC):
     def all_gather(self, row: np.ndarray) -> np.ndarray:
         """int64 [n] -> int64 [num_ranks, n]; the result may be overwritten by the next call."""
         if self._aborted:
-            raise LockstepError(ABORTED)
+            raise AbortedError
         return self._all_gather(row)
 
     @abstractmethod
@@ -106,7 +104,7 @@ class DeviceVoteTransport(AbortableVote):
         deadline = time.monotonic() + self._timeout_s
         while not self._done.query():  # type: ignore[no-untyped-call]
             if self._aborted:
-                raise LockstepError(ABORTED)
+                raise AbortedError
             if time.monotonic() > deadline:
                 raise LockstepError(f"vote: a rank sent no row within {self._timeout_s:g} s")
         return self._rows_host.numpy()

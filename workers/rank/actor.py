@@ -20,6 +20,7 @@ from workers import hub
 from workers.config import RankConfig
 from workers.engine.step_sync import LockstepError
 from workers.rank.checkpoint_holder import CheckpointHolder
+from workers.rank.fence import Fence
 from workers.rank.network import bind_to_address
 from workers.rank.rank_info import RankInfo, Rendezvous
 from workers.stats.log import set_up_logging
@@ -43,10 +44,6 @@ class PeerFailedError(RankFailedError):
     """The step loop ended because another rank ended."""
 
 
-class StaleEpochError(RuntimeError):
-    """A call of an epoch that this rank is not in; the caller must fetch the current epoch first."""
-
-
 class RankActor:
     """One rank. The group calls join_group, each stage and start, one call on all ranks before the next call.
 
@@ -62,8 +59,7 @@ class RankActor:
             share_compiled_kernels(os.environ)
         self._index, self._config = rank, config
         self._set_up_logging()
-        self._epoch = -1  # until join_group
-        self._fence = 0  # the first epoch that this rank may join
+        self._fence = Fence(rank)
         self._joining = asyncio.Lock()  # held by the thread that joins or leaves a group
         self._called = asyncio.Event()  # by join_group
         self._process: Any = None
@@ -159,14 +155,11 @@ class RankActor:
 
         gpus    Ray's ids of the GPUs visible to this process, its own first, as device 0; the first call decides
         """
-        if rendezvous.epoch < self._fence:
-            raise StaleEpochError(
-                f"rank {self._index} joins no epoch before {self._fence}, not {rendezvous.epoch}"
-            )
-        self._epoch = rendezvous.epoch
+        self._fence.join(rendezvous.epoch)
         self._called.set()
         if (rank, config) != (self._index, self._config):
             self._index, self._config = rank, config
+            self._fence.rank = rank
             self._set_up_logging()
         async with self._joining:
             await asyncio.to_thread(self._join_group, rendezvous, timeout_s, gpus)
@@ -196,11 +189,7 @@ class RankActor:
         The step loop ends, if it still runs. Peers that wait for this rank fail at once. A rank that is joining a group
         leaves it when it has joined, or when the time limit of the join is over.
         """
-        if fence <= self._epoch or fence < self._fence:
-            raise StaleEpochError(
-                f"rank {self._index} is in epoch {self._epoch}, fenced from {self._fence}, not {fence}"
-            )
-        self._fence, self._epoch = fence, -1
+        self._fence.leave(fence)
         if self._logging is not None:
             self._logging.cancel()
             self._logging = None
@@ -241,7 +230,7 @@ class RankActor:
 
     async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
         """Start the step loop. Collective. `peers` are the inboxes of the other ranks."""
-        self._check_epoch(epoch)
+        self._fence.check(epoch)
         self._peers = [InboxSender(address, epoch) for address in peers]
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
@@ -264,7 +253,7 @@ class RankActor:
 
     async def done(self, epoch: int) -> None:
         """Return when the group has stopped. Raises RankFailedError when this rank's loop failed."""
-        self._check_epoch(epoch)
+        self._fence.check(epoch)
         assert self._done is not None, "start() comes first"
         await asyncio.shield(self._done)
 
@@ -272,13 +261,13 @@ class RankActor:
         self, epoch: int, stream_id: str, address: StreamAddress
     ) -> StreamAddress:
         """Send the outputs of requests of `stream_id` to `address`, one message a step. Returns this rank's inbox."""
-        self._check_epoch(epoch)
+        self._fence.check(epoch)
         self._senders[stream_id] = TokenSender(address, epoch)
         return self._inbox.address
 
     async def close_stream(self, epoch: int, stream_id: str) -> None:
         """Abort the requests of a stream and close it: its ingress is gone."""
-        self._check_epoch(epoch)
+        self._fence.check(epoch)
         self._engine.abort_ingress(stream_id)
         sender = self._senders.pop(stream_id, None)
         if sender is not None:
@@ -288,7 +277,7 @@ class RankActor:
         """Return counters and gauges, see workers.stats.stats; `info` holds constants."""
         return {
             "rank": self._index,
-            "epoch": self._epoch,
+            "epoch": self._fence.epoch,
             "info": self._info,
             "stale_messages": self._inbox.num_stale,
             **self._engine.stats.snapshot(),
@@ -296,12 +285,8 @@ class RankActor:
 
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""
-        self._check_epoch(epoch)
+        self._fence.check(epoch)
         self._engine.stop()
-
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch != self._epoch:
-            raise StaleEpochError(f"rank {self._index} is in epoch {self._epoch}, not {epoch}")
 
     @property
     def _engine(self) -> Any:

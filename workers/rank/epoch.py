@@ -16,6 +16,7 @@ from kernels.attention.dummy import DummyAttention
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Backends
 from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
+from workers.engine.block_pool import BlockPool
 from workers.engine.engine import Engine, Publish
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_sync import PlanConfig, compare_settings
@@ -202,8 +203,9 @@ class Epoch:
         with memory_for("the KV cache", process.num_blocks * process.block_bytes()):
             if not process.kv_caches:
                 process.kv_caches = process.caches(process.num_blocks)
+                process.pool = BlockPool(process.num_blocks)
                 self.ubatches.bind(process.kv_caches)
-            self.runner, self.scheduler = self.make(process.num_blocks)
+            self.runner, self.scheduler = self.make(process.num_blocks, pool=process.pool)
             self._closing.callback(self.runner.close)
             if not self._warm:
                 num_tokens = min(64, process.config.scheduler.max_num_batched_tokens)
@@ -288,6 +290,8 @@ class Epoch:
         Results of steps in flight are then undefined. The engine raises LockstepError at its next vote.
         """
         self.failed = True
+        if self.started:
+            self.engine.discard_outputs()  # before the waits end
         if "_vote" in vars(self):
             self._vote.abort()
         if self._shared_memory is not None:
@@ -307,6 +311,7 @@ class Epoch:
         self.closed = True
         if self.failed:
             self.abort()
+        self._keep_blocks()
         self._closing.close()
         for name in _HELD:
             vars(self).pop(name, None)
@@ -314,6 +319,17 @@ class Epoch:
         if self.process.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+
+    def _keep_blocks(self) -> None:
+        """Leave the KV blocks with their contents to the next epoch, unless their bookkeeping may be wrong."""
+        if self.started:
+            self.engine.close()
+        elif "scheduler" in vars(self):
+            self.scheduler.close()
+        process = self.process
+        failed = self.started and self.engine.failed
+        if process.kv_caches and (failed or process.pool.usage):
+            process.pool = BlockPool(process.num_blocks)
 
     def _wait_for_attention(self) -> None:
         if self._attention_compiled is not None:

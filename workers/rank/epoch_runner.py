@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from kernels.attention.base import Attention
 from kernels.backends.select import Backends
+from workers.engine.block_pool import BlockPool
 from workers.engine.scheduler import Scheduler
 from workers.models.causal_lm import CausalLM
 from workers.rank import process_group
@@ -26,11 +27,15 @@ class RunnerMaker:
     ubatches: EpochUbatches
 
     def __call__(
-        self, num_blocks: int, attention: Attention | None = None
+        self,
+        num_blocks: int,
+        attention: Attention | None = None,
+        pool: BlockPool | None = None,
     ) -> tuple[ModelRunner, Scheduler]:
         """Return a runner and its scheduler, which allocates `num_blocks` KV blocks.
 
         attention   replaces the attention of whole steps
+        pool        the KV blocks with their contents; without it, blocks without contents
         """
         process, config, model, backends = (
             self.process,
@@ -47,6 +52,7 @@ class RunnerMaker:
             block_size=config.cache.block_size,
             max_model_len=process.max_model_len,
             prefix_caching=config.cache.prefix_caching,
+            pool=pool,
         )
         runner = ModelRunner(
             model,

@@ -21,6 +21,7 @@ from kernels.backends.context import BackendContext
 from kernels.host.shm import SharedMemoryGroup
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
+from workers.engine.block_pool import BlockPool
 from workers.engine.kv_caches import allocate_kv_caches
 from workers.models.causal_lm import CausalLM
 from workers.models.registry import load_model_config, model_class
@@ -54,6 +55,7 @@ class RankProcess:
     experts      the experts of the model's weights
     num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
     kv_caches    one tensor a layer, allocated once
+    pool         the blocks of the KV caches with their contents: the prefix cache of all epochs
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     epoch        the last epoch
@@ -76,6 +78,7 @@ class RankProcess:
         self.experts = range(0)
         self.num_blocks = 0
         self.kv_caches: list[torch.Tensor] = []
+        self.pool = BlockPool(0)
         self.warm = False
         self.epoch: ClosableEpoch | None = None
 

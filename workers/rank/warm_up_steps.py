@@ -79,14 +79,15 @@ class WarmUpSteps:
         started = time.perf_counter()
         for request in requests:
             scheduler.add(request)
-        while scheduler.has_work:
-            batch = scheduler.schedule()
-            num_rows = batch.num_tokens
-            padded = num_rows if self.equal_tokens else 0
-            output = runner.launch(batch, StepPlan(True, self.dims.equal_counts(num_rows), padded))
-            scheduler.launched(batch)
-            scheduler.commit(batch, output.wait())
-        scheduler.prefixes.forget_all()
+        with scheduler.prefixes.off():
+            while scheduler.has_work:
+                batch = scheduler.schedule()
+                num_rows = batch.num_tokens
+                padded = num_rows if self.equal_tokens else 0
+                plan = StepPlan(True, self.dims.equal_counts(num_rows), padded)
+                output = runner.launch(batch, plan)
+                scheduler.launched(batch)
+                scheduler.commit(batch, output.wait())
         length = len(requests[0].prompt_token_ids)
         seconds = time.perf_counter() - started
         logger.debug("warm-up of %d prompts of %d tokens: %.2f s", len(requests), length, seconds)

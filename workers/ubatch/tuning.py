@@ -159,7 +159,12 @@ class StepTimer:
             )
             refused = self._scheduler.add(request)
             assert refused is None, refused
-        found = []
+        with self._scheduler.prefixes.off():
+            return self._run(phase, num_tokens, ubatch)
+
+    def _run(self, phase: str, num_tokens: int, ubatch: bool) -> list[float]:
+        """Run the open requests to their end; see `_steps`."""
+        found: list[float] = []
         while self._scheduler.has_work:
             batch = self._scheduler.schedule()
             counts = batch.forward_mode in TIMED[phase] and batch.num_tokens == num_tokens
@@ -172,5 +177,4 @@ class StepTimer:
                 # An asynchronous engine prepares a step while the step before computes, so preparation costs nothing.
                 prepare = 0.0 if self._runner.asynchronous else result.times.prepare
                 found.append(prepare + result.times.forward)
-        self._scheduler.prefixes.forget_all()
         return found

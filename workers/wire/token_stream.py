@@ -73,17 +73,20 @@ class TokenReceiver:
         for _ in range(MAX_MESSAGES_AT_ONCE):
             if self._socket.closed or not int(self._socket.get(zmq.EVENTS)) & POLLIN:
                 return
-            message = self._socket.recv(zmq.NOBLOCK)
-            try:
-                epoch, rank, load_of_others, outputs = json.loads(message)
-                if epoch == self.epoch:
-                    self._deliver(rank, load_of_others, [_output(fields) for fields in outputs])
-                else:
-                    self._count_stale(epoch)
-            except Exception:
-                logger.exception("a message of a rank was not delivered: %.200r", message)
+            self._take(self._socket.recv(zmq.NOBLOCK))
         assert self._loop is not None
         self._loop.call_soon(self._drain)  # other work of the loop gets a turn first
+
+    def _take(self, message: bytes) -> None:
+        """Deliver one message, unless it is of another epoch."""
+        try:
+            epoch, rank, load_of_others, outputs = json.loads(message)
+            if epoch == self.epoch:
+                self._deliver(rank, load_of_others, [_output(fields) for fields in outputs])
+            else:
+                self._count_stale(epoch)
+        except Exception:
+            logger.exception("a message of a rank was not delivered: %.200r", message)
 
     def _count_stale(self, epoch: int) -> None:
         self.num_stale += 1

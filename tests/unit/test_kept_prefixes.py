@@ -1,0 +1,147 @@
+"""KV blocks keep their contents from one epoch of a process to the next, except what unfinished steps have written."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from kernels.pending import Pending
+from tests.unit.paged_model import VOCAB
+from tests.unit.test_engine_async import BLOCK, Run
+from workers.engine.step_sync import AbortedError
+from workers.rank.epoch import Epoch
+from workers.runner.step_output import StepOutput
+from workers.wire.request import EngineRequest, SamplingParams
+
+NUM_BLOCKS = 22
+
+
+def next_epoch(run: Run) -> Run:
+    """End an epoch in the middle, as an abort does, and begin the next one over its blocks."""
+    run.engine.discard_outputs()
+    run.runner.model.spoil(len(run.engine._in_flight))
+    run.engine.close()
+    assert run.scheduler.pool.num_free == run.num_blocks, "blocks leaked"
+    return Run(run.asynchronous, run.num_blocks, before=run)
+
+
+def requests_of(chance: random.Random) -> list[EngineRequest]:
+    """Requests with few beginnings, so that many blocks are shared."""
+    found = []
+    for number in range(12):
+        prompt = [(number % 2 + i) % VOCAB for i in range(chance.randint(1, 26))]
+        params = SamplingParams(max_tokens=chance.randint(2, 12))
+        name = {"request_id": str(number), "ingress_id": "i"}
+        found.append(EngineRequest(**name, prompt_token_ids=prompt, params=params))
+    return found
+
+
+def submit(run: Run, request: EngineRequest, emitted: list[int]) -> None:
+    fields = {**vars(request), "emitted_token_ids": list(emitted)}
+    run.engine.submit(EngineRequest(**fields))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(asynchronous):
+    hits = 0
+    for seed in range(60):
+        chance = random.Random(seed)
+        requests = requests_of(chance)
+        whole = Run(False, NUM_BLOCKS)
+        for request in requests:
+            submit(whole, request, [])
+        whole.finish()
+
+        tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        ended: set[str] = set()
+        run = Run(asynchronous, NUM_BLOCKS)
+        for _ in range(chance.randint(1, 6)):
+            run.tokens, run.ends = tokens, dict.fromkeys(ended, "earlier")
+            for request in requests:
+                if request.request_id not in ended:
+                    submit(run, request, tokens[request.request_id])
+            for _ in range(chance.randint(0, 9)):
+                run.engine.step()
+            ended = set(run.ends)
+            hits += run.scheduler.prefixes.num_hits
+            run = next_epoch(run)
+        run.tokens, run.ends = tokens, dict.fromkeys(ended, "earlier")
+        for request in requests:
+            if request.request_id not in ended:
+                submit(run, request, tokens[request.request_id])
+        run.finish()
+        assert tokens == whole.tokens, f"seed {seed}"
+    assert hits > 1000
+
+
+def test_a_request_that_goes_on_finds_what_it_has_computed():
+    run = Run(True, NUM_BLOCKS)
+    run.submit("a", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6], max_tokens=6)
+    for _ in range(4):
+        run.engine.step()
+    emitted = run.tokens["a"]
+    assert len(run.engine._in_flight) == 1 and len(emitted) == 3
+    run = next_epoch(run)
+    run.submit("a", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, *emitted], max_tokens=3)
+    run.finish()
+    assert run.scheduler.prefixes.num_hits == 3 * BLOCK
+
+
+def test_a_warm_up_leaves_nothing_and_keeps_what_is_there():
+    run = Run(False, NUM_BLOCKS)
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3]
+    run.submit("a", prompt, max_tokens=1)
+    run.finish()
+    with run.scheduler.prefixes.off():
+        run.submit("warm-up", [0] * 9, max_tokens=1)
+        run.submit("equal", prompt, max_tokens=1)
+        run.finish()
+    hits = []
+    for name, tokens in (("zeros", [0] * 9), ("again", prompt)):
+        before = run.scheduler.prefixes.num_hits
+        run.submit(name, tokens, max_tokens=1)
+        run.finish()
+        hits.append(run.scheduler.prefixes.num_hits - before)
+    assert hits == [0, 2 * BLOCK]
+    assert run.tokens["a"] == run.tokens["equal"] == run.tokens["again"]
+
+
+def test_outputs_that_are_read_after_an_abort_are_not_published():
+    """A kernel that waits for a dead peer ends by the abort with any result."""
+    run = Run(True, NUM_BLOCKS)
+    run.submit("a", [1, 2, 3], max_tokens=6)
+    run.engine.step()
+    run.engine.step()
+    published = list(run.tokens["a"])
+    (launched,) = run.engine._in_flight
+
+    def end_by_abort() -> StepOutput:
+        run.engine.discard_outputs()
+        return StepOutput([VOCAB + 1])
+
+    run.engine._in_flight[0] = replace(launched, output=Pending(end_by_abort))
+    with pytest.raises(AbortedError):
+        run.engine.step()
+    assert run.tokens["a"] == published and not run.engine.failed
+
+
+class Process:
+    """What an epoch leaves to the next one."""
+
+    def __init__(self, run: Run):
+        self.pool, self.kv_caches = run.scheduler.pool, [object()]
+        self.num_blocks = run.num_blocks
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_are_dropped_after_an_error_of_their_own_bookkeeping(fails):
+    run = Run(False, NUM_BLOCKS)
+    run.submit("a", [1, 2, 3, 4, 5], max_tokens=6)
+    run.engine.step()
+    if fails:
+        run.engine.fail(KeyError(7))
+    epoch = object.__new__(Epoch)
+    epoch.process, epoch.engine, epoch.scheduler = Process(run), run.engine, run.scheduler
+    epoch._keep_blocks()
+    assert (epoch.process.pool is run.scheduler.pool) != fails
+    assert epoch.process.pool.num_free == NUM_BLOCKS
