@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from concurrent.futures import Future
 from contextlib import suppress
@@ -22,6 +23,7 @@ from kernels.host import cuda_environment
 if TYPE_CHECKING:
     from cluster.commands.check import CheckReport
 
+PARENT_POLL_S = 1.0
 SILENT = (
     "the configuration's check ended without an answer (exit code {}); `phalanx check` repeats it"
 )
@@ -82,6 +84,7 @@ class Preflight:
 
 def run() -> None:
     """Run in the process: read (configuration, number of API keys) from stdin, write the outcome to stdout."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     config, num_api_keys = pickle.load(sys.stdin.buffer)
     cuda_environment.prepare(os.environ)
     with os.fdopen(os.dup(1), "wb") as answers:
@@ -90,6 +93,13 @@ def run() -> None:
         answers.write(pickle.dumps(outcome))
     if report is not None:
         _compile(config, report)
+
+
+def _end_with(parent: int) -> None:
+    """End this process and its compilers when `parent` has ended."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_S)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _check(

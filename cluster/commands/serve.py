@@ -54,6 +54,7 @@ def run_server(config: PhalanxConfig) -> None:
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{keys}", style="bold")
             while not stop.wait(1.0):
                 ranks.check()
+                ranks.supervisor.launcher_heartbeat.remote()
             _drain(config, stop, ranks)
     finally:
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from cluster.commands import download
+from cluster.commands import download, reaper
 from cluster.commands.console_logs import show_logs
 from cluster.commands.preflight import Preflight
 from cluster.commands.stop_signals import StopSignals
@@ -161,10 +161,11 @@ class RankStart:
         from ray.exceptions import RayError
 
         from cluster.group import supervisor
+        from cluster.group.launcher import NAMESPACE
 
         try:
             name = supervisor.supervisor_name(self._config)
-            actor = ray.get_actor(name, namespace=supervisor.NAMESPACE)
+            actor = ray.get_actor(name, namespace=NAMESPACE)
             ray.get(actor.stop.remote(), timeout=5)
             ray.kill(actor)
         except (ValueError, RayError) as error:
@@ -203,6 +204,7 @@ def start_ray(config: PhalanxConfig) -> None:
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
         }
+        reaper.start()
     try:
         ray.init(
             address or "local",

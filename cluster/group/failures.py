@@ -1,23 +1,45 @@
 """Why a rank ended: the error message for people, and which of several ended ranks is the cause."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
 
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 
 from workers.rank.actor import PeerFailedError, RankFailedError
+
+T = TypeVar("T")
 
 ROOT_CAUSE_WAIT_S = 2.0
 """Time for a second rank to end after a rank that only lost a peer; Ray reports a dead process within a second."""
 
 
+class RankDiedError(RuntimeError):
+    """The process of a rank died during a call; the message names the rank."""
+
+
+async def of_rank(rank: int, call: Awaitable[T]) -> T:
+    """The result of a call of `rank`. Raises RankDiedError when its process dies."""
+    try:
+        return await call
+    except RayActorError as error:
+        if error.actor_init_failed:  # its constructor raised, and would raise again
+            raise
+        raise RankDiedError(f"rank {rank}: {failure_message(error)}") from error
+
+
+async def gather_ranks(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of one call of every rank, in rank order; the first error is raised at once."""
+    return await asyncio.gather(*(of_rank(rank, call) for rank, call in enumerate(calls)))
+
+
 def failure_message(error: BaseException) -> str:
     """What failed, without the remote traceback that Ray puts around it; the rank's log has the traceback."""
     error = _remote_cause(error)
-    if isinstance(error, ActorDiedError):
+    if isinstance(error, RayActorError):
         # Ray keeps only the text of an error of the actor's constructor; its last line is the message.
         return str(error).splitlines()[-1] if error.actor_init_failed else "its process died"
-    is_explained = isinstance(error, ValueError | RankFailedError)
+    is_explained = isinstance(error, ValueError | RankFailedError | RankDiedError)
     return str(error) if is_explained else f"{type(error).__name__}: {error}"
 
 

@@ -8,16 +8,26 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.group import placement
 from cluster.group.checkpoint_nodes import fetch_checkpoint
-from cluster.group.failures import failure_message, first_failure, step_failed
-from cluster.group.launcher import RankHandle
+from cluster.group.failures import (
+    RankDiedError,
+    failure_message,
+    first_failure,
+    gather_ranks,
+    of_rank,
+    step_failed,
+)
+from cluster.group.launcher import Launcher, RankHandle
+from cluster.group.ray_calls import result, result_future
+from cluster.group.recovery import find_memberships, recover
 from workers.config import RankConfig
+from workers.engine.step_sync import compare_settings
 from workers.rank.rank_info import CHECKPOINT, RankInfo, Rendezvous, start_stages, total_progress
 from workers.trace.spans import RankTrace
 from workers.wire.secure_socket import StreamAddress
@@ -85,19 +95,6 @@ class GroupMembers:
     failed: frozenset[int] = frozenset()
 
 
-class Launcher(Protocol):
-    """cluster.group.launcher.RankLauncher, or a fake of tests."""
-
-    async def launch(self, timeout_s: float) -> list[RankHandle]:
-        """Create the rank actors."""
-
-    async def replace(self, ranks: Collection[int]) -> list[RankHandle]:
-        """End the actors of `ranks` and create new ones; returns the actors of all ranks."""
-
-    def kill(self) -> None:
-        """End them."""
-
-
 class Group:
     """The ranks of one process group. All methods run in the event loop of the supervisor.
 
@@ -150,22 +147,46 @@ class Group:
         stages = (CHECKPOINT, *start_stages(self._config.device))
         if status.state == "starting" and status.stage in stages:
             calls = [rank.progress.remote() for rank in self._ranks]
-            parts = await asyncio.gather(*map(_result, calls), return_exceptions=True)
+            parts = await asyncio.gather(*map(result, calls), return_exceptions=True)
             status.progress = total_progress(
                 status.stage, [part for part in parts if not isinstance(part, BaseException)]
             )
         return status
 
+    async def recover(self) -> frozenset[str]:
+        """Take over the ranks that an earlier process of the supervisor has left; `run` comes next.
+
+        Ranks that serve go on, otherwise `run` rebuilds the group. Returns the streams that ingresses have open.
+        """
+        actors = self._launcher.find()
+        if not actors:
+            return frozenset()
+        memberships = await find_memberships(actors, self._hang_timeout_s)
+        found = recover(memberships, self._config.num_ranks)
+        self._ranks = self._launcher.adopt(found.seats)
+        self.status.epoch, self.status.infos = found.epoch, found.infos
+        if found.reason:
+            self._set_state("rebuilding", found.reason)
+        else:
+            await self._locate()
+            self._serving_since = time.monotonic()
+            self._set_state("serving")
+        logger.warning("found %d ranks again after a restart of the supervisor", len(found.seats))
+        return found.streams
+
     async def run(self) -> None:
         """Start the group and keep it serving, over any number of epochs, until it is stopped or fails."""
-        await self.start()
+        if self.health.state == "starting":
+            await self.start()
+        if self.health.state == "rebuilding":
+            await self._rebuild(self.health.error)
         while self.health.alive:
             failure = await self.watch()
             if failure is not None:
                 await self._rebuild(failure)
 
     async def start(self) -> None:
-        """Bring the ranks up until they serve. On an error the state is failed, unless the group was stopped."""
+        """Bring the ranks up until they serve. On an error the state is failed; after a death it may be rebuilding."""
         try:
             await self.prepare()
             await self._start_engines()
@@ -173,10 +194,14 @@ class Group:
             if self.status.state == "stopped":
                 return  # stop() killed the ranks
             # The console shows the message of a user's mistake; a traceback would hide it.
-            level = logging.DEBUG if isinstance(error, ValueError) else logging.ERROR
+            explained = isinstance(error, ValueError | RankDiedError)
+            level = logging.DEBUG if explained else logging.ERROR
             logger.log(level, "start failed at stage %s", self.status.stage, exc_info=True)
             message = f"start failed at stage {self.status.stage!r}: {failure_message(error)}"
-            self._end("failed", message)
+            if isinstance(error, RankDiedError) and self._rebuild_attempts:
+                self._set_state("rebuilding", message)
+            else:
+                self._end("failed", message)
 
     async def prepare(self) -> None:
         """Bring the ranks up to the point where an engine can start."""
@@ -191,7 +216,7 @@ class Group:
         if self._config.model.revision is not None or self._config.fetch_weights:
             fetched = fetch_checkpoint(self._config, self._ranks, status.locations)
             await self._stage(CHECKPOINT, fetched, limited=False)
-        host, port = await _result(self._ranks[0].host_rendezvous.remote())
+        host, port = await of_rank(0, self._ranks[0].host_rendezvous.remote())
         name = f"{self._name}-{os.getpid()}-{status.epoch}"
         rendezvous = Rendezvous(host, port, name, status.epoch)
         joined = [
@@ -204,7 +229,7 @@ class Group:
             )
             for index, rank in enumerate(self._ranks)
         ]
-        await self._stage("group", _gather(joined))
+        await self._stage("group", gather_ranks(joined))
         for stage in start_stages(self._config.device):
             await self._stage(stage, self._call_all("run_stage", stage))
 
@@ -218,11 +243,7 @@ class Group:
         Returns the reason, or None if the group was stopped.
         """
         epoch = self.status.epoch
-        done: list[asyncio.Future[None]] = [
-            asyncio.ensure_future(_result(rank.done.remote(epoch))) for rank in self._ranks
-        ]
-        for future in done:  # a killed rank raises too; asyncio logs exceptions that nothing reads
-            future.add_done_callback(_read_exception)
+        done = [result_future(rank.done.remote(epoch)) for rank in self._ranks]
         ended = await first_failure(done)
         if not self.health.alive:
             return None
@@ -281,7 +302,7 @@ class Group:
     async def _leave(self, rank: int) -> bool:
         call = self._ranks[rank].leave_epoch.remote(self.status.epoch)
         try:
-            await asyncio.wait_for(_result(call), self._hang_timeout_s)
+            await asyncio.wait_for(result(call), self._hang_timeout_s)
         except TimeoutError:
             logger.warning(
                 "rank %d did not leave its epoch within %g s (cluster.hang_timeout_s); it gets a new process",
@@ -317,7 +338,7 @@ class Group:
             done = [rank.done.remote(epoch) for rank in self._ranks]
             self._ranks[0].stop.remote(epoch)
             try:
-                ended = asyncio.gather(*map(_result, done), return_exceptions=True)
+                ended = asyncio.gather(*map(result, done), return_exceptions=True)
                 await asyncio.wait_for(ended, STOP_TIMEOUT_S)
             except TimeoutError:
                 logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
@@ -334,7 +355,7 @@ class Group:
             rank.start.remote(epoch, self._config.dims.of_peers(index, inboxes))
             for index, rank in enumerate(self._ranks)
         ]
-        self.status.infos = await self._stage("engines", _gather(started))
+        self.status.infos = await self._stage("engines", gather_ranks(started))
         if self.health.ended:
             return  # stop() came while the last rank answered
         self._serving_since = time.monotonic()
@@ -350,23 +371,24 @@ class Group:
             for rank, facts in enumerate(described)
         ]
         placement.verify(self.status.locations, self._config)
+        compare_settings([facts["versions"] for facts in described], "versions")
 
     async def _call_all(self, method: str, *args: Any) -> list[Any]:
         """Call `method` on every rank at once. The first failure is raised at once."""
-        return await _gather([getattr(rank, method).remote(*args) for rank in self._ranks])
+        return await gather_ranks([getattr(rank, method).remote(*args) for rank in self._ranks])
 
     async def _stage(self, name: str, work: Awaitable[T], *, limited: bool = True) -> T:
         """Run a stage of the start; limited: within the time of the configuration."""
         self.status.stage, self.status.progress = name, (0, 0)
         started = time.monotonic()
         try:
-            result = await asyncio.wait_for(work, self._start_timeout_s if limited else None)
+            outcome = await asyncio.wait_for(work, self._start_timeout_s if limited else None)
         except TimeoutError as error:
             raise StageTimeoutError(
                 f"not done after {self._start_timeout_s:g} s; cluster.start_timeout_s allows more"
             ) from error
         self.status.stages.append((name, time.monotonic() - started))
-        return result
+        return outcome
 
     def _end(self, state: GroupState, error: str) -> None:
         self._set_state(state, error)
@@ -376,17 +398,3 @@ class Group:
         self.status.state, self.status.error = state, error
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-async def _result(ref: Awaitable[T]) -> T:
-    """The result of a Ray call: asyncio takes coroutines, Ray's references are only awaitable."""
-    return await ref
-
-
-async def _gather(refs: Iterable[Awaitable[T]]) -> list[T]:
-    return await asyncio.gather(*map(_result, refs))
-
-
-def _read_exception(future: "asyncio.Future[Any]") -> None:
-    if not future.cancelled():
-        future.exception()

@@ -1,10 +1,12 @@
 """Leases of ingresses: an ingress that sends no heartbeat for LEASE_S loses its streams. No Ray, no I/O."""
 
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LEASE_S = 30.0
+LEASE_S = 10.0
+SUCCESSOR_S = 30.0  # after the end of the last ingress; Serve replaces a dead one within 15 s
 
 
 @dataclass
@@ -17,16 +19,15 @@ class Leases:
     """The living ingresses.
 
     An ingress opens a lease, and a new one when an old one has expired: then its streams in the ranks are closed and
-    its requests are aborted. The number in a lease's name makes the streams of both leases differ, so that a late
+    its requests are aborted. The random part of a lease's name makes the streams of both leases differ, so that a late
     `close_stream` of the old lease cannot close a stream of the new one.
 
-    start_timeout_s: time for the first ingress to come; after the last one has ended, another has LEASE_S to come.
+    start_timeout_s: time for the first ingress to come; after the last one has ended, another has SUCCESSOR_S to come.
     """
 
     def __init__(self, start_timeout_s: float, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._leases: dict[str, _Lease] = {}
-        self._opened = 0
         self._missing_since = clock()
         self._missing_limit_s = start_timeout_s
 
@@ -37,10 +38,13 @@ class Leases:
 
     def open(self, ingress_id: str) -> str:
         """Give an ingress a new lease; returns the lease's id."""
-        self._opened += 1
-        lease_id = f"{ingress_id}.{self._opened}"
+        lease_id = f"{ingress_id}.{uuid.uuid4().hex[:12]}"
         self._leases[lease_id] = _Lease(ingress_id, self._clock())
         return lease_id
+
+    def adopt(self, lease_id: str) -> None:
+        """Take over a lease that an earlier process of the supervisor gave."""
+        self._leases[lease_id] = _Lease(lease_id.rpartition(".")[0], self._clock())
 
     def renew(self, lease_id: str) -> bool:
         """Whether the lease was still valid; it is renewed then."""
@@ -53,7 +57,7 @@ class Leases:
     def close(self, lease_id: str) -> None:
         """End a lease; one that has ended is ignored."""
         if self._leases.pop(lease_id, None) is not None and not self._leases:
-            self._missing_since, self._missing_limit_s = self._clock(), LEASE_S
+            self._missing_since, self._missing_limit_s = self._clock(), SUCCESSOR_S
 
     def expire(self) -> list[tuple[str, str]]:
         """End the leases that were not renewed for LEASE_S; returns (lease id, ingress id) of each."""

@@ -41,11 +41,25 @@ def num_gpus() -> int:
     return int(ray.cluster_resources().get("GPU", 0))  # type: ignore[no-untyped-call]
 
 
-def create(config: RankConfig) -> PlacementGroup:
-    """Reserve one bundle per node. STRICT_SPREAD, because PACK does not fix which node holds which rank."""
+def create(config: RankConfig, name: str) -> PlacementGroup:
+    """Reserve one bundle per node. STRICT_SPREAD, because PACK does not fix which node holds which rank.
+
+    Raises ValueError when another living placement group has the name.
+    """
     needed = bundle(config, rooms(config))
     strategy = "STRICT_PACK" if config.dims.on_one_host else "STRICT_SPREAD"
-    group: PlacementGroup = placement_group([needed] * config.num_nodes, strategy=strategy)
+    group: PlacementGroup = placement_group(
+        [needed] * config.num_nodes, strategy=strategy, name=name, lifetime="detached"
+    )
+    return group
+
+
+def find(name: str) -> PlacementGroup | None:
+    """The placement group that `create` made in this namespace, if it lives."""
+    try:
+        group: PlacementGroup = ray.util.get_placement_group(name)
+    except ValueError:
+        return None
     return group
 
 

@@ -5,6 +5,8 @@ It starts and watches the groups, and ends itself with them when no ingress is l
 
 import asyncio
 import logging
+import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
 from cluster.group.group import Group, GroupHealth, GroupMembers, GroupStatus
-from cluster.group.launcher import RankLauncher
+from cluster.group.launcher import NAMESPACE, RankLauncher
 from cluster.group.leases import LEASE_S, Leases
 from cluster.group.placement import num_gpus
 from cluster.metrics.metrics import GAUGES
@@ -26,8 +28,9 @@ from workers.trace.spans import RankTrace
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "phalanx"
 POLL_S = 0.1
+LAUNCHER_LEASE_S = 60.0
+"""Time without a heartbeat of `phalanx serve` after which its server ends."""
 
 SupervisorHandle = Any  # ray.actor.ActorHandle of Supervisor
 
@@ -48,10 +51,11 @@ def supervisor_name(config: PhalanxConfig) -> str:
 def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
     """The supervisor of this configuration, created if there is none: on this process's node, which has the model.
 
-    The affinity is hard, because Ray ignores a soft one for actors without CPUs.
+    The affinity is hard, because Ray ignores a soft one for actors without CPUs. Ray restarts the supervisor there when
+    its process ends, and sends calls that got no answer again.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor_class: Any = ray.remote(Supervisor)
+    actor_class: Any = ray.remote(SupervisorActor)
     return actor_class.options(
         name=supervisor_name(config),
         namespace=NAMESPACE,
@@ -60,6 +64,8 @@ def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
         num_cpus=0,
         max_concurrency=1000,
         scheduling_strategy=here,
+        max_restarts=-1,
+        max_task_retries=-1,
     ).remote(config)
 
 
@@ -94,6 +100,7 @@ class Supervisor:
         self._groups = self._create_groups(config)
         self._leases = Leases(config.cluster.start_timeout_s)
         self._metrics = SnapshotTotals()
+        self._launcher_seen: float | None = None
         self._drain_timeout_s = 0.0
         self._draining = asyncio.Event()
         self._drained: set[str] = set()
@@ -106,8 +113,11 @@ class Supervisor:
         # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
         rank_config = resolve_rank_config(config, num_gpus=num_gpus())
         cluster = config.cluster
-        launcher = RankLauncher(rank_config, joined=cluster.ray_address is not None)
         name = config.serve.app_name
+        actor_id = ray.get_runtime_context().get_actor_id()  # of all processes of this supervisor
+        launcher = RankLauncher(
+            rank_config, name=f"{name}:{actor_id}", joined=cluster.ray_address is not None
+        )
         group = Group(
             name,
             rank_config,
@@ -126,8 +136,18 @@ class Supervisor:
                 "stop it first, or give this one another serve.app_name"
             )
         if not self._tasks:
-            jobs = [group.run() for group in self._groups]
-            self._tasks = [asyncio.create_task(job) for job in (*jobs, self._watch_leases())]
+            self._run()
+
+    async def recover(self) -> None:
+        """Continue in place of an earlier process: its ranks serve, and its ingresses keep their streams."""
+        for group in self._groups:
+            for lease_id in await group.recover():
+                self._leases.adopt(lease_id)
+        self._run()
+
+    def _run(self) -> None:
+        jobs = [group.run() for group in self._groups]
+        self._tasks = [asyncio.create_task(job) for job in (*jobs, self._watch_leases())]
 
     async def status(self) -> list[GroupStatus]:
         """Every group with its progress, for people."""
@@ -159,6 +179,10 @@ class Supervisor:
         """Whether the lease was valid; it is renewed then. An ingress without a lease must register again."""
         self._metrics.put(ingress_id, metrics)
         return self._leases.renew(lease_id)
+
+    async def launcher_heartbeat(self) -> None:
+        """Note that the `phalanx serve` of this server lives; a server of `serve run` has none."""
+        self._launcher_seen = time.monotonic()
 
     async def unregister(self, lease_id: str) -> None:
         """An ingress has ended."""
@@ -195,6 +219,9 @@ class Supervisor:
         for group in self._groups:
             group.note_poison()
 
+    async def ping(self) -> None:
+        """Return at once; a rank calls it from time to time, and ends when this actor has ended for good."""
+
     async def prepare(self) -> None:
         """Bring all ranks up to the point where an engine can start, for `trace`."""
         for group in self._groups:
@@ -214,9 +241,16 @@ class Supervisor:
         _kill_own_actor()
 
     async def _watch_leases(self) -> None:
-        """Free what an expired ingress had open; end this actor when no ingress is left."""
+        """Free what an expired ingress had open; end this actor when no ingress or no launcher is left."""
         while not self._leases.abandoned():
             await asyncio.sleep(LEASE_S / 10)
+            seen = self._launcher_seen
+            if seen is not None and time.monotonic() - seen > LAUNCHER_LEASE_S:
+                logger.warning(
+                    "phalanx serve was silent for %g s; its server ends", LAUNCHER_LEASE_S
+                )
+                await asyncio.to_thread(_delete_application, self._config.serve.app_name)
+                break
             if any(group.health.state == "starting" for group in self._groups):
                 self._leases.restart_wait()  # ingresses register with groups that serve
             for lease_id, ingress_id in self._leases.expire():
@@ -225,13 +259,35 @@ class Supervisor:
                 )
                 self._metrics.retire(ingress_id, GAUGES)
                 self._close_streams(lease_id)
-        logger.info("no ingress is left")
+        logger.info("the server ends")
         await self.exit()
 
     def _close_streams(self, lease_id: str) -> None:
         for group in self._groups:
             if group.health.alive:
                 group.close_stream(lease_id)
+
+
+def _delete_application(name: str) -> None:
+    """End the ingresses, so that Serve does not start them again."""
+    from ray import serve
+
+    try:
+        serve.delete(name)
+    except Exception as error:
+        logger.warning("Serve cannot end application %s: %s", name, error)
+
+
+class SupervisorActor(Supervisor):
+    """The supervisor as a Ray actor, in its first process or a later one."""
+
+    async def __init__(self, config: PhalanxConfig):  # type: ignore[misc]  # Ray awaits it
+        super().__init__(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray's own code calls a deprecated method of its own
+            restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        if restarted:
+            await self.recover()
 
 
 def _kill_own_actor() -> None:

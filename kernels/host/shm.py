@@ -10,6 +10,7 @@ Measured with two ranks on two free cores: a gathered row takes 3 us, a small co
 import mmap
 import os
 import platform
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ PAGE = 4096
 SPINS = 200  # polls before yielding the core, about 20 us; 0 when ranks must share cores
 YIELD_S = 2e-3  # seconds of yielding the core, 0.7 us each time; then the rank sleeps
 PEER_CHECK_S = 0.02  # interval at which a waiting rank checks that its peers are alive
+LEFT = "this rank left the group while it waited"
 
 
 def shared_memory_unavailable() -> str | None:
@@ -107,9 +109,11 @@ class SharedMemoryGroup:
     """All ranks of a group on one host. Constructing it waits for all of them.
 
     name         equal on all ranks and used by no other group
+    left         ends the waits of this rank when it is set, also those of the constructor
     slot_bytes   bytes of a slot of each channel
 
-    The segment is unlinked as soon as all ranks have attached, so no file is left, also if a rank is killed.
+    The segment is unlinked as soon as all ranks have attached, or one rank has failed to, so no file is left, also if a
+    rank is killed.
     """
 
     def __init__(
@@ -122,19 +126,24 @@ class SharedMemoryGroup:
         timeout_s: float,
         row_timeout_s: float | None = None,
         attach_timeout_s: float | None = None,
+        left: threading.Event | None = None,
     ):
         self.rank, self.num_ranks = rank, num_ranks
         self.timeout_s = timeout_s
         self.peers = [peer for peer in range(num_ranks) if peer != rank]
         self._row_timeout_s = timeout_s if row_timeout_s is None else row_timeout_s
-        self._closed = self._left = False
+        self._closed = False
+        self._left = left or threading.Event()
         self._spins = SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         offsets, size = _layout(num_ranks, slot_bytes)
         attach_timeout_s = timeout_s if attach_timeout_s is None else attach_timeout_s
         deadline = time.monotonic() + attach_timeout_s
         path = SHM_FOLDER / f"phalanx-{name}"
         try:
-            self._fd = _create(path, size) if rank == 0 else _open(path, size, deadline, rank)
+            if rank == 0:
+                self._fd = _create(path, size)
+            else:
+                self._fd = _open(path, size, deadline, rank, self._left)
             self._map = mmap.mmap(self._fd, size)
             self.words = memoryview(self._map).cast("q")
             lock_byte(self._fd, rank)
@@ -150,9 +159,11 @@ class SharedMemoryGroup:
             self.words[rank * LINE] = 1
             attached = [peer * LINE for peer in self.peers]
             self.wait_words(attached, 1, attach_timeout_s, "attach")
-        finally:
-            if rank == 0:
-                path.unlink(missing_ok=True)
+        except BaseException:
+            path.unlink(missing_ok=True)  # rank 0 may have been killed
+            raise
+        if rank == 0:
+            path.unlink(missing_ok=True)
 
     def all_gather_row(self, row: Sequence[int] | np.ndarray) -> np.ndarray:
         """Gather int64 [n], n <= 32, of every rank into int64 [num_ranks, n], a copy. Used for a step's vote.
@@ -171,7 +182,7 @@ class SharedMemoryGroup:
 
     def abort(self) -> None:
         """Leave from any thread: waits of this rank, and waits of peers for this rank, raise PeerLeftError."""
-        self._left = True
+        self._left.set()
         self.words[self.rank * LINE + 1] = 1
 
     def close(self) -> None:
@@ -198,8 +209,8 @@ class SharedMemoryGroup:
         while late := [
             rank for rank, word in zip(self.peers, words, strict=True) if memory[word] < least
         ]:
-            if self._left:
-                raise PeerLeftError("this rank left the group while it waited")
+            if self._left.is_set():
+                raise PeerLeftError(LEFT)
             waited = time.monotonic() - start
             if waited > timeout_s:
                 names = ", ".join(map(str, late))
@@ -278,13 +289,15 @@ def _create(path: Path, size: int) -> int:
     return fd
 
 
-def _open(path: Path, size: int, deadline: float, rank: int) -> int:
+def _open(path: Path, size: int, deadline: float, rank: int, left: threading.Event) -> int:
     """Open the segment that rank 0 creates."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR)
             break
         except FileNotFoundError:
+            if left.is_set():
+                raise PeerLeftError(LEFT) from None
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"rank 0 did not create {path} for rank {rank} in time"

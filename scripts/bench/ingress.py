@@ -27,7 +27,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
 from cluster.group import supervisor
 from cluster.group.group import Group
-from cluster.group.launcher import RankLauncher
+from cluster.group.launcher import NAMESPACE, RankLauncher
 from cluster.ingress.ingress import Ingress
 from scripts.bench import ROOT
 from scripts.bench.results import origin, save
@@ -125,7 +125,7 @@ class PacedGroup(Group):
     def __init__(self, config: PhalanxConfig, step_s: float):
         cluster = config.cluster
         rank_config = resolve_rank_config(config, num_gpus=0)
-        launcher = RankLauncher(rank_config, joined=False)
+        launcher = RankLauncher(rank_config, name="paced", joined=False)
         super().__init__("paced", rank_config, launcher, start_timeout_s=cluster.start_timeout_s)
         self._step_s = step_s
 
@@ -158,7 +158,7 @@ def start(config: PhalanxConfig, step_s: float) -> None:
     ray.init("local", namespace="phalanx", num_cpus=8, include_dashboard=False, logging_level=40)
     ray.remote(PacedSupervisor).options(
         name=supervisor.supervisor_name(config),
-        namespace=supervisor.NAMESPACE,
+        namespace=NAMESPACE,
         lifetime="detached",
         num_cpus=0,
         max_concurrency=1000,
@@ -221,7 +221,7 @@ def main(
     sets = [f"cluster.ranks={ranks}", f"serve.port={port}", "cluster.device=cpu"]
     config = load_config(ROOT / "configs" / "local.yaml", sets)
     start(config, STEPS_MS[0] / 1e3)
-    owner = ray.get_actor(supervisor.supervisor_name(config), namespace=supervisor.NAMESPACE)
+    owner = ray.get_actor(supervisor.supervisor_name(config), namespace=NAMESPACE)
     actors = ray.get(owner.register.remote("bench")).groups[0].ranks
     url = f"http://127.0.0.1:{port}"
     routes: dict[str, Any] = {}

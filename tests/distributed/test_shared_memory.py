@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from kernels.host import shm
-from kernels.host.shm import SHM_FOLDER, PeerLeftError, SharedMemoryGroup
+from kernels.host.shm import SHM_FOLDER, PeerLeftError, SharedMemoryGroup, segment_bytes
 from kernels.pending import Pending
 from tests.distributed.rank_pool import GroupInfo, RankPool
 
@@ -107,8 +108,6 @@ def _attach_alone(rank: int, num_ranks: int, info: GroupInfo) -> tuple[str, list
 
 
 def _close_while_waiting(rank: int, num_ranks: int, info: GroupInfo) -> None:
-    import threading
-
     group = SharedMemoryGroup(info.name, rank, num_ranks, timeout_s=20)
     if rank == 0:
         threading.Timer(0.2, group.close).start()
@@ -163,6 +162,27 @@ def test_a_rank_that_never_attaches(rank_pool: RankPool):
     missing, left = found[0]
     assert missing == "rank 1 did not attach within 0.3 s" and left == []
     assert "rank 1 did not attach" in found[2][0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_leaves_waits_for_no_peer(rank: int):
+    left, name = threading.Event(), f"left-{os.getpid()}-{rank}"
+    threading.Timer(0.1, left.set).start()
+    with pytest.raises(PeerLeftError, match="this rank left"):
+        SharedMemoryGroup(name, rank, 2, timeout_s=60, left=left)
+    assert _segments(name) == []
+
+
+def test_a_rank_removes_the_segment_of_a_killed_rank_0():
+    name = f"killed-{os.getpid()}"
+    size = segment_bytes(2, ())
+    rank_0 = shm._create(SHM_FOLDER / f"phalanx-{name}", size)
+    try:
+        with pytest.raises(TimeoutError, match="rank 0 did not attach"):
+            SharedMemoryGroup(name, 1, 2, timeout_s=0.2)
+    finally:
+        os.close(rank_0)
+    assert _segments(name) == []
 
 
 def test_too_little_shared_memory_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

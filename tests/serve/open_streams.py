@@ -17,6 +17,7 @@ class Stream(threading.Thread):
     def __init__(self, server: Server, max_tokens: int, key: str = "unused"):
         super().__init__(daemon=True)
         self.lines: list[str] = []
+        self.broken: httpx.HTTPError | None = None  # the connection ended
         self._url = f"{server.url}/v1/completions"
         self._body = {"prompt": "x", "max_tokens": max_tokens, "stream": True} | {
             "seed": 1,
@@ -30,10 +31,13 @@ class Stream(threading.Thread):
             time.sleep(0.005)
 
     def run(self) -> None:
-        with httpx.stream(
-            "POST", self._url, json=self._body, headers=self._headers, timeout=60
-        ) as answer:
-            self.lines.extend(line for line in answer.iter_lines() if line)
+        try:
+            with httpx.stream(
+                "POST", self._url, json=self._body, headers=self._headers, timeout=60
+            ) as answer:
+                self.lines.extend(line for line in answer.iter_lines() if line)
+        except httpx.HTTPError as error:
+            self.broken = error
 
     def text(self) -> str:
         """The text of the answer."""
@@ -70,7 +74,7 @@ def check_drain(server: Server, streams: list[Stream]) -> None:
         stream.join(30)
         assert stream.lines[-1] == "data: [DONE]"
         assert '"finish_reason":"length"' in stream.lines[-2], stream.lines[-2]
-    # The drain waits for the lease of a replica that died less than 30 s ago.
+    # The drain waits for the lease of a replica that died less than 10 s ago.
     server.process.wait(45)
     _, left = psutil.wait_procs(family, timeout=3)
     assert not left and server.process.returncode == 0, server.log.read_text()

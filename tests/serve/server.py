@@ -56,6 +56,11 @@ class Server:
         """The processes of the rank actors."""
         return [p for p in self.descendants() if "RankActor" in " ".join(p.cmdline())]
 
+    def supervisor(self) -> psutil.Process:
+        """The process of the supervisor."""
+        (found,) = (p for p in self.descendants() if "SupervisorActor" in " ".join(p.cmdline()))
+        return found
+
     def gauges(self) -> dict[str, float]:
         """What runs, what waits and how full the caches are; sums over the ranks."""
         found = dict.fromkeys(GAUGES, 0.0)

@@ -42,10 +42,18 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
     assert "ready" not in output and "WARNING" not in output, output  # Ray warns of a second start
 
 
-def test_streams_outlive_a_killed_rank_and_deaths_in_a_row_end_the_server(tmp_path, checkpoint):
+def test_streams_outlive_a_killed_supervisor_and_rank_and_deaths_in_a_row_end_the_server(
+    tmp_path, checkpoint
+):
     with running(tmp_path, checkpoint, cluster={"rebuild_attempts": 1}) as server:
         whole = Stream(server, 490)
         whole.join(60)
+        ranks = server.ranks()
+        server.supervisor().kill()
+        before = Stream(server, 490)
+        server.wait_line("found 2 ranks again")
+        before.join(60)
+        assert before.text() == whole.text() and server.ranks() == ranks
         hit = Stream(server, 490)
         server.ranks()[1].kill()
         hit.join(60)

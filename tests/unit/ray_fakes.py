@@ -12,7 +12,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.group.group import Group
 from kernels.backends.config import KernelsConfig
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
-from workers.rank.rank_info import RankInfo, Rendezvous
+from workers.rank.rank_info import Membership, RankInfo, Rendezvous
 from workers.wire.inbox import Inbox
 from workers.wire.request import EngineRequest, RequestOutput
 from workers.wire.secure_socket import StreamAddress
@@ -57,6 +57,9 @@ class FakeRank:
         self.ended: asyncio.Future[None] | None = None
         self.requests: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
+        self.versions = {"phalanx": "1.0", "torch": "2.0"}
+        self.epoch, self.fence = -1, 0
+        self.info: RankInfo | None = None
         self._inbox: Inbox | None = None
         self._senders: dict[str, TokenSender] = {}
 
@@ -70,7 +73,12 @@ class FakeRank:
     async def describe(self) -> dict[str, Any]:
         await self._note("describe")
         at = {"node_id": self.node_id, "address": self.address, "pid": 1, "gpu_ids": []}
-        return {**at, "inbox": StreamAddress(f"inbox {self.rank}", b"")}
+        inbox = StreamAddress(f"inbox {self.rank}", b"")
+        return {**at, "inbox": inbox, "versions": self.versions}
+
+    async def membership(self) -> Membership:
+        await self._note("membership")
+        return Membership(self.rank, self.epoch, self.fence, self.info, tuple(self._senders))
 
     async def fetch_checkpoint(self) -> None:
         await self._note("fetch_checkpoint")
@@ -92,7 +100,9 @@ class FakeRank:
     async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
         await self._note("start", epoch, peers)
         self.ended = asyncio.get_running_loop().create_future()
-        return RankInfo(self.rank, {}, num_blocks=8, block_size=16, max_model_len=64)
+        self.epoch = epoch
+        self.info = RankInfo(self.rank, {}, num_blocks=8, block_size=16, max_model_len=64)
+        return self.info
 
     async def done(self, epoch: int) -> None:
         await self._note("done", epoch)
@@ -103,6 +113,7 @@ class FakeRank:
 
     async def leave_epoch(self, fence: int) -> None:
         await self._note("leave_epoch", fence)
+        self.epoch, self.fence, self.info = -1, fence, None
         self._close_senders()
         self.requests.clear()
         if self._inbox is not None:
@@ -172,6 +183,15 @@ class FakeLauncher:
     async def launch(self, timeout_s: float) -> list[FakeHandle]:
         if self.error is not None:
             raise self.error
+        return self.handles
+
+    def find(self) -> list[FakeHandle]:
+        return [handle for handle in self.handles if not handle.dead]
+
+    def adopt(self, seats: dict[int, FakeHandle]) -> list[FakeHandle]:
+        self.handles = [
+            seats.get(rank) or FakeHandle(FakeRank(rank)) for rank in range(len(self.handles))
+        ]
         return self.handles
 
     async def replace(self, ranks: Collection[int]) -> list[FakeHandle]:

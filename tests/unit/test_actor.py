@@ -86,6 +86,63 @@ def test_a_rank_that_has_left_joins_no_earlier_epoch(monkeypatch):
     asyncio.run(scenario())
 
 
+def test_a_rank_that_waits_for_its_peers_leaves_early(monkeypatch):
+    """A rank of a peer that has died waits in the join, for minutes if nothing ends it."""
+
+    async def scenario() -> None:
+        subject = RankActor(0, rank_config())
+
+        def join(rendezvous: Rendezvous, *_: Any) -> None:
+            if rendezvous.epoch == 0:
+                assert subject._left.wait(20)
+                raise ConnectionError("the store is closed")
+            assert not subject._left.is_set()
+
+        monkeypatch.setattr(subject, "_join_group", join)
+        subject._store = object()
+        joining = asyncio.create_task(
+            subject.join_group(Rendezvous("127.0.0.1", 1, "a", 0), 300.0, (), 0, rank_config())
+        )
+        await asyncio.sleep(0.01)
+        await subject.leave_epoch(1)
+        assert subject._store is None, "peers in the join must fail too"
+        with pytest.raises(ConnectionError):
+            await joining
+        await subject.join_group(Rendezvous("127.0.0.1", 1, "b", 1), 300.0, (), 0, rank_config())
+        subject._inbox.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_ends_before_its_epoch_is_closed():
+    async def scenario() -> None:
+        subject = RankActor(0, rank_config())
+        aborted, steps = threading.Event(), []
+
+        class Current:
+            def run_stage(self, name: str, progress: Any) -> None:
+                assert aborted.wait(20)
+                steps.append("stage ended")
+                raise ConnectionError("aborted")
+
+            def abort(self) -> None:
+                aborted.set()
+
+            def close(self) -> None:
+                steps.append("closed")
+
+        subject._current, subject._fence.epoch = Current(), 0
+        stage = asyncio.create_task(subject.run_stage("weights"))
+        await asyncio.sleep(0.01)
+        await subject.leave_epoch(1)
+        assert steps == ["stage ended", "closed"]
+        with pytest.raises(ConnectionError):
+            await stage
+        subject._inbox.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_rank_leaves_after_the_join_that_is_under_way(monkeypatch):
     async def scenario() -> None:
         subject = RankActor(1, rank_config())

@@ -5,12 +5,15 @@ from collections.abc import Awaitable
 from typing import Any
 
 import pytest
+import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.group import failures, group
 from cluster.group.failures import failure_message
+from kernels.backends.registry import SEAMS, backend_class
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
 from workers.rank.actor import PeerFailedError, RankFailedError
+from workers.stats.versions import rank_versions
 
 
 def run(coroutine: Awaitable[Any]) -> Any:
@@ -43,6 +46,25 @@ def test_the_start_of_a_group():
         others = [f"inbox {other.rank}" for other in ranks if other is not rank]
         assert epoch == 0 and [peer.endpoint for peer in peers] == others
     assert len({rank.calls["join_group"][0][0].name for rank in ranks}) == 1
+
+
+def test_ranks_of_different_versions_form_no_group():
+    subject, ranks, launcher = fake_group()
+    ranks[1].versions = {"phalanx": "1.0", "torch": "2.1"}
+    run(subject.start())
+    state, _, error = subject.health
+    assert state == "failed" and launcher.killed == 1
+    assert "start failed at stage 'processes': ranks were started with different versions" in error
+    assert error.splitlines()[1:] == ["  torch: rank 0 has '2.0', rank 1 has '2.1'"]
+    assert not ranks[0].calls["join_group"]
+
+
+def test_the_versions_of_a_rank_cover_every_backend():
+    found = rank_versions()
+    assert "sources" in found["phalanx"] and found["torch"] == torch.__version__
+    for seam, names in SEAMS.items():
+        for name in names:
+            assert set(backend_class(seam, name).distributions) <= found.keys()
 
 
 def test_locations_carry_the_addresses_of_the_nodes():

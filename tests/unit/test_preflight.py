@@ -1,6 +1,7 @@
 """What runs beside a start: its warnings are told once, its errors come first, and it ends with the server."""
 
 import pickle
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -178,3 +179,26 @@ def test_backends_declare_whether_prompts_are_captured() -> None:
     }
     assert found.pop("flashinfer") == [True, False]
     assert set(map(tuple, found.values())) == {(False, False)}
+
+
+def test_it_ends_with_a_killed_launcher():
+    child = f"""
+import os, subprocess, sys
+sys.path[:] = {sys.path!r}
+from cluster.commands import preflight
+compiler = subprocess.Popen(["sleep", "1000"])
+print(os.getpid(), compiler.pid, flush=True)
+preflight._end_with(os.getppid())
+"""
+    program = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
+time.sleep(1000)
+"""
+    launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    left = [int(pid) for pid in launcher.stdout.readline().split()]
+    assert len(left) == 2 and all(map(_runs, left))
+    launcher.kill()
+    launcher.wait()
+    launcher.stdout.close()
+    _soon(lambda: not any(map(_runs, left)), "a killed launcher leaves its preflight")

@@ -126,6 +126,49 @@ def test_a_death_during_a_rebuild_begins_another(monkeypatch):
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "method", ["describe", "host_rendezvous", "join_group", "run_stage", "start"]
+)
+def test_a_death_during_the_start_begins_another(method):
+    async def scenario() -> None:
+        now = Scene()
+        rank = 0 if method == "host_rendezvous" else 1
+        now.ranks[rank].fail = dict.fromkeys((method, "leave_epoch"), ActorDiedError())
+        await now.group.changed(now.group.health)
+        state, epoch, error = now.group.health
+        assert (state, epoch) == ("rebuilding", 1) and error.startswith("start failed at stage")
+        assert error.endswith(f"rank {rank}: its process died")
+        await now.serving(1)
+        assert now.launcher.replaced == [rank] and now.launcher.killed == 0
+        await now.close()
+
+    run(scenario())
+
+
+def test_deaths_at_every_start_fail_the_group_with_the_rank():
+    async def scenario() -> None:
+        now = Scene(rebuild_attempts=0)
+        now.ranks[2].fail["run_stage"] = ActorDiedError()
+        await now.task
+        error = "start failed at stage 'weights': rank 2: its process died"
+        assert now.group.health == ("failed", 0, error) and now.launcher.killed == 1
+
+    run(scenario())
+
+
+def test_two_deaths_at_once_take_one_rebuild():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        now.kill(0)
+        now.kill(2)
+        await now.serving(1)
+        assert now.launcher.replaced == [0, 2]
+        await now.close()
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("attempts", [0, 1, 3])
 def test_failures_in_a_row_fail_the_group_with_their_reasons(attempts):
     async def scenario() -> None:

@@ -3,15 +3,18 @@
 import asyncio
 from collections.abc import Awaitable, Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import leases, supervisor
+from cluster.group import group, leases, recovery, supervisor
 from cluster.group.group import GroupHealth
-from cluster.group.leases import LEASE_S, Leases
+from cluster.group.leases import LEASE_S, SUCCESSOR_S, Leases
 from cluster.group.supervisor import Supervisor
 from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
+from workers.rank.rank_info import Membership, RankInfo
+from workers.wire.token_stream import TokenReceiver
 
 
 class Clock:
@@ -57,7 +60,7 @@ def test_the_first_ingress_gets_more_time_than_the_next():
     assert not subject.abandoned()
     subject.close(lease)
     subject.close(lease)
-    clock.now += LEASE_S - 1
+    clock.now += SUCCESSOR_S - 1
     assert not subject.abandoned()
     clock.now += 2
     assert subject.abandoned()
@@ -160,7 +163,7 @@ def test_an_expired_ingress_loses_its_streams_and_must_register_again(monkeypatc
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_supervisor_without_ingresses_ends_itself_and_its_ranks(monkeypatch, killed, fails):
-    monkeypatch.setattr(leases, "LEASE_S", 0.1)
+    monkeypatch.setattr(leases, "SUCCESSOR_S", 0.1)
     monkeypatch.setattr(supervisor, "LEASE_S", 0.1)
 
     async def scenario() -> None:
@@ -199,6 +202,121 @@ def test_draining_ends_when_every_ingress_has_finished():
         await end(subject)
 
     run(scenario())
+
+
+def test_a_server_of_a_killed_launcher_ends(monkeypatch, killed):
+    """In a Ray cluster that goes on, Serve would keep the ingresses for ever."""
+    monkeypatch.setattr(supervisor, "LEASE_S", 0.1)
+    monkeypatch.setattr(supervisor, "LAUNCHER_LEASE_S", 0.3)
+    monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
+    deleted = []
+    monkeypatch.setattr(supervisor, "_delete_application", deleted.append)
+
+    async def scenario() -> None:
+        subject = await serving()
+        await subject.register("a")
+        for _ in range(10):
+            await subject.launcher_heartbeat()
+            await asyncio.sleep(0.05)
+        assert not deleted
+        await until(lambda: bool(killed))
+        assert deleted == [phalanx_config().serve.app_name] and subject.launcher.killed >= 1
+        await end(subject)
+
+    run(scenario())
+
+
+async def restarted(subject: OfFakes) -> OfFakes:
+    """The supervisor in its next process, over the same ranks."""
+    for task in subject._tasks:
+        task.cancel()
+    await asyncio.gather(*subject._tasks, return_exceptions=True)
+    successor = OfFakes(phalanx_config())
+    successor.fake_ranks, successor.launcher = subject.fake_ranks, subject.launcher
+    successor._groups[0]._launcher = subject.launcher
+    await successor.recover()
+    return successor
+
+
+def test_a_restarted_supervisor_finds_the_ranks_and_the_leases():
+    async def scenario() -> None:
+        first = await serving()
+        seen, lease = await first.healths(), (await first.register("a")).lease_id
+        receiver = TokenReceiver("127.0.0.1", 0)
+        for rank in first.fake_ranks:
+            await rank.open_stream(0, lease, receiver.address)
+        subject = await restarted(first)
+        assert await subject.healths() == seen, "an ingress must notice nothing"
+        assert await subject.heartbeat("a", lease, {})
+        registration = await subject.register("b")
+        assert [info.rank for info in registration.groups[0].infos] == [0, 1]
+        assert registration.groups[0].ranks == subject.launcher.handles
+        for rank in subject.fake_ranks:
+            assert len(rank.calls["start"]) == 1 and not rank.calls["leave_epoch"]
+        await until(lambda: len(subject.fake_ranks[0].calls["done"]) == 2)
+        subject.fake_ranks[0].ended.set_exception(ActorDiedError())
+        news = await subject.changed_healths(seen)
+        assert news == [GroupHealth("failed", 0, "rank 0: its process died")]
+        await end(subject)
+        for rank in subject.fake_ranks:
+            rank.close()
+        receiver.close()
+
+    run(scenario())
+
+
+def test_a_restarted_supervisor_rebuilds_a_group_that_does_not_serve():
+    async def scenario() -> None:
+        first = await serving()
+        first._groups[0]._rebuild_attempts = 1
+        first.launcher.handles[1].dead = True
+        await first.fake_ranks[0].leave_epoch(4)
+        subject = OfFakes(phalanx_config())
+        subject._groups[0]._rebuild_attempts = 1
+        subject._groups[0]._launcher = first.launcher
+        await subject.recover()
+        reason = "the supervisor was restarted, and rank 0, 1 did not serve"
+        assert await subject.healths() == [GroupHealth("rebuilding", 4, reason)]
+        await until(lambda: subject._groups[0].health.alive)
+        assert subject._groups[0].health.epoch == 5, "rank 0 joins no epoch before 4"
+        kept, created = first.launcher.ranks
+        assert kept is first.fake_ranks[0] and created.calls["start"] == [(5, ANY)]
+        await end(first)
+        await end(subject)
+
+    run(scenario())
+
+
+def test_a_supervisor_that_is_restarted_before_its_ranks_exist_starts_them():
+    async def scenario() -> None:
+        subject = OfFakes(phalanx_config())
+        handles, subject.launcher.handles = subject.launcher.handles, []
+        await subject.recover()
+        subject.launcher.handles = handles
+        await until(lambda: subject._groups[0].health.state == "serving")
+        assert subject._groups[0].health.epoch == 0
+        await end(subject)
+
+    run(scenario())
+
+
+def member(rank: int, epoch: int, *, fence: int = 0, serves: bool = True) -> Any:
+    info = RankInfo(rank, {}, 8, 16, 64) if serves else None
+    return f"actor {rank} of {epoch}", Membership(rank, epoch, fence, info, (f"s{rank}",))
+
+
+def test_recovery_takes_ranks_of_one_epoch_only():
+    whole = recovery.recover([member(1, 3), member(0, 3), member(1, 2)], 2)
+    assert whole.seats == {0: "actor 0 of 3", 1: "actor 1 of 3"} and not whole.reason
+    assert [info.rank for info in whole.infos] == [0, 1] and whole.epoch == 3
+    assert whole.streams == {"s0", "s1"}
+    fenced = recovery.recover([member(0, 3), member(1, -1, fence=4, serves=False)], 2)
+    assert fenced.epoch == 4 and fenced.reason.endswith("rank 0, 1 did not serve")
+    split = recovery.recover([member(0, 3), member(1, 2)], 2)
+    assert split.reason.endswith("rank 1 did not serve") and not split.streams
+    absent = recovery.recover([member(1, 3), member(2, 3)], 2)
+    assert absent.reason.endswith("rank 0 did not serve") and absent.seats == {1: "actor 1 of 3"}
+    assert recovery.recover([], 1).seats == {}
 
 
 class Candidate:

@@ -9,9 +9,10 @@ from kernels.all2all.local import LocalAllToAll
 from kernels.all2all.shm import ShmAllToAll
 from workers.config import OverlapConfig
 from workers.engine.step_sync import ForwardMode
-from workers.ubatch import cache as overlap_cache
+from workers.stats import versions
+from workers.stats.versions import OURS
 from workers.ubatch import tuning as overlap_tuning
-from workers.ubatch.cache import OURS, cache_path, load_policy, save_policy, software
+from workers.ubatch.cache import cache_path, load_policy, save_policy, software
 from workers.ubatch.policy import (
     OverlapPolicy,
     Sample,
@@ -218,7 +219,7 @@ def test_other_software_is_measured_anew(tmp_path, monkeypatch):
     found = software([tmp_path])
     other.write_text("two")
     assert software([tmp_path]) == found
-    monkeypatch.setattr(overlap_cache, "version", lambda library: "9.9")
+    monkeypatch.setattr(versions, "version", lambda library: "9.9")
     assert software([tmp_path]) != found
     monkeypatch.undo()
     source.write_text("two")

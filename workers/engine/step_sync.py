@@ -4,7 +4,7 @@ Knows nothing of requests, tensors or transports. Its rule: between the vote and
 that differs between ranks may influence a branch that leads to a collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Protocol
@@ -185,8 +185,8 @@ def _last_ubatch_has_tokens(fewest: int, padded: int, num_ubatches: int) -> bool
     return num_ubatches <= padded and ubatch_borders(padded, num_ubatches)[-2] < fewest
 
 
-def compare_settings(settings: Sequence[dict[str, object]]) -> None:
-    """Raise ValueError with each difference between the settings of the ranks.
+def compare_settings(settings: Sequence[Mapping[str, object]], what: str = "settings") -> None:
+    """Raise ValueError with each difference between the settings, or `what` else, of the ranks.
 
     Ranks with different backends or limits would wait for each other for ever.
     """
@@ -198,4 +198,4 @@ def compare_settings(settings: Sequence[dict[str, object]]) -> None:
         if first.get(key) != other.get(key)
     ]
     if problems:
-        raise ValueError("ranks were started with different settings:\n  " + "\n  ".join(problems))
+        raise ValueError(f"ranks were started with different {what}:\n  " + "\n  ".join(problems))

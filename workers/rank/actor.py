@@ -9,9 +9,11 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
+from ray.exceptions import RayActorError
 
 from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
 from kernels.host.shm import PeerLeftError
@@ -22,9 +24,10 @@ from workers.engine.step_sync import LockstepError
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.network import bind_to_address
-from workers.rank.rank_info import RankInfo, Rendezvous
+from workers.rank.rank_info import Membership, RankInfo, Rendezvous
 from workers.stats.log import set_up_logging
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
+from workers.stats.versions import rank_versions
 from workers.trace.spans import RankTrace
 from workers.weights.checkpoint_copy import CopyAddress
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
@@ -34,6 +37,9 @@ from workers.wire.secure_socket import StreamAddress
 from workers.wire.token_stream import TokenSender
 
 logger = logging.getLogger(__name__)
+
+
+FOLLOW_S = 10.0  # interval at which a rank checks that its supervisor lives
 
 
 class RankFailedError(RuntimeError):
@@ -60,8 +66,10 @@ class RankActor:
         self._index, self._config = rank, config
         self._set_up_logging()
         self._fence = Fence(rank)
-        self._joining = asyncio.Lock()  # held by the thread that joins or leaves a group
+        # Held by the thread that joins or leaves a group, or runs a stage.
+        self._joining = asyncio.Lock()
         self._called = asyncio.Event()  # by join_group
+        self._left = threading.Event()  # set when the epoch that the thread is in is over
         self._process: Any = None
         self._current: Any = None  # the open Epoch
         self._step_loop: threading.Thread | None = None
@@ -75,6 +83,7 @@ class RankActor:
         self._senders: dict[str, TokenSender] = {}
         self._done: asyncio.Future[None] | None = None
         self._info: dict[str, Any] = {}
+        self._rank_info: RankInfo | None = None  # while the step loop runs
         self._logging: asyncio.Task[None] | None = None
 
     def _set_up_logging(self) -> None:
@@ -83,14 +92,34 @@ class RankActor:
         set_up_logging(name, self._config.log_level, self._config.log_format, rank=rank)
 
     async def describe(self) -> dict[str, Any]:
-        """Return this rank's node id, node address, process, GPUs, and inbox."""
+        """Return this rank's node id, node address, process, GPUs, inbox, and versions of its software."""
         return {
             "node_id": ray.get_runtime_context().get_node_id(),
             "address": self._address,
             "pid": os.getpid(),
             "gpu_ids": ray.get_gpu_ids(),
             "inbox": self._inbox.address,
+            "versions": await asyncio.to_thread(rank_versions),
         }
+
+    async def follow(self, supervisor: Any) -> None:
+        """End this rank and its placement group when the actor `supervisor` has ended for good."""
+        with suppress(RayActorError):
+            while True:
+                await supervisor.ping.remote()
+                await asyncio.sleep(FOLLOW_S)
+        logger.error("the supervisor has ended; this rank ends too")
+        placement_group = ray.util.get_current_placement_group()
+        if placement_group is not None:
+            await asyncio.to_thread(ray.util.remove_placement_group, placement_group)
+        os._exit(1)
+
+    async def membership(self) -> Membership:
+        """Return the epoch and the streams, for a supervisor that was restarted."""
+        running = self._done is not None and not self._done.done()
+        info = self._rank_info if running else None
+        fence, streams = self._fence, tuple(self._senders)
+        return Membership(self._index, fence.epoch, fence.first, info, streams)
 
     async def fetch_checkpoint(self) -> None:
         """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits."""
@@ -156,6 +185,7 @@ class RankActor:
         gpus    Ray's ids of the GPUs visible to this process, its own first, as device 0; the first call decides
         """
         self._fence.join(rendezvous.epoch)
+        self._left = threading.Event()
         self._called.set()
         if (rank, config) != (self._index, self._config):
             self._index, self._config = rank, config
@@ -171,7 +201,7 @@ class RankActor:
         from workers.rank.epoch import Epoch
 
         self._process.become(self._index, self._config)
-        self._current = Epoch(self._process, rendezvous, timeout_s)
+        self._current = Epoch(self._process, rendezvous, timeout_s, self._left)
 
     def _make_process(self, gpus: Sequence[int | str]) -> None:
         if self._process is not None:
@@ -186,13 +216,15 @@ class RankActor:
     async def leave_epoch(self, fence: int) -> None:
         """Leave the open epoch, and refuse all epochs before `fence` from now on.
 
-        The step loop ends, if it still runs. Peers that wait for this rank fail at once. A rank that is joining a group
-        leaves it when it has joined, or when the time limit of the join is over.
+        The step loop, a join or a stage ends, if it still runs. Peers that wait for this rank fail at once.
         """
         self._fence.leave(fence)
+        self._rank_info = None
         if self._logging is not None:
             self._logging.cancel()
             self._logging = None
+        if self._joining.locked():
+            await asyncio.to_thread(self._end_waits)
         async with self._joining:
             await asyncio.to_thread(self._close_epoch)
         for peer in self._peers:
@@ -200,6 +232,13 @@ class RankActor:
         for sender in self._senders.values():
             sender.close()
         self._peers, self._senders = [], {}
+
+    def _end_waits(self) -> None:
+        """End the waits for peers of the thread that joins or runs a stage. Peers fail as rank 0 closes its store."""
+        self._left.set()
+        self._store = None
+        if self._current is not None:
+            self._current.abort()
 
     def _close_epoch(self) -> None:
         current, self._current = self._current, None
@@ -216,7 +255,8 @@ class RankActor:
     async def run_stage(self, name: str) -> None:
         """Run one of start_stages. Collective."""
         self._progress = (0, 0)
-        await asyncio.to_thread(self._current.run_stage, name, self._set_progress)
+        async with self._joining:
+            await asyncio.to_thread(self._current.run_stage, name, self._set_progress)
 
     async def progress(self) -> tuple[int, int]:
         """Return done and total of the stage, in bytes of weights or pieces of work; (0, 0) if unknown."""
@@ -234,9 +274,10 @@ class RankActor:
         self._peers = [InboxSender(address, epoch) for address in peers]
         loop = asyncio.get_running_loop()
         self._done = loop.create_future()
-        info: RankInfo = await asyncio.to_thread(
-            self._current.start_engine, self._publish, self._wake_peers
-        )
+        async with self._joining:
+            info: RankInfo = await asyncio.to_thread(
+                self._current.start_engine, self._publish, self._wake_peers
+            )
         self._info = {
             "block_size": info.block_size,
             "num_blocks": info.num_blocks,
@@ -249,6 +290,7 @@ class RankActor:
             target=self._run, args=(loop, self._current, self._done), name="step-loop", daemon=True
         )
         self._step_loop.start()
+        self._rank_info = info
         return info
 
     async def done(self, epoch: int) -> None:

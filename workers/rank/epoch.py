@@ -5,6 +5,7 @@ The stages are collective: every rank runs them in one order. Knows nothing of R
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -51,6 +52,7 @@ _HELD = ("backends", "ubatches", "model", "make", "runner", "scheduler", "engine
 class Epoch:
     """This rank's membership in one group. The constructor joins the peers. Collective.
 
+    left        ends the constructor early when it is set
     backends    the backends of whole steps
     ubatches    the backends of ubatches, and the policy
     model       the weights of the process, run with `backends`
@@ -68,7 +70,13 @@ class Epoch:
     scheduler: Scheduler
     engine: Engine
 
-    def __init__(self, process: RankProcess, rendezvous: Rendezvous, timeout_s: float):
+    def __init__(
+        self,
+        process: RankProcess,
+        rendezvous: Rendezvous,
+        timeout_s: float,
+        left: threading.Event | None = None,
+    ):
         self.process, self.rendezvous = process, rendezvous
         self.seconds: dict[str, float] = {}
         self.closed = self.failed = False
@@ -78,6 +86,7 @@ class Epoch:
         self._attention_compiled: Future[None] | None = None
         self._graph_bytes = 0
         self._closing = ExitStack()
+        self._left = left or threading.Event()
         process.enter(self)
         try:
             with self._timed("process group"):
@@ -97,7 +106,7 @@ class Epoch:
         with memory_for("the ranks' group"):
             self._closing.callback(process_group.leave)
             process_group.join(
-                self.rendezvous, process.rank, process.dims, process.device, timeout_s
+                self.rendezvous, process.rank, process.dims, process.device, timeout_s, self._left
             )
         found = process_group.gather_objects((process.settings(), process.warm, process.num_blocks))
         settings, warm, num_blocks = zip(*found, strict=True)
@@ -117,6 +126,7 @@ class Epoch:
             process.dims.num_ranks,
             slot_bytes=process.selection.all2all_class.shared_memory_slots(process.shape),
             timeout_s=process.config.vote_timeout_s,
+            left=self._left,
         )
         self._closing.callback(shared.close)
         return shared

@@ -1,6 +1,8 @@
 """Joins the ranks of one epoch: the rendezvous store and torch.distributed."""
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +19,7 @@ T = TypeVar("T")
 
 # The vote detects a lost rank; this timeout only bounds collectives of a group that ends.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+CONNECT_S = 1.0  # of one attempt to reach the store
 
 
 def host_store(host: str) -> TCPStore:
@@ -38,19 +41,21 @@ def local_rendezvous() -> Iterator[Rendezvous]:
 
 
 def join(
-    rendezvous: Rendezvous, rank: int, dims: ParallelDims, device: torch.device, timeout_s: float
+    rendezvous: Rendezvous,
+    rank: int,
+    dims: ParallelDims,
+    device: torch.device,
+    timeout_s: float,
+    left: threading.Event | None = None,
 ) -> None:
     """Join the process group: gloo for host tensors, and NCCL beside it on GPUs.
 
-    Raises torch.distributed.DistError or RuntimeError when a peer does not join within `timeout_s` seconds.
+    Raises torch.distributed.DistError or RuntimeError when a peer does not join within `timeout_s` seconds, when the
+    store closes, and when `left` is set while the store cannot be reached.
     """
+    store = _connect(rendezvous, time.monotonic() + timeout_s, left or threading.Event())
     # The store's own timeout bounds the wait for late ranks, the group's bounds its collectives.
-    store = TCPStore(
-        rendezvous.host,
-        rendezvous.port,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    store.set_timeout(timedelta(seconds=timeout_s))
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -60,6 +65,22 @@ def join(
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if on_gpu else None,
     )
+
+
+def _connect(rendezvous: Rendezvous, deadline: float, left: threading.Event) -> TCPStore:
+    """Return a client of the store. Its constructor cannot be interrupted, so each attempt is short."""
+    while True:
+        attempt_s = min(CONNECT_S, max(0.1, deadline - time.monotonic()))
+        try:
+            return TCPStore(
+                rendezvous.host,
+                rendezvous.port,
+                is_master=False,
+                timeout=timedelta(seconds=attempt_s),
+            )
+        except dist.DistError:
+            if left.is_set() or time.monotonic() >= deadline:
+                raise
 
 
 def gather_objects(value: T) -> list[T]:

@@ -36,6 +36,24 @@ class RankInfo:
     stage_seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Membership:
+    """The epoch that a rank is in, as a supervisor finds it again.
+
+    rank     its number, in the group of that epoch
+    epoch    -1 between two epochs
+    fence    the first epoch that the rank may join
+    info     the report of the rank's engine; None while the step loop does not run
+    streams  the streams of ingresses that are open
+    """
+
+    rank: int
+    epoch: int
+    fence: int
+    info: RankInfo | None
+    streams: tuple[str, ...] = ()
+
+
 def start_stages(device: str) -> tuple[str, ...]:
     """Return the stages between joining the group and the first step, in one order on all ranks."""
     return (WEIGHTS, KERNELS, KV_CACHE, GRAPHS) if device == "cuda" else (WEIGHTS, KV_CACHE)

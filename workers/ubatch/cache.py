@@ -4,15 +4,12 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kernels.backends.registry import SEAMS, backend_class
 from kernels.host.cache_folder import cache_folder
+from workers.stats.versions import OURS, source_digest, version_of
 from workers.ubatch.policy import OverlapPolicy
-
-OURS = tuple(Path(__file__).parents[2] / folder for folder in ("kernels", "workers"))
-SOURCES = (".py", ".c")
 
 
 def cache_path(facts: Mapping[str, object]) -> Path:
@@ -23,12 +20,8 @@ def cache_path(facts: Mapping[str, object]) -> Path:
 
 def software(folders: Iterable[Path] = OURS) -> str:
     """Return a text that differs where a step's speed may: a digest of our sources, and the libraries' versions."""
-    digest = hashlib.sha256()
-    files = (path for folder in folders for path in sorted(folder.rglob("*")))
-    for path in files:
-        if path.suffix in SOURCES:
-            digest.update(path.read_bytes())
-    return " ".join([digest.hexdigest()[:20], *map(_version, _distributions())])
+    libraries = (f"{name} {version_of(name)}" for name in _distributions())
+    return " ".join([source_digest(folders), *libraries])
 
 
 def load_policy(path: Path) -> OverlapPolicy | None:
@@ -54,10 +47,3 @@ def _distributions() -> list[str]:
     """The distributions that any backend runs on."""
     backends = (backend_class(seam, name) for seam, names in SEAMS.items() for name in names)
     return sorted({name for backend in backends for name in backend.distributions})
-
-
-def _version(library: str) -> str:
-    try:
-        return f"{library} {version(library)}"
-    except PackageNotFoundError:
-        return f"no {library}"
