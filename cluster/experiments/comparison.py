@@ -49,11 +49,15 @@ class CellResult:
 
 @dataclass(frozen=True)
 class Results:
-    """A folder of results as data. `head`: experiment.json; `origins`: a line of each origin, and its runs."""
+    """A folder of results as data. `head`: experiment.json; `origins`: a line of each origin, and its runs.
+
+    busy   share of the cores that other processes used before the starts, by start
+    """
 
     head: Line
     cells: list[CellResult]
     origins: list[tuple[Line, int]]
+    busy: list[float]
 
     @classmethod
     def of(cls, head: Line, lines: Sequence[Line]) -> "Results":
@@ -63,6 +67,7 @@ class Results:
             for cell in head["cells"]
         }
         origins: dict[str, list[Line]] = {}
+        busy: dict[str, float] = {}
         for line in lines:
             cell = cells.get(line["cell"])
             if cell is None:
@@ -73,9 +78,13 @@ class Results:
             cell.runs[line["repeat"]] = line["metrics"]
             if line.get("request_errors"):
                 cell.request_errors[line["repeat"]] = line["request_errors"]
+            engine = line.get("engine", {})
+            if engine.get("busy_before_start") is not None:
+                busy[engine["folder"]] = engine["busy_before_start"]
             same = json.dumps([line.get(part) for part in ORIGIN], sort_keys=True)
             origins.setdefault(same, []).append(line)
-        return cls(head, list(cells.values()), [(own[0], len(own)) for own in origins.values()])
+        counted = [(own[0], len(own)) for own in origins.values()]
+        return cls(head, list(cells.values()), counted, list(busy.values()))
 
     @property
     def axes(self) -> list[str]:

@@ -4,12 +4,14 @@ import csv
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cluster.experiments.cells import label
 from cluster.experiments.comparison import Results, Spread, ratio
 from cluster.experiments.results_folder import disk_errors, read_head, read_lines
 
+BUSY = 0.2  # share of the cores from which on the page names the work of other processes
 SUMMARY, TABLE, PLOT = "summary.md", "results.csv", "plot.png"
 
 
@@ -45,7 +47,13 @@ def to_csv(results: Results, lines: Sequence[Mapping[str, Any]]) -> str:
 def summary(results: Results, plotted: bool = False, extra: str = "") -> str:
     """Return the page of a folder."""
     head = results.head
-    parts = [f"# {head['title']}", head["question"], _about(results), _counts(results)]
+    parts = [
+        f"# {head['title']}",
+        head["question"],
+        _about(results),
+        _counts(results),
+        _busy(results),
+    ]
     if results.metrics:
         parts.append(_spread_table(results))
         parts.append(_ratio_table(results))
@@ -123,6 +131,16 @@ def _counts(results: Results) -> str:
     total = len(results.cells) * results.head["repeats"]
     text = f"{good} of {total} runs, kind {results.head['kind']}, order {results.head['order']}"
     return f"{text}; {failed} failed." if failed else f"{text}."
+
+
+def _busy(results: Results) -> str:
+    if max(results.busy, default=0.0) < BUSY:
+        return ""
+    middle, most = (100 * share for share in (median(results.busy), max(results.busy)))
+    return (
+        f"Other processes used {middle:.0f} % of this machine's cores (median of the starts, at most {most:.0f} %), "
+        "so figures vary more than on an idle machine."
+    )
 
 
 def _spread_table(results: Results) -> str:

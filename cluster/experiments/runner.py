@@ -17,6 +17,7 @@ from cluster.bench.settings import BenchError
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments.cells import Cell, digest
 from cluster.experiments.experiment import Experiment
+from cluster.experiments.machine_load import busy_share
 from cluster.experiments.metrics import error_of, metrics_of
 from cluster.experiments.origin import now
 from cluster.experiments.plan import Clock, Run, duration, ordered_runs
@@ -37,6 +38,7 @@ class Started:
     digest: str
     folder: Path
     start_s: float
+    busy: float | None  # share of the cores that other processes used before the start
     warm: set[int] = field(default_factory=set)  # indices of cells
 
 
@@ -143,6 +145,7 @@ class Runner:
         line["engine"] = {
             "folder": str(started.folder.relative_to(self._folder.path)),
             "start_s": round(started.start_s, 3),
+            "busy_before_start": started.busy,
             **started.engine.describe(),
         }
         offsets = {log: _size(log) for log in started.engine.logs}
@@ -185,12 +188,14 @@ class Runner:
         self._end_engine()
         folder = self._new_engine_folder()
         limit = self._experiment.sections.limits.start_s
+        busy = busy_share()
         begun = time.monotonic()
         self._say(f"starting an engine for: {cell.name}")
         engine = self._start(cell.config, folder, limit)
         seconds = time.monotonic() - begun
         self._clock.start_ended(seconds)
-        self._started = Started(engine, cell.engine, folder, seconds)
+        busy = None if busy is None else round(busy, 2)
+        self._started = Started(engine, cell.engine, folder, seconds, busy)
         return self._started
 
     def _new_engine_folder(self) -> Path:
