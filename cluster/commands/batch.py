@@ -44,7 +44,7 @@ def run_batch(options: BatchOptions) -> int:
 
     Raises ServerError, ConfigError and BackendChoiceError when the ranks do not start.
     """
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     stop = StopSignals()
     stop.install()
     if options.config is not None:

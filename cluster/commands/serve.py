@@ -25,7 +25,7 @@ from workers.stats.log import set_up_logging
 HTTP_STOP_S = 5.0  # time for a running call of Serve to return
 DRAIN_EXTRA_S = 3.0  # time for an ingress to close its connections and report
 
-console = Console(highlight=False)
+console = Console(highlight=False, markup=False)  # errors of libraries contain brackets
 
 
 def run_server(config: PhalanxConfig) -> None:

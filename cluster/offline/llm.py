@@ -47,7 +47,7 @@ class LLM:
         if isinstance(config, str | Path) and Path(config).is_dir():
             config = {"model": {"path": str(Path(config).absolute())}}
         loaded = load_config({} if config is None else config, settings)
-        console = Console(stderr=True, highlight=False, quiet=not progress)
+        console = Console(stderr=True, highlight=False, markup=False, quiet=not progress)
         self._progress = progress
         self._engine: OfflineEngine | None = OfflineEngine(loaded, console)
         atexit.register(self.close)

@@ -88,9 +88,10 @@ def serve_a_model_that_one_host_has(bed: Bed) -> Server:
         "serve.model_name=demo",
         "cluster.fetch_weights=true",
         "cluster.vote_timeout_s=5",
-        "cluster.start_timeout_s=40",
+        "cluster.start_timeout_s=120",
+        "overlap.mode=off",
     )
-    server.wait_ready(120)
+    server.wait_ready(240)
     print(f"serving: {time.monotonic() - started:.1f} s")
     size = (ROOT / "cluster/share/models/demo/model.safetensors").stat().st_size
     for host in bed.hosts:

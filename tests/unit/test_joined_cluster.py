@@ -1,6 +1,7 @@
 """In a joined Ray cluster the processes of the command's node stay there; the store listens on one address."""
 
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,11 +9,16 @@ import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from cluster.commands import serve as serve_command
+from cluster.commands import start
 from cluster.commands.serve import _delete_application
+from cluster.commands.start import RankStart
+from cluster.commands.stop_signals import StopSignals
 from cluster.config.demo import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.group import supervisor
+from cluster.group.group import GroupHealth
 from cluster.ingress import ingress
 from workers.rank.process_group import host_store
 
@@ -79,3 +85,18 @@ def test_the_store_listens_on_its_address_alone() -> None:
     socket.create_connection(("127.0.0.1", store.port), 5).close()
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", store.port), 5)  # of this machine too
+
+
+def test_an_error_with_brackets_does_not_end_the_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Errors of gloo name a source file in brackets, which rich took for markup: `phalanx serve` ended."""
+    error = "vote: [/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    healths = iter([GroupHealth("serving", 0, ""), GroupHealth("rebuilding", 1, error)])
+    monkeypatch.setattr(start, "ray_get", lambda call: [next(healths)])
+    idle = SimpleNamespace(remote=lambda: None)
+    ranks = RankStart(joined(), StopSignals(), SimpleNamespace(), serve_command.console)
+    ranks.supervisor = SimpleNamespace(healths=idle)
+    for _ in range(2):
+        ranks.check()
+    assert error in capsys.readouterr().out
