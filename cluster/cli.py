@@ -149,10 +149,25 @@ def top(
     ] = 1.0,
 ) -> None:
     """Show the load of a running server's ranks, until Ctrl-C."""
-    from cluster.commands.top import UnreachableError, watch
+    from cluster.commands.server_url import UnreachableError
+    from cluster.commands.top import watch
 
     with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
         watch(url, once=once, as_json=as_json, interval=interval)
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Argument(help="A running server.")] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the body of /ready.")] = False,
+) -> None:
+    """Print the state of a running server's groups. Exit code 0: it serves; 1: it does not; 2: no such URL."""
+    from cluster.commands.server_url import UnreachableError
+    from cluster.commands.status import show
+
+    with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
+        ready = show(url, as_json=as_json)
+    raise typer.Exit(0 if ready else 1)
 
 
 @app.command()

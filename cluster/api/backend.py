@@ -14,9 +14,16 @@ class EngineBackend(Protocol):
     """
 
     model_name: str
-    max_model_len: int
-    max_request_tokens: int
-    """KV capacity of one rank in tokens: no request can be longer."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def max_request_tokens(self) -> int:
+        """KV capacity of one rank in tokens: no request can be longer."""
+        ...
 
     num_ranks: int
 
@@ -42,6 +49,14 @@ class EngineBackend(Protocol):
 
     def health(self) -> tuple[bool, str]:
         """Return (whether requests are taken, the reason if not)."""
+        ...
+
+    def token_ages(self) -> list[float]:
+        """Return the seconds since this ingress received tokens of each rank; infinite before the first."""
+        ...
+
+    async def groups(self) -> list[dict[str, Any]]:
+        """Return `cluster.group.status.GroupStatus.to_json()` of each group."""
         ...
 
     async def rank_stats(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from kernels.host.cuda_environment import MULTICAST_OFF
 from workers.rank.rank_info import IN_BYTES, RankInfo
 
 if TYPE_CHECKING:
-    from cluster.group.group import GroupHealth, GroupStatus
+    from cluster.group.status import GroupHealth, GroupStatus
 
 # Read when Ray starts; a variable that the operator has set is kept. Ray starts workers at niceness 15, where any other
 # process of the machine slows the ranks down. Serve's controller checks its replicas ten times a second, which takes

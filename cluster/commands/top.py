@@ -6,18 +6,12 @@ import time
 from dataclasses import asdict
 from http.client import HTTPException
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
+from cluster.commands.server_url import TIMEOUT_S, UnreachableError, base_url, no_answer
 from cluster.commands.top_metrics import NotPhalanxError, Scrape, overview
 from cluster.commands.top_table import table
-
-TIMEOUT_S = 5.0
-
-
-class UnreachableError(RuntimeError):
-    """There is no server at the URL, or it is no Phalanx server."""
 
 
 def watch(url: str, *, once: bool = False, as_json: bool = False, interval: float = 1.0) -> None:
@@ -26,7 +20,7 @@ def watch(url: str, *, once: bool = False, as_json: bool = False, interval: floa
     Raises UnreachableError without a server there, ValueError for text that is no URL.
     """
     with contextlib.suppress(KeyboardInterrupt):
-        _run(_base_url(url), once=once, as_json=as_json, interval=interval)
+        _run(base_url(url), once=once, as_json=as_json, interval=interval)
 
 
 def _run(url: str, *, once: bool, as_json: bool, interval: float) -> None:
@@ -79,19 +73,7 @@ def scrape(url: str) -> Scrape:
             f"{url} is not a Phalanx server: its /metrics answers {error.code}"
         ) from error
     except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, URLError) else error
-        raise UnreachableError(
-            f"no answer from {url}/metrics: {reason}; is the server running? "
-            "Give its URL as the argument"
-        ) from error
-
-
-def _base_url(url: str) -> str:
-    """The URL with http:// as the default scheme, and without a path."""
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
-    return f"{parts.scheme}://{parts.netloc}"
+        raise no_answer(f"{url}/metrics", error) from error
 
 
 def _rounded(value: Any) -> Any:

@@ -69,8 +69,20 @@ class RankRow:
     steps_per_s: float
     step_ms: float | None
     vote_share: float | None
+    vote_age_s: float
     queue_p50_ms: float | None
     preemptions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRow:
+    """The state of one group; `stage` while it starts or rebuilds, else ""."""
+
+    state: str
+    stage: str
+    seconds: float
+    epoch: int
+    rebuilds: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +91,7 @@ class Overview:
 
     model: str
     seconds: float
+    groups: list[GroupRow] = field(default_factory=list)
     ranks: list[RankRow] = field(default_factory=list)
     requests_per_s: float
     errors_per_s: float
@@ -90,7 +103,9 @@ class Overview:
 def overview(before: Scrape, now: Scrape) -> Overview:
     """The figures between two scrapes of one server."""
     seconds = max(now.moment - before.moment, 1e-9)
-    models = now.values("num_requests_running", "model_name")
+    models = now.values("num_requests_running", "model_name") or now.values(
+        "group_epoch", "model_name"
+    )
     ended = [
         (labels["finished_reason"], _rate(before, now, seconds, "request_success_total", **labels))
         for labels, _ in now.samples("request_success_total")
@@ -102,6 +117,7 @@ def overview(before: Scrape, now: Scrape) -> Overview:
     return Overview(
         model=models[0] if models else "",
         seconds=seconds,
+        groups=[_group(now, group) for group in now.values("group_epoch", "group")],
         ranks=[_rank(before, now, seconds, rank) for rank in sorted(_ranks(now), key=int)],
         requests_per_s=sum(rate for _, rate in ended),
         errors_per_s=sum(rate for reason, rate in ended if reason == "error"),
@@ -146,6 +162,18 @@ def _ranks(scrape: Scrape) -> list[str]:
     return scrape.values("num_requests_running", "rank")
 
 
+def _group(now: Scrape, group: str) -> GroupRow:
+    states = [labels["state"] for labels, is_it in now.samples("group_state", group=group) if is_it]
+    stages = [labels["stage"] for labels, _ in now.samples("group_stage", group=group)]
+    return GroupRow(
+        state=next(iter(states), "?"),
+        stage=next(iter(stages), ""),
+        seconds=now.sum("group_state_seconds", group=group),
+        epoch=int(now.sum("group_epoch", group=group)),
+        rebuilds=int(now.sum("group_rebuilds_total", group=group)),
+    )
+
+
 def _rank(before: Scrape, now: Scrape, seconds: float, rank: str) -> RankRow:
     def grown(name: str, **labels: str) -> float:
         return _grown(before, now, name, rank=rank, **labels)
@@ -164,6 +192,7 @@ def _rank(before: Scrape, now: Scrape, seconds: float, rank: str) -> RankRow:
         steps_per_s=steps / seconds,
         step_ms=1e3 * step_s / steps if steps else None,
         vote_share=grown("step_time_seconds_total", part="vote") / step_s if step_s else None,
+        vote_age_s=now.sum("vote_age_seconds", rank=rank),
         queue_p50_ms=_median_ms(before, now, "request_queue_time_seconds", rank=rank),
         preemptions=int(grown("num_preemptions_total")),
     )

@@ -4,7 +4,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.commands.top_metrics import Overview, RankRow, total
+from cluster.commands.top_metrics import GroupRow, Overview, RankRow, total
 
 # 80 columns in all. hits: of the prefix cache; vote: share of a step spent waiting for votes; queue: median.
 _COLUMNS = (
@@ -25,8 +25,9 @@ def table(seen: Overview, url: str) -> RenderableType:
         f"p50: first token {_ms(seen.ttft_p50_ms)}, between tokens {_ms(seen.inter_token_p50_ms)}, "
         f"whole request {_ms(seen.e2e_p50_ms)}"
     )
+    states = [Text(_state(group), style=state_style(group.state)) for group in seen.groups]
     if not seen.ranks:
-        return Group(head, latencies, Text("no rank answers", style="red"))
+        return Group(head, *states, latencies, Text("no rank answers", style="red"))
     rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in _COLUMNS:
         rows.add_column(name, justify="left" if name == "rank" else "right", no_wrap=True)
@@ -43,7 +44,28 @@ def table(seen: Overview, url: str) -> RenderableType:
             _bar(sums["kv_cache_usage"]),
             style="bold",
         )
-    return Group(head, latencies, Text(), rows)
+    return Group(head, *states, latencies, Text(), rows)
+
+
+def state_style(state: str) -> str:
+    """The colour of a group's state."""
+    return {"serving": "green", "failed": "red", "stopped": "red"}.get(state, "yellow")
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _state(group: GroupRow) -> str:
+    stage = f", stage {group.stage}" if group.stage else ""
+    return (
+        f"{group.state} for {duration(group.seconds)}{stage}, epoch {group.epoch}, "
+        f"{group.rebuilds} rebuild{'' if group.rebuilds == 1 else 's'}"
+    )
 
 
 def _cells(row: RankRow) -> list[str]:

@@ -45,7 +45,10 @@ class ClusterConfig(Section):
         description="CPU threads of a rank; auto = its share of all cores but one, at most 8.",
     )
     vote_timeout_s: float = Field(
-        30.0, gt=0, description="Seconds a rank waits for the votes of its peers before it fails."
+        120.0,
+        gt=0,
+        description="Seconds of one step that a rank waits for a peer which computes; for a peer without a sign of "
+        "life hang_timeout_s counts.",
     )
     start_timeout_s: float = Field(
         300.0, gt=0, description="Seconds that each stage of the start may take."
@@ -53,7 +56,9 @@ class ClusterConfig(Section):
     hang_timeout_s: float = Field(
         5.0,
         gt=0,
-        description="Seconds that a rank has to leave a failed group; after that its process is replaced.",
+        description="Seconds without a sign of life (neither a vote nor, on a CPU, processor time) after which a rank "
+        "hangs, four times as many in a stage of a rebuild; also the time of a rank to leave a failed epoch. The "
+        "process of a rank that hangs is replaced.",
     )
     rebuild_attempts: int = Field(
         5,

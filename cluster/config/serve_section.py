@@ -43,6 +43,11 @@ class LimitsConfig(Section):
         le=1000,
         description="Alternatives of a token in logprobs, top_logprobs and prompt_logprobs.",
     )
+    rebuild_wait_s: float = Field(
+        60.0,
+        ge=0,
+        description="Seconds that a new request waits for ranks that rebuild; then it gets a 503.",
+    )
     max_tools: int = Field(128, ge=0, description="Entries of tools.")
     max_schema_bytes: int = Field(
         256 * 1024,

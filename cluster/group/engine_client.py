@@ -5,7 +5,9 @@ Implements `cluster.api.backend.EngineBackend`. Knows nothing of HTTP.
 
 import asyncio
 import logging
+import math
 import random
+import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
@@ -16,10 +18,10 @@ from ray.exceptions import RayError
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError, ServingError
 from cluster.group import supervisor
-from cluster.group.group import GroupHealth, GroupMembers
 from cluster.group.group_client import GroupClient
 from cluster.group.open_request import OpenRequest
 from cluster.group.router import Router
+from cluster.group.status import GroupHealth, GroupMembers, GroupStatus
 from cluster.group.suspects import Suspects
 from cluster.metrics.snapshot import Snapshot
 from workers.rank.actor import node_address
@@ -30,8 +32,6 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 RETRY_S = 0.1
 POISON = "this request was set aside: its rank failed each time before it could send a token of it"
-REBUILD_WAIT_S = 60.0
-"""Seconds that a request may wait for a group that rebuilds, before it is refused."""
 
 
 class EngineClient:
@@ -43,14 +43,14 @@ class EngineClient:
     def __init__(self, config: PhalanxConfig, *, replace_failed: bool = False):
         self.model_name: str = config.serve.model_name or ""
         self.num_ranks = config.cluster.ranks
-        self.max_model_len = 0
-        self.max_request_tokens = 0
         self.metrics_source: Callable[[], Snapshot] = dict
         """Returns the counts of this ingress; the owner sets it."""
         self._config = config
         self._replace_failed = replace_failed
         self._ingress_id = f"ingress-{uuid.uuid4().hex[:12]}"
         self._lease_id = ""
+        self._supervisor: Any = None
+        self._limits: tuple[int, int] | None = None  # tokens of a sequence, and of a rank's cache
         self._healths: list[GroupHealth] = []
         self._failure: str | None = "the ranks are starting"
         self._serving = asyncio.Event()  # clear while a group rebuilds
@@ -59,6 +59,7 @@ class EngineClient:
         self._suspects = Suspects()
         self._groups: list[GroupClient] = []
         self._router = Router([self.num_ranks])
+        self._token_times: dict[int, float] = {}  # of the last tokens of each rank
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
 
@@ -73,8 +74,7 @@ class EngineClient:
             self._healths = await self._supervisor.changed_healths.remote(self._healths)
         members = await self._open_streams()
         info = members[0].infos[0]
-        self.max_model_len = info.max_model_len
-        self.max_request_tokens = info.num_blocks * info.block_size
+        self._limits = info.max_model_len, info.num_blocks * info.block_size
         group_sizes = [len(group.ranks) for group in members]
         self.num_ranks = sum(group_sizes)
         self._router = Router(
@@ -87,6 +87,16 @@ class EngineClient:
         self._serving.set()
         jobs = (self._renew_lease(), self._follow_healths())
         self._tasks = [asyncio.create_task(job) for job in jobs]
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence. Raises EngineDeadError before the ranks serve."""
+        return self._known_limits()[0]
+
+    @property
+    def max_request_tokens(self) -> int:
+        """KV capacity of one rank in tokens. Raises EngineDeadError before the ranks serve."""
+        return self._known_limits()[1]
 
     async def generate(
         self,
@@ -102,7 +112,7 @@ class EngineClient:
         """The tokens of one request as they come; with `whole` at once, when all have come.
 
         Closing the generator early aborts the request in its rank. While a group rebuilds, a request in flight waits,
-        then goes on in the next epoch. A new request waits for at most REBUILD_WAIT_S.
+        then goes on in the next epoch. A new request waits for at most serve.limits.rebuild_wait_s.
         """
         self._check_alive()
         if not self._serving.is_set():
@@ -138,6 +148,21 @@ class EngineClient:
         """(whether requests are taken, the reason if not)."""
         return self._failure is None, self._failure or ""
 
+    def token_ages(self) -> list[float]:
+        """Seconds since this ingress received tokens of each rank; infinite before the first."""
+        now = time.monotonic()
+        return [now - self._token_times.get(rank, -math.inf) for rank in range(self.num_ranks)]
+
+    async def groups(self) -> list[dict[str, Any]]:
+        """The state of each group, see `GroupStatus.to_json`."""
+        if self._supervisor is None:
+            raise EngineDeadError("the supervisor is starting")
+        try:
+            statuses: list[GroupStatus] = await self._supervisor.status.remote()
+        except RayError as error:
+            raise EngineDeadError(f"the supervisor does not answer: {error}") from error
+        return [status.to_json() for status in statuses]
+
     async def rank_stats(self) -> list[dict[str, Any]]:
         """Counters and gauges of each rank, in rank order."""
         self._check_alive()
@@ -148,6 +173,8 @@ class EngineClient:
 
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         """The sum of the counts of all ingresses; `own` are the counts of this one."""
+        if self._supervisor is None:
+            raise EngineDeadError("the supervisor is starting")
         try:
             total: Snapshot = await self._supervisor.ingress_metrics.remote(self._ingress_id, own)
         except RayError as error:
@@ -178,13 +205,21 @@ class EngineClient:
         if self._failure is not None:
             raise EngineDeadError(self._failure)
 
+    def _known_limits(self) -> tuple[int, int]:
+        if self._limits is None:
+            raise EngineDeadError(self._failure or "the ranks are starting")
+        return self._limits
+
     async def _wait_serving(self) -> None:
-        """Return when the groups serve again. Raises EngineDeadError after REBUILD_WAIT_S, or if a group fails."""
+        """Return when the groups serve again. Raises EngineDeadError after the limit, or if a group fails."""
+        limit_s = self._config.serve.limits.rebuild_wait_s
         try:
-            await asyncio.wait_for(self._serving.wait(), REBUILD_WAIT_S)
+            await asyncio.wait_for(self._serving.wait(), limit_s)
         except TimeoutError:
             reasons = "; ".join(health.error for health in self._healths if health.error)
-            raise EngineDeadError(f"the ranks are rebuilding: {reasons}") from None
+            raise EngineDeadError(
+                f"the ranks are rebuilding for more than {limit_s:g} s (serve.limits.rebuild_wait_s): {reasons}"
+            ) from None
         self._check_alive()
 
     def _submit(self, request: OpenRequest) -> None:
@@ -213,7 +248,10 @@ class EngineClient:
         self, group: int, rank: int, load_of_others: int, outputs: list[RequestOutput]
     ) -> None:
         """Pass the outputs of one step of a rank to the requests."""
-        self._router.report(self._router.number(group, rank), load_of_others)
+        number = self._router.number(group, rank)
+        self._router.report(number, load_of_others)
+        if outputs:
+            self._token_times[number] = time.monotonic()
         for output in outputs:
             request = self._open.get(output.request_id)
             if request is not None:  # otherwise its client has left

@@ -14,6 +14,10 @@ ROOT_CAUSE_WAIT_S = 2.0
 """Time for a second rank to end after a rank that only lost a peer; Ray reports a dead process within a second."""
 
 
+class StageTimeoutError(ValueError):
+    """A stage of the start took longer than the configuration allows."""
+
+
 class RankDiedError(RuntimeError):
     """The process of a rank died during a call; the message names the rank."""
 

@@ -9,26 +9,28 @@ import logging
 import os
 import time
 from collections.abc import Awaitable
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.group import placement
 from cluster.group.checkpoint_nodes import fetch_checkpoint
 from cluster.group.failures import (
     RankDiedError,
+    StageTimeoutError,
     failure_message,
     first_failure,
     gather_ranks,
     of_rank,
     step_failed,
 )
+from cluster.group.heartbeat import Hang, Heartbeats, HungRankError
 from cluster.group.launcher import Launcher, RankHandle
 from cluster.group.ray_calls import result, result_future
 from cluster.group.recovery import find_memberships, recover
+from cluster.group.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
 from workers.config import RankConfig
 from workers.engine.step_sync import compare_settings
-from workers.rank.rank_info import CHECKPOINT, RankInfo, Rendezvous, start_stages, total_progress
+from workers.rank.rank_info import CHECKPOINT, Rendezvous, start_stages, total_progress
 from workers.trace.spans import RankTrace
 from workers.wire.secure_socket import StreamAddress
 
@@ -36,70 +38,17 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 3.0
+PROGRESS_TIMEOUT_S = 0.5
 STABLE_S = 5.0
 """Seconds of service after which a failure is not counted as a result of the rebuild before."""
-
-GroupState = Literal["starting", "serving", "rebuilding", "draining", "failed", "stopped"]
-
-
-class StageTimeoutError(ValueError):
-    """A stage of the start took longer than the configuration allows."""
-
-
-class GroupHealth(NamedTuple):
-    """The state of a group; `error` explains the states failed and stopped."""
-
-    state: GroupState
-    epoch: int
-    error: str
-
-    @property
-    def alive(self) -> bool:
-        """Whether the ranks compute: requests in flight go on."""
-        return self.state in ("serving", "draining")
-
-    @property
-    def ended(self) -> bool:
-        """Whether the group will not serve again."""
-        return self.state in ("failed", "stopped")
-
-
-@dataclass
-class GroupStatus:
-    """A group and the progress of its start or rebuild, as shown to people.
-
-    stages     name and seconds of each stage that ended
-    progress   done and total of the present stage; (0, 0) if unknown
-    """
-
-    state: GroupState = "starting"
-    epoch: int = 0
-    error: str = ""
-    stage: str = "placement"
-    stages: list[tuple[str, float]] = field(default_factory=list)
-    progress: tuple[int, int] = (0, 0)
-    infos: list[RankInfo] = field(default_factory=list)
-    locations: list[placement.RankLocation] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class GroupMembers:
-    """What an ingress needs to reach the ranks of one epoch, in rank order.
-
-    failed: the ranks that ended the epoch before, by an error of their step or as a process that had to be replaced
-    """
-
-    epoch: int
-    ranks: list[RankHandle]
-    infos: list[RankInfo]
-    failed: frozenset[int] = frozenset()
 
 
 class Group:
     """The ranks of one process group. All methods run in the event loop of the supervisor.
 
     name: unique among the groups of the Ray cluster.
-    hang_timeout_s: time for a rank to leave a failed epoch; a rank that takes longer gets a new process.
+    hang_timeout_s: time without a sign of life after which a rank hangs, and time for a rank to leave a failed epoch;
+        a rank that takes longer gets a new process.
     rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
         group.
     """
@@ -123,6 +72,9 @@ class Group:
         self._rebuild_attempts = rebuild_attempts
         self._num_failures = 0  # in a row
         self._failed: set[int] = set()
+        self._heartbeats = self._new_heartbeats()
+        self._hang: Hang | None = None
+        self._kept: set[int] = set()  # ranks with processes that the last rebuild has kept
         self._serving_since = 0.0
         self._draining = False
         self._ranks: list[RankHandle] = []
@@ -144,13 +96,13 @@ class Group:
     async def refreshed_status(self) -> GroupStatus:
         """The status, with the progress that the ranks report now."""
         status = self.status
+        status.vote_ages = self._heartbeats.vote_ages() if self.health.alive else []
         stages = (CHECKPOINT, *start_stages(self._config.device))
-        if status.state == "starting" and status.stage in stages:
-            calls = [rank.progress.remote() for rank in self._ranks]
-            parts = await asyncio.gather(*map(result, calls), return_exceptions=True)
-            status.progress = total_progress(
-                status.stage, [part for part in parts if not isinstance(part, BaseException)]
-            )
+        if status.state in ("starting", "rebuilding") and status.stage in stages:
+            calls = [result_future(rank.progress.remote()) for rank in self._ranks]
+            done, _ = await asyncio.wait(calls, timeout=PROGRESS_TIMEOUT_S)
+            parts = [call.result() for call in done if call.exception() is None]
+            status.progress = total_progress(status.stage, parts)
         return status
 
     async def recover(self) -> frozenset[str]:
@@ -211,42 +163,56 @@ class Group:
 
     async def _form(self) -> None:
         """Let the processes form the group of the present epoch, up to the point where an engine can start."""
-        status, timeout_s = self.status, self._start_timeout_s
-        await self._stage("processes", self._locate())
+        await self._stage("processes", self._locate(), guarded=True)
         if self._config.model.revision is not None or self._config.fetch_weights:
-            fetched = fetch_checkpoint(self._config, self._ranks, status.locations)
+            fetched = fetch_checkpoint(self._config, self._ranks, self.status.locations)
             await self._stage(CHECKPOINT, fetched, limited=False)
+        await self._stage("group", self._join(), guarded=True)
+        for stage in start_stages(self._config.device):
+            await self._stage(stage, self._call_all("run_stage", stage), guarded=True)
+
+    async def _join(self) -> None:
+        """Let the ranks join the process group of the present epoch."""
+        status = self.status
         host, port = await of_rank(0, self._ranks[0].host_rendezvous.remote())
         name = f"{self._name}-{os.getpid()}-{status.epoch}"
         rendezvous = Rendezvous(host, port, name, status.epoch)
-        joined = [
+        await gather_ranks(
             rank.join_group.remote(
                 rendezvous,
-                timeout_s,
+                self._start_timeout_s,
                 placement.visible_gpus(status.locations, index),
                 index,
                 self._config,
             )
             for index, rank in enumerate(self._ranks)
-        ]
-        await self._stage("group", gather_ranks(joined))
-        for stage in start_stages(self._config.device):
-            await self._stage(stage, self._call_all("run_stage", stage))
+        )
 
     async def trace(self, phase: str, num_tokens: int) -> list[RankTrace]:
         """Run a step of `num_tokens` tokens on every rank, whole and in ubatches; after `prepare`."""
         return await self._stage("trace", self._call_all("trace", phase, num_tokens))
 
     async def watch(self) -> str | None:
-        """Return when a rank has ended, because a group with a missing rank cannot take another step.
+        """Return when a rank has ended or hangs, because a group with a missing rank cannot take another step.
 
         Returns the reason, or None if the group was stopped.
         """
         epoch = self.status.epoch
         done = [result_future(rank.done.remote(epoch)) for rank in self._ranks]
-        ended = await first_failure(done)
+        self._heartbeats = self._new_heartbeats()
+        hang = asyncio.create_task(self._heartbeats.watch(self._ranks))
+        first = asyncio.create_task(first_failure(done))
+        try:
+            await asyncio.wait({hang, first}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hang.cancel()
+            first.cancel()
         if not self.health.alive:
             return None
+        if not first.done():
+            self._failed, self._hang = set(), hang.result()
+            return self._hang.reason
+        ended = first.result()
         error, rank = ended.exception(), done.index(ended)
         self._failed = {rank} if error is not None and step_failed(error) else set()
         reason = failure_message(error) if error is not None else "left its loop"
@@ -258,13 +224,13 @@ class Group:
         Living processes keep their weights, kernels and KV memory; a process that cannot leave the old epoch is
         replaced. The ranks of the new epoch refuse messages of the old one, and the other way round.
         """
-        began, first_attempt = time.monotonic(), True
+        began, first_reason, first_attempt = time.monotonic(), reason, True
         if began - self._serving_since >= STABLE_S:
             self._num_failures = 0
         while self._num_failures < self._rebuild_attempts:
             self._num_failures += 1
             self.status.epoch += 1
-            self.status.stages = []
+            self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
             self._set_state("rebuilding", reason)
             logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
             try:
@@ -277,15 +243,17 @@ class Group:
             except Exception as error:
                 if self.health.ended:
                     return  # stop() killed the ranks
+                if isinstance(error, HungRankError):
+                    self._hang = error.hang
                 logger.debug("rebuild failed at stage %s", self.status.stage, exc_info=True)
                 reason += (
                     f"; rebuild failed at stage {self.status.stage!r}: {failure_message(error)}"
                 )
             else:
+                seconds = time.monotonic() - began
+                self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
                 logger.warning(
-                    "serving again after %.1f s, as epoch %d",
-                    time.monotonic() - began,
-                    self.status.epoch,
+                    "serving again after %.1f s, as epoch %d", seconds, self.status.epoch
                 )
                 return
         if self._rebuild_attempts:
@@ -293,11 +261,21 @@ class Group:
         self._end("failed", reason)
 
     async def _replace_failed(self) -> list[int]:
-        """Let every rank leave its epoch, and replace the processes of the ranks that do not; return those ranks."""
-        left = await asyncio.gather(*map(self._leave, range(len(self._ranks))))
-        failed = [rank for rank, has_left in enumerate(left) if not has_left]
+        """Let every rank leave its epoch, and replace the processes of the ranks that do not; return those ranks.
+
+        Ranks that hang are replaced first: a peer that waits for one in a collective leaves when its process ends.
+        """
+        hang, self._hang = self._hang, None
+        hung = hang.ranks if hang is not None else frozenset()
+        if hung:
+            self._ranks = await self._launcher.replace(hung)
+        self._kept = set()
+        others = [rank for rank in range(len(self._ranks)) if rank not in hung]
+        left = await asyncio.gather(*map(self._leave, others))
+        failed = [rank for rank, has_left in zip(others, left, strict=True) if not has_left]
         self._ranks = await self._launcher.replace(failed)
-        return failed
+        self._kept = set(others) - set(failed)
+        return [*hung, *failed]
 
     async def _leave(self, rank: int) -> bool:
         call = self._ranks[rank].leave_epoch.remote(self.status.epoch)
@@ -355,7 +333,7 @@ class Group:
             rank.start.remote(epoch, self._config.dims.of_peers(index, inboxes))
             for index, rank in enumerate(self._ranks)
         ]
-        self.status.infos = await self._stage("engines", gather_ranks(started))
+        self.status.infos = await self._stage("engines", gather_ranks(started), guarded=True)
         if self.health.ended:
             return  # stop() came while the last rank answered
         self._serving_since = time.monotonic()
@@ -377,10 +355,19 @@ class Group:
         """Call `method` on every rank at once. The first failure is raised at once."""
         return await gather_ranks([getattr(rank, method).remote(*args) for rank in self._ranks])
 
-    async def _stage(self, name: str, work: Awaitable[T], *, limited: bool = True) -> T:
-        """Run a stage of the start; limited: within the time of the configuration."""
+    async def _stage(
+        self, name: str, work: Awaitable[T], *, limited: bool = True, guarded: bool = False
+    ) -> T:
+        """Run a stage of a start or rebuild.
+
+        limited: within the time of the configuration.
+        guarded: kept processes may not be silent; the first import of a new one may hold its lock for a long time.
+        """
         self.status.stage, self.status.progress = name, (0, 0)
         started = time.monotonic()
+        if guarded and self._kept:
+            kept = {rank: self._ranks[rank] for rank in self._kept}
+            work = self._new_heartbeats().guard(kept, work)
         try:
             outcome = await asyncio.wait_for(work, self._start_timeout_s if limited else None)
         except TimeoutError as error:
@@ -390,11 +377,18 @@ class Group:
         self.status.stages.append((name, time.monotonic() - started))
         return outcome
 
+    def _new_heartbeats(self) -> Heartbeats:
+        config = self._config
+        on_cpu = config.device == "cpu"
+        return Heartbeats(config.num_ranks, self._hang_timeout_s, cpu_counts=on_cpu)
+
     def _end(self, state: GroupState, error: str) -> None:
         self._set_state(state, error)
         self._launcher.kill()
 
     def _set_state(self, state: GroupState, error: str = "") -> None:
+        if state != self.status.state:
+            self.status.since = time.time()
         self.status.state, self.status.error = state, error
         self._changed.set()
         self._changed = asyncio.Event()

@@ -3,17 +3,15 @@
 Valid for one lease of the ingress and one epoch of the group; after either has ended the ingress opens another one.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
-from cluster.group.group import GroupMembers
+from cluster.group.ray_calls import gather
+from cluster.group.status import GroupMembers
 from workers.wire.inbox import InboxSender
 from workers.wire.request import EngineRequest, RequestOutput
 from workers.wire.token_stream import TokenReceiver
-
-T = TypeVar("T")
 
 Deliver = Callable[[int, int, list[RequestOutput]], None]
 """deliver(rank, load_of_others, outputs): what one rank sent after one step."""
@@ -59,12 +57,3 @@ class GroupClient:
         for inbox in self._inboxes:
             inbox.close()
         self._receiver.close()
-
-
-async def gather(refs: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of Ray calls; the first error is raised at once."""
-
-    async def result(ref: Awaitable[T]) -> T:
-        return await ref
-
-    return await asyncio.gather(*map(result, refs))

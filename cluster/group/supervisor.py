@@ -16,10 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
-from cluster.group.group import Group, GroupHealth, GroupMembers, GroupStatus
+from cluster.group.group import Group
 from cluster.group.launcher import NAMESPACE, RankLauncher
 from cluster.group.leases import LEASE_S, Leases
 from cluster.group.placement import num_gpus
+from cluster.group.status import GroupHealth, GroupMembers, GroupStatus
 from cluster.metrics.metrics import GAUGES
 from cluster.metrics.snapshot import Snapshot, SnapshotTotals
 from workers import hub

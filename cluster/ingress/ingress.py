@@ -64,13 +64,13 @@ class Ingress:
         settings = api_settings(config, api_key_digests)
         self._gate = AdmissionGate(settings.max_open_choices)
         self._app = create_app(lambda: self._client, tokenizer, settings, self._gate, recorder)
-        await connected
         self._drain_timeout_s = config.serve.drain_timeout_s
         self._drained: asyncio.Task[None] | None = None
         self._server: HttpServer | None = None
-        if listen:
+        if listen:  # /live and the state of the start are answered before the ranks serve
             self._server = HttpServer(self._app, config.serve)
             self._server.start()
+        await connected
         self._drainer = asyncio.create_task(self._drain_on_request())
 
     def __serve_build_asgi_app__(self) -> Any:

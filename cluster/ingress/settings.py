@@ -19,7 +19,7 @@ def api_settings(config: PhalanxConfig, api_key_digests: tuple[bytes, ...] = ())
     """Return the settings of one ingress. Needs a running Ray."""
     serve = config.serve
     return ApiSettings(
-        **serve.limits.model_dump(exclude={"keep_alive_s"}),
+        **serve.limits.model_dump(exclude={"keep_alive_s", "rebuild_wait_s"}),
         max_open_choices=open_choices_limit(serve, num_running(config)),
         api_key_digests=api_key_digests,
         cors_origins=tuple(serve.cors_origins),

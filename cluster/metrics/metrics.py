@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from cluster.metrics.groups import GroupStates, group_families
 from cluster.metrics.ranks import rank_families
 from cluster.metrics.snapshot import PREFIX, Family, Snapshot, to_families
 from workers.stats.histogram import Histogram
@@ -136,8 +137,13 @@ class IngressMetrics:
             "ingress_resident_memory_bytes": {(self._name,): [process["resident_bytes"]]},
         }
 
-    def render(self, rank_stats: list[dict[str, Any]], total: Snapshot | None = None) -> bytes:
-        """Prometheus text of the ranks' statistics and of `total`, the sum over all ingresses (None = this one)."""
+    def render(
+        self,
+        rank_stats: list[dict[str, Any]],
+        total: Snapshot | None = None,
+        groups: GroupStates = (),
+    ) -> bytes:
+        """Prometheus text of ranks, groups, and `total`, the sum over all ingresses (None = this one)."""
         total = self.snapshot() if total is None else total
         model = {"model_name": self._model_name}
         registry = CollectorRegistry(auto_describe=False)
@@ -145,6 +151,7 @@ class IngressMetrics:
             _Families(
                 [
                     *rank_families(rank_stats, self._model_name),
+                    *group_families(groups, self._model_name),
                     *to_families(total, _REQUEST_FAMILIES, model),
                     *to_families(total, _SERVER_FAMILIES, {}),
                     _build_info(),

@@ -35,6 +35,10 @@ COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
     "generation_tokens": ("generation_tokens", "Tokens sampled."),
     "padding_tokens": ("padding_tokens", "Padding rows that ran to give all ranks equal shapes."),
+    "invalid_logits": (
+        "invalid_logits",
+        "Requests ended because a logit was NaN or infinite, or all tokens were forbidden.",
+    ),
     "steps": ("steps", "Lockstep forwards."),
     "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),
     "stale_messages": ("stale_messages", "Messages of another epoch that a rank dropped."),

@@ -61,6 +61,7 @@ export class Ranks {
       const answer = await call("ranks", { signal: AbortSignal.timeout(TIMEOUT_MS) });
       const now = await answer.json();
       this.show(rates(this.before, now));
+      byId("group-state").textContent = now.groups.map(groupState).join("; ");
       this.before = now;
     } catch (error) {
       failure = error.name === "TimeoutError" ? new Error("The ranks do not answer.") : error;
@@ -120,6 +121,11 @@ function newRow(rank) {
 function bar(row, kind, ...shares) {
   const parts = row.querySelector(`[data-kind=${kind}]`).children;
   shares.forEach((share, i) => (parts[i].style.width = `${Math.min(1, share) * 100}%`));
+}
+
+function groupState({ state, seconds, epoch, rebuilds }) {
+  const [size, unit] = seconds < 120 ? [1, "s"] : seconds < 7200 ? [60, "min"] : [3600, "h"];
+  return `${state} for ${whole(seconds / size)} ${unit}, epoch ${epoch}, ${rebuilds} rebuild${rebuilds === 1 ? "" : "s"}`;
 }
 
 const requests = (running, waiting) => (waiting ? `${running} + ${waiting} queued` : `${running} running`);

@@ -102,6 +102,7 @@ class PacedRankActor(RankActor):
 
     def __init__(self, rank: int, step_s: float):
         self._index, self._epoch = rank, 0
+        self._loop_clock = None
         self._senders: dict[str, Any] = {}
         self._info: dict[str, Any] = {}
         engine = PacedEngine(self._publish, step_s)

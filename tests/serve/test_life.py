@@ -4,6 +4,7 @@ Servers that other files share stop in one way each: with nothing to do (conftes
 (test_observability.py, test_overload.py, tests/clients/conftest.py, tests/clients/test_openai_guarded.py).
 """
 
+import json
 import re
 import socket
 import subprocess
@@ -42,10 +43,12 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
     assert "ready" not in output and "WARNING" not in output, output  # Ray warns of a second start
 
 
-def test_streams_outlive_a_killed_supervisor_and_rank_and_deaths_in_a_row_end_the_server(
+def test_streams_outlive_the_ends_of_processes_and_deaths_in_a_row_end_the_server(
     tmp_path, checkpoint
 ):
-    with running(tmp_path, checkpoint, cluster={"rebuild_attempts": 1}) as server:
+    with running(
+        tmp_path, checkpoint, cluster={"rebuild_attempts": 2, "hang_timeout_s": 3}
+    ) as server:
         whole = Stream(server, 490)
         whole.join(60)
         ranks = server.ranks()
@@ -54,14 +57,15 @@ def test_streams_outlive_a_killed_supervisor_and_rank_and_deaths_in_a_row_end_th
         server.wait_line("found 2 ranks again")
         before.join(60)
         assert before.text() == whole.text() and server.ranks() == ranks
+        _stop_a_rank_of_an_idle_group(server)
         hit = Stream(server, 490)
         server.ranks()[1].kill()
         hit.join(60)
         assert not hit.is_alive(), "the stream hangs"
         assert hit.lines[-1] == "data: [DONE]" and hit.text() == whole.text()
-        server.wait_line("serving, epoch 1")
+        server.wait_line("serving, epoch 2")
         ended = (AssertionError, LookupError, psutil.NoSuchProcess)
-        for epoch in range(2, 10):  # a slow machine may serve for long before a death
+        for epoch in range(3, 12):  # a slow machine may serve for long before a death
             with suppress(*ended):
                 server.ranks()[0].kill()
                 server.wait_line(f"serving, epoch {epoch}")
@@ -69,8 +73,26 @@ def test_streams_outlive_a_killed_supervisor_and_rank_and_deaths_in_a_row_end_th
                 break
         assert server.process.wait(20) == 1
         told = server.log.read_text().split("ready in")[1]
-        assert re.search(r"rank [01]: its process died \(after 1 rebuilds in a row", told), told
+        assert re.search(r"rank [01]: its process died \(after 2 rebuilds in a row", told), told
         assert "never retrieved" not in told and "Traceback" not in told
+
+
+def _stop_a_rank_of_an_idle_group(server: Server) -> None:
+    """The group notices it, and replaces this rank alone."""
+    stays, stopped = server.ranks()
+    stopped.suspend()
+    server.wait_line("serving, epoch 1")
+    assert stays in server.ranks()
+    psutil.wait_procs([stopped], timeout=20)
+    assert not stopped.is_running(), "the stopped process is left"
+    asked = [sys.executable, "-m", "cluster.cli", "status", server.url, "--json"]
+    answer = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    (state,) = json.loads(answer.stdout)["groups"]
+    assert (state["state"], state["epoch"], state["rebuilds"]) == ("serving", 1, 1)
+    last = state["last_rebuild"]
+    assert re.match(r"rank [01]: no sign of life for 3 s", last["reason"]), last
+    assert last["stages"]["detection"] == 3 and len(state["vote_age_seconds"]) == 2
 
 
 def run_serve(*arguments: str) -> subprocess.CompletedProcess:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import cache
 from itertools import cycle
@@ -15,6 +16,7 @@ import httpx
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
+from cluster.group.status import GroupStatus
 from cluster.metrics.snapshot import Snapshot
 from workers.weights.checkpoint import make_checkpoint
 from workers.wire.request import RequestOutput, SamplingParams, TokenLogprobs
@@ -90,6 +92,8 @@ class FakeBackend:
         self.open: set[str] = set()
         self.ready = (True, "")
         self.stats: list[dict[str, Any]] = []
+        self.group_states: list[dict[str, Any]] = [GroupStatus(state="serving").to_json()]
+        self.token_times: dict[int, float] = {}
         self.fail_before: Exception | None = None
         self.fail_after: tuple[int, Exception] | None = None
         self.error_output: str | None = None
@@ -150,6 +154,13 @@ class FakeBackend:
 
     def health(self) -> tuple[bool, str]:
         return self.ready
+
+    def token_ages(self) -> list[float]:
+        now = time.monotonic()
+        return [now - self.token_times.get(rank, -math.inf) for rank in range(self.num_ranks)]
+
+    async def groups(self) -> list[dict[str, Any]]:
+        return self.group_states
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats
@@ -225,10 +236,10 @@ def usage(
 
 
 def assert_error(response: httpx.Response, status: int, code: str | None = None) -> dict[str, Any]:
-    """The envelope, complete; returns the inner object."""
+    """The envelope, complete, on /ready beside the states of the groups; returns the inner object."""
     assert response.status_code == status, response.text
     body = response.json()
-    assert set(body) == {"error"}
+    assert set(body) - {"status", "groups"} == {"error"}
     error = body["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert isinstance(error["message"], str) and error["message"]

@@ -72,11 +72,12 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene():
-    subject = OfFakes(phalanx_config())
+async def scene(**serve: Any):
+    config = phalanx_config(**serve)
+    subject = OfFakes(config)
     handle = FakeHandle(subject)
     supervisor.get_or_create = lambda config: handle  # restored by the fixture
-    client = EngineClient(phalanx_config())
+    client = EngineClient(config)
     await client.connect()
     try:
         yield Scene(client, handle)

@@ -12,7 +12,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.group.group import Group
 from kernels.backends.config import KernelsConfig
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
-from workers.rank.rank_info import Membership, RankInfo, Rendezvous
+from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
 from workers.wire.inbox import Inbox
 from workers.wire.request import EngineRequest, RequestOutput
 from workers.wire.secure_socket import StreamAddress
@@ -55,6 +55,7 @@ class FakeRank:
         self.fail: dict[str, BaseException] = {}
         self.hang: set[str] = set()
         self.ended: asyncio.Future[None] | None = None
+        self.loop: Pulse | None = Pulse(0, "sleep", 0.0)
         self.requests: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
         self.versions = {"phalanx": "1.0", "torch": "2.0"}
@@ -119,6 +120,10 @@ class FakeRank:
         if self._inbox is not None:
             self._inbox.close()
             self._inbox = None
+
+    async def pulse(self) -> Pulse | None:
+        await self._note("pulse")
+        return self.loop
 
     async def stats(self) -> dict[str, Any]:
         return {"rank": self.rank}
@@ -230,11 +235,11 @@ def rank_config(num_ranks: int = 2, device: str = "cpu") -> RankConfig:
     )
 
 
-def phalanx_config(num_ranks: int = 2) -> PhalanxConfig:
+def phalanx_config(num_ranks: int = 2, **serve: Any) -> PhalanxConfig:
     return PhalanxConfig(
         model=ModelSection(path=str(Path("nowhere"))),
         cluster={"ranks": num_ranks, "device": "cpu", "start_timeout_s": 5.0},
-        serve={"model_name": "tiny"},
+        serve={"model_name": "tiny", **serve},
     )
 
 

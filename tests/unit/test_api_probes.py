@@ -8,6 +8,7 @@ import pytest
 
 from cluster.api.routes.readiness import PROBE_PRIORITY
 from cluster.errors import EngineDeadError
+from cluster.group.status import GroupStatus
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, tiny_tokenizer
 
 READY = ["/ready", "/health", "/ping"]
@@ -44,7 +45,8 @@ class Ranks(FakeBackend):
 @pytest.mark.parametrize("path", READY)
 def test_ready_means_a_token_from_every_rank(path):
     api = Api(Ranks())
-    assert api.get(path).json() == {"status": "ready"}
+    answer = api.get(path).json()
+    assert answer == {"status": "ready", "groups": api.backend.group_states}
     options = sorted(api.backend.options.values(), key=lambda given: given["rank"])
     assert options == [{"priority": PROBE_PRIORITY, "rank": rank} for rank in range(3)]
     ((prompt, params), *_) = api.backend.requests.values()
@@ -60,6 +62,43 @@ def test_asking_often_costs_nothing():
     for _ in range(5):
         assert late.get("/ready").status_code == 200
     assert len(late.backend.requests) == 15
+
+
+def test_tokens_of_real_requests_prove_their_rank():
+    api = Api(Ranks(silent=(1,)), probe_timeout_s=0.05, probe_fresh_s=60.0)
+    api.backend.token_times[1] = time.monotonic()
+    assert api.get("/ready").status_code == 200
+    assert sorted(given["rank"] for given in api.backend.options.values()) == [0, 2]
+    api.backend.token_times = dict.fromkeys(range(3), time.monotonic() - 61)
+    api.backend.options.clear()
+    assert api.get("/ready").status_code == 503, "tokens of 61 s ago prove nothing"
+    assert [given["rank"] for given in api.backend.options.values()] == [1]
+
+
+@pytest.mark.parametrize(
+    ("state", "reason"),
+    [
+        ("rebuilding", "the group is rebuilding (stage weights) since "),
+        ("draining", "the group is draining since "),
+    ],
+)
+def test_a_group_that_does_not_serve_is_not_ready_and_gets_no_probe(state, reason):
+    api = Api(Ranks())
+    status = GroupStatus(state=state, stage="weights", error="rank 1: its process died")
+    api.backend.group_states = [GroupStatus(state="serving").to_json(), status.to_json()]
+    answer = api.get("/ready")
+    error = assert_error(answer, 503, "engine_unavailable")
+    assert error["message"].startswith(reason) and "rank 1: its process died" in error["message"]
+    assert answer.json()["groups"] == api.backend.group_states
+    assert int(answer.headers["retry-after"]) > 0 and not api.backend.requests
+
+
+def test_ready_without_a_supervisor_judges_by_the_tokens():
+    class Alone(Ranks):
+        async def groups(self):
+            raise EngineDeadError("the supervisor does not answer")
+
+    assert Api(Alone()).get("/ready").json() == {"status": "ready", "groups": []}
 
 
 def test_many_askers_share_a_probe():
@@ -132,7 +171,7 @@ def test_probes_by_head(path):
 
 
 def test_ping_by_post():
-    assert Api().request("POST", "/ping").json() == {"status": "ready"}
+    assert Api().request("POST", "/ping").json()["status"] == "ready"
 
 
 def test_version():

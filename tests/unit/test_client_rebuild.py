@@ -70,16 +70,15 @@ def test_a_new_request_waits_for_the_rebuild():
     run(scenario())
 
 
-def test_a_new_request_is_refused_after_a_limit(monkeypatch):
-    monkeypatch.setattr(engine_client, "REBUILD_WAIT_S", 0.05)
-
+@pytest.mark.parametrize("limit_s", [0, 0.05])
+def test_a_new_request_is_refused_after_a_limit(limit_s):
     async def scenario() -> None:
-        async with scene() as now:
+        async with scene(limits={"rebuild_wait_s": limit_s}) as now:
             now.ranks[0].hang.add("leave_epoch")
             await now.kill(1)
             await until(lambda: not now.client._serving.is_set())
             with pytest.raises(
-                EngineDeadError, match="rebuilding: rank 1: its process died"
+                EngineDeadError, match=r"\(serve.limits.rebuild_wait_s\): rank 1: its process died"
             ) as caught:
                 await now.ask("a")
             assert caught.value.retry_after_s

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.test_metrics import RANK_STATS, filled_metrics
+from tests.unit.test_metrics import RANK_STATS, filled_metrics, rebuilding
 
 PATH = Path(__file__).parents[2] / "configs" / "grafana" / "phalanx.json"
 NAME = re.compile(r"phalanx:\w+")
@@ -25,7 +25,8 @@ def dashboard() -> dict:
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
     """Name of every sample that a server renders -> its labels."""
-    text = filled_metrics().render([{**RANK_STATS, "rank": rank} for rank in range(2)]).decode()
+    stats = [{**RANK_STATS, "rank": rank} for rank in range(2)]
+    text = filled_metrics().render(stats, groups=[rebuilding().to_json()]).decode()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -134,6 +134,8 @@ def test_an_idle_rank_has_no_line():
     before, after = snapshots()
     assert stats_fields(before, {**before, "time": before["time"] + 10}) is None
     assert stats_fields(after, before) is None
+    probed = {**before, "time": before["time"] + 10, "steps": before["steps"] + 1, "running": 0}
+    assert stats_fields(before, probed) is None, "a step of a readiness probe"
     without = stats_fields(before, {**after, "prefix_cache_queries": 0, "preemptions": 3})
     assert without["prefix_hit_rate"] is None
     assert stats_line(without).endswith(", 3 preemptions")

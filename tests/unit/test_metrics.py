@@ -1,11 +1,14 @@
 """What /metrics and /ranks say of given counters, and how the counts of several ingresses add up."""
 
 import asyncio
+import time
 import timeit
+from typing import get_args
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.group.status import GroupState, GroupStatus, Rebuild
 from cluster.metrics.metrics import FAMILIES, GAUGES, IngressMetrics
 from cluster.metrics.ranks import COUNTERS, HISTOGRAMS
 from cluster.metrics.ranks import GAUGES as RANK_GAUGES
@@ -23,6 +26,7 @@ RANK_STATS = {
     "prompt_tokens": 60,
     "generation_tokens": 70,
     "padding_tokens": 5,
+    "invalid_logits": 6,
     "steps": 9,
     "idle_steps": 4,
     "expert_rows_sampled": 33,
@@ -36,6 +40,14 @@ RANK_STATS = {
     "process": {"cpu_seconds": 12.5, "resident_bytes": 1000},
     "info": {"block_size": 16, "num_blocks": 256, "all2all": "shm"},
 }
+
+
+def rebuilding() -> GroupStatus:
+    """A group in its second rebuild."""
+    status = GroupStatus(epoch=2, vote_ages=[0.0, 1.5], since=time.time() - 3)
+    status.rebuilt(Rebuild("rank 1: its process died", 2.5, (("processes", 1.5), ("group", 0.5))))
+    status.state, status.stage, status.error = "rebuilding", "weights", "rank 0: its process died"
+    return status
 
 
 def filled_metrics() -> IngressMetrics:
@@ -71,6 +83,29 @@ def parse(text: bytes) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 def two_ranks() -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     stats = [{**RANK_STATS, "rank": rank, "running": rank} for rank in range(2)]
     return parse(filled_metrics().render(stats))
+
+
+def test_the_state_of_a_group():
+    again, fine = rebuilding(), GroupStatus(state="serving", vote_ages=[0.25])
+    again.rebuilt(Rebuild("rank 0: left", 3.0, (("processes", 2.0),)))
+    found = parse(filled_metrics().render([], groups=[again.to_json(), fine.to_json()]))
+    states = found["phalanx:group_state"]
+    assert (
+        states[label(group="0", state="rebuilding")]
+        == 1
+        == states[label(group="1", state="serving")]
+    )
+    assert sum(states.values()) == 2 and len(states) == 2 * len(get_args(GroupState))
+    assert found["phalanx:group_stage"] == {label(group="0", stage="weights"): 1}
+    assert 3 <= found["phalanx:group_state_seconds"][label(group="0")] < 60
+    assert found["phalanx:group_epoch"] == {label(group="0"): 2, label(group="1"): 0}
+    assert found["phalanx:group_rebuilds_total"] == {label(group="0"): 2, label(group="1"): 0}
+    assert found["phalanx:group_rebuild_seconds_total"] == {
+        label(group="0", stage="processes"): 3.5,
+        label(group="0", stage="group"): 0.5,
+    }
+    ages = {label(rank="0"): 0, label(rank="1"): 1.5, label(rank="2"): 0.25}
+    assert found["phalanx:vote_age_seconds"] == ages
 
 
 def label(**labels: str) -> tuple[tuple[str, str], ...]:

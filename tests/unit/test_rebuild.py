@@ -104,6 +104,45 @@ def test_a_rank_that_hangs_gets_a_new_process(caplog):
     assert "rank 0 did not leave its epoch within 0.1 s (cluster.hang_timeout_s)" in caplog.text
 
 
+def test_a_stopped_rank_is_replaced_before_its_peers_leave():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        before = now.ranks
+        before[1].hang.add("pulse")
+        await now.serving(1)
+        assert now.launcher.replaced == [1]
+        assert before[1].calls["leave_epoch"] == [], "its leave would only take time"
+        assert before[0].calls["leave_epoch"] == [(1,)]
+        rebuild = now.group.status.last_rebuild
+        assert rebuild.reason == "rank 1: no sign of life for 0.1 s (cluster.hang_timeout_s)"
+        names = [name for name, _ in rebuild.stages]
+        assert names[:3] == ["detection", "replacement", "processes"] and names[-1] == "engines"
+        assert rebuild.stages[0][1] == 0.1 and rebuild.seconds >= sum(
+            s for _, s in rebuild.stages[1:]
+        )
+        assert now.group.status.num_rebuilds == 1
+        await now.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("stage", ["describe", "host_rendezvous", "run_stage", "start"])
+def test_a_rank_that_is_silent_in_a_rebuild_is_replaced_in_the_next(stage):
+    async def scenario() -> None:
+        now = Scene(hang_timeout_s=0.05)
+        await now.serving(0)
+        now.ranks[0].hang |= {stage, "pulse"}
+        now.kill(1)
+        await now.serving(2)
+        assert now.launcher.replaced == [1, 0]
+        rebuild = now.group.status.last_rebuild
+        assert rebuild.reason.startswith("rank 1: its process died")
+        await now.close()
+
+    run(scenario())
+
+
 def test_a_death_during_a_rebuild_begins_another(monkeypatch):
     async def scenario() -> None:
         now = Scene()

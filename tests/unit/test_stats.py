@@ -68,6 +68,20 @@ def test_times_of_one_request(clock):
     assert timer.forget("a") is None
 
 
+def test_probes_are_neither_timed_nor_counted(clock):
+    timer = RequestTimer()
+    for name in ("probe-1", "probe-2", "a"):
+        timer.arrived(name)
+    timer.admitted([sequence("probe-1"), sequence("a")])
+    outputs = [RequestOutput("probe-1", [1], "length"), RequestOutput("a", [2], "length")]
+    assert timer.num_tokens(outputs) == 1
+    timer.committed(outputs)
+    assert [histogram.values()[-1] for histogram in (timer.queue, timer.inference)] == [0, 0]
+    assert sum(timer.queue.values()[:-1]) == sum(timer.inference.values()[:-1]) == 1
+    timer.forget("probe-2")
+    assert not timer._probes, "an aborted probe is forgotten"
+
+
 def test_an_id_in_use_keeps_the_times_of_its_first_request(clock):
     timer = RequestTimer()
     timer.arrived("a")

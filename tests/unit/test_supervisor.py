@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from cluster.group import group, leases, recovery, supervisor
-from cluster.group.group import GroupHealth
 from cluster.group.leases import LEASE_S, SUCCESSOR_S, Leases
+from cluster.group.status import GroupHealth
 from cluster.group.supervisor import Supervisor
 from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
 from workers.rank.rank_info import Membership, RankInfo

@@ -19,6 +19,7 @@ from cluster.cli import app
 from cluster.commands.top_metrics import NotPhalanxError, Scrape, overview, quantile
 from cluster.commands.top_table import table
 from cluster.metrics.metrics import IngressMetrics
+from tests.unit.test_metrics import rebuilding
 from workers.stats.histogram import Histogram
 from workers.stats.request_times import SECONDS
 from workers.stats.stats import EngineStats
@@ -68,7 +69,7 @@ class Server:
 
     def text(self) -> str:
         ranks = [rank_stats(i, self.factor, queue) for i, queue in enumerate(self.queues)]
-        return self.metrics.render(ranks).decode()
+        return self.metrics.render(ranks, groups=[rebuilding().to_json()]).decode()
 
 
 def test_figures_between_two_scrapes():
@@ -86,7 +87,15 @@ def test_figures_between_two_scrapes():
     assert (zero.steps_per_s, zero.step_ms, zero.vote_share) == (250, 4.0, 0.25)
     assert (zero.prefix_hit_rate, zero.preemptions) == (0.4, 2)
     assert 10 < zero.queue_p50_ms < 25 and one.queue_p50_ms is None
-    assert one.running == 4
+    assert one.running == 4 and (zero.vote_age_s, one.vote_age_s) == (0.0, 1.5)
+    (group,) = seen.groups
+    assert (group.state, group.stage, group.epoch, group.rebuilds) == (
+        "rebuilding",
+        "weights",
+        2,
+        1,
+    )
+    assert 3 <= group.seconds < 60
 
 
 def test_an_idle_server_and_one_that_began_anew():
@@ -176,6 +185,9 @@ def test_one_table(url, form):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith("tiny  http://127.0.0.1:")
+    assert lines[1].startswith("rebuilding for 3") and lines[1].endswith(
+        "s, stage weights, epoch 2, 1 rebuild"
+    )
     (header,) = (line for line in lines if line.startswith("rank"))
     assert "vote" in header and "KV cache" in header
     assert [line.split()[0] for line in lines[-3:]] == ["0", "1", "all"]

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from kernels.pending import Pending
 from workers.engine.messages import Abort, AbortIngress, CompiledRequest, Message, Refusal
@@ -104,6 +105,7 @@ class Engine:
         self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)  # by ingress
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
+        self._asleep = False
         self._failure: BaseException | None = None  # voted next
         self._aborted = False
         self._ended = threading.Event()
@@ -161,6 +163,11 @@ class Engine:
             if self._failure is None:
                 self._failure = error
             self._changed.notify()
+
+    def activity(self) -> tuple[int, Literal["step", "vote", "sleep"]]:
+        """Return the number of complete votes, and the present activity of the loop."""
+        waits = self._vote_in_progress is not None
+        return self._step, "vote" if waits else "sleep" if self._asleep else "step"
 
     def run(self) -> None:
         """Step until the group stops. Raises LockstepError, or the error of a step of this rank."""
@@ -260,12 +267,12 @@ class Engine:
             if self._aborted:
                 raise AbortedError
             self._in_flight.popleft()
-            outputs = self.stats.requests.committed(self.scheduler.commit(launched.batch, output))
-            for entry in outputs:
+            committed = self.scheduler.commit(launched.batch, output)
+            generated = self.stats.requests.num_tokens(committed)
+            for entry in self.stats.requests.committed(committed):
                 ended = entry.finish_reason is not None
                 find = self.open_requests.remove if ended else self.open_requests.ingress_of
                 self._outputs[find(entry.request_id)].append(entry)
-            generated = sum(len(entry.token_ids) for entry in outputs)
             self._committed.append((launched, output, generated))
         self._commit_s += time.perf_counter() - started
 
@@ -362,7 +369,9 @@ class Engine:
         except Exception as error:
             self.fail(error)
         with self._changed:
+            self._asleep = True
             self._changed.wait_for(self._must_vote)
+            self._asleep = False
             woken_by_peer = self._woken_by_peer()
         if not woken_by_peer:
             self._try_to_wake_peers(self._step)

@@ -53,6 +53,8 @@ class PrefixCache:
         if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
             if not seq.request.emitted_token_ids:
                 seq.num_cached_tokens = seq.num_computed
+            if seq.request.is_probe:
+                return
             self.num_queries += seq.num_tokens
             self.num_hits += seq.num_computed
 

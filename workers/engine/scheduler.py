@@ -89,6 +89,7 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         self._arrivals = itertools.count()
         self.num_preemptions = 0
+        self.num_invalid = 0  # requests that ended because no token could be drawn
 
     @property
     def has_work(self) -> bool:
@@ -189,6 +190,7 @@ class Scheduler:
         if token_id < 0:
             self.prefixes.forget(seq)  # the K and V of its blocks may be NaN too
             self._finish(seq)
+            self.num_invalid += 1
             reason = (
                 f"no token can stand at position {seq.num_tokens}: "
                 "a logit is NaN or infinite, or all tokens are forbidden"

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -24,7 +25,7 @@ from workers.engine.step_sync import LockstepError
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.network import bind_to_address
-from workers.rank.rank_info import Membership, RankInfo, Rendezvous
+from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
 from workers.stats.log import set_up_logging
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.stats.versions import rank_versions
@@ -73,6 +74,7 @@ class RankActor:
         self._process: Any = None
         self._current: Any = None  # the open Epoch
         self._step_loop: threading.Thread | None = None
+        self._loop_clock: int | None = None  # of the processor time of the step loop
         self._store: Any = None
         self._progress = (0, 0)
         self._address = node_address()
@@ -325,6 +327,18 @@ class RankActor:
             **self._engine.stats.snapshot(),
         }
 
+    async def pulse(self) -> Pulse | None:
+        """Return the present state of the step loop; None without one. This call is answered in any epoch."""
+        current, clock = self._current, self._loop_clock
+        if current is None or not current.started or clock is None:
+            return None
+        try:
+            cpu_s = time.clock_gettime(clock)
+        except OSError:  # the loop has ended
+            return None
+        step, activity = current.engine.activity()
+        return Pulse(step, activity, cpu_s)
+
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""
         self._fence.check(epoch)
@@ -365,6 +379,7 @@ class RankActor:
         self, loop: asyncio.AbstractEventLoop, current: Any, done: "asyncio.Future[None]"
     ) -> None:
         """Run the step loop of the epoch `current`; `done` gets its outcome."""
+        self._loop_clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             current.run()
         except BaseException as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 CHECKPOINT = "checkpoint"
 WEIGHTS = "weights"
@@ -52,6 +53,22 @@ class Membership:
     fence: int
     info: RankInfo | None
     streams: tuple[str, ...] = ()
+
+
+Activity = Literal["step", "vote", "sleep"]
+
+
+class Pulse(NamedTuple):
+    """A step loop at one moment.
+
+    step      votes that are complete
+    activity  vote = it waits for the votes of its peers; sleep = all ranks were idle
+    cpu_s     processor time of the loop's thread
+    """
+
+    step: int
+    activity: Activity
+    cpu_s: float
 
 
 def start_stages(device: str) -> tuple[str, ...]:

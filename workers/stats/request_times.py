@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from workers.engine.sequence import Sequence
 from workers.stats.histogram import Histogram
-from workers.wire.request import RequestOutput, RequestTimes
+from workers.wire.request import PROBE_PREFIX, RequestOutput, RequestTimes
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0),
@@ -32,10 +32,14 @@ class RequestTimer:
         self.decode = Histogram(SECONDS)
         self.inference = Histogram(SECONDS)
         self._open: dict[str, _Open] = {}
+        self._probes: set[str] = set()  # those that run
         self._without_token: set[str] = set()
 
     def arrived(self, request_id: str) -> None:
-        """A request reached this rank. An id in use keeps the times of its first request."""
+        """A request reached this rank. An id in use keeps the times of its first request. Probes are not timed."""
+        if request_id.startswith(PROBE_PREFIX):
+            self._probes.add(request_id)
+            return
         self._open.setdefault(request_id, _Open(time.perf_counter()))
 
     def admitted(self, seqs: Iterable[Sequence]) -> None:
@@ -47,6 +51,13 @@ class RequestTimer:
                 times.admitted = now
                 self.queue.observe(now - times.arrived)
                 self._without_token.add(seq.request.request_id)
+
+    def num_tokens(self, outputs: list[RequestOutput]) -> int:
+        """Return the tokens of the outputs, without those of probes; called before `committed`."""
+        probes = self._probes
+        if not probes:
+            return sum(len(output.token_ids) for output in outputs)
+        return sum(len(it.token_ids) for it in outputs if it.request_id not in probes)
 
     def committed(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Return the outputs; an output that ends a request gets the times of the request."""
@@ -65,6 +76,7 @@ class RequestTimer:
     def forget(self, request_id: str) -> RequestTimes | None:
         """Remove a request that ended or was aborted; return its times, None if it got no token."""
         self._without_token.discard(request_id)
+        self._probes.discard(request_id)
         times = self._open.pop(request_id, None)
         if times is None or not times.first_token:
             return None

@@ -50,6 +50,7 @@ class EngineStats:
             "waiting": 0,
             "kv_cache_usage": 0.0,
             "preemptions": 0,
+            "invalid_logits": 0,
             "prefix_cache_queries": 0,
             "prefix_cache_hits": 0,
         }
@@ -61,7 +62,9 @@ class EngineStats:
             self.prompt_tokens += sum(
                 len(seq.request.prompt_token_ids)
                 for seq in batch.admitted
-                if not (seq.num_preemptions or seq.request.emitted_token_ids)
+                if not (
+                    seq.num_preemptions or seq.request.emitted_token_ids or seq.request.is_probe
+                )
             )
         if self._num_launched % EXPERT_LOAD_EVERY == 0:
             self._expert_load.watch()
@@ -103,6 +106,7 @@ class EngineStats:
             "waiting": len(scheduler.waiting),
             "kv_cache_usage": scheduler.pool.usage,
             "preemptions": scheduler.num_preemptions,
+            "invalid_logits": scheduler.num_invalid,
             "prefix_cache_queries": scheduler.prefixes.num_queries,
             "prefix_cache_hits": scheduler.prefixes.num_hits,
         }

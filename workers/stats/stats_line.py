@@ -6,7 +6,7 @@ INTERVAL_S = 10.0
 
 
 def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the figures of a rank between two `EngineStats.snapshot`s; None if it ran no steps.
+    """Return the figures of a rank between two `EngineStats.snapshot`s; None if it worked on no request.
 
     Rates are per second, times in milliseconds of a step, shares between 0 and 1.
     """
@@ -16,7 +16,8 @@ def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] 
         return difference
 
     seconds, steps = grown("time"), grown("steps")
-    if seconds <= 0 or steps <= 0:
+    tokens = grown("prompt_tokens") + grown("generation_tokens")
+    if seconds <= 0 or steps <= 0 or not (tokens or now["running"]):
         return None
     parts = {part: end - before["step_seconds"][part] for part, end in now["step_seconds"].items()}
     step_s = sum(parts.values())

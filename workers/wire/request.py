@@ -7,6 +7,9 @@ MAX_EXPECTED_OUTPUT = 512
 """Bounds the output that a request is expected to have, because most answers end long before a large max_tokens: a chat
 without max_tokens may fill the context, and would count as much as a dozen other requests."""
 
+PROBE_PREFIX = "probe-"
+"""Of the ids of readiness probes; requests of clients have ids with other prefixes."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -64,6 +67,11 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     emitted_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def is_probe(self) -> bool:
+        """Return whether this is a readiness probe, which no metric of requests or tokens counts."""
+        return self.request_id.startswith(PROBE_PREFIX)
 
 
 class TokenLogprobs(NamedTuple):

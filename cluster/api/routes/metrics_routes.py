@@ -3,19 +3,21 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.responses import Response
 
 from cluster.api.answer.events import to_json
 from cluster.api.backend import EngineBackend
+from cluster.api.routes.readiness import not_serving
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
 from cluster.metrics.metrics import CONTENT_TYPE, IngressMetrics
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def add_metrics_routes(
@@ -29,17 +31,22 @@ def add_metrics_routes(
     @app.get("/metrics")
     async def prometheus_metrics() -> Response:
         """Prometheus text. If the ranks do not answer, it has no figures of ranks."""
-        stats: list[dict[str, Any]] = []
-        total = metrics.snapshot()
+        own = metrics.snapshot()
+        no_groups: list[dict[str, Any]] = []
+        no_stats: list[dict[str, Any]] = []
         try:
             backend = backend_provider()
-            metrics.set_model_name(backend.model_name)
-            async with asyncio.timeout(settings.stats_timeout_s):
-                total = await backend.ingress_metrics(total)
-                stats = await backend.rank_stats()
-        except (ServingError, TimeoutError) as error:
+        except ServingError as error:
             logger.warning("metrics without the ranks: %r", error)
-        return Response(metrics.render(stats, total), media_type=CONTENT_TYPE)
+            return Response(metrics.render([]), media_type=CONTENT_TYPE)
+        metrics.set_model_name(backend.model_name)
+        timeout_s = settings.stats_timeout_s
+        total, groups, stats = await asyncio.gather(
+            _within(timeout_s, backend.ingress_metrics(own), own, "other ingresses"),
+            _within(timeout_s, backend.groups(), no_groups, "groups"),
+            _within(timeout_s, backend.rank_stats(), no_stats, "ranks"),
+        )
+        return Response(metrics.render(stats, total, groups), media_type=CONTENT_TYPE)
 
     @app.get("/ranks")
     async def ranks() -> Response:
@@ -48,22 +55,36 @@ def add_metrics_routes(
         `time` (Unix seconds) is the clock for rates. Counters since the start: prompt_tokens, generation_tokens,
         preemptions, prefix_cache_queries, prefix_cache_hits, steps, idle_steps, step_seconds by part. Gauges:
         running, waiting, kv_cache_usage (1 = all blocks). `epoch` counts the rebuilds of the group.
+        `groups` as in /ready.
         """
         backend = backend_provider()
+        groups = await _within(settings.stats_timeout_s, backend.groups(), [], "groups")
         try:
             stats = await asyncio.wait_for(backend.rank_stats(), settings.stats_timeout_s)
-        except TimeoutError as error:
-            raise EngineDeadError("the ranks do not answer") from error
+        except (EngineDeadError, TimeoutError) as error:
+            reason = not_serving(groups) or str(error) or "the ranks do not answer"
+            raise EngineDeadError(reason) from error
         return Response(
             to_json(
                 {
                     "time": time.time(),
                     "model": backend.model_name,
+                    "groups": groups,
                     "ranks": [_rank_fields(rank, values) for rank, values in enumerate(stats)],
                 }
             ),
             media_type="application/json",
         )
+
+
+async def _within(timeout_s: float, answer: Awaitable[T], default: T, what: str) -> T:
+    """Return an answer, or `default` if it does not come in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await answer
+    except (ServingError, TimeoutError) as error:
+        logger.warning("figures without the %s: %r", what, error)
+        return default
 
 
 # Field of /ranks -> what it is before a rank has counted any.

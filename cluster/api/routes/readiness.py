@@ -1,4 +1,4 @@
-"""Checks that every rank can answer, by a request of one token to each rank when readiness is queried.
+"""Checks that every rank can answer: by the tokens of real requests, or by a request of one token to each other rank.
 
 A probe runs like any other request, so it finds a rank that hangs while its process answers. No metric counts it.
 Knows nothing of HTTP.
@@ -15,7 +15,7 @@ from typing import Any
 from cluster.api.backend import EngineBackend
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
-from workers.wire.request import SamplingParams
+from workers.wire.request import PROBE_PREFIX, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +25,31 @@ PROBE_PRIORITY = -(
 
 
 class Readiness:
-    """Caches the time of the last successful probe of all ranks; queries soon after it send no probe."""
+    """A rank is proven for `probe_fresh_s` after its last token, of any request of this ingress or of a probe."""
 
     def __init__(self, provider: Callable[[], EngineBackend], settings: ApiSettings) -> None:
         self._provider = provider
         self._settings = settings
-        self._proven = -float("inf")
+        self._proven: dict[int, float] = {}  # time of the last probe that proved a rank
         self._probe: asyncio.Task[str] | None = None
 
-    async def check(self) -> None:
+    async def groups(self) -> list[dict[str, Any]]:
+        """Return the states of the groups; [] if nothing answers."""
+        try:
+            async with asyncio.timeout(self._settings.stats_timeout_s):
+                return await self._provider().groups()
+        except (ServingError, TimeoutError):
+            return []
+
+    async def check(self, groups: list[dict[str, Any]]) -> None:
         """Raise EngineDeadError, which names the rank, unless requests can be served."""
         backend = self._provider()
+        if state := not_serving(groups):
+            raise EngineDeadError(state)
         ready, reason = backend.health()
         if not ready:
             raise EngineDeadError(reason or "the engine is not ready")
-        if time.monotonic() - self._proven < self._settings.probe_fresh_s:
+        if not self._unproven(backend):
             return
         if self._probe is None or self._probe.done():
             self._probe = asyncio.create_task(self._run(backend))
@@ -47,16 +57,24 @@ class Readiness:
         if reason:
             raise EngineDeadError(reason)
 
-    async def _run(self, backend: EngineBackend) -> str:
-        """Probe all ranks at once; return the reason if a rank is not ready, else ""."""
-        counting = asyncio.create_task(self._busy_steps(backend))
-        probes = [
-            asyncio.create_task(_one_token(backend, rank)) for rank in range(backend.num_ranks)
+    def _unproven(self, backend: EngineBackend) -> list[int]:
+        fresh_s, now = self._settings.probe_fresh_s, time.monotonic()
+        return [
+            rank
+            for rank, age in enumerate(backend.token_ages())
+            if min(age, now - self._proven.get(rank, -float("inf"))) >= fresh_s
         ]
-        await asyncio.wait(probes, timeout=self._settings.probe_timeout_s)
-        silent = {rank for rank, probe in enumerate(probes) if probe.cancel()}
-        await asyncio.gather(*probes, counting, return_exceptions=True)
-        for rank, probe in enumerate(probes):
+
+    async def _run(self, backend: EngineBackend) -> str:
+        """Probe all unproven ranks at once; return the reason if a rank is not ready, else ""."""
+        counting = asyncio.create_task(self._busy_steps(backend))
+        probes = {
+            rank: asyncio.create_task(_one_token(backend, rank)) for rank in self._unproven(backend)
+        }
+        await asyncio.wait(probes.values(), timeout=self._settings.probe_timeout_s)
+        silent = {rank for rank, probe in probes.items() if probe.cancel()}
+        await asyncio.gather(*probes.values(), counting, return_exceptions=True)
+        for rank, probe in probes.items():
             error = None if rank in silent else probe.exception()
             if isinstance(error, ServingError):
                 return f"rank {rank}: {error}"
@@ -70,7 +88,7 @@ class Readiness:
         if silent:
             names = ", ".join(str(rank) for rank in sorted(silent))
             return f"no token in {self._settings.probe_timeout_s:g} s from rank {names}"
-        self._proven = time.monotonic()
+        self._proven |= dict.fromkeys(probes, time.monotonic())
         return ""
 
     async def _busy_steps(self, backend: EngineBackend) -> dict[int, int]:
@@ -82,13 +100,23 @@ class Readiness:
         return {rank: _busy(values) for rank, values in enumerate(stats)}
 
 
+def not_serving(groups: list[dict[str, Any]]) -> str:
+    """Return the state of the first group that does not serve, with its reason; "" if all serve."""
+    group = next((group for group in groups if group["state"] != "serving"), None)
+    if group is None:
+        return ""
+    stage = f" (stage {group['stage']})" if group["stage"] else ""
+    reason = f": {group['error']}" if group["error"] else ""
+    return f"the group is {group['state']}{stage} since {group['seconds']:.1f} s{reason}"
+
+
 def _busy(stats: dict[str, Any]) -> int:
     return int(stats.get("steps", 0) - stats.get("idle_steps", 0))
 
 
 async def _one_token(backend: EngineBackend, rank: int) -> None:
     params = SamplingParams(max_tokens=1, temperature=0.0)
-    request_id = f"probe-{uuid.uuid4().hex}"
+    request_id = f"{PROBE_PREFIX}{uuid.uuid4().hex}"
     outputs = backend.generate(request_id, [0], params, priority=PROBE_PRIORITY, rank=rank)
     async with aclosing(outputs):
         async for output in outputs:

@@ -3,6 +3,7 @@
 Knows nothing of generation.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,12 @@ from fastapi import FastAPI
 from starlette.responses import Response
 
 from cluster.api.admission import AdmissionGate
-from cluster.api.answer.events import to_json
+from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.routes.docs_page import render_docs
 from cluster.api.routes.readiness import Readiness
 from cluster.api.settings import ApiSettings, package_version
-from cluster.errors import EngineDeadError
+from cluster.errors import EngineDeadError, ServingError
 
 
 def add_utility_routes(
@@ -28,11 +29,21 @@ def add_utility_routes(
     readiness = Readiness(backend_provider, settings)
 
     async def ready() -> Response:
-        """200 when every rank has given a token within the last seconds, else 503 with the reason."""
-        if gate.closed:
-            raise EngineDeadError(gate.closed)
-        await readiness.check()
-        return _json({"status": "ready"})
+        """200 when every rank has given a token within the last seconds, else 503 with the reason.
+
+        `groups`: state, its start (Unix seconds) and seconds; stage and progress of a start or rebuild; epoch; number
+        of rebuilds with their seconds by stage, and the last one; seconds since the last vote of each rank.
+        """
+        groups = await readiness.groups()
+        try:
+            if gate.closed:
+                raise EngineDeadError(gate.closed)
+            await readiness.check(groups)
+        except ServingError as error:
+            body = json.loads(error_body(error)) | {"status": "not ready", "groups": groups}
+            headers = {"retry-after": str(error.retry_after_s or 1)}
+            return Response(to_json(body), error.status, headers, media_type="application/json")
+        return _json({"status": "ready", "groups": groups})
 
     async def live() -> Response:
         """200 while this process answers, whatever the state of the ranks."""

@@ -1,0 +1,26 @@
+"""The URL of a running server, as an argument of a command."""
+
+from urllib.error import URLError
+from urllib.parse import urlsplit
+
+TIMEOUT_S = 5.0
+
+
+class UnreachableError(RuntimeError):
+    """There is no server at the URL, or it is no Phalanx server."""
+
+
+def base_url(url: str) -> str:
+    """The URL with http:// as the default scheme, and without a path."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+    return f"{parts.scheme}://{parts.netloc}"
+
+
+def no_answer(url: str, error: Exception) -> UnreachableError:
+    """The error of a command that gets no answer from its server."""
+    reason = error.reason if isinstance(error, URLError) else error
+    return UnreachableError(
+        f"no answer from {url}: {reason}; is the server running? Give its URL as the argument"
+    )
