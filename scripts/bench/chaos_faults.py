@@ -1,0 +1,265 @@
+"""The failures of scripts/chaos: signals to processes of a server, and points in the step of a rank that fail."""
+
+import asyncio
+import contextlib
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+POLL_S = 0.05
+STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
+SERVING_S = 120.0
+"""Time for a group to serve again."""
+STOPPED_S = 5.0
+DELAYED_S = 3.0
+
+
+@dataclass
+class Failure:
+    """One failure and what followed; seconds from `at`, None where nothing was seen."""
+
+    kind: str
+    at: float
+    detected_s: float | None = None
+    serving_s: float | None = None
+    stages: dict[str, float] = field(default_factory=dict)
+
+    def count_from(self, at: float) -> None:
+        """Count the seconds from a later moment."""
+        later, self.at = at - self.at, at
+        if self.detected_s is not None:
+            self.detected_s = max(0.0, self.detected_s - later)
+        if self.serving_s is not None:
+            self.serving_s = max(0.0, self.serving_s - later)
+
+
+class Victim:
+    """The processes of a server, and its state.
+
+    log      the output of the server
+    folder   the folder of its fault points
+    """
+
+    def __init__(
+        self, pid: int, log: Path, client: httpx.AsyncClient, folder: Path, num_ranks: int
+    ):
+        self._pid, self._log, self._client, self._folder = pid, log, client, folder
+        self.num_ranks = num_ranks
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Return the living processes with `title` in their command line."""
+        found = []
+        for process in psutil.Process(self._pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if title in " ".join(process.cmdline()) and process.status() != "zombie":
+                    found.append(process)
+        return found
+
+    async def ranks(self) -> list[psutil.Process]:
+        """Return the processes of the ranks, once all live."""
+        found = self.processes("RankActor")
+        while len(found) < self.num_ranks:
+            await asyncio.sleep(POLL_S)
+            found = self.processes("RankActor")
+        return found
+
+    def group(self) -> tuple[str, int]:
+        """Return the last state and epoch that the server has printed."""
+        changes = STATE.findall(self._log.read_text(errors="replace"))
+        return (changes[-1][0], int(changes[-1][1])) if changes else ("serving", 0)
+
+    async def wait_group(self, wanted: Callable[[str, int], bool]) -> int:
+        """Return the epoch of the group once its state and epoch are as wanted."""
+        deadline = time.monotonic() + SERVING_S
+        while not wanted(*(group := self.group())):
+            assert time.monotonic() < deadline, f"the group is {group}"
+            await asyncio.sleep(POLL_S)
+        return group[1]
+
+    async def stages(self) -> dict[str, float]:
+        """Return the seconds of each stage of the last rebuild."""
+        try:
+            group = (await self._client.get("/ready", timeout=5)).json()["groups"][0]
+        except (httpx.HTTPError, ValueError, LookupError):
+            return {}
+        return dict((group["last_rebuild"] or {}).get("stages", {}))
+
+    async def arm(self, process: psutil.Process, point: str) -> None:
+        """Let a point of a rank fail, and return when it has."""
+        path = self._folder / f"{process.pid}.{point}"
+        path.touch()
+        deadline = time.monotonic() + SERVING_S
+        while path.exists() and process.is_running():
+            assert time.monotonic() < deadline, f"point {point} was not reached"
+            await asyncio.sleep(POLL_S)
+
+    @contextlib.contextmanager
+    def delayed(self) -> Any:
+        """Let all exchanges wait at random."""
+        path = self._folder / "delay"
+        path.touch()
+        try:
+            yield
+        finally:
+            path.unlink()
+
+
+Fault = Callable[[Victim, random.Random], Coroutine[Any, Any, float | None]]
+"""Returns when the failure happened, if not at its call."""
+
+
+async def kill(victim: Victim, rng: random.Random) -> None:
+    """SIGKILL of a rank."""
+    rng.choice(await victim.ranks()).kill()
+
+
+async def kill_two(victim: Victim, rng: random.Random) -> None:
+    """SIGKILL of two ranks at once."""
+    for process in rng.sample(await victim.ranks(), 2):
+        process.kill()
+
+
+async def kill_in_rebuild(victim: Victim, rng: random.Random) -> None:
+    """SIGKILL of a rank, and of another one while the group rebuilds."""
+    first, second = rng.sample(await victim.ranks(), 2)
+    first.kill()
+    await victim.wait_group(lambda state, _: state == "rebuilding")
+    await asyncio.sleep(rng.uniform(0, 1.5))
+    with contextlib.suppress(psutil.NoSuchProcess):
+        second.kill()
+
+
+async def stop(victim: Victim, rng: random.Random) -> None:
+    """SIGSTOP of a rank; its process must be gone in the end."""
+    process = rng.choice(await victim.ranks())
+    process.send_signal(signal.SIGSTOP)
+    await gone(process)
+
+
+async def stop_and_continue(victim: Victim, rng: random.Random) -> None:
+    """SIGSTOP of a rank and SIGCONT after 5 s; a process that was replaced meanwhile must leave."""
+    process = rng.choice(await victim.ranks())
+    process.send_signal(signal.SIGSTOP)
+    await asyncio.sleep(STOPPED_S)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGCONT)
+
+
+def at_point(point: str) -> Fault:
+    """Return the fault of a point in the step of a rank."""
+
+    async def fail(victim: Victim, rng: random.Random) -> float:
+        await victim.arm(rng.choice(await victim.ranks()), point)
+        return time.monotonic()
+
+    fail.__doc__ = f"A rank fails in {point}."
+    return fail
+
+
+async def delay(victim: Victim, _rng: random.Random) -> None:
+    """Exchanges wait at random for some seconds; nothing else happens."""
+    with victim.delayed():
+        await asyncio.sleep(DELAYED_S)
+
+
+async def kill_supervisor(victim: Victim, _rng: random.Random) -> None:
+    """SIGKILL of the supervisor."""
+    for process in victim.processes("ray::Supervisor"):
+        process.kill()
+
+
+async def kill_ingress(victim: Victim, rng: random.Random) -> None:
+    """SIGKILL of an HTTP process: its connections end, and its requests leave the ranks."""
+    process = rng.choice(victim.processes("ray::ServeReplica"))
+    process.kill()
+    await gone(process)
+
+
+FAULTS: dict[str, Fault] = {
+    "kill": kill,
+    "die": at_point("die"),
+    "stop": stop,
+    "stop-continue": stop_and_continue,
+    "forward": at_point("forward"),
+    "dispatch": at_point("dispatch"),
+    "ubatch": at_point("ubatch"),
+    "commit": at_point("commit"),
+    "two": kill_two,
+    "rebuild": kill_in_rebuild,
+    "delay": delay,
+    "supervisor": kill_supervisor,
+    "ingress": kill_ingress,
+}
+WITHOUT_REBUILD = {"delay", "supervisor", "ingress"}
+MAY_PASS = {"stop-continue"}
+"""Failures that end by themselves, perhaps before the group notices."""
+UNNOTICED_S = 15.0
+BREAKS_CONNECTIONS = {"ingress"}
+
+
+async def gone(process: psutil.Process) -> None:
+    """Return when a process has ended."""
+    deadline = time.monotonic() + SERVING_S
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.is_running() and process.status() != "zombie":
+            assert time.monotonic() < deadline, f"process {process.pid} lives on"
+            await asyncio.sleep(POLL_S)
+
+
+async def cause(victim: Victim, kinds: Iterable[str], every_s: float, seed: int) -> list[Failure]:
+    """Cause failures one after another, each when the group serves, `every_s` seconds apart on average."""
+    rng = random.Random(seed)
+    failures = []
+    for number, kind in enumerate(kinds):
+        await asyncio.sleep(every_s * rng.uniform(0.5, 1.5))
+        before = await victim.wait_group(serves)
+        failure = Failure(kind, time.monotonic())
+        print(f"{number + 1}: {kind}", file=sys.stderr, flush=True)
+        watching = asyncio.create_task(watch(victim, failure, before))
+        happened = await FAULTS[kind](victim, rng)
+        await watching
+        if happened is not None:
+            failure.count_from(happened)
+        failures.append(failure)
+    await victim.wait_group(serves)
+    await only_ranks(victim)
+    return failures
+
+
+def serves(state: str, _: int) -> bool:
+    return state == "serving"
+
+
+async def watch(victim: Victim, failure: Failure, before: int) -> None:
+    """Note when a failure was detected, and when the group serves again."""
+    if failure.kind in WITHOUT_REBUILD:
+        return
+    patience = failure.at + UNNOTICED_S
+    may_pass = failure.kind in MAY_PASS
+
+    def noticed(_: str, epoch: int) -> bool:
+        return epoch > before or (may_pass and time.monotonic() > patience)
+
+    if await victim.wait_group(noticed) == before:
+        return
+    failure.detected_s = time.monotonic() - failure.at
+    await victim.wait_group(lambda state, epoch: serves(state, epoch) and epoch > before)
+    failure.serving_s = time.monotonic() - failure.at
+    failure.stages = await victim.stages()
+
+
+async def only_ranks(victim: Victim) -> None:
+    """Return when there are no more rank processes than ranks: all that were replaced have ended."""
+    deadline = time.monotonic() + SERVING_S
+    while len(found := victim.processes("RankActor")) > victim.num_ranks:
+        assert time.monotonic() < deadline, f"{len(found)} processes of {victim.num_ranks} ranks"
+        await asyncio.sleep(POLL_S)

@@ -1,0 +1,105 @@
+"""Lets a rank of a server fail where scripts/chaos wants it to; no other server has this folder in its PYTHONPATH.
+
+Python imports this module in every process of the server. The file PID.NAME in the folder of the environment variable
+PHALANX_FAULTS arms point NAME in process PID: the point removes the file and fails. A file `delay` there makes every
+exchange wait at random.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(os.environ["PHALANX_FAULTS"])
+PATCHED = "workers.rank.epoch"  # imported by ranks alone, when all that is patched can be imported
+MAX_DELAY_S = 0.05
+
+
+class InjectedError(RuntimeError):
+    """What an armed point raises."""
+
+
+def armed(name: str) -> bool:
+    """Whether point `name` is to fail now; the next call returns False."""
+    try:
+        os.unlink(FOLDER / f"{os.getpid()}.{name}")
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def fail_if_armed(name: str) -> None:
+    if armed(name):
+        raise InjectedError(f"scripts/chaos lets {name} fail")
+
+
+def before(owner: Any, method: str, action: Callable[[], None]) -> None:
+    """Run `action` before each call of a method."""
+    call = getattr(owner, method)
+
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        action()
+        return call(self, *args, **kwargs)
+
+    setattr(owner, method, patched)
+
+
+def in_forward() -> None:
+    if armed("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    fail_if_armed("forward")
+
+
+def in_dispatch() -> None:
+    if (FOLDER / "delay").exists():
+        time.sleep(random.uniform(0, MAX_DELAY_S))
+    fail_if_armed("dispatch")
+
+
+def in_moe() -> None:
+    from kernels.pending import can_yield_ubatch
+
+    if can_yield_ubatch():
+        fail_if_armed("ubatch")
+
+
+def patch_points() -> None:
+    from kernels.backends.registry import backend_class
+    from workers.engine.scheduler import Scheduler
+    from workers.layers.moe import MoeBlock
+    from workers.runner.model_runner import ModelRunner
+
+    before(ModelRunner, "_forward", in_forward)
+    before(backend_class("all2all", "shm"), "dispatch", in_dispatch)
+    before(MoeBlock, "forward", in_moe)
+    before(Scheduler, "commit", lambda: fail_if_armed("commit"))
+
+
+class Finder:
+    """Patches when PATCHED has been imported."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != PATCHED:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_patch(module: Any) -> None:
+            execute(module)
+            patch_points()
+
+        spec.loader.exec_module = execute_and_patch
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
