@@ -1,6 +1,6 @@
 """Three hosts on this machine: `ray up`, checks, a server over all hosts, a cable out, a host lost, `ray down`.
 
-`scripts/test_cluster` runs it, in two to three minutes on two cores; the suite does not.
+`scripts/test_cluster` runs it, in about four minutes on two cores; the suite does not.
 """
 
 import json
@@ -26,7 +26,7 @@ from tests.cluster.launched import (
 REASON = hosts.unavailable()
 pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 ON_CLUSTER = ("cluster.ray_address=auto", "cluster.nodes=3", "cluster.ranks=3")
@@ -88,7 +88,8 @@ def serve_a_model_that_one_host_has(bed: Bed) -> Server:
         "serve.model_name=demo",
         "cluster.fetch_weights=true",
         "cluster.vote_timeout_s=5",
-        "cluster.start_timeout_s=120",
+        "cluster.start_timeout_s=60",
+        "cluster.rebuild_attempts=2",
         "overlap.mode=off",
     )
     server.wait_ready(240)
@@ -132,14 +133,14 @@ def pull_a_cable_for_a_while(bed: Bed, server: Server) -> None:
     assert len(stream.events()) == before, "no step without a host"
     bed.plug_cable(bed.hosts[1])
     plugged = time.monotonic()
-    wait_for(lambda: len(stream.events()) > before + 5, 90, "the stream goes on")
+    wait_for(lambda: len(stream.events()) > before + 5, 150, "the stream goes on")
     print(f"going on {time.monotonic() - plugged:.1f} s after the cable was plugged")
     assert all("text" in event for event in stream.events()), stream.events()[-1]
     stream.stop()
 
 
 def lose_a_host(bed: Bed, server: Server) -> None:
-    """Within a minute the stream ends or goes on, and the server serves on the rest or ends with the reason."""
+    """The server goes on, or ends with the reason when two rebuilds of cluster.start_timeout_s found no host."""
     stream = server.stream(1900, 200)
     wait_for(lambda: len(stream.events()) > 5, 60, "the stream runs")
     before = len(stream.events())
@@ -149,7 +150,7 @@ def lose_a_host(bed: Bed, server: Server) -> None:
     def decided() -> bool:
         return server.process.poll() is not None or len(stream.events()) > before + 20
 
-    wait_for(decided, 90, "the group goes on or fails")
+    wait_for(decided, 240, "the group goes on or fails")
     print(
         f"decided {time.monotonic() - lost:.1f} s after the host was lost, server {server.process.poll()}"
     )
