@@ -42,6 +42,13 @@ def start() -> None:
     )
 
 
+def end_session() -> None:
+    """End the processes of this process's Ray at once."""
+    for pid in session_processes(os.getpid()):
+        if pid != os.getpid():
+            _kill(pid)
+
+
 def wait_and_reap(launcher: int) -> None:
     """Wait for the end of the parent process `launcher`, then end the processes of its Ray."""
     while os.getppid() == launcher:

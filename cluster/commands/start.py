@@ -28,6 +28,7 @@ RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_
 # Ray logs at every start that its token authentication is on, which is the default.
 AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel
+VITAL = ("gcs_server", "raylet")
 POLL_S = 0.1
 
 
@@ -109,7 +110,12 @@ class RankStart:
         return None
 
     def check(self) -> None:
-        """Print what has changed in the groups since the last check. Raises ServerError when a group has failed."""
+        """Print what has changed in the groups since the last check.
+
+        Raises ServerError when a group has failed, or a process that the local Ray needs has ended.
+        """
+        if lost := lost_ray_process():
+            raise ServerError(f"Ray's process {lost} has ended, and Ray cannot go on without it")
         healths: list[GroupHealth] = ray_get(self.supervisor.healths.remote())
         for before, health in zip(self._healths or healths, healths, strict=True):
             if health.ended:
@@ -131,8 +137,11 @@ class RankStart:
         # Ray logs an error for every thread that waits for a call when Ray ends.
         logging.getLogger("ray").setLevel(logging.CRITICAL)
         with self.stage("stopped"):
-            self._stop_ranks()
-            beside()
+            if lost_ray_process():
+                reaper.end_session()  # calls of Ray would wait for a minute
+            else:
+                self._stop_ranks()
+                beside()
             ray.shutdown()
 
     @contextmanager
@@ -217,6 +226,15 @@ def start_ray(config: PhalanxConfig) -> None:
         where = f"join Ray at {address}" if address else "start a local Ray"
         raise ServerError(f"cannot {where}: {error}") from error
     show_logs(config.serve.log_format)
+
+
+def lost_ray_process() -> str | None:
+    """Return the name of a vital process of the local Ray that has ended; None if all live, and for a joined Ray."""
+    import ray
+
+    node: Any = ray._private.worker._global_node
+    dead: list[tuple[str, Any]] = [] if node is None else node.dead_processes()
+    return next((name for name, _ in dead if name in VITAL), None)
 
 
 def progress_line(stage: str, done: int, total: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from cluster.commands import preflight
+from cluster.commands import preflight, start
 from cluster.commands.check import check
 from cluster.commands.preflight import Preflight
 from cluster.commands.start import RankStart, ServerError
@@ -181,11 +181,29 @@ def test_backends_declare_whether_prompts_are_captured() -> None:
     assert set(map(tuple, found.values())) == {(False, False)}
 
 
+def test_a_lost_process_of_ray_ends_the_server(monkeypatch: pytest.MonkeyPatch):
+    """Calls of Ray would wait, so the launcher makes none and ends Ray's other processes itself."""
+    ended = []
+    dead = [("log_monitor", None), ("raylet", None)]
+    node = SimpleNamespace(dead_processes=lambda: dead)
+    monkeypatch.setattr("ray._private.worker._global_node", node)
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("ray"))
+    monkeypatch.setattr(start.reaper, "end_session", lambda: ended.append("session"))
+    subject = _start(SimpleNamespace(done=lambda: True))
+    subject._owns_ray = True
+    with pytest.raises(ServerError, match="Ray's process raylet has ended"):
+        subject.check()
+    subject.shut_down(lambda: ended.append("beside"))
+    assert ended == ["session", "ray"]
+    dead.pop()
+    assert start.lost_ray_process() is None
+
+
 def test_it_ends_with_a_killed_launcher():
     child = f"""
 import os, subprocess, sys
 sys.path[:] = {sys.path!r}
-from cluster.commands import preflight
+from cluster.commands import preflight, start
 compiler = subprocess.Popen(["sleep", "1000"])
 print(os.getpid(), compiler.pid, flush=True)
 preflight._end_with(os.getppid())
