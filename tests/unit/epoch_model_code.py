@@ -87,7 +87,7 @@ def client_of(
 ) -> Any:
     """An engine client with these open requests; `captured` gets what it sends, by rank."""
     client = object.__new__(EngineClient)
-    client._open, client._suspects = {}, Suspects()
+    client._open, client._suspects, client._token_times = {}, Suspects(), {}
     numbers = range(len(RANKS))
     client._router = SimpleNamespace(
         report=lambda *_: None,
