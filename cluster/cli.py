@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -154,6 +154,51 @@ def top(
 
     with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
         watch(url, once=once, as_json=as_json, interval=interval)
+
+
+Server = Annotated[str, typer.Argument(help="A running server.")]
+LOCAL = "http://127.0.0.1:8000"
+
+
+@app.command()
+def drain(
+    url: Server = LOCAL,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=0, help="Seconds for open requests; by default serve.drain_timeout_s."),
+    ] = None,
+    api_key_env: KeyVariable = API_KEY_VARIABLE,
+) -> None:
+    """Let a running server finish its open requests, refuse new ones, and end."""
+    _operate(url, "drain", {"timeout_s": timeout}, api_key_env)
+
+
+@app.command()
+def scale(
+    ranks: Annotated[int, typer.Argument(min=1, help="Number of ranks.", show_default=False)],
+    url: Server = LOCAL,
+    api_key_env: KeyVariable = API_KEY_VARIABLE,
+) -> None:
+    """Change the number of ranks of a running server. Open requests pause, then go on."""
+    _operate(url, "scale", {"ranks": ranks}, api_key_env)
+
+
+@app.command()
+def restart(
+    url: Server = LOCAL,
+    overrides: Overrides = None,
+    api_key_env: KeyVariable = API_KEY_VARIABLE,
+) -> None:
+    """Replace the rank processes of a running server, with new settings. Open requests pause, then go on."""
+    _operate(url, "restart", {"set": overrides or []}, api_key_env)
+
+
+def _operate(url: str, operation: str, body: dict[str, Any], api_key_env: str) -> None:
+    from cluster.commands.operate import OperationError, post
+
+    with _user_errors(OperationError, code=1), _user_errors(ValueError):
+        answer = post(url, operation, body, api_key_env)
+    typer.echo(answer["status"])
 
 
 @app.command()

@@ -71,6 +71,13 @@ class AuthenticationError(BadRequestError):
     default_code = "invalid_api_key"
 
 
+class ForbiddenError(BadRequestError):
+    """The client may not use this route."""
+
+    status = 403
+    default_code = "forbidden"
+
+
 class ClientTimeoutError(BadRequestError):
     """The client did not send its request in time."""
 

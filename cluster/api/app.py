@@ -25,6 +25,7 @@ from cluster.api.request.protocol import (
 from cluster.api.responses.factory import ResponseFactory
 from cluster.api.responses.routes import add_responses_routes
 from cluster.api.responses.store import make_store
+from cluster.api.routes.admin import add_admin_routes
 from cluster.api.routes.generation import GenerationEndpoint, Prepared, with_writer
 from cluster.api.routes.metrics_routes import add_metrics_routes
 from cluster.api.routes.models import add_model_routes
@@ -79,6 +80,7 @@ def create_app(
     add_utility_routes(app, backend_provider, settings, gate)
     add_metrics_routes(app, backend_provider, settings, metrics)
     add_page_routes(app)
+    add_admin_routes(app, backend_provider, settings)
     complete_openapi(app, with_keys=bool(settings.api_key_digests))
     return app
 

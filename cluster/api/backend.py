@@ -66,3 +66,15 @@ class EngineBackend(Protocol):
     async def ingress_metrics(self, own: Snapshot) -> Snapshot:
         """Return the sum of the counts of all ingresses; `own` has the counts of the calling ingress."""
         ...
+
+    async def drain(self, timeout_s: float | None) -> None:
+        """Refuse new requests, finish the open ones in `timeout_s` seconds, then end; None: serve.drain_timeout_s."""
+        ...
+
+    async def scale(self, num_ranks: int) -> None:
+        """Go on with another number of ranks. Returns when they serve; raises BadRequestError if that is impossible."""
+        ...
+
+    async def restart(self, settings: list[str]) -> None:
+        """Replace the processes of all ranks, with these settings changed. Returns and raises as `scale`."""
+        ...

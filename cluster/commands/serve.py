@@ -52,7 +52,7 @@ def run_server(config: PhalanxConfig) -> None:
         if url is not None:
             keys = f", {len(digests)} API key(s)" if digests else ""
             console.print(f"ready in {time.monotonic() - started:.1f} s: {url}{keys}", style="bold")
-            while not stop.wait(1.0):
+            while not stop.wait(1.0) and not ranks.draining:
                 ranks.check()
                 ranks.supervisor.launcher_heartbeat.remote()
             _drain(config, stop, ranks)
@@ -145,10 +145,13 @@ def _drain(config: PhalanxConfig, stop: StopSignals, ranks: RankStart) -> None:
 
     timeout_s = config.serve.drain_timeout_s if stop.patient else 0.0
     with ranks.stage("drained"), console.status("finishing requests"), suppress(RayError):
-        ray_get(ranks.supervisor.drain.remote(timeout_s))
+        if ranks.draining and not stop.is_set():  # by `phalanx drain`
+            timeout_s = ray_get(ranks.supervisor.drain_requested.remote())
+        else:
+            ray_get(ranks.supervisor.drain.remote(timeout_s))
         deadline = time.monotonic() + timeout_s + DRAIN_EXTRA_S
         while time.monotonic() < deadline and not ray_get(ranks.supervisor.is_drained.remote()):
-            if timeout_s and not stop.patient:
+            if timeout_s and stop.is_set() and not stop.patient:
                 return
             time.sleep(POLL_S)
 

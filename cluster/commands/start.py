@@ -127,6 +127,11 @@ class RankStart:
                 )
         self._healths = healths
 
+    @property
+    def draining(self) -> bool:
+        """Whether a client requested the end of the server, at the last check."""
+        return any(health.state == "draining" for health in self._healths)
+
     def shut_down(self, beside: Callable[[], None] = lambda: None) -> None:
         """Stop the ranks, call `beside`, then end a local Ray or leave a joined one."""
         if not self._owns_ray:

@@ -66,6 +66,18 @@ class ClusterConfig(Section):
         description="Rebuilds in a row that may fail, or serve for less than 5 s, before the group fails; 0 = a "
         "failed rank ends the group.",
     )
+    standby_ranks: int = Field(
+        0,
+        ge=0,
+        le=MAX_RANKS,
+        description="Processes that wait to replace a dead rank: they have loaded everything but experts. Each takes a "
+        "place beside the ranks: on cuda a GPU.",
+    )
+    shrink: bool = Field(
+        False,
+        description="Go on with fewer ranks where a dead rank has no place, or no new process of it starts; grow back "
+        "when there is room. The ranks that are left hold all experts and need the memory for them.",
+    )
     ray_address: str | None = Field(
         None, description="null = start a local Ray; auto or host:port = join a running one."
     )

@@ -20,6 +20,7 @@ from cluster.errors import SHUTDOWN_REASON, EngineDeadError, ServingError
 from cluster.group import supervisor
 from cluster.group.group_client import GroupClient
 from cluster.group.open_request import OpenRequest
+from cluster.group.operator_calls import OperatorCalls
 from cluster.group.router import Router
 from cluster.group.status import GroupHealth, GroupMembers, GroupStatus
 from cluster.group.suspects import Suspects
@@ -34,7 +35,7 @@ RETRY_S = 0.1
 POISON = "this request was set aside: its rank failed each time before it could send a token of it"
 
 
-class EngineClient:
+class EngineClient(OperatorCalls):
     """One per ingress replica; `connect` before any other call.
 
     replace_failed: whether `connect` replaces a supervisor of failed groups.
@@ -59,6 +60,7 @@ class EngineClient:
         self._suspects = Suspects()
         self._groups: list[GroupClient] = []
         self._router = Router([self.num_ranks])
+        self._layout: tuple[Any, ...] = ()  # that the router was made for
         self._token_times: dict[int, float] = {}  # of the last tokens of each rank
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -72,17 +74,7 @@ class EngineClient:
                 if health.ended:
                     raise EngineDeadError(health.error)
             self._healths = await self._supervisor.changed_healths.remote(self._healths)
-        members = await self._open_streams()
-        info = members[0].infos[0]
-        self._limits = info.max_model_len, info.num_blocks * info.block_size
-        group_sizes = [len(group.ranks) for group in members]
-        self.num_ranks = sum(group_sizes)
-        self._router = Router(
-            group_sizes,
-            num_replicas=self._config.serve.replicas,
-            start=random.randrange(self.num_ranks),
-            cache_tokens=self.max_request_tokens if self._config.cache.prefix_caching else 0,
-        )
+        await self._open_streams()
         self._failure = None
         self._serving.set()
         jobs = (self._renew_lease(), self._follow_healths())
@@ -181,16 +173,6 @@ class EngineClient:
             raise EngineDeadError(f"the supervisor does not answer: {error}") from error
         return total
 
-    async def drain_requested(self) -> float:
-        """Return once the server is to stop: the seconds that requests get to finish."""
-        timeout_s: float = await self._supervisor.drain_requested.remote()
-        self._stopping = True
-        return timeout_s
-
-    async def report_drained(self) -> None:
-        """Report to the supervisor that this ingress has no open request."""
-        await self._supervisor.drained.remote(self._ingress_id)
-
     async def close(self) -> None:
         """Give the lease back and stop listening."""
         for task in self._tasks:
@@ -229,25 +211,29 @@ class EngineClient:
             request.prompt_token_ids,
             request.num_tokens - len(request.prompt_token_ids),
             cache_salt=request.cache_salt,
-            pinned=request.pinned,
+            # A rank that the client chose may have left the group.
+            pinned=None if (request.pinned or 0) >= self.num_ranks else request.pinned,
         )
+        request.router, request.place = self._router, self._router.place(request.rank)
         self._open[request.wire_id] = request
-        group, rank = self._router.place(request.rank)
+        group, rank = request.place
         self._groups[group].submit(rank, request.to_engine())
 
     def _abort(self, request: OpenRequest) -> None:
-        group, rank = self._router.place(request.rank)
+        group, rank = request.place
         self._groups[group].abort(rank, request.wire_id)
 
     def _forget(self, request: OpenRequest) -> None:
         """Release what `_submit` took."""
         if self._open.pop(request.wire_id, None) is not None:
-            self._router.release(request.rank, request.num_tokens)
+            request.router.release(request.rank, request.num_tokens)
 
     def _deliver(
-        self, group: int, rank: int, load_of_others: int, outputs: list[RequestOutput]
+        self, lease: str, group: int, rank: int, load_of_others: int, outputs: list[RequestOutput]
     ) -> None:
         """Pass the outputs of one step of a rank to the requests."""
+        if lease != self._lease_id:
+            return  # the other streams of the lease are still being opened: a rank only reports its load
         number = self._router.number(group, rank)
         self._router.report(number, load_of_others)
         if outputs:
@@ -266,7 +252,7 @@ class EngineClient:
         )
         lease_id, address = registration.lease_id, node_address()
         groups = [
-            GroupClient(members, lease_id, address, partial(self._deliver, index))
+            GroupClient(members, lease_id, address, partial(self._deliver, lease_id, index))
             for index, members in enumerate(registration.groups)
         ]
         try:
@@ -280,7 +266,26 @@ class EngineClient:
         for group in self._groups:
             group.close()  # the ranks compute the tokens again that it has not read
         self._lease_id, self._groups = lease_id, groups
+        self._learn(registration.groups)
         return registration.groups
+
+    def _learn(self, members: list[GroupMembers]) -> None:
+        """Take over what depends on the ranks of the groups, which may be others in each epoch."""
+        info = members[0].infos[0]
+        self._limits = info.max_model_len, info.num_blocks * info.block_size
+        group_sizes = [len(group.ranks) for group in members]
+        layout = (tuple(group_sizes), self.max_request_tokens)
+        if layout == self._layout:
+            return
+        self._layout = layout
+        self.num_ranks = sum(group_sizes)
+        self._token_times.clear()
+        self._router = Router(
+            group_sizes,
+            num_replicas=self._config.serve.replicas,
+            start=random.randrange(self.num_ranks),
+            cache_tokens=self.max_request_tokens if self._config.cache.prefix_caching else 0,
+        )
 
     async def _renew_lease(self) -> None:
         """Send heartbeats. A lease that has expired took the streams with it: open new ones, submit requests again."""
@@ -327,7 +332,7 @@ class EngineClient:
         """End the request that ends ranks, if it is found."""
 
         def failed(request: OpenRequest) -> bool:
-            group, rank = self._router.place(request.rank)
+            group, rank = request.place
             return rank in members[group].failed
 
         poison = self._suspects.judge(requests, failed)

@@ -6,7 +6,9 @@ from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
 
+from workers.models.config_reader import ModelConfigError
 from workers.rank.actor import PeerFailedError, RankFailedError
+from workers.weights.files import CheckpointError
 
 T = TypeVar("T")
 
@@ -51,6 +53,11 @@ def step_failed(error: BaseException) -> bool:
     """Whether a rank ended by an error of its own step: neither by a lost peer nor by the end of its process."""
     error = _remote_cause(error)
     return isinstance(error, RankFailedError) and not isinstance(error, PeerFailedError)
+
+
+def checkpoint_unreadable(error: BaseException) -> bool:
+    """Whether a rank could not read the model's files, which may come back."""
+    return isinstance(_remote_cause(error), CheckpointError | ModelConfigError | OSError)
 
 
 async def first_failure(done: Sequence[asyncio.Future[None]]) -> asyncio.Future[None]:

@@ -6,41 +6,41 @@ Knows nothing of ingresses beyond the names of their streams, and nothing of HTT
 
 import asyncio
 import logging
-import os
 import time
-from collections.abc import Awaitable
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.group import placement
-from cluster.group.checkpoint_nodes import fetch_checkpoint
+from cluster.group.change import PendingChange
 from cluster.group.failures import (
     RankDiedError,
-    StageTimeoutError,
+    checkpoint_unreadable,
     failure_message,
     first_failure,
-    gather_ranks,
-    of_rank,
     step_failed,
 )
+from cluster.group.formation import Formation, visible_gpus
 from cluster.group.heartbeat import Hang, Heartbeats, HungRankError
 from cluster.group.launcher import Launcher, RankHandle
+from cluster.group.placement import PlacementError
 from cluster.group.ray_calls import result, result_future
 from cluster.group.recovery import find_memberships, recover
+from cluster.group.roster import Roster
 from cluster.group.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
 from workers.config import RankConfig
-from workers.engine.step_sync import compare_settings
-from workers.rank.rank_info import CHECKPOINT, Rendezvous, start_stages, total_progress
 from workers.trace.spans import RankTrace
-from workers.wire.secure_socket import StreamAddress
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 3.0
-PROGRESS_TIMEOUT_S = 0.5
 STABLE_S = 5.0
 """Seconds of service after which a failure is not counted as a result of the rebuild before."""
+CHECKPOINT_RETRY_S = 1.0
+"""Seconds between two rebuilds while the checkpoint cannot be read; they do not count as attempts."""
+GROW_S = 10.0
+"""Seconds between two looks for room, while the group has fewer ranks than configured."""
 
 
 class Group:
@@ -51,6 +51,7 @@ class Group:
         a rank that takes longer gets a new process.
     rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
         group.
+    standby_ranks, shrink: see Roster.
     """
 
     def __init__(
@@ -62,24 +63,36 @@ class Group:
         start_timeout_s: float,
         hang_timeout_s: float = 5.0,
         rebuild_attempts: int = 0,
+        standby_ranks: int = 0,
+        shrink: bool = False,
     ):
         self.status = GroupStatus()
-        self._name = name
-        self._config = config
-        self._launcher = launcher
-        self._start_timeout_s = start_timeout_s
+        self._roster = Roster(
+            launcher, config, self._visible_gpus, num_standby=standby_ranks, shrink=shrink
+        )
+        self._formation = Formation(
+            name,
+            self._roster,
+            self.status,
+            start_timeout_s=start_timeout_s,
+            leave_timeout_s=hang_timeout_s,
+            new_heartbeats=self._new_heartbeats,
+        )
+        self._change = PendingChange()
         self._hang_timeout_s = hang_timeout_s
         self._rebuild_attempts = rebuild_attempts
         self._num_failures = 0  # in a row
         self._failed: set[int] = set()
         self._heartbeats = self._new_heartbeats()
         self._hang: Hang | None = None
-        self._kept: set[int] = set()  # ranks with processes that the last rebuild has kept
         self._serving_since = 0.0
         self._draining = False
-        self._ranks: list[RankHandle] = []
-        self._inboxes: list[StreamAddress] = []
+        self._growing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def _ranks(self) -> list[RankHandle]:
+        return self._roster.ranks
 
     @property
     def health(self) -> GroupHealth:
@@ -97,12 +110,8 @@ class Group:
         """The status, with the progress that the ranks report now."""
         status = self.status
         status.vote_ages = self._heartbeats.vote_ages() if self.health.alive else []
-        stages = (CHECKPOINT, *start_stages(self._config.device))
-        if status.state in ("starting", "rebuilding") and status.stage in stages:
-            calls = [result_future(rank.progress.remote()) for rank in self._ranks]
-            done, _ = await asyncio.wait(calls, timeout=PROGRESS_TIMEOUT_S)
-            parts = [call.result() for call in done if call.exception() is None]
-            status.progress = total_progress(status.stage, parts)
+        if status.state in ("starting", "rebuilding"):
+            await self._formation.refresh_progress()
         return status
 
     async def recover(self) -> frozenset[str]:
@@ -110,19 +119,18 @@ class Group:
 
         Ranks that serve go on, otherwise `run` rebuilds the group. Returns the streams that ingresses have open.
         """
-        actors = self._launcher.find()
+        actors = self._roster.find()
         if not actors:
             return frozenset()
         memberships = await find_memberships(actors, self._hang_timeout_s)
-        found = recover(memberships, self._config.num_ranks)
-        self._ranks = self._launcher.adopt(found.seats)
+        found = recover(memberships, self._roster.config)
+        await self._roster.recover(found.config, found.seats, actors)
         self.status.epoch, self.status.infos = found.epoch, found.infos
         if found.reason:
             self._set_state("rebuilding", found.reason)
         else:
-            await self._locate()
-            self._serving_since = time.monotonic()
-            self._set_state("serving")
+            await self._formation.locate()
+            self._set_serving()
         logger.warning("found %d ranks again after a restart of the supervisor", len(found.seats))
         return found.streams
 
@@ -136,12 +144,14 @@ class Group:
             failure = await self.watch()
             if failure is not None:
                 await self._rebuild(failure)
+            elif self._change.requested:
+                await self._rebuild(self._change.reason, self._change)
 
     async def start(self) -> None:
         """Bring the ranks up until they serve. On an error the state is failed; after a death it may be rebuilding."""
         try:
             await self.prepare()
-            await self._start_engines()
+            await self._serve()
         except Exception as error:
             if self.status.state == "stopped":
                 return  # stop() killed the ranks
@@ -157,141 +167,152 @@ class Group:
 
     async def prepare(self) -> None:
         """Bring the ranks up to the point where an engine can start."""
-        launched = self._launcher.launch(self._start_timeout_s)
-        self._ranks = await self._stage("placement", launched)
-        await self._form()
-
-    async def _form(self) -> None:
-        """Let the processes form the group of the present epoch, up to the point where an engine can start."""
-        await self._stage("processes", self._locate(), guarded=True)
-        if self._config.model.revision is not None or self._config.fetch_weights:
-            fetched = fetch_checkpoint(self._config, self._ranks, self.status.locations)
-            await self._stage(CHECKPOINT, fetched, limited=False)
-        await self._stage("group", self._join(), guarded=True)
-        for stage in start_stages(self._config.device):
-            await self._stage(stage, self._call_all("run_stage", stage), guarded=True)
-
-    async def _join(self) -> None:
-        """Let the ranks join the process group of the present epoch."""
-        status = self.status
-        host, port = await of_rank(0, self._ranks[0].host_rendezvous.remote())
-        name = f"{self._name}-{os.getpid()}-{status.epoch}"
-        rendezvous = Rendezvous(host, port, name, status.epoch)
-        await gather_ranks(
-            rank.join_group.remote(
-                rendezvous,
-                self._start_timeout_s,
-                placement.visible_gpus(status.locations, index),
-                index,
-                self._config,
-            )
-            for index, rank in enumerate(self._ranks)
-        )
+        launched = self._roster.launch(self._formation.start_timeout_s)
+        await self._formation.stage("placement", launched)
+        await self._formation.join()
 
     async def trace(self, phase: str, num_tokens: int) -> list[RankTrace]:
         """Run a step of `num_tokens` tokens on every rank, whole and in ubatches; after `prepare`."""
-        return await self._stage("trace", self._call_all("trace", phase, num_tokens))
+        traces = self._formation.call_all("trace", phase, num_tokens)
+        return await self._formation.stage("trace", traces)
 
     async def watch(self) -> str | None:
         """Return when a rank has ended or hangs, because a group with a missing rank cannot take another step.
 
-        Returns the reason, or None if the group was stopped.
+        Returns the reason, or None if the group was stopped or a change of it is to begin.
         """
         epoch = self.status.epoch
         done = [result_future(rank.done.remote(epoch)) for rank in self._ranks]
         self._heartbeats = self._new_heartbeats()
         hang = asyncio.create_task(self._heartbeats.watch(self._ranks))
         first = asyncio.create_task(first_failure(done))
+        change = asyncio.create_task(self._change.begins())
         try:
-            await asyncio.wait({hang, first}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({hang, first, change}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            hang.cancel()
-            first.cancel()
+            for task in (hang, first, change):
+                task.cancel()
         if not self.health.alive:
             return None
         if not first.done():
-            self._failed, self._hang = set(), hang.result()
-            return self._hang.reason
+            self._failed = set()
+            self._hang = hang.result() if hang.done() and not hang.cancelled() else None
+            return None if self._hang is None else self._hang.reason
         ended = first.result()
         error, rank = ended.exception(), done.index(ended)
         self._failed = {rank} if error is not None and step_failed(error) else set()
         reason = failure_message(error) if error is not None else "left its loop"
         return f"rank {rank}: {reason}"
 
-    async def _rebuild(self, reason: str) -> None:
+    async def change(self, config: RankConfig, reason: str, *, anew: bool = False) -> None:
+        """Go on with `config` in a new epoch, which the open requests wait for; processes start before the pause.
+
+        Raises ValueError if that is impossible; the group then serves as before.
+
+        anew: replace the processes of all ranks
+        """
+        if self.status.state != "serving":
+            raise ValueError(f"the group is {self.status.state}; it can be changed while it serves")
+        with self._change.request(config, reason, anew=anew) as change:
+            try:
+                await self._roster.provide(config, anew=anew)
+            except PlacementError as error:
+                if not anew:
+                    raise
+                logger.warning("the ranks end before the new ones start: %s", error)
+            change.begin()
+            await change.done()
+
+    async def _rebuild(self, reason: str, change: PendingChange | None = None) -> None:
         """Bring the ranks into a new epoch, until they serve or no attempt is left.
 
         Living processes keep their weights, kernels and KV memory; a process that cannot leave the old epoch is
-        replaced. The ranks of the new epoch refuse messages of the old one, and the other way round.
+        replaced. The ranks of the new epoch refuse messages of the old one, and the other way round. If a change
+        fails, the next attempt is without it.
         """
         began, first_reason, first_attempt = time.monotonic(), reason, True
+        before = self._roster.wanted
         if began - self._serving_since >= STABLE_S:
             self._num_failures = 0
-        while self._num_failures < self._rebuild_attempts:
-            self._num_failures += 1
+        may_try = change is not None or self._may_try()
+        while may_try and not self.health.ended:
             self.status.epoch += 1
             self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
             self._set_state("rebuilding", reason)
             logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
             try:
-                replaced = await self._stage("replacement", self._replace_failed())
+                dead = await self._formation.stage("replacement", self._replace(change))
                 if first_attempt:
-                    self._failed |= set(replaced)
+                    self._failed |= dead
                     first_attempt = False
-                await self._form()
-                await self._start_engines()
+                await self._formation.join()
+                if change is not None:
+                    self._roster.wanted = change.config
+                await self._serve()
             except Exception as error:
                 if self.health.ended:
                     return  # stop() killed the ranks
                 if isinstance(error, HungRankError):
                     self._hang = error.hang
                 logger.debug("rebuild failed at stage %s", self.status.stage, exc_info=True)
-                reason += (
-                    f"; rebuild failed at stage {self.status.stage!r}: {failure_message(error)}"
-                )
+                failed = f"rebuild failed at stage {self.status.stage!r}: {failure_message(error)}"
+                if change is None and checkpoint_unreadable(error) and self._may_wait(began):
+                    reason = reason if reason.endswith(failed) else f"{reason}; {failed}"
+                    await asyncio.sleep(CHECKPOINT_RETRY_S)
+                    continue
+                reason += f"; {failed}"
+                if change is not None:
+                    change.fail(failed)
+                    change, self._roster.wanted = None, before
+                may_try = self._may_try()
             else:
                 seconds = time.monotonic() - began
                 self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
                 logger.warning(
                     "serving again after %.1f s, as epoch %d", seconds, self.status.epoch
                 )
+                if change is not None:
+                    change.succeed()
                 return
+        if self.health.ended:
+            return
         if self._rebuild_attempts:
-            reason += f" (after {self._num_failures} rebuilds in a row, cluster.rebuild_attempts)"
+            reason += (
+                f" (after {self._rebuild_attempts} rebuilds in a row, cluster.rebuild_attempts)"
+            )
+        self._change.fail(reason)
         self._end("failed", reason)
 
-    async def _replace_failed(self) -> list[int]:
-        """Let every rank leave its epoch, and replace the processes of the ranks that do not; return those ranks.
+    def _may_try(self) -> bool:
+        """Count a failure; return whether another rebuild is allowed."""
+        self._num_failures += 1
+        return self._num_failures <= self._rebuild_attempts
 
-        Ranks that hang are replaced first: a peer that waits for one in a collective leaves when its process ends.
+    def _may_wait(self, began: float) -> bool:
+        """Return whether a rebuild that has begun then may wait for the checkpoint."""
+        return time.monotonic() - began < self._formation.start_timeout_s
+
+    async def _replace(self, change: PendingChange | None) -> set[int]:
+        """Let every rank leave its epoch; replace the processes of ranks that do not, and those that a change ends.
+
+        Returns the ranks that did not leave, by their numbers in that epoch. Ranks that hang end first: a peer that
+        waits for one in a collective leaves when its process ends.
         """
         hang, self._hang = self._hang, None
         hung = hang.ranks if hang is not None else frozenset()
-        if hung:
-            self._ranks = await self._launcher.replace(hung)
-        self._kept = set()
-        others = [rank for rank in range(len(self._ranks)) if rank not in hung]
-        left = await asyncio.gather(*map(self._leave, others))
-        failed = [rank for rank, has_left in zip(others, left, strict=True) if not has_left]
-        self._ranks = await self._launcher.replace(failed)
-        self._kept = set(others) - set(failed)
-        return [*hung, *failed]
-
-    async def _leave(self, rank: int) -> bool:
-        call = self._ranks[rank].leave_epoch.remote(self.status.epoch)
-        try:
-            await asyncio.wait_for(result(call), self._hang_timeout_s)
-        except TimeoutError:
-            logger.warning(
-                "rank %d did not leave its epoch within %g s (cluster.hang_timeout_s); it gets a new process",
-                rank,
-                self._hang_timeout_s,
-            )
-            return False
-        except Exception as error:
-            logger.warning("rank %d gets a new process: %s", rank, failure_message(error))
-            return False
-        return True
+        before, self._formation.kept = self._ranks, []
+        self._roster.end(hung)
+        others = [rank for rank in range(len(before)) if rank not in hung]
+        left = dict(
+            zip(others, await asyncio.gather(*map(self._formation.leave, others)), strict=True)
+        )
+        living = [left.get(rank, False) for rank in range(len(before))]
+        if change is None:
+            await self._roster.renew(living, self._roster.wanted)
+        else:
+            await self._roster.renew(living, change.config, anew=change.anew)
+        self._formation.kept = [rank for rank in self._ranks if rank in before]
+        return {rank for rank, lives in enumerate(living) if not lives}
 
     def close_stream(self, stream_id: str) -> None:
         """Let every rank forget the requests and the stream of an ingress that is gone."""
@@ -312,6 +333,7 @@ class Group:
         """Stop the ranks and give back their resources."""
         was_alive, epoch = self.health.alive, self.status.epoch
         self._set_state("stopped", SHUTDOWN_REASON)  # before a rank ends, which is no failure now
+        self._change.fail(SHUTDOWN_REASON)
         if was_alive:
             done = [rank.done.remote(epoch) for rank in self._ranks]
             self._ranks[0].stop.remote(epoch)
@@ -320,71 +342,55 @@ class Group:
                 await asyncio.wait_for(ended, STOP_TIMEOUT_S)
             except TimeoutError:
                 logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
-        self._launcher.kill()
+        self._kill()
 
     async def changed(self, seen: GroupHealth) -> None:
         """Return as soon as the health differs from `seen`."""
         while self.health == seen:
             await self._changed.wait()
 
-    async def _start_engines(self) -> None:
-        epoch, inboxes = self.status.epoch, self._inboxes
-        started = [
-            rank.start.remote(epoch, self._config.dims.of_peers(index, inboxes))
-            for index, rank in enumerate(self._ranks)
-        ]
-        self.status.infos = await self._stage("engines", gather_ranks(started), guarded=True)
+    async def _serve(self) -> None:
+        """Start the step loops; serve from then on."""
+        await self._formation.start_engines()
         if self.health.ended:
             return  # stop() came while the last rank answered
+        self._set_serving()
+
+    def _set_serving(self) -> None:
         self._serving_since = time.monotonic()
         self._set_state("draining" if self._draining else "serving")
+        self._roster.serves()
+        if self._roster.shrunk and (self._growing is None or self._growing.done()):
+            self._growing = asyncio.create_task(self._grow())
 
-    async def _locate(self) -> None:
-        described = await self._call_all("describe")
-        self._inboxes = [facts["inbox"] for facts in described]
-        self.status.locations = [
-            placement.RankLocation(
-                rank, facts["node_id"], facts["address"], facts["pid"], tuple(facts["gpu_ids"])
-            )
-            for rank, facts in enumerate(described)
-        ]
-        placement.verify(self.status.locations, self._config)
-        compare_settings([facts["versions"] for facts in described], "versions")
+    async def _grow(self) -> None:
+        """Go back to the wanted number of ranks as soon as there is room."""
+        while self._roster.shrunk:
+            await asyncio.sleep(GROW_S)
+            if self.status.state == "serving" and self._roster.has_room_to_grow():
+                wanted = self._roster.wanted
+                try:
+                    await self.change(wanted, f"growing back to {wanted.num_ranks} ranks")
+                except Exception as error:  # a process that does not start fails in many ways
+                    logger.info("the group stays small: %s", failure_message(error))
 
-    async def _call_all(self, method: str, *args: Any) -> list[Any]:
-        """Call `method` on every rank at once. The first failure is raised at once."""
-        return await gather_ranks([getattr(rank, method).remote(*args) for rank in self._ranks])
-
-    async def _stage(
-        self, name: str, work: Awaitable[T], *, limited: bool = True, guarded: bool = False
-    ) -> T:
-        """Run a stage of a start or rebuild.
-
-        limited: within the time of the configuration.
-        guarded: kept processes may not be silent; the first import of a new one may hold its lock for a long time.
-        """
-        self.status.stage, self.status.progress = name, (0, 0)
-        started = time.monotonic()
-        if guarded and self._kept:
-            kept = {rank: self._ranks[rank] for rank in self._kept}
-            work = self._new_heartbeats().guard(kept, work)
-        try:
-            outcome = await asyncio.wait_for(work, self._start_timeout_s if limited else None)
-        except TimeoutError as error:
-            raise StageTimeoutError(
-                f"not done after {self._start_timeout_s:g} s; cluster.start_timeout_s allows more"
-            ) from error
-        self.status.stages.append((name, time.monotonic() - started))
-        return outcome
+    def _visible_gpus(self, facts: dict[str, Any]) -> Sequence[int | str]:
+        """The GPUs that a process with this description is to see."""
+        return visible_gpus(self.status.locations, placement.located(-1, facts))
 
     def _new_heartbeats(self) -> Heartbeats:
-        config = self._config
+        config = self._roster.config
         on_cpu = config.device == "cpu"
         return Heartbeats(config.num_ranks, self._hang_timeout_s, cpu_counts=on_cpu)
 
     def _end(self, state: GroupState, error: str) -> None:
         self._set_state(state, error)
-        self._launcher.kill()
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._growing is not None:
+            self._growing.cancel()
+        self._roster.kill()
 
     def _set_state(self, state: GroupState, error: str = "") -> None:
         if state != self.status.state:

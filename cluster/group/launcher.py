@@ -1,9 +1,11 @@
-"""Creates the rank actors of a group in a placement group, and ends them. Knows nothing of what ranks do."""
+"""Starts the rank actors of a group in a placement group, or beside it on the same nodes, and ends them.
+
+Knows nothing of what ranks do.
+"""
 
 import asyncio
 import os
 import uuid
-from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -16,6 +18,8 @@ from workers.config import RankConfig
 from workers.rank.actor import RankActor
 
 MAX_PLACEMENT_S = 60.0
+ROOM_WAIT_S = 5.0
+"""Time in which Ray reserves the place of one more process, if its node has room."""
 # Variables that vendors' libraries read; they reach the ranks on every node, as in a process without Ray.
 FORWARDED_ENVIRONMENT = (
     *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
@@ -37,21 +41,28 @@ class Launcher(Protocol):
     def find(self) -> list[RankHandle]:
         """The actors that an earlier process of the supervisor has left, in any order."""
 
-    def adopt(self, seats: dict[int, RankHandle]) -> list[RankHandle]:
-        """Keep the found actors in `seats`, end the other ones, and create those of missing ranks."""
+    def bundle_of(self, handle: RankHandle) -> int:
+        """The bundle of the node that an actor runs on."""
 
-    async def replace(self, ranks: Collection[int]) -> list[RankHandle]:
-        """End the actors of `ranks` and create new ones; returns the actors of all ranks."""
+    async def start(self, rank: int, config: RankConfig, bundle: int) -> RankHandle:
+        """Create one more actor on the node of a bundle."""
+
+    def has_room(self, bundle: int) -> bool:
+        """Whether the bundle has a living node."""
+
+    def end(self, handle: RankHandle) -> None:
+        """End one actor."""
 
     def kill(self) -> None:
-        """End them."""
+        """End all actors."""
 
 
 class RankLauncher:
-    """The processes of one group.
+    """The processes of one group. Each takes a place of a bundle, or beside it; one bundle is one node.
 
     The ranks are detached actors, so they outlive the process of the supervisor; each has a name by which `find` finds
-    it again. So does the placement group. When the supervisor's actor has ended for good, the ranks remove it.
+    it again, with its bundle. So do the placement groups. When the supervisor's actor has ended for good, the ranks
+    remove them.
 
     name: unique among the groups of the Ray cluster, also among those that have ended.
     joined: whether Ray is a running cluster that `phalanx serve` joined; otherwise it is local and has no other nodes.
@@ -63,8 +74,9 @@ class RankLauncher:
         self._joined = joined
         self._placement_group: PlacementGroup | None = None
         self._environment: dict[str, str] = {}
-        self._ranks: list[RankHandle] = []
-        self._found: list[RankHandle] = []
+        self._free: list[int] = []  # places without a process, by bundle
+        self._bundles: dict[RankHandle, int] = {}
+        self._beside: dict[RankHandle, PlacementGroup] = {}
 
     async def launch(self, timeout_s: float) -> list[RankHandle]:
         """Create one actor per rank, in rank order. Raises PlacementError when the cluster has no room for them."""
@@ -76,8 +88,10 @@ class RankLauncher:
         wait_s = min(timeout_s, MAX_PLACEMENT_S)
         await asyncio.to_thread(placement.wait_ready, config, group, wait_s)
         self._environment = self._rank_environment()
-        self._ranks = [self._create(rank) for rank in range(config.num_ranks)]
-        return self._ranks
+        self._free = [config.dims.ranks_per_node] * config.num_nodes
+        return [
+            await self.start(rank, config, config.dims.node(rank)) for rank in config.dims.ranks()
+        ]
 
     def find(self) -> list[RankHandle]:
         """The living actors that an earlier process of this supervisor created, in any order.
@@ -87,57 +101,95 @@ class RankLauncher:
         self._placement_group = placement.find(self._name)
         if self._placement_group is None:
             return []
-        self._found = []
+        self._environment = self._rank_environment()
+        self._free = [self._config.dims.ranks_per_node] * self._config.num_nodes
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._actor_prefix):
                 with suppress(ValueError):  # it has died since
-                    self._found.append(ray.get_actor(actor["name"], NAMESPACE))
-        return self._found
+                    self._take(actor["name"], ray.get_actor(actor["name"], NAMESPACE))
+        return list(self._bundles)
 
-    def adopt(self, seats: dict[int, RankHandle]) -> list[RankHandle]:
-        """Keep the found actors in `seats`, end the other ones, and create those of missing ranks."""
-        for actor in self._found:
-            if actor not in seats.values():
-                ray.kill(actor)
-        self._environment = self._rank_environment()
-        self._ranks = [
-            seats.get(rank) or self._create(rank) for rank in range(self._config.num_ranks)
-        ]
-        return self._ranks
+    def _take(self, name: str, handle: RankHandle) -> None:
+        bundle, own = name.removeprefix(self._actor_prefix).split(":")
+        self._bundles[handle] = int(bundle)
+        beside = placement.find(self._name_beside(own))
+        if beside is None:
+            self._free[int(bundle)] -= 1
+        else:
+            self._beside[handle] = beside
 
-    async def replace(self, ranks: Collection[int]) -> list[RankHandle]:
-        """End the actors of `ranks` and create new ones in their places; returns the actors of all ranks."""
-        for rank in ranks:
-            ray.kill(self._ranks[rank])
-        self._ranks = [
-            self._create(rank) if rank in ranks else actor for rank, actor in enumerate(self._ranks)
-        ]
-        return self._ranks
+    def bundle_of(self, handle: RankHandle) -> int:
+        """The bundle of the node that an actor runs on."""
+        return self._bundles[handle]
 
-    def _create(self, rank: int) -> RankHandle:
-        assert self._placement_group is not None, "launch comes first"
-        actor_class: Any = ray.remote(RankActor)
-        options = placement.actor_options(self._config, self._placement_group, rank)
-        name = f"{self._actor_prefix}{uuid.uuid4().hex}"
+    async def start(self, rank: int, config: RankConfig, bundle: int) -> RankHandle:
+        """Create an actor on the node of `bundle`. Raises PlacementError when the node has no room for one more.
+
+        rank: of its first epoch, or STANDBY.
+        """
+        own = uuid.uuid4().hex
+        beside = None
+        if self._free[bundle]:
+            self._free[bundle] -= 1
+            options = placement.actor_options(config, self._group, bundle)
+        else:
+            beside = await self._reserve_beside(config, bundle, own)
+            options = placement.actor_options(config, beside, 0)
+            options["num_cpus"] = beside.bundle_specs[0]["CPU"]
+        name = f"{self._actor_prefix}{bundle}:{own}"
         options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
         if self._environment:
             options["runtime_env"] = {"env_vars": self._environment}
-        actor = actor_class.options(**options).remote(rank, self._config)
-        actor.follow.remote(ray.get_runtime_context().current_actor)
-        return actor
+        actor_class: Any = ray.remote(RankActor)
+        handle = actor_class.options(**options).remote(rank, config)
+        handle.follow.remote(ray.get_runtime_context().current_actor)
+        self._bundles[handle] = bundle
+        if beside is not None:
+            self._beside[handle] = beside
+        return handle
+
+    async def _reserve_beside(self, config: RankConfig, bundle: int, own: str) -> PlacementGroup:
+        name = self._name_beside(own)
+        beside = placement.create_beside(config, self._group, bundle, name, joined=self._joined)
+        if await asyncio.to_thread(beside.wait, ROOM_WAIT_S):
+            return beside
+        remove_placement_group(beside)
+        raise placement.no_room_beside(config)
 
     @property
     def _actor_prefix(self) -> str:
         return f"rank:{self._name}:"
 
+    def _name_beside(self, own: str) -> str:
+        return f"{self._name}:beside:{own}"
+
+    def has_room(self, bundle: int) -> bool:
+        """Whether the node of `bundle` lives, or Ray has found another node for the bundle."""
+        return placement.node_of(self._group, bundle) is not None
+
+    def end(self, handle: RankHandle) -> None:
+        """End an actor and free its place; one that was ended is ignored."""
+        ray.kill(handle)
+        bundle = self._bundles.pop(handle, None)
+        beside = self._beside.pop(handle, None)
+        if beside is not None:
+            remove_placement_group(beside)
+        elif bundle is not None:
+            self._free[bundle] += 1
+
     def kill(self) -> None:
         """End the processes and give back their resources. Does nothing the second time."""
-        for rank in self._ranks:
-            ray.kill(rank)
-        self._ranks = []
-        if self._placement_group is not None:
-            remove_placement_group(self._placement_group)
-            self._placement_group = None
+        for handle in self._bundles:
+            ray.kill(handle)
+        groups = [*self._beside.values(), *filter(None, [self._placement_group])]
+        self._bundles, self._beside, self._placement_group = {}, {}, None
+        for group in groups:
+            remove_placement_group(group)
+
+    @property
+    def _group(self) -> PlacementGroup:
+        assert self._placement_group is not None, "launch comes first"
+        return self._placement_group
 
     def _rank_environment(self) -> dict[str, str]:
         """Variables of the ranks' processes that they do not inherit: all where Ray was joined.

@@ -6,6 +6,7 @@ Knows nothing of Ray, sockets or groups.
 import asyncio
 from dataclasses import dataclass, field, replace
 
+from cluster.group.router import Router
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, merge
 
 
@@ -15,7 +16,8 @@ class OpenRequest:
 
     pinned   the rank that the client chose, if it did
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
-    rank     the rank that has the request, numbered over all groups
+    rank     the rank that has the request, numbered over all groups by `router`
+    place    its group, and its number there
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
     deaths   failures of its rank in a row, without a token in between
@@ -30,6 +32,8 @@ class OpenRequest:
     num_tokens: int
     whole: bool = False
     rank: int = 0
+    place: tuple[int, int] = (0, 0)
+    router: Router = field(init=False)
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
     deaths: int = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.group.room import NodeRoom, bundle, node_rooms, suffices, table
@@ -14,6 +14,9 @@ from workers.config import RankConfig
 SHORTAGE_S = 8.0
 
 Node = Mapping[str, Any]  # an entry of ray.nodes()
+
+LOCAL_CPU = 0.01  # Ray starts a process for a fraction of a CPU too
+NODE_SHARE = 0.001  # of the resource that Ray gives each node by its address
 
 
 class PlacementError(ValueError):
@@ -29,6 +32,13 @@ class RankLocation:
     address: str
     pid: int
     gpu_ids: tuple[int | str, ...]
+
+
+def located(rank: int, facts: Mapping[str, Any]) -> RankLocation:
+    """The location of a rank, from `RankActor.describe`."""
+    return RankLocation(
+        rank, facts["node_id"], facts["address"], facts["pid"], tuple(facts["gpu_ids"])
+    )
 
 
 def nodes() -> list[Node]:
@@ -63,6 +73,34 @@ def find(name: str) -> PlacementGroup | None:
     return group
 
 
+def create_beside(
+    config: RankConfig, group: PlacementGroup, bundle: int, name: str, *, joined: bool
+) -> PlacementGroup:
+    """Reserve the place of one more process on the node of a bundle. A local Ray counts no CPUs for it."""
+    node = node_of(group, bundle)
+    resources = {"CPU": 1.0 if joined else LOCAL_CPU}
+    if config.device == "cuda":
+        resources["GPU"] = 1.0
+    if node is not None:
+        resources[f"node:{node['NodeManagerAddress']}"] = NODE_SHARE
+    beside: PlacementGroup = placement_group(
+        [resources], strategy="STRICT_PACK", name=name, lifetime="detached"
+    )
+    return beside
+
+
+def no_room_beside(config: RankConfig) -> PlacementError:
+    """The error of a node without room for one more process."""
+    device = "GPU" if config.device == "cuda" else "CPU"
+    return PlacementError(f"no free {device} for one more rank process on a node of the group")
+
+
+def node_of(group: PlacementGroup, bundle: int) -> Node | None:
+    """The living node of a bundle; None while Ray has none for it."""
+    node_id = placement_group_table(group)["bundles_to_node_id"].get(bundle)
+    return next((n for n in nodes() if n["Alive"] and n["NodeID"] == node_id), None)
+
+
 def check_gpus(config: RankConfig, nodes: Sequence[Node]) -> None:
     """Raise PlacementError if `nodes`, to which no node will be added, lack GPUs."""
     if config.device != "cuda":
@@ -95,8 +133,8 @@ def wait_ready(config: RankConfig, group: PlacementGroup, timeout_s: float) -> N
         raise PlacementError(table(config, found))
 
 
-def actor_options(config: RankConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Ray options of one rank. Ray does not restart a dead rank, because it would be in no process group."""
+def actor_options(config: RankConfig, group: PlacementGroup, bundle: int) -> dict[str, Any]:
+    """Ray options of a process in a bundle. Ray does not restart a dead rank: it would be in no process group."""
     return {
         "num_cpus": 1,
         "num_gpus": 1 if config.device == "cuda" else 0,
@@ -104,7 +142,7 @@ def actor_options(config: RankConfig, group: PlacementGroup, rank: int) -> dict[
         "max_concurrency": 1000,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(
             placement_group=group,
-            placement_group_bundle_index=config.dims.node(rank),
+            placement_group_bundle_index=bundle,
         ),
     }
 
@@ -124,12 +162,26 @@ def verify(locations: list[RankLocation], config: RankConfig) -> None:
     raise PlacementError(f"ranks did not land {count} to a node in order:\n{table}")
 
 
-def visible_gpus(locations: Sequence[RankLocation], rank: int) -> tuple[int | str, ...]:
-    """The GPUs that a rank's process sees, none on CPU: its own first, then those of the ranks of its node.
+def visible_gpus(
+    locations: Sequence[RankLocation], own: RankLocation, num_gpus: int = 0
+) -> tuple[int | str, ...]:
+    """The GPUs that a process sees, none on CPU: its own first, then those of the ranks of its node, then others.
 
     Ray would show the process its own GPU alone. The CUDA driver then would not see that memory shared between ranks
-    lies on another GPU.
+    lies on another GPU. A process sees the same GPUs for its life, also those on which ranks start later.
+
+    num_gpus: of the node. Numbers that are no GPU of the machine end the list for CUDA, so they come last.
     """
-    own = locations[rank]
+    if not own.gpu_ids:
+        return ()
     others = [other for other in locations if other.node_id == own.node_id and other is not own]
-    return tuple(gpu for location in (own, *others) for gpu in location.gpu_ids)
+    ids = [gpu for location in (own, *others) for gpu in location.gpu_ids]
+    if all(isinstance(gpu, int) for gpu in ids):
+        ids += range(num_gpus)
+    return tuple(dict.fromkeys(ids))
+
+
+def gpus_of_node(node_id: str) -> int:
+    """GPUs of a node."""
+    found = (node["Resources"].get("GPU", 0) for node in nodes() if node["NodeID"] == node_id)
+    return int(next(found, 0))

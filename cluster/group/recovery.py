@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.group.launcher import RankHandle
+from kernels.routing.placement import STANDBY
+from workers.config import RankConfig
 from workers.rank.rank_info import Membership, RankInfo
 
 logger = logging.getLogger(__name__)
@@ -16,6 +18,7 @@ logger = logging.getLogger(__name__)
 class Recovery:
     """The living ranks of a group.
 
+    config   that of the newest rank: the number of ranks may have been changed in service
     seats    the newest actor of each rank
     epoch    no rank is in a later epoch, or fenced from one
     infos    the reports of all ranks, in rank order, if all of them serve in one epoch
@@ -23,6 +26,7 @@ class Recovery:
     reason   why the group must be rebuilt; "" if all ranks serve
     """
 
+    config: RankConfig
     seats: dict[int, RankHandle]
     epoch: int = 0
     infos: list[RankInfo] = field(default_factory=list)
@@ -52,10 +56,13 @@ async def find_memberships(
     return found
 
 
-def recover(found: Sequence[tuple[RankHandle, Membership]], num_ranks: int) -> Recovery:
-    """The state of a group of `num_ranks` ranks, from the memberships of its actors."""
+def recover(found: Sequence[tuple[RankHandle, Membership]], start: RankConfig) -> Recovery:
+    """The state of a group that was started with the configuration `start`, from the memberships of its actors."""
     ordered = sorted(found, key=lambda pair: max(pair[1].epoch, pair[1].fence))
-    newest = {member.rank: (actor, member) for actor, member in ordered}
+    newest = {member.rank: (actor, member) for actor, member in ordered if member.rank != STANDBY}
+    configs = [member.config for _, member in ordered if member.rank != STANDBY and member.config]
+    config = configs[-1] if configs else start
+    num_ranks = config.num_ranks
     seats = {rank: actor for rank, (actor, _) in newest.items() if rank in range(num_ranks)}
     epoch = max((max(member.epoch, member.fence) for _, member in found), default=0)
     serving = {
@@ -67,7 +74,7 @@ def recover(found: Sequence[tuple[RankHandle, Membership]], num_ranks: int) -> R
     if missing:
         names = ", ".join(map(str, missing))
         reason = f"the supervisor was restarted, and rank {names} did not serve"
-        return Recovery(seats, epoch, reason=reason)
+        return Recovery(config, seats, epoch, reason=reason)
     infos = [serving[rank] for rank in range(num_ranks)]
     streams = frozenset(name for _, member in newest.values() for name in member.streams)
-    return Recovery(seats, epoch, infos, streams)
+    return Recovery(config, seats, epoch, infos, streams)

@@ -14,8 +14,9 @@ import ray
 from ray.exceptions import ActorDiedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.config.changes import RESTART, SCALE, changed_config
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.config.resolve import resolve_rank_config
+from cluster.config.resolve import check_num_ranks, resolve_rank_config
 from cluster.group.group import Group
 from cluster.group.launcher import NAMESPACE, RankLauncher
 from cluster.group.leases import LEASE_S, Leases
@@ -97,7 +98,8 @@ class Supervisor:
 
     def __init__(self, config: PhalanxConfig):
         set_up_logging("supervisor", config.serve.log_level, config.serve.log_format)
-        self._config = config
+        self._config = self._present = config  # of the start, and after changes
+        self._device = ""  # of the ranks
         self._groups = self._create_groups(config)
         self._leases = Leases(config.cluster.start_timeout_s)
         self._metrics = SnapshotTotals()
@@ -113,7 +115,7 @@ class Supervisor:
             hub.fetch_description(config.model.path, config.model.revision)
         # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
         rank_config = resolve_rank_config(config, num_gpus=num_gpus())
-        cluster = config.cluster
+        cluster, self._device = config.cluster, rank_config.device
         name = config.serve.app_name
         actor_id = ray.get_runtime_context().get_actor_id()  # of all processes of this supervisor
         launcher = RankLauncher(
@@ -126,6 +128,8 @@ class Supervisor:
             start_timeout_s=cluster.start_timeout_s,
             hang_timeout_s=cluster.hang_timeout_s,
             rebuild_attempts=cluster.rebuild_attempts,
+            standby_ranks=cluster.standby_ranks,
+            shrink=cluster.shrink,
         )
         return [group]
 
@@ -144,6 +148,9 @@ class Supervisor:
         for group in self._groups:
             for lease_id in await group.recover():
                 self._leases.adopt(lease_id)
+            num_ranks = len(group.members.ranks) or self._config.cluster.ranks
+            cluster = self._config.cluster.model_copy(update={"ranks": num_ranks})
+            self._present = self._config.model_copy(update={"cluster": cluster})
         self._run()
 
     def _run(self) -> None:
@@ -194,6 +201,28 @@ class Supervisor:
         """The sum of the counts of all ingresses; `metrics` are the latest of the calling one."""
         self._metrics.put(ingress_id, metrics)
         return self._metrics.total()
+
+    async def scale(self, num_ranks: int) -> None:
+        """Bring the groups to another number of ranks; open requests go on. Raises ValueError if that is impossible."""
+        config = await asyncio.to_thread(
+            changed_config, self._present, [f"cluster.ranks={num_ranks}"], SCALE
+        )
+        await self._change(config, f"scaling to {num_ranks} ranks", anew=False)
+
+    async def restart(self, settings: list[str]) -> None:
+        """Replace the processes of all ranks, with these settings (as in --set); open requests go on."""
+        config = await asyncio.to_thread(changed_config, self._present, settings, RESTART)
+        what = f" with {', '.join(settings)}" if settings else ""
+        await self._change(config, f"restarting the ranks{what}", anew=True)
+
+    async def _change(self, config: PhalanxConfig, reason: str, *, anew: bool) -> None:
+        check_num_ranks(config)
+        ranks = resolve_rank_config(config, num_gpus=num_gpus())
+        if ranks.device != self._device:
+            raise ValueError(f"the ranks would run on {ranks.device} instead of {self._device}")
+        for group in self._groups:
+            await group.change(ranks, reason, anew=anew)
+        self._present = config
 
     async def drain(self, timeout_s: float) -> None:
         """Let every ingress refuse new requests and finish its open ones within `timeout_s` seconds."""

@@ -133,7 +133,8 @@ class PacedGroup(Group):
     async def start(self) -> None:
         """Serve at once."""
         actor = ray.remote(PacedRankActor).options(num_cpus=0)
-        self._ranks = [actor.remote(i, self._step_s) for i in self._config.dims.ranks()]
+        dims = self._roster.config.dims
+        self._roster.adopt([actor.remote(i, self._step_s) for i in dims.ranks()])
         await asyncio.gather(*[rank.begin.remote() for rank in self._ranks])
         self.status.infos = [RANK_INFO]
         self._set_state("serving")

@@ -16,6 +16,7 @@ import httpx
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
+from cluster.errors import BadRequestError
 from cluster.group.status import GroupStatus
 from cluster.metrics.snapshot import Snapshot
 from workers.weights.checkpoint import make_checkpoint
@@ -91,6 +92,7 @@ class FakeBackend:
         self.aborted: list[str] = []
         self.open: set[str] = set()
         self.ready = (True, "")
+        self.operations: list[tuple[str, Any]] = []
         self.stats: list[dict[str, Any]] = []
         self.group_states: list[dict[str, Any]] = [GroupStatus(state="serving").to_json()]
         self.token_times: dict[int, float] = {}
@@ -161,6 +163,17 @@ class FakeBackend:
 
     async def groups(self) -> list[dict[str, Any]]:
         return self.group_states
+
+    async def drain(self, timeout_s: float | None) -> None:
+        self.operations.append(("drain", timeout_s))
+
+    async def scale(self, num_ranks: int) -> None:
+        self.operations.append(("scale", num_ranks))
+        if num_ranks > 8:
+            raise BadRequestError("no free CPU")
+
+    async def restart(self, settings: list[str]) -> None:
+        self.operations.append(("restart", settings))
 
     async def rank_stats(self) -> list[dict[str, Any]]:
         return self.stats

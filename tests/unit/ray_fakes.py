@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import ray.exceptions
 
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.group.group import Group
+from cluster.group.placement import PlacementError
 from kernels.backends.config import KernelsConfig
+from kernels.routing.placement import STANDBY
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
 from workers.wire.inbox import Inbox
@@ -56,6 +58,7 @@ class FakeRank:
         self.hang: set[str] = set()
         self.ended: asyncio.Future[None] | None = None
         self.loop: Pulse | None = Pulse(0, "sleep", 0.0)
+        self.died = False
         self.requests: dict[str, EngineRequest] = {}
         self.aborted: list[str] = []
         self.versions = {"phalanx": "1.0", "torch": "2.0"}
@@ -90,6 +93,16 @@ class FakeRank:
 
     async def join_group(self, rendezvous: Rendezvous, *seat: Any) -> None:
         await self._note("join_group", rendezvous, *seat)
+
+    async def prepare(self, gpus: tuple) -> None:
+        await self._note("prepare", gpus)
+
+    async def joined(self) -> None:
+        await self._note("joined")
+        while not self.calls["join_group"]:
+            await asyncio.sleep(0.001)
+            if self.died:
+                raise ray.exceptions.ActorDiedError
 
     async def run_stage(self, name: str) -> None:
         await self._note("run_stage", name)
@@ -180,32 +193,60 @@ class FakeLauncher:
     """Hands out fake ranks."""
 
     def __init__(self, ranks: list[FakeRank]):
-        self.handles = [FakeHandle(rank) for rank in ranks]
+        self.all = [FakeHandle(rank) for rank in ranks]
+        self.num_ranks = len(ranks)
+        self.group: Group | None = None
         self.killed = 0
         self.replaced: list[int] = []
+        self.standbys: list[FakeRank] = []
+        self.num_ended = 0
+        self.full = False
+        self.lost: set[int] = set()
+        self.drained: set[int] = set()
+        self.make: Callable[[FakeRank], None] = lambda rank: None  # changes each new process
         self.error: Exception | None = None
 
     async def launch(self, timeout_s: float) -> list[FakeHandle]:
         if self.error is not None:
             raise self.error
-        return self.handles
+        return self.all[:]
 
     def find(self) -> list[FakeHandle]:
-        return [handle for handle in self.handles if not handle.dead]
+        return [handle for handle in self.all if not handle.dead]
 
-    def adopt(self, seats: dict[int, FakeHandle]) -> list[FakeHandle]:
-        self.handles = [
-            seats.get(rank) or FakeHandle(FakeRank(rank)) for rank in range(len(self.handles))
-        ]
-        return self.handles
+    def bundle_of(self, handle: FakeHandle) -> int:
+        return 0
 
-    async def replace(self, ranks: Collection[int]) -> list[FakeHandle]:
-        for rank in ranks:
-            self.handles[rank].dead = True
-            self.handles[rank].target.close()
-            self.handles[rank] = FakeHandle(FakeRank(rank))
-        self.replaced += ranks
-        return self.handles
+    async def start(self, rank: int, config: RankConfig, bundle: int) -> FakeHandle:
+        if self.full:
+            raise PlacementError("no free CPU")
+        process = FakeRank(rank)
+        self.make(process)
+        handle = FakeHandle(process)
+        self.all.append(handle)
+        if rank == STANDBY:
+            self.standbys.append(process)
+        else:
+            self.replaced.append(rank)
+        return handle
+
+    def end(self, handle: FakeHandle) -> None:
+        if not handle.dead:
+            self.num_ended += 1
+        handle.dead = handle.target.died = True
+        handle.target.close()
+
+    def has_room(self, bundle: int) -> bool:
+        return bundle not in self.lost
+
+    def draining(self, bundle: int) -> bool:
+        return bundle in self.drained
+
+    @property
+    def handles(self) -> list[FakeHandle]:
+        """The present processes of the ranks."""
+        assert self.group is not None
+        return self.group.members.ranks or self.all[: self.num_ranks]
 
     @property
     def ranks(self) -> list[FakeRank]:
@@ -214,8 +255,8 @@ class FakeLauncher:
 
     def kill(self) -> None:
         self.killed += 1
-        for handle in self.handles:
-            handle.dead = True
+        for handle in self.all:
+            handle.dead = handle.target.died = True
             ended = handle.target.ended
             if ended is not None and not ended.done():
                 ended.set_exception(ray.exceptions.ActorDiedError())
@@ -248,6 +289,7 @@ def fake_group(num_ranks: int = 2, **options: Any) -> tuple[Group, list[FakeRank
     ranks = [FakeRank(rank) for rank in range(num_ranks)]
     launcher = FakeLauncher(ranks)
     group = Group("app", rank_config(num_ranks), launcher, start_timeout_s=5.0, **options)
+    launcher.group = group
     return group, ranks, launcher
 
 

@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError
 from cluster.errors import EngineDeadError, ServingError
 from cluster.group import engine_client
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
-from tests.unit.ray_fakes import until
+from tests.unit.ray_fakes import rank_config, until
 from workers.rank.actor import RankFailedError
 
 
@@ -260,5 +260,34 @@ def test_the_failure_of_the_group_ends_held_suspects_too():
             await now.kill(0)
             found = await asyncio.gather(*asked, return_exceptions=True)
             assert all(isinstance(error, EngineDeadError) for error in found), found
+
+    run(scenario())
+
+
+def test_requests_go_on_with_another_number_of_ranks():
+    """The loads of the ranks are counted anew; a chosen rank that has left is replaced by any other."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            (subject,) = now.supervisor._groups
+            first, second = now.ask("a", rank=0), now.ask("b", rank=1)
+            await now.ranks[1].emit("b", 0, 2)
+            await until(lambda: len(now.answers["b"]) == 2 and "a" in now.ranks[0].requests)
+            await subject.change(rank_config(3), "scale to 3 ranks")
+            await until(lambda: now.client.num_ranks == 3)
+            await until(lambda: "b~2" in now.ranks[1].requests)
+            assert now.outstanding[2] == 0 and all(now.outstanding[:2])
+            third = now.ask("c", rank=2)
+            await until(lambda: "c" in now.ranks[2].requests)
+            await subject.change(rank_config(1), "scale to 1 rank")
+            names = {"a~3", "b~3", "c~2"}
+            await until(lambda: set(now.ranks[0].requests) == names)
+            assert now.client.num_ranks == 1 and len(now.outstanding) == 1
+            await now.ranks[0].emit("a~3", 0, 1, finish=True)
+            await now.ranks[0].emit("b~3", 2, 2, finish=True)
+            await now.ranks[0].emit("c~2", 0, 1, finish=True)
+            await asyncio.gather(first, second, third)
+            assert now.answers["b"] == [100, 101, 102, 103]
+            assert now.outstanding == (0,)
 
     run(scenario())

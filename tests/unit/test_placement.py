@@ -43,6 +43,9 @@ def test_a_rank_sees_its_own_gpu_first() -> None:
         return RankLocation(rank, node_id, "host", 1, gpus)
 
     locations = [at(0, "a", 5), at(1, "a", 4), at(2, "b", "GPU-x"), at(3, "b", "GPU-y")]
-    seen = [visible_gpus(locations, rank) for rank in range(4)]
+    seen = [visible_gpus(locations, own) for own in locations]
     assert seen == [(5, 4), (4, 5), ("GPU-x", "GPU-y"), ("GPU-y", "GPU-x")]
-    assert visible_gpus([at(0, "a"), at(1, "a")], 1) == (), "on CPU nothing is changed"
+    later = visible_gpus(locations, locations[0], num_gpus=8)
+    assert later == (5, 4, 0, 1, 2, 3, 6, 7), "those of ranks that start later"
+    assert visible_gpus(locations, locations[2], num_gpus=8) == ("GPU-x", "GPU-y")
+    assert visible_gpus([at(0, "a"), at(1, "a")], at(1, "a"), 4) == (), "on CPU nothing is changed"

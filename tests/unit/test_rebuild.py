@@ -143,19 +143,16 @@ def test_a_rank_that_is_silent_in_a_rebuild_is_replaced_in_the_next(stage):
     run(scenario())
 
 
-def test_a_death_during_a_rebuild_begins_another(monkeypatch):
+def test_a_death_during_a_rebuild_begins_another():
     async def scenario() -> None:
         now = Scene()
         await now.serving(0)
-        replace = now.launcher.replace
 
-        async def replace_by_one_that_dies(ranks: Any) -> Any:
-            handles = await replace(ranks)
-            if now.launcher.replaced == [1]:
-                now.ranks[1].fail = dict.fromkeys(("run_stage", "leave_epoch"), ActorDiedError())
-            return handles
+        def dies(rank: FakeRank) -> None:
+            if now.launcher.replaced == []:
+                rank.fail = dict.fromkeys(("run_stage", "leave_epoch"), ActorDiedError())
 
-        monkeypatch.setattr(now.launcher, "replace", replace_by_one_that_dies)
+        now.launcher.make = dies
         now.kill(1)
         await now.serving(2)
         assert now.launcher.replaced == [1, 1]

@@ -8,12 +8,17 @@ from unittest.mock import ANY
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import group, leases, recovery, supervisor
+from cluster.group import group, leases, supervisor
 from cluster.group.leases import LEASE_S, SUCCESSOR_S, Leases
 from cluster.group.status import GroupHealth
 from cluster.group.supervisor import Supervisor
-from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
-from workers.rank.rank_info import Membership, RankInfo
+from tests.unit.ray_fakes import (
+    FakeHandle,
+    FakeRank,
+    fake_group,
+    phalanx_config,
+    until,
+)
 from workers.wire.token_stream import TokenReceiver
 
 
@@ -226,6 +231,12 @@ def test_a_server_of_a_killed_launcher_ends(monkeypatch, killed):
     run(scenario())
 
 
+def adopt(subject: OfFakes, launcher: Any) -> None:
+    """Let a supervisor find the ranks of another launcher."""
+    subject._groups[0]._roster._launcher = launcher
+    launcher.group = subject._groups[0]
+
+
 async def restarted(subject: OfFakes) -> OfFakes:
     """The supervisor in its next process, over the same ranks."""
     for task in subject._tasks:
@@ -233,7 +244,7 @@ async def restarted(subject: OfFakes) -> OfFakes:
     await asyncio.gather(*subject._tasks, return_exceptions=True)
     successor = OfFakes(phalanx_config())
     successor.fake_ranks, successor.launcher = subject.fake_ranks, subject.launcher
-    successor._groups[0]._launcher = subject.launcher
+    adopt(successor, subject.launcher)
     await successor.recover()
     return successor
 
@@ -273,7 +284,7 @@ def test_a_restarted_supervisor_rebuilds_a_group_that_does_not_serve():
         await first.fake_ranks[0].leave_epoch(4)
         subject = OfFakes(phalanx_config())
         subject._groups[0]._rebuild_attempts = 1
-        subject._groups[0]._launcher = first.launcher
+        adopt(subject, first.launcher)
         await subject.recover()
         reason = "the supervisor was restarted, and rank 0, 1 did not serve"
         assert await subject.healths() == [GroupHealth("rebuilding", 4, reason)]
@@ -290,33 +301,15 @@ def test_a_restarted_supervisor_rebuilds_a_group_that_does_not_serve():
 def test_a_supervisor_that_is_restarted_before_its_ranks_exist_starts_them():
     async def scenario() -> None:
         subject = OfFakes(phalanx_config())
-        handles, subject.launcher.handles = subject.launcher.handles, []
-        await subject.recover()
-        subject.launcher.handles = handles
+        subject.launcher.all, kept = [], subject.launcher.all
+        recovering = asyncio.create_task(subject.recover())
+        await recovering
+        subject.launcher.all = kept
         await until(lambda: subject._groups[0].health.state == "serving")
         assert subject._groups[0].health.epoch == 0
         await end(subject)
 
     run(scenario())
-
-
-def member(rank: int, epoch: int, *, fence: int = 0, serves: bool = True) -> Any:
-    info = RankInfo(rank, {}, 8, 16, 64) if serves else None
-    return f"actor {rank} of {epoch}", Membership(rank, epoch, fence, info, (f"s{rank}",))
-
-
-def test_recovery_takes_ranks_of_one_epoch_only():
-    whole = recovery.recover([member(1, 3), member(0, 3), member(1, 2)], 2)
-    assert whole.seats == {0: "actor 0 of 3", 1: "actor 1 of 3"} and not whole.reason
-    assert [info.rank for info in whole.infos] == [0, 1] and whole.epoch == 3
-    assert whole.streams == {"s0", "s1"}
-    fenced = recovery.recover([member(0, 3), member(1, -1, fence=4, serves=False)], 2)
-    assert fenced.epoch == 4 and fenced.reason.endswith("rank 0, 1 did not serve")
-    split = recovery.recover([member(0, 3), member(1, 2)], 2)
-    assert split.reason.endswith("rank 1 did not serve") and not split.streams
-    absent = recovery.recover([member(1, 3), member(2, 3)], 2)
-    assert absent.reason.endswith("rank 0 did not serve") and absent.seats == {1: "actor 1 of 3"}
-    assert recovery.recover([], 1).seats == {}
 
 
 class Candidate:

@@ -121,7 +121,7 @@ class RankActor:
         running = self._done is not None and not self._done.done()
         info = self._rank_info if running else None
         fence, streams = self._fence, tuple(self._senders)
-        return Membership(self._index, fence.epoch, fence.first, info, streams)
+        return Membership(self._index, fence.epoch, fence.first, info, streams, self._config)
 
     async def fetch_checkpoint(self) -> None:
         """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits."""

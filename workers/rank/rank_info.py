@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from workers.config import RankConfig
+
 CHECKPOINT = "checkpoint"
 WEIGHTS = "weights"
 KERNELS = "kernels"
@@ -46,6 +48,7 @@ class Membership:
     fence    the first epoch that the rank may join
     info     the report of the rank's engine; None while the step loop does not run
     streams  the streams of ingresses that are open
+    config   of that epoch
     """
 
     rank: int
@@ -53,6 +56,7 @@ class Membership:
     fence: int
     info: RankInfo | None
     streams: tuple[str, ...] = ()
+    config: RankConfig | None = None
 
 
 Activity = Literal["step", "vote", "sleep"]

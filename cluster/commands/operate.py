@@ -1,0 +1,44 @@
+"""`phalanx drain`, `phalanx scale` and `phalanx restart`: requests to the routes of operators of a running server."""
+
+import json
+import os
+from http.client import HTTPException
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+TIMEOUT_S = 1800.0
+"""Processes that load a large model take minutes; the server has limits of its own."""
+
+
+class OperationError(RuntimeError):
+    """The server refused or could not make the change, or there is no server at the URL."""
+
+
+def post(url: str, operation: str, body: dict[str, Any], api_key_env: str) -> dict[str, Any]:
+    """POST /admin/OPERATION and return the answer. Raises OperationError, and ValueError for text that is no URL."""
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
+    headers = {"content-type": "application/json"}
+    key = os.environ.get(api_key_env)
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    target = f"{parts.scheme}://{parts.netloc}/admin/{operation}"
+    try:
+        with urlopen(Request(target, json.dumps(body).encode(), headers), timeout=TIMEOUT_S) as got:
+            answer: dict[str, Any] = json.load(got)
+            return answer
+    except HTTPError as error:
+        raise OperationError(_message(error)) from error
+    except (OSError, HTTPException, ValueError) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        raise OperationError(f"no answer from {target}: {reason}") from error
+
+
+def _message(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {error.code} from {error.url}; is it a Phalanx server?"

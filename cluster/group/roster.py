@@ -1,0 +1,387 @@
+"""The processes of a group: its ranks in order, standbys that wait to become ranks, and the nodes of both.
+
+Knows nothing of epochs, stages or requests.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.group.failures import failure_message
+from cluster.group.launcher import ROOM_WAIT_S, Launcher, RankHandle
+from cluster.group.placement import PlacementError
+from cluster.group.ray_calls import result
+from kernels.routing.placement import STANDBY
+from workers.config import RankConfig
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.2
+RESTOCK_S = 5.0
+"""Seconds before a standby that ended is replaced."""
+REPLACEMENT_S = 30.0
+"""Time of a new process to answer, before a group that may shrink goes on without it."""
+
+
+@dataclass(eq=False)
+class Member:
+    """A process, the bundle that it runs in, and the settings that it was started with."""
+
+    handle: RankHandle
+    bundle: int
+    config: RankConfig
+
+
+@dataclass(eq=False)
+class Standby(Member):
+    """A process without a rank. `ready` ends when it has loaded, `life` when its process has ended."""
+
+    ready: asyncio.Task[None]
+    life: asyncio.Task[None]
+
+    @property
+    def ended(self) -> bool:
+        return self.life.done()
+
+    def release(self) -> None:
+        """Stop watching it."""
+        self.ready.cancel()
+        self.life.cancel()
+
+
+class Roster:
+    """All methods run in the event loop of the supervisor.
+
+    config        of the present epoch; `wanted` has the number of ranks that was configured last
+    num_standby   standbys that are kept ready beside the ranks
+    shrink        go on with fewer ranks where a rank cannot be replaced
+    visible_gpus  the GPUs that the process with this description is to see, from `Group`
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        config: RankConfig,
+        visible_gpus: Callable[[dict[str, Any]], Sequence[int | str]],
+        *,
+        num_standby: int = 0,
+        shrink: bool = False,
+    ):
+        self.config = self.wanted = config
+        self._launcher = launcher
+        self._visible_gpus = visible_gpus
+        self._num_standby, self._shrink = num_standby, shrink
+        self._members: list[Member] = []
+        self._bundles = list(range(config.num_nodes))  # by node of the group
+        self._standbys: list[Standby] = []
+        self._new: set[Member] = set()  # since the last epoch that served
+        self._broken: set[Member] = set()
+        self._irreplaceable: set[int] = set()  # bundles on which a new process failed
+        self._stock = asyncio.Event()
+        self._stocking: asyncio.Task[None] | None = None
+
+    @property
+    def ranks(self) -> list[RankHandle]:
+        """The processes of the ranks, in order."""
+        return [member.handle for member in self._members]
+
+    @property
+    def num_ready(self) -> int:
+        """Standbys that have loaded."""
+        return sum(standby.ready.done() and not standby.ended for standby in self._standbys)
+
+    @property
+    def shrunk(self) -> bool:
+        """Whether the group has fewer ranks than configured."""
+        return self.config.num_ranks < self.wanted.num_ranks
+
+    async def launch(self, timeout_s: float) -> None:
+        """Create the processes of all ranks."""
+        self.adopt(await self._launcher.launch(timeout_s))
+
+    def adopt(self, handles: Sequence[RankHandle]) -> None:
+        """Take these processes as the ranks."""
+        node = self.config.dims.node
+        self._members = [Member(h, node(rank), self.config) for rank, h in enumerate(handles)]
+
+    def end(self, ranks: Collection[int]) -> None:
+        """End the processes of ranks that hang, which `renew` replaces."""
+        for rank in ranks:
+            self._launcher.end(self._members[rank].handle)
+
+    def find(self) -> list[RankHandle]:
+        """The processes that an earlier process of the supervisor has left."""
+        return self._launcher.find()
+
+    async def recover(
+        self, config: RankConfig, seats: Mapping[int, RankHandle], found: Sequence[RankHandle]
+    ) -> None:
+        """Continue with found processes as the ranks in `seats`: create those of missing ranks, end the other ones."""
+        if not self._shrink or config.num_ranks > self.wanted.num_ranks:
+            self.wanted = config
+        self.config = config
+        for handle in found:
+            if handle not in seats.values():
+                self._launcher.end(handle)
+        used = sorted({self._launcher.bundle_of(handle) for handle in seats.values()})
+        self._bundles = used if len(used) == config.num_nodes else list(range(config.num_nodes))
+        self._members = []
+        for rank in config.dims.ranks():
+            bundle = self._bundles[config.dims.node(rank)]
+            handle = seats.get(rank) or await self._launcher.start(rank, config, bundle)
+            self._members.append(Member(handle, bundle, config))
+
+    async def renew(
+        self, living: Sequence[bool], target: RankConfig, *, anew: bool = False
+    ) -> None:
+        """Seat the ranks of `target`: processes that live stay, others are replaced by standbys or new processes.
+
+        With `shrink`, `config` has fewer ranks afterwards where a rank has no place or no replacement that starts.
+
+        anew: replace all processes
+        """
+        stay: list[Member | None] = []
+        for member, lives in zip(self._members, living, strict=True):
+            works = lives and member not in self._broken
+            kept = works and not anew and not member.config.differs_for_process(target)
+            if not works and member in self._new:
+                self._irreplaceable.add(member.bundle)
+            if not kept:
+                self._end(member)
+            stay.append(member if kept else None)
+        if self._shrink:
+            await self._wait_for_room(target)
+        while True:
+            config, bundles = self._fit(target, [member for member in stay if member is not None])
+            self._members = await self._seat(config, bundles, stay)
+            self.config, self._bundles = config, bundles
+            late = await self._late() if self._shrink else []
+            if not late:
+                return
+            for member in late:
+                self._irreplaceable.add(member.bundle)
+                self._end(member)
+            stay = [None if member in late else member for member in self._members]
+
+    def failed(self, rank: int) -> None:
+        """Note that a call to `rank` failed. A process that has not served yet is not used again."""
+        if self._members[rank] in self._new:
+            self._broken.add(self._members[rank])
+
+    def serves(self) -> None:
+        """Note that the ranks serve; standbys that are missing start now."""
+        for noted in (self._new, self._broken, self._irreplaceable):
+            noted.clear()
+        if self._stocking is None and self._num_standby:
+            self._stocking = asyncio.create_task(self._keep_stock())
+        self._stock.set()
+        usable = [s for s in self._standbys if not s.config.differs_for_process(self.config)]
+        for standby in self._standbys[:]:
+            if standby not in usable[: self._num_standby]:
+                self._discard(standby)
+
+    async def provide(self, target: RankConfig, *, anew: bool = False) -> None:
+        """Start and load the processes that `target` needs beside the present ones, as standbys.
+
+        Raises PlacementError when a node has no room for them.
+        """
+        started: list[Standby] = []
+        needed: list[Standby] = []
+        try:
+            for bundle in range(target.num_nodes):
+                stay = [] if anew else [m for m in self._members if m.bundle == bundle]
+                stay = [m for m in stay if not m.config.differs_for_process(target)]
+                missing = max(0, target.dims.ranks_per_node - len(stay))
+                usable = self._usable(bundle, target)[:missing]
+                while len(usable) < missing:
+                    usable.append(await self._start_standby(bundle, target))
+                    started.append(usable[-1])
+                needed += usable
+            await asyncio.gather(*(standby.ready for standby in needed))
+        except BaseException:
+            for standby in started:
+                self._discard(standby)
+            raise
+
+    def has_room_to_grow(self) -> bool:
+        """Whether every node that the wanted ranks need lives."""
+        return all(map(self._launcher.has_room, range(self.wanted.num_nodes)))
+
+    def kill(self) -> None:
+        """End all processes."""
+        if self._stocking is not None:
+            self._stocking.cancel()
+        for standby in self._standbys:
+            standby.release()
+        self._standbys = []
+        self._launcher.kill()
+
+    def _fit(self, target: RankConfig, stay: list[Member]) -> tuple[RankConfig, list[int]]:
+        """The largest layout that can be seated: equally many ranks on some nodes. Returns it with their bundles."""
+        per_node = target.dims.ranks_per_node
+        bundles = list(range(target.num_nodes))
+        if not self._shrink:
+            return target, bundles
+        room = dict.fromkeys(bundles, per_node)
+        for bundle in bundles:
+            here = sum(member.bundle == bundle for member in stay)
+            if here < per_node and (
+                bundle in self._irreplaceable or not self._launcher.has_room(bundle)
+            ):
+                room[bundle] = here
+        layouts = [
+            (count, [b for b in bundles if room[b] >= count]) for count in range(1, per_node + 1)
+        ]
+        count, bundles = max(layouts, key=lambda layout: (layout[0] * len(layout[1]), layout[0]))
+        if not bundles:
+            raise PlacementError("no rank is left, and no node has room for one")
+        if count * len(bundles) == target.num_ranks:
+            return target, bundles
+        dims = {"num_ranks": count * len(bundles), "num_nodes": len(bundles)}
+        logger.warning("going on with %d of %d ranks", dims["num_ranks"], target.num_ranks)
+        return resized(target, **dims), bundles
+
+    async def _seat(
+        self, config: RankConfig, bundles: list[int], stay: list[Member | None]
+    ) -> list[Member]:
+        """Return a process for each rank; end those that have none. A rank keeps its process if no rank is added."""
+        seats: list[Member | None] = stay
+        if len(stay) != config.num_ranks or bundles != self._bundles:
+            count = config.dims.ranks_per_node
+            seats = []
+            for bundle in bundles:
+                here = [member for member in stay if member and member.bundle == bundle][:count]
+                seats += [*here, *[None] * (count - len(here))]
+            for member in stay:
+                if member is not None and member not in seats:
+                    self._end(member)
+        started: dict[int, Member] = {}
+        try:
+            for rank, member in enumerate(seats):
+                if member is None:
+                    started[rank] = await self._fill_seat(rank, config, bundles)
+        except BaseException:
+            for member in started.values():
+                self._end(member)
+            raise
+        return [member or started[rank] for rank, member in enumerate(seats)]
+
+    async def _fill_seat(self, rank: int, config: RankConfig, bundles: list[int]) -> Member:
+        bundle = bundles[config.dims.node(rank)]
+        member = self._take_standby(bundle, config)
+        if member is None:
+            handle = await self._launcher.start(rank, config, bundle)
+            member = Member(handle, bundle, config)
+        self._new.add(member)
+        return member
+
+    def _take_standby(self, bundle: int, config: RankConfig) -> Member | None:
+        usable = self._usable(bundle, config)
+        if not usable:
+            return None
+        self._standbys.remove(usable[0])
+        usable[0].release()
+        return Member(usable[0].handle, bundle, config)
+
+    def _usable(self, bundle: int, config: RankConfig) -> list[Standby]:
+        """The standbys of a bundle that can become ranks of `config`, first those that have loaded."""
+        found = [s for s in self._standbys if s.bundle == bundle and not s.ended]
+        found = [s for s in found if not s.config.differs_for_process(config)]
+        return sorted(found, key=lambda standby: not standby.ready.done())
+
+    async def _wait_for_room(self, target: RankConfig) -> None:
+        """Give Ray time to find nodes for the bundles of lost nodes."""
+        deadline = time.monotonic() + ROOM_WAIT_S
+        while time.monotonic() < deadline:
+            if all(map(self._launcher.has_room, range(target.num_nodes))):
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _late(self) -> list[Member]:
+        """The new processes that do not answer in time."""
+        new = [member for member in self._members if member in self._new]
+        calls = [asyncio.ensure_future(result(m.handle.describe.remote())) for m in new]
+        if calls:
+            await asyncio.wait(calls, timeout=REPLACEMENT_S)
+        late = [
+            member
+            for member, call in zip(new, calls, strict=True)
+            if not call.done() or call.exception() is not None
+        ]
+        for call in calls:
+            call.cancel()
+        return late
+
+    async def _start_standby(self, bundle: int, config: RankConfig) -> Standby:
+        handle = await self._launcher.start(STANDBY, config, bundle)
+        ready = asyncio.create_task(self._prepare(handle))
+        life = asyncio.create_task(_live(ready, handle))
+        life.add_done_callback(_note_end)
+        standby = Standby(handle, bundle, config, ready, life)
+        self._standbys.append(standby)
+        return standby
+
+    async def _prepare(self, handle: RankHandle) -> None:
+        gpus = self._visible_gpus(await result(handle.describe.remote()))
+        await result(handle.prepare.remote(gpus))
+
+    async def _keep_stock(self) -> None:
+        """Start standbys where some are missing or have ended, one at a time."""
+        while True:
+            self._stock.clear()
+            for standby in [standby for standby in self._standbys if standby.ended]:
+                self._discard(standby)
+            try:
+                while len(self._standbys) < self._num_standby:
+                    fewest = min(
+                        self._bundles, key=lambda b: sum(s.bundle == b for s in self._standbys)
+                    )
+                    standby = await self._start_standby(fewest, self.config)
+                    await asyncio.wait([standby.ready])
+                    if standby.ended or self._stock.is_set():
+                        break
+            except PlacementError as error:
+                logger.warning("no standby rank (cluster.standby_ranks): %s", error)
+                await self._stock.wait()
+                continue
+            changed = asyncio.create_task(self._stock.wait())
+            await asyncio.wait(
+                [changed, *(s.life for s in self._standbys)],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            changed.cancel()
+            if not self._stock.is_set():
+                await asyncio.sleep(RESTOCK_S)
+
+    def _discard(self, standby: Standby) -> None:
+        if standby in self._standbys:
+            self._standbys.remove(standby)
+            standby.release()
+            self._launcher.end(standby.handle)
+
+    def _end(self, member: Member) -> None:
+        self._new.discard(member)
+        self._launcher.end(member.handle)
+
+
+def resized(config: RankConfig, *, num_ranks: int, num_nodes: int) -> RankConfig:
+    """The configuration with another number of ranks; one rank has no all-to-all to choose."""
+    changes: dict[str, object] = {"num_ranks": num_ranks, "num_nodes": num_nodes}
+    if num_ranks == 1:
+        changes["kernels"] = config.kernels.model_copy(update={"all2all": "auto"})
+    return config.model_copy(update=changes)
+
+
+async def _live(ready: "asyncio.Task[None]", handle: RankHandle) -> None:
+    """Return when a standby has joined a group. Raises when its process has failed."""
+    await ready
+    await result(handle.joined.remote())
+
+
+def _note_end(life: "asyncio.Task[None]") -> None:
+    error = None if life.cancelled() else life.exception()
+    if error is not None:
+        logger.warning("a standby rank failed: %s", failure_message(error))

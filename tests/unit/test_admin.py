@@ -1,0 +1,238 @@
+"""Operators: routes and their access, settings that a running server can change, commands, the supervisor's part."""
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli import app
+from cluster.config import changes
+from cluster.config.changes import RESTART, SCALE, ChangeRefusedError, changed_config
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
+from cluster.errors import BadRequestError
+from cluster.group import supervisor
+from tests.unit.api_fakes import Api, assert_error, tiny_checkpoint
+from tests.unit.client_scene import run, scene, use_fakes
+from tests.unit.ray_fakes import rank_config, until
+from tests.unit.test_auth import DIGESTS, KEYS, bearer
+
+BODIES: dict[str, dict[str, Any]] = {
+    "drain": {"timeout_s": 3},
+    "scale": {"ranks": 4},
+    "restart": {"set": ["scheduler.max_num_seqs=8"]},
+}
+CALLS = {"drain": 3, "scale": 4, "restart": ["scheduler.max_num_seqs=8"]}
+
+
+@pytest.mark.parametrize("operation", BODIES)
+def test_operations_of_this_machine_need_no_key(operation):
+    api = Api()
+    assert api.post(f"/admin/{operation}", BODIES[operation]).status_code == 200
+    assert api.backend.operations == [(operation, CALLS[operation])]
+
+
+@pytest.mark.parametrize("operation", BODIES)
+def test_operations_need_a_key_where_there_are_keys(operation):
+    api = Api(api_key_digests=DIGESTS)
+    assert_error(api.post(f"/admin/{operation}", BODIES[operation]), 401, "invalid_api_key")
+    assert api.backend.operations == []
+    headers = bearer(KEYS[1])
+    answer = api.request("POST", f"/admin/{operation}", json=BODIES[operation], headers=headers)
+    assert answer.status_code == 200 and api.backend.operations
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7", "2001:db8::1", "testclient"])
+def test_without_keys_other_machines_are_refused(address, monkeypatch):
+    api = Api()
+
+    def client() -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=api.app, client=(address, 1))
+        return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    monkeypatch.setattr(api, "client", client)
+    for operation, body in BODIES.items():
+        error = assert_error(api.post(f"/admin/{operation}", body), 403, "forbidden")
+        assert "PHALANX_API_KEY" in error["message"]
+    assert api.backend.operations == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "body", "param"),
+    [
+        ("scale", {}, "ranks"),
+        ("scale", {"ranks": 0}, "ranks"),
+        ("scale", {"ranks": "2"}, "ranks"),
+        ("drain", {"timeout_s": -1}, "timeout_s"),
+        ("restart", {"set": "a=b"}, "set"),
+        ("restart", {"sets": []}, "sets"),
+    ],
+)
+def test_wrong_bodies(operation, body, param):
+    api = Api()
+    assert assert_error(api.post(f"/admin/{operation}", body), 400)["param"] == param
+    assert api.backend.operations == []
+
+
+def test_a_change_that_is_impossible_is_answered_with_its_reason():
+    assert "no free CPU" in assert_error(Api().post("/admin/scale", {"ranks": 9}), 400)["message"]
+
+
+def test_a_page_of_another_origin_cannot_operate():
+    body = json.dumps({"ranks": 2}).encode()
+    headers = {"content-type": "text/plain"}
+    api = Api()
+    assert_error(api.request("POST", "/admin/scale", content=body, headers=headers), 415)
+    assert api.backend.operations == []
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tiny_checkpoint(tmp_path_factory.mktemp("admin"))
+    return load_config({"model": {"path": str(folder)}, "cluster": {"ranks": 2, "device": "cpu"}})
+
+
+def test_settings_of_rank_processes_can_change(config):
+    settings = ["scheduler.max_num_seqs=8", "kernels.all2all=torch_dist", "cache.block_size=32"]
+    changed = changed_config(config, settings, RESTART)
+    assert changed.scheduler.max_num_seqs == 8 and changed.cache.block_size == 32
+    assert changed.serve == config.serve and changed.model == config.model
+    assert changed_config(config, [], RESTART) == config
+    assert changed_config(config, ["cluster.ranks=3"], SCALE).cluster.ranks == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed", "key"),
+    [
+        (["serve.port=1234"], RESTART, "serve.port"),
+        (["model.max_model_len=64"], RESTART, "model.max_model_len"),
+        (["cluster.ranks=3"], RESTART, "cluster.ranks"),
+        (["cluster.ranks=3", "overlap.mode=off"], SCALE, "overlap.mode"),
+    ],
+)
+def test_other_settings_cannot(config, settings, allowed, key):
+    with pytest.raises(ChangeRefusedError, match=f"a running server cannot change {key};"):
+        changed_config(config, settings, allowed)
+
+
+def test_wrong_settings_are_named(config):
+    with pytest.raises(ConfigError, match=r"scheduler\.max_num_seq\b"):
+        changed_config(config, ["scheduler.max_num_seq=8"], RESTART)
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor that resolves no configuration."""
+    use_fakes(monkeypatch)
+
+    def changed(config: Any, settings: list[str], allowed: Any) -> Any:
+        (setting,) = settings or ["cluster.ranks=2"]
+        if not setting.startswith("cluster.ranks="):
+            raise ChangeRefusedError(f"a running server cannot change {setting}")
+        ranks = int(setting.partition("=")[2])
+        cluster = config.cluster.model_copy(update={"ranks": ranks})
+        return config.model_copy(update={"cluster": cluster})
+
+    monkeypatch.setattr(supervisor, "changed_config", changed)
+    monkeypatch.setattr(supervisor, "num_gpus", lambda: 0)
+    monkeypatch.setattr(
+        supervisor,
+        "resolve_rank_config",
+        lambda config, num_gpus: rank_config(config.cluster.ranks),
+    )
+
+
+@pytest.mark.usefixtures("faked")
+def test_the_supervisor_changes_its_groups():
+    async def scenario() -> None:
+        async with scene() as now:
+            now.supervisor._device = "cpu"
+            await now.client.scale(3)
+            await until(lambda: now.client.num_ranks == 3)
+            await now.client.scale(1)
+            await until(lambda: now.client.num_ranks == 1)
+            before = now.ranks
+            with pytest.raises(BadRequestError, match=r"cannot change serve\.port"):
+                await now.client.restart(["serve.port=1"])
+            await now.client.restart([])
+            assert before[0].died and len(now.ranks) == 2  # as the fake has it
+            now.supervisor.launcher.full = True
+            with pytest.raises(BadRequestError, match="no free CPU"):
+                await now.client.scale(4)
+            # Another ingress, or the same one after its end, comes with the configuration of the start.
+            await now.supervisor.start(now.supervisor._config)
+            now.supervisor._device = "cuda"
+            with pytest.raises(BadRequestError, match="would run on cpu instead of cuda"):
+                await now.client.scale(2)
+
+    run(scenario())
+
+
+@pytest.mark.usefixtures("faked")
+def test_a_drain_by_request():
+    async def scenario() -> None:
+        async with scene() as now:
+            await now.client.drain(7.0)
+            assert await now.client.drain_requested() == 7.0
+            (health,) = await now.supervisor.healths()
+            assert health.state == "draining" and health.alive
+
+    run(scenario())
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[Any]]]:
+    """(URL, requests): a server that notes (path, authorization, body) of each request."""
+    seen: list[Any] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            seen.append((self.path, self.headers["authorization"], body))
+            refused = body.get("ranks") == 9
+            answer = {"error": {"message": "no free CPU"}} if refused else {"status": "done"}
+            text = json.dumps(answer).encode()
+            self.send_response(400 if refused else 200)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{httpd.server_port}", seen
+    httpd.shutdown()
+    httpd.server_close()
+
+
+def test_the_commands(server, monkeypatch):
+    url, seen = server
+    monkeypatch.setenv("MY_KEY", "secret")
+    invoke = CliRunner().invoke
+    assert invoke(app, ["scale", "4", url, "--api-key-env", "MY_KEY"]).output == "done\n"
+    assert invoke(app, ["drain", url, "--timeout", "3"]).exit_code == 0
+    settings = ["--set", "cache.block_size=32", "--set", "overlap.mode=off"]
+    assert invoke(app, ["restart", url, *settings]).exit_code == 0
+    assert seen[0] == ("/admin/scale", "Bearer secret", {"ranks": 4})
+    assert seen[1][::2] == ("/admin/drain", {"timeout_s": 3.0})
+    assert seen[2][2] == {"set": ["cache.block_size=32", "overlap.mode=off"]}
+    refused = invoke(app, ["scale", "9", url])
+    assert refused.exit_code == 1 and "error: no free CPU" in refused.output
+    nobody = invoke(app, ["drain", "http://127.0.0.1:9"])
+    assert (
+        nobody.exit_code == 1 and "no answer from http://127.0.0.1:9/admin/drain" in nobody.output
+    )
+    assert invoke(app, ["drain", "ftp://x"]).exit_code == 2
+
+
+def test_keys_of_restart_exist(config):
+    values = dict(changes._flat(config.model_dump()))
+    for name in (*RESTART, *SCALE):
+        assert any(key == name or key.startswith(f"{name}.") for key in values), name
