@@ -154,10 +154,16 @@ class RankConfig(Section):
     overlap: OverlapConfig = Field(default_factory=OverlapConfig)
     num_ranks: int = Field(ge=1)
     num_nodes: int = Field(1, ge=1)
+    network: str | None = Field(
+        None, description="Network or interface between hosts; null = that of Ray's node addresses."
+    )
     device: Literal["cpu", "cuda"]
     threads: int = Field(ge=1, description="CPU threads of a rank's torch operators.")
     vote_timeout_s: float = Field(gt=0, description="How long a rank waits for the others.")
     fetch_weights: bool = Field(False, description="Copy the checkpoint from node to node.")
+    hang_timeout_s: float = Field(
+        5.0, gt=0, description="How long a rank waits for a host that does not answer."
+    )
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
 

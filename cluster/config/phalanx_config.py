@@ -36,6 +36,11 @@ class ClusterConfig(Section):
     nodes: int = Field(
         1, ge=1, le=MAX_RANKS, description="Machines; the ranks divide evenly over them."
     )
+    network: str | None = Field(
+        None,
+        description="Network (10.1.0.0/16, fd00::/8) or interface (eth1) by which the ranks of all machines reach each "
+        "other; null = that of Ray's node addresses.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="Where ranks compute; auto = cuda when each rank can have a GPU, else cpu.",
@@ -58,7 +63,7 @@ class ClusterConfig(Section):
         gt=0,
         description="Seconds without a sign of life (neither a vote nor, on a CPU, processor time) after which a rank "
         "hangs, four times as many in a stage of a rebuild; also the time of a rank to leave a failed epoch. The "
-        "process of a rank that hangs is replaced.",
+        "process of a rank that hangs is replaced. Also seconds after which a host that does not answer is lost.",
     )
     rebuild_attempts: int = Field(
         5,

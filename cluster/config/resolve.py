@@ -51,10 +51,12 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         overlap=config.overlap,
         num_ranks=config.cluster.ranks,
         num_nodes=config.cluster.nodes,
+        network=config.cluster.network,
         device=device,
         threads=resolve_threads(config),
         vote_timeout_s=config.cluster.vote_timeout_s,
         fetch_weights=config.cluster.fetch_weights,
+        hang_timeout_s=config.cluster.hang_timeout_s,
         log_level=config.serve.log_level,
         log_format=config.serve.log_format,
     )

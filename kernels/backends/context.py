@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.backends.backend import BackendShape
+from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
@@ -17,7 +18,9 @@ class BackendContext:
 
     shape            what the backends were chosen for; max_num_tokens bounds a rank's rows of one dispatch
     group            process group; None where the all-to-all needs none
-    shared_memory    with the channels of `Selection.shared_memory_slots`; None where the all-to-all has no channels
+    shared_memory    of the ranks of this host, with the channels of `Selection.shared_memory_slots`; None where the
+                     all-to-all has no channels
+    network          this host's address for the ranks of other hosts; None for a rank alone
     block_size       tokens of a block of the KV cache
     row_alignment    on GPUs: the first permuted row of each expert must be a multiple of it; from the grouped GEMM
     masked_fp8       whether masked rows come in e4m3 with scales; from the grouped GEMM
@@ -28,6 +31,7 @@ class BackendContext:
     rank: int
     group: dist.ProcessGroup | None
     shared_memory: SharedMemoryGroup | None
+    network: HostNetwork | None = None
     placement: ExpertPlacement
     block_size: int
     row_alignment: int = 1

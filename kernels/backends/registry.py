@@ -10,6 +10,7 @@ from typing import Any
 ALL2ALL = {
     "local": "kernels.all2all.local.LocalAllToAll",
     "shm": "kernels.all2all.shm.ShmAllToAll",
+    "two_level": "kernels.all2all.two_level.TwoLevelAllToAll",
     "copy_engine": "kernels.all2all.copy_engine.CopyEngineAllToAll",
     "allgather": "kernels.all2all.allgather.AllGatherAllToAll",
     "torch_dist": "kernels.all2all.torch_dist.TorchDistAllToAll",

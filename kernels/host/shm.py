@@ -65,6 +65,7 @@ class Channel:
         self._counts = [[line + 2 + parity for line in lines] for parity in (0, 1)]
         self._seq = 0
         self._open: deque[Pending[Any]] = deque()
+        self._incomplete: deque[tuple[int, Callable[[], int]]] = deque()
 
     def begin(self) -> int:
         """Start the next round; return which of the two slots may be filled now (0 or 1).
@@ -85,9 +86,39 @@ class Channel:
         finish   `finish(parity, counts)` runs in `wait()`, when all ranks have published. It must copy its data out
                  of `slots[parity]`.
         """
-        seq = self._seq
+        assert not self._incomplete, f"an earlier round of {self.name} is incomplete"
+        self._publish(self._seq, count)
+        return self._open_round(finish)
+
+    def publish_later(
+        self, complete: Callable[[], int], finish: Callable[[int, list[int]], T]
+    ) -> Pending[T]:
+        """Do as `publish`, but when the slot of `begin` is complete, in `wait()` or in `publish_next`.
+
+        complete   waits until the slot is complete and returns the number beside it
+        """
+        self._incomplete.append((self._seq, complete))
+        return self._open_round(finish)
+
+    def publish_next(self) -> None:
+        """Publish the oldest round of `publish_later` that is not published yet."""
+        seq, complete = self._incomplete.popleft()
+        self._publish(seq, complete())
+
+    def finish_published(self) -> None:
+        """Finish the open rounds that all peers have published already."""
+        while self._open:
+            seq = self._seq - len(self._open) + 1
+            if any(self._memory[word] < seq for word in self._peers_published):
+                return
+            self._open[0].result()
+
+    def _publish(self, seq: int, count: int) -> None:
         self._memory[self._counts[seq & 1][self._group.rank]] = count
         self._memory[self._published] = seq
+
+    def _open_round(self, finish: Callable[[int, list[int]], T]) -> Pending[T]:
+        seq = self._seq
         pending = Pending(lambda: self._finish(seq, pending, finish))
         self._open.append(pending)
         return pending
@@ -96,6 +127,8 @@ class Channel:
         # The counter of consumed slots only counts up, so rounds finish in the order of `begin`.
         while self._open[0] is not pending:
             self._open[0].result()
+        while self._incomplete and self._incomplete[0][0] <= seq:
+            self.publish_next()
         what = f"publish round {seq} of {self.name}"
         self._group.wait_words(self._peers_published, seq, self._group.timeout_s, what)
         memory = self._memory
@@ -109,6 +142,7 @@ class SharedMemoryGroup:
     """All ranks of a group on one host. Constructing it waits for all of them.
 
     name         equal on all ranks and used by no other group
+    rank         among the `num_ranks` ranks of this host; errors name it as rank `first_rank + rank`
     left         ends the waits of this rank when it is set, also those of the constructor
     slot_bytes   bytes of a slot of each channel
 
@@ -122,6 +156,7 @@ class SharedMemoryGroup:
         rank: int,
         num_ranks: int,
         *,
+        first_rank: int = 0,
         slot_bytes: Sequence[int] = (),
         timeout_s: float,
         row_timeout_s: float | None = None,
@@ -129,7 +164,7 @@ class SharedMemoryGroup:
         left: threading.Event | None = None,
     ):
         self.rank, self.num_ranks = rank, num_ranks
-        self.timeout_s = timeout_s
+        self.timeout_s, self._first_rank = timeout_s, first_rank
         self.peers = [peer for peer in range(num_ranks) if peer != rank]
         self._row_timeout_s = timeout_s if row_timeout_s is None else row_timeout_s
         self._closed = False
@@ -143,7 +178,7 @@ class SharedMemoryGroup:
             if rank == 0:
                 self._fd = _create(path, size)
             else:
-                self._fd = _open(path, size, deadline, rank, self._left)
+                self._fd = _open(path, size, deadline, first_rank, self._left)
             self._map = mmap.mmap(self._fd, size)
             self.words = memoryview(self._map).cast("q")
             lock_byte(self._fd, rank)
@@ -213,7 +248,7 @@ class SharedMemoryGroup:
                 raise PeerLeftError(LEFT)
             waited = time.monotonic() - start
             if waited > timeout_s:
-                names = ", ".join(map(str, late))
+                names = ", ".join(str(self._first_rank + rank) for rank in late)
                 raise TimeoutError(f"rank {names} did not {what} within {timeout_s:g} s")
             if waited < YIELD_S:
                 os.sched_yield()
@@ -235,7 +270,7 @@ class SharedMemoryGroup:
             # A rank may have published and then left in order: its published slot still counts.
             if gone and self.words[words[self.peers.index(rank)]] < least:
                 how = "left the group" if closed else "died"
-                raise PeerLeftError(f"rank {rank} {how} and did not {what}")
+                raise PeerLeftError(f"rank {self._first_rank + rank} {how} and did not {what}")
 
     def _channel(self, index: int, slot_bytes: int, offset: int) -> Channel:
         slots = np.frombuffer(self._map, np.uint8, 2 * self.num_ranks * slot_bytes, offset)
@@ -289,8 +324,8 @@ def _create(path: Path, size: int) -> int:
     return fd
 
 
-def _open(path: Path, size: int, deadline: float, rank: int, left: threading.Event) -> int:
-    """Open the segment that rank 0 creates."""
+def _open(path: Path, size: int, deadline: float, first_rank: int, left: threading.Event) -> int:
+    """Open the segment that the first rank of the host creates."""
     while True:
         try:
             fd = os.open(path, os.O_RDWR)
@@ -299,10 +334,8 @@ def _open(path: Path, size: int, deadline: float, rank: int, left: threading.Eve
             if left.is_set():
                 raise PeerLeftError(LEFT) from None
             if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank 0 did not create {path} for rank {rank} in time"
-                ) from None
+                raise TimeoutError(f"rank {first_rank} did not create {path} in time") from None
             time.sleep(1e-3)
     found = os.fstat(fd).st_size
-    assert found == size, f"rank 0's segment has {found} bytes, rank {rank} expects {size}"
+    assert found == size, f"rank {first_rank}'s segment has {found} bytes, expected {size}"
     return fd

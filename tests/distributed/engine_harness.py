@@ -39,7 +39,10 @@ class RankResult:
 def rank_config(
     checkpoint: Path, num_ranks: int, device: str = "cpu", **sections: dict[str, Any]
 ) -> RankConfig:
-    """A resolved configuration; `sections` override, e.g. scheduler={"max_num_seqs": 4}."""
+    """A resolved configuration; `sections` override, e.g. scheduler={"max_num_seqs": 4}.
+
+    With the all-to-all `two_level` the ranks are taken for those of two hosts, an odd number for hosts of one each.
+    """
     values: dict[str, Any] = {
         "model": {"path": str(checkpoint), "dtype": "float32", "max_model_len": 1024},
         "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
@@ -49,7 +52,17 @@ def rank_config(
     }
     for name, changes in sections.items():
         values[name] = {**values[name], **changes}
-    return RankConfig(**values, num_ranks=num_ranks, device=device, threads=1, vote_timeout_s=30)
+    hosts = 1
+    if values["kernels"].get("all2all") == "two_level":
+        hosts = num_ranks if num_ranks % 2 else 2
+    return RankConfig(
+        **values,
+        num_ranks=num_ranks,
+        num_nodes=hosts,
+        device=device,
+        threads=1,
+        vote_timeout_s=30,
+    )
 
 
 def make_request(name: str, prompt: list[int], **params: Any) -> EngineRequest:

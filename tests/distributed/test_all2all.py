@@ -13,10 +13,12 @@ from kernels.backends import select
 from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
 from kernels.backends.context import BackendContext
+from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.routing.placement import ExpertPlacement
 from tests.devices import take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
+from workers.parallel import ParallelDims
 
 MAX_TOKENS = 64
 HIDDEN, WIDTH = 32, 24
@@ -110,6 +112,7 @@ def _build(
     num_ranks: int,
     info: GroupInfo,
     device: torch.device,
+    num_nodes: int = 1,
 ) -> tuple[select.Backends, SharedMemoryGroup | None]:
     """The backends of a rank. `copies` is `copy_engine` that always copies."""
     copies = name == "copies"
@@ -118,6 +121,7 @@ def _build(
         device=device.type,
         dtype=case.dtype,
         num_ranks=num_ranks,
+        num_nodes=num_nodes,
         hidden_size=HIDDEN,
         expert_width=WIDTH,
         num_experts=case.num_experts,
@@ -129,8 +133,13 @@ def _build(
     selection = select.select(config, select.probe(device), shape)
     shared_memory = None
     if slots := selection.all2all_class.shared_memory_slots(shape):
+        dims = ParallelDims(num_ranks=num_ranks, num_nodes=num_nodes)
         shared_memory = SharedMemoryGroup(
-            info.name, rank, num_ranks, slot_bytes=slots, timeout_s=20
+            f"{info.name}-{dims.node(rank)}",
+            dims.local_rank(rank),
+            dims.ranks_per_node,
+            slot_bytes=slots,
+            timeout_s=20,
         )
     context = BackendContext(
         shape=shape,
@@ -138,6 +147,7 @@ def _build(
         rank=rank,
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
         shared_memory=shared_memory,
+        network=HostNetwork(address="127.0.0.1", timeout_s=20, hang_timeout_s=20),
         placement=ExpertPlacement(case.num_experts, num_ranks),
         block_size=4,
     )
@@ -192,6 +202,7 @@ def run_cases(
     gemm: str,
     cases: dict[str, Case],
     device_type: str = "cpu",
+    num_nodes: int = 1,
 ) -> None:
     """The contract in one rank's process; also run by the GPU tests."""
     device = torch.device("cpu")
@@ -199,7 +210,9 @@ def run_cases(
         device = take_gpu(rank)
     for label, case in cases.items():
         unique = replace(info, name=f"{info.name}-{label}")
-        backends, shared_memory = _build(name, gemm, case, rank, num_ranks, unique, device)
+        backends, shared_memory = _build(
+            name, gemm, case, rank, num_ranks, unique, device, num_nodes
+        )
         equal = backends.all2all.needs_equal_tokens
         try:
             _check_contract(backends, case.equal() if equal else case, rank, num_ranks, device)
@@ -211,14 +224,19 @@ def run_cases(
                 shared_memory.close()
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", ["torch_dist", "allgather", "shm"])
-def test_contract(rank_pool: RankPool, name: str, num_ranks: int):
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_nodes"),
+    [
+        *((name, ranks, 1) for name in ("torch_dist", "allgather", "shm") for ranks in (2, 3, 4)),
+        *(("two_level", ranks, nodes) for ranks, nodes in ((2, 2), (3, 3), (4, 2), (4, 4))),
+    ],
+)
+def test_contract(rank_pool: RankPool, name: str, num_ranks: int, num_nodes: int):
     if reason := select.probe("cpu").get(f"all2all.{name}"):
         pytest.skip(reason)
     cases = {label: case for label, case in CASES.items() if len(case.tokens) == num_ranks}
     assert len(cases) >= 2
-    rank_pool.run(run_cases, num_ranks, name, "torch_grouped", cases)
+    rank_pool.run(run_cases, num_ranks, name, "torch_grouped", cases, "cpu", num_nodes)
 
 
 @pytest.mark.parametrize("gemm", ["reference", "torch_grouped", "native"])

@@ -198,7 +198,8 @@ def requests_of(rank: int, num_epochs: int) -> list[EngineRequest]:
 
 
 @pytest.mark.parametrize(
-    ("all2all", "num_epochs"), [("shm", 50), ("torch_dist", 26), ("allgather", 26)]
+    ("all2all", "num_epochs"),
+    [("shm", 50), ("two_level", 26), ("torch_dist", 26), ("allgather", 26)],
 )
 def test_rebuilt_epochs_leak_nothing_and_change_no_token(
     rank_pool, checkpoint, all2all, num_epochs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from workers.rank import network
-from workers.rank.network import bind_to_address, interface_of
+from workers.rank.network import address_on, address_towards, bind_to_address, interface_of
 
 ROOT = Path(__file__).parents[2]
 # One rank of two, in a network namespace of its own; argv: rank, own address, whether to bind.
@@ -45,6 +45,24 @@ def test_the_interface_of_an_address(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     )
     monkeypatch.setattr(network, "IPV6_ADDRESSES", table)
     assert interface_of("fe80::42:ff:fe11:2%eth7") == "eth7" and interface_of("::1") == "lo"
+
+
+def test_the_address_in_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_host = {"127.0.0.1": "lo", "10.1.2.3": "eth0", "192.168.0.5": "eth1"}
+    ipv6 = {"::1": "lo", "fe80::1": "eth0", "fd00::5": "eth0", "fe80::2": "eth2"}
+    monkeypatch.setattr(network, "_ipv4_interfaces", lambda: of_host)
+    monkeypatch.setattr(network, "_ipv6_interfaces", lambda: ipv6)
+    assert address_on("10.0.0.0/8") == "10.1.2.3" and address_on("fd00::/8") == "fd00::5"
+    assert address_on("eth0") == "10.1.2.3" and address_on("eth1") == "192.168.0.5"
+    for missing in ("172.16.0.0/12", "eth2", "ib0"):
+        with pytest.raises(
+            ValueError, match=rf"has no address in {missing}, only .*10\.1\.2\.3 on"
+        ):
+            address_on(missing)
+
+
+def test_the_address_towards_a_host() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("::1") == "::1"
 
 
 def test_settings_of_the_user_stay() -> None:

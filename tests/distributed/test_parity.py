@@ -34,7 +34,7 @@ CASES = [
     for gemm in ("reference", "torch_grouped", "auto")
     for chunked in (True, False)
     if gemm == "auto" or chunked  # the others need no second round
-]
+] + [(2, "two_level", "auto", True), (4, "two_level", "auto", False)]
 
 
 @pytest.mark.parametrize(("ranks", "all2all", "gemm", "chunked"), CASES)
@@ -78,7 +78,7 @@ def test_preemption_changes_no_token(rank_pool, checkpoint, references, ranks, a
     assert sum(result.num_preemptions for result in results) > 0
 
 
-@pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
+@pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm", "two_level"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_fewer_prompts_than_ranks(rank_pool, checkpoint, references, all2all, count):
     config = rank_config(checkpoint, 4, kernels={"all2all": all2all})

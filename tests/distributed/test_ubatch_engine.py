@@ -43,6 +43,8 @@ def references(checkpoint: Path) -> list[Reference]:
         (4, "torch_dist", 2, True),
         (4, "shm", 2, False),
         (4, "allgather", 4, True),
+        (2, "two_level", 3, False),
+        (4, "two_level", 2, True),
     ],
 )
 def test_tokens_and_logits_equal_transformers(

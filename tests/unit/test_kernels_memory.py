@@ -46,7 +46,7 @@ def test_grows_with_what_is_exchanged():
 
     alone = total("local", 1)
     assert alone == 256 * 4 * (2 * 128 + 3 * 64) * 2  # activations only
-    for name in ("shm", "torch_dist", "allgather"):
+    for name in ("shm", "torch_dist", "allgather", "two_level"):
         assert alone < total(name, 2) < total(name, 4)
         assert total(name, 2, 512) > 1.9 * total(name, 2, 256)
 

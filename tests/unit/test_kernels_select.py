@@ -48,7 +48,8 @@ def choose(
         (CPU, (), 1, 1, "local"),
         (CUDA, (), 1, 1, "local"),
         (CPU, (), 2, 1, "shm"),
-        (CPU, (), 4, 2, "torch_dist"),
+        (CPU, (), 4, 2, "two_level"),
+        (CPU, ["all2all.two_level"], 4, 2, "torch_dist"),
         (CUDA, (), 4, 1, "copy_engine"),
         (CUDA, (), 4, 2, "allgather"),
         (CUDA, ["all2all.copy_engine"], 4, 1, "allgather"),
@@ -113,6 +114,7 @@ def test_a_backend_is_unavailable_in_its_own_seam():
     [
         ({"all2all": "local"}, "kernels.all2all", "cluster.ranks is 2.*shm"),
         ({"all2all": "shm", "num_nodes": 2}, "kernels.all2all", "cluster.nodes is 2.*torch_dist"),
+        ({"all2all": "two_level"}, "kernels.all2all", "connects hosts, cluster.nodes is 1.*shm"),
         ({"all2all": "shm", "num_ranks": 1}, "kernels.all2all", "only one rank.*local"),
         ({"all2all": "symm"}, "kernels.all2all", "on GPUs only.*shm"),
         (

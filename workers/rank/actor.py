@@ -24,7 +24,7 @@ from workers.config import RankConfig
 from workers.engine.step_sync import LockstepError
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
-from workers.rank.network import bind_to_address
+from workers.rank.network import address_on, bind_to_address
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
 from workers.stats.log import set_up_logging
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
@@ -77,7 +77,7 @@ class RankActor:
         self._loop_clock: int | None = None  # of the processor time of the step loop
         self._store: Any = None
         self._progress = (0, 0)
-        self._address = node_address()
+        self._address = address_on(config.network) if config.network else node_address()
         bind_to_address(os.environ, self._address)
         self._holder = CheckpointHolder(config.model, self._address)
         self._inbox = Inbox(self._address)

@@ -1,4 +1,4 @@
-"""Binds the transports of a rank to its node's own address. Imports no torch.
+"""The address and the interface by which a rank reaches the ranks of other hosts. Imports no torch.
 
 gloo and NCCL otherwise resolve the host name or take the first interface. A host name that resolves to nothing, or to
 127.0.1.1 as on Debian, binds gloo to the loopback interface, which other hosts cannot reach.
@@ -29,6 +29,36 @@ def interface_of(address: str) -> str | None:
     if name is None and wanted.is_loopback:
         return found.get("127.0.0.1")  # which owns 127.0.0.0/8
     return name
+
+
+def address_on(network: str) -> str:
+    """Return this host's address in `network`: 10.1.0.0/16, fd00::/8, or an interface with its name.
+
+    An interface with addresses of both kinds gives an IPv4 address. Raises ValueError with this host's addresses.
+    """
+    found = {**_ipv4_interfaces(), **_ipv6_interfaces()}
+    try:
+        wanted = ipaddress.ip_network(network)
+        addresses = [address for address in found if ipaddress.ip_address(address) in wanted]
+    except ValueError:
+        addresses = [address for address, interface in found.items() if interface == network]
+    # An address that begins with fe80 is one of its interface alone.
+    addresses = [x for x in addresses if not ipaddress.ip_address(x).is_link_local]
+    if not addresses:
+        there = ", ".join(f"{address} on {interface}" for address, interface in found.items())
+        raise ValueError(
+            f"cluster.network: {socket.gethostname()} has no address in {network}, only {there}"
+        )
+    return addresses[0]
+
+
+def address_towards(host: str) -> str:
+    """Return the IPv4 or IPv6 address of this host from which it reaches `host`. Sends nothing."""
+    family, kind, _, _, peer = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(peer)
+        address: str = probe.getsockname()[0]
+    return address
 
 
 def bind_to_address(environment: MutableMapping[str, str], address: str) -> None:

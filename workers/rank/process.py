@@ -18,6 +18,7 @@ from kernels.attention.dummy import DummyAttention
 from kernels.attention.kv_layout import KVGroup, kv_block_bytes
 from kernels.backends import select
 from kernels.backends.context import BackendContext
+from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
@@ -189,7 +190,9 @@ class RankProcess:
     def _forced_routing(self) -> Callable[..., ForcedRouting] | None:
         return forced_routing(self.config, self.model_config, self.rank, self.device)
 
-    def backend_context(self, shared_memory: SharedMemoryGroup | None) -> BackendContext:
+    def backend_context(
+        self, shared_memory: SharedMemoryGroup | None, network: HostNetwork | None = None
+    ) -> BackendContext:
         """Return the context from which this rank builds backends, inside the current process group."""
         return BackendContext(
             shape=self.shape,
@@ -197,6 +200,7 @@ class RankProcess:
             rank=self.rank,
             group=None if self.dims.alone else torch.distributed.group.WORLD,
             shared_memory=shared_memory,
+            network=network,
             placement=self.placement,
             block_size=self.config.cache.block_size,
         )

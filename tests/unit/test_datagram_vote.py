@@ -1,0 +1,156 @@
+"""Votes between hosts: rows arrive though datagrams are lost, a slow rank is not lost, a silent one is."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.host.links import HostNetwork
+from workers.engine.datagram_vote import _HEADER, _ROWS, DatagramVoteTransport
+from workers.engine.step_sync import AbortedError, LockstepError
+from workers.parallel import ParallelDims
+
+PATIENT_S = 30.0
+
+
+def gather_of(num_ranks: int) -> list[Callable[[Any], list[Any]]]:
+    """A gather for each of `num_ranks` threads."""
+    barrier, found = threading.Barrier(num_ranks), [None] * num_ranks
+
+    def gather(rank: int) -> Callable[[Any], list[Any]]:
+        def of_rank(value: Any) -> list[Any]:
+            found[rank] = value
+            barrier.wait()
+            return found
+
+        return of_rank
+
+    return [gather(rank) for rank in range(num_ranks)]
+
+
+@contextmanager
+def ranks_on_hosts(
+    num_ranks: int, address: str = "127.0.0.1", hang_timeout_s: float = PATIENT_S
+) -> Iterator[list[DatagramVoteTransport]]:
+    """Transports of ranks, each on a host of its own."""
+    dims = ParallelDims(num_ranks=num_ranks, num_nodes=num_ranks)
+    network = HostNetwork(address=address, timeout_s=PATIENT_S, hang_timeout_s=hang_timeout_s)
+    gathers = gather_of(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as pool:
+        made = [
+            pool.submit(DatagramVoteTransport, rank, dims, 7, network, None, gathers[rank])
+            for rank in range(num_ranks)
+        ]
+        transports = [future.result() for future in made]
+    try:
+        yield transports
+    finally:
+        for transport in transports:
+            transport.close()
+            transport.close()
+
+
+def vote(transports: list[DatagramVoteTransport], number: int) -> None:
+    """One vote of all ranks; every rank must get all rows."""
+    expected = [[number, rank, -(2**62)] for rank in range(len(transports))]
+    with ThreadPoolExecutor(len(transports)) as pool:
+        rows = [np.array(row, dtype=np.int64) for row in expected]
+        found = list(pool.map(lambda t, row: t.all_gather(row).tolist(), transports, rows))
+    assert found == [expected] * len(transports)
+
+
+class LossySocket:
+    """A socket that loses the datagrams whose turn is in `lost`."""
+
+    def __init__(self, whole: Any, lost: range):
+        self._whole, self._lost, self._turn = whole, lost, -1
+
+    def send(self, data: bytes) -> int:
+        self._turn += 1
+        return len(data) if self._turn in self._lost else self._whole.send(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_rows_of_all_ranks(address: str):
+    with ranks_on_hosts(3, address) as transports:
+        for number in range(50):
+            vote(transports, number)
+
+
+def test_lost_datagrams_are_sent_again():
+    with ranks_on_hosts(2) as transports:
+        vote(transports, 0)
+        # Also the first answers to the request are lost.
+        peer = transports[1]._peers[0]
+        peer.messages = LossySocket(peer.messages, range(3))
+        vote(transports, 1)
+        assert peer.messages._turn >= 3
+        vote(transports, 2)
+
+
+def test_a_message_is_sent_again_by_a_rank_that_has_gone_on():
+    """Rank 1 has all rows and computes; rank 0 must get rank 1's row without a further vote."""
+    with ranks_on_hosts(2) as transports:
+        peer = transports[1]._peers[0]
+        peer.messages = LossySocket(peer.messages, range(1))
+        first, second = (np.array([rank], dtype=np.int64) for rank in range(2))
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(transports[0].all_gather, first)
+            assert transports[1].all_gather(second).tolist() == [[0], [1]]
+            assert waiting.result(PATIENT_S).tolist() == [[0], [1]]
+
+
+def test_a_slow_rank_is_not_lost():
+    with ranks_on_hosts(2, hang_timeout_s=0.3) as transports:
+        row = np.zeros(1, dtype=np.int64)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(transports[0].all_gather, row)
+            time.sleep(1)  # three times the limit for a host without network
+            transports[1].all_gather(row)
+            assert waiting.result(PATIENT_S).shape == (2, 1)
+
+
+def test_a_silent_host_is_lost():
+    with ranks_on_hosts(2, hang_timeout_s=0.3) as transports:
+        transports[1]._parse = lambda message: None  # as if nothing arrived
+        with pytest.raises(LockstepError, match=r"rank 1 has not answered for 0\.3 s \(cluster"):
+            transports[0].all_gather(np.zeros(1, dtype=np.int64))
+
+
+def test_a_rank_that_left_is_noticed_at_once():
+    with ranks_on_hosts(2) as transports:
+        transports[1].close()
+        with pytest.raises(LockstepError, match="rank 1 left the group"):
+            transports[0].all_gather(np.zeros(1, dtype=np.int64))
+
+
+def test_an_abort_ends_the_wait():
+    with ranks_on_hosts(2) as transports:
+        threading.Timer(0.1, transports[0].abort).start()
+        with pytest.raises(AbortedError):
+            transports[0].all_gather(np.zeros(1, dtype=np.int64))
+
+
+def test_datagrams_of_another_epoch_or_group_are_dropped():
+    with ranks_on_hosts(2) as transports:
+        secret = transports[0]._secret
+        wrong = np.array([5], dtype=np.int64).tobytes()
+        sender = transports[1]._peers[0].messages
+        for forged in (
+            _HEADER.pack(secret, 6, _ROWS, 1, 1) + wrong,
+            _HEADER.pack(bytes(8), 7, _ROWS, 1, 1) + wrong,
+            b"short",
+        ):
+            sender.send(forged)
+        rows = [np.array([rank], dtype=np.int64) for rank in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(lambda t, row: t.all_gather(row).tolist(), transports, rows))
+        assert found == [[[0], [1]]] * 2

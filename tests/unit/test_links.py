@@ -1,0 +1,128 @@
+"""Links between hosts: whole messages in order whatever their size, refused strangers, peers that left."""
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kernels.host.links import HostNetwork, Link, LinkListener
+from kernels.host.shm import PeerLeftError
+
+NETWORK = HostNetwork(address="127.0.0.1", timeout_s=30, hang_timeout_s=30)
+LARGE = 64 << 20  # more than the buffers of two sockets
+
+
+@contextmanager
+def two_ranks(network: HostNetwork = NETWORK) -> Iterator[tuple[Link, Link]]:
+    """A link as rank 0 and as rank 1 have it."""
+    listeners = [LinkListener(network) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        opened = [
+            pool.submit(listeners[rank].open_links, rank, {peer: listeners[peer].endpoint}, 1)
+            for rank, peer in ((0, 1), (1, 0))
+        ]
+        (first,), (second,) = (links for f in opened for links in f.result().values())
+    try:
+        yield first, second
+    finally:
+        first.close()
+        second.close()
+        second.close()
+
+
+def read(link: Link, size: int) -> bytes:
+    """The next `size` bytes of a link."""
+    found = bytearray(size)
+    view = memoryview(found)
+    while view:
+        view = view[link.read(view, wait=True) :]
+    return bytes(found)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_large_messages_both_ways_before_either_is_read(address: str):
+    with two_ranks(replace(NETWORK, address=address)) as links:
+        sent = [np.random.default_rng(n).integers(0, 256, LARGE, np.uint8) for n in range(2)]
+        for link, data in zip(links, sent, strict=True):
+            link.send(b"first", memoryview(data), b"last")
+            link.send(b"more")
+        with ThreadPoolExecutor(2) as pool:
+            size = LARGE + len(b"firstlastmore")
+            found = list(pool.map(lambda link: read(link, size), links))
+        for data, of_peer in zip(found, reversed(sent), strict=True):
+            assert data == b"first" + of_peer.tobytes() + b"lastmore"
+
+
+def test_nothing_to_read_yet():
+    with two_ranks() as (first, second):
+        assert first.read(memoryview(bytearray(1)), wait=False) == 0
+        second.send(b"x")
+        assert read(first, 1) == b"x"
+
+
+def test_a_slow_peer():
+    with (
+        two_ranks(replace(NETWORK, timeout_s=0.2)) as (first, _),
+        pytest.raises(TimeoutError, match=r"rank 1 sent nothing within 0\.2 s"),
+    ):
+        read(first, 1)
+
+
+@pytest.mark.parametrize("end", [Link.abort, Link.close])
+def test_a_peer_that_left(end: Callable[[Link], None]):
+    with two_ranks() as (first, second):
+        second.send(b"last")
+        threading.Timer(0.1, end, [second]).start()
+        assert read(first, 4) == b"last"
+        with pytest.raises(PeerLeftError, match="rank 1 left the group"):
+            read(first, 1)
+
+
+def test_an_abort_ends_the_wait_of_this_rank():
+    with two_ranks() as (first, _):
+        threading.Timer(0.1, first.abort).start()
+        with pytest.raises(PeerLeftError, match="this rank left"):
+            read(first, 1)
+
+
+def test_close_ends_a_send_that_no_peer_reads():
+    with two_ranks() as (first, _):
+        first.send(memoryview(bytes(LARGE)))
+        first.close()
+
+
+def test_strangers_are_refused():
+    listeners = [LinkListener(NETWORK) for _ in range(2)]
+    endpoints = [listener.endpoint for listener in listeners]
+    place = (endpoints[0].address, endpoints[0].port)
+    with socket.create_connection(place) as wrong, socket.create_connection(place) as short:
+        wrong.sendall(os.urandom(48))
+        short.close()
+        with ThreadPoolExecutor(2) as pool:
+            opened = [
+                pool.submit(listeners[rank].open_links, rank, {peer: endpoints[peer]}, 1)
+                for rank, peer in ((0, 1), (1, 0))
+            ]
+            links = [link for f in opened for of_peer in f.result().values() for link in of_peer]
+        assert wrong.recv(1) == b""
+    links[0].send(b"hello")
+    assert read(links[1], 5) == b"hello"
+    for link in links:
+        link.close()
+
+
+def test_an_address_without_a_listener():
+    listener = LinkListener(NETWORK)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nobody = replace(listener.endpoint, port=port)
+    with pytest.raises(
+        ConnectionError, match=rf"rank 1 at 127\.0\.0\.1 cannot reach rank 0 .* {port}"
+    ):
+        listener.open_links(1, {0: nobody}, 1)

@@ -1,0 +1,230 @@
+"""Votes between ranks of several hosts, by datagrams (UDP): one trip, and no connection that could be reset.
+
+The ranks of a host gather their rows through shared memory first. Then each rank sends the rows of its host to the
+rank of the same local index on every other host. A rank that misses a message requests it, and a thread of the peer
+sends it again, also while the peer computes or sleeps. An answer without the message shows that the peer lives, so a
+host without network is distinguished from a slow rank. Every datagram carries a secret of the group and the epoch;
+others are dropped. Knows nothing of the fields of a row.
+"""
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kernels.host.links import HostNetwork
+from kernels.host.shm import SharedMemoryGroup
+from workers.engine.step_sync import AbortedError, LockstepError
+from workers.engine.vote_transport import AbortableVote, SharedMemoryVoteTransport
+from workers.parallel import ParallelDims
+
+_HEADER = struct.Struct("<8s4q")  # secret, epoch, kind, number of the vote, rank of the sender
+_ROWS, _ASK, _ALIVE = range(
+    3
+)  # kinds: the rows of a host; a request for them; an answer without them
+_MAX_BYTES = 65536
+_ASK_S, _MAX_ASK_S = (
+    0.02,
+    0.1,
+)  # time without a message until the first request, and between later ones
+
+
+@dataclass(frozen=True)
+class VoteEndpoint:
+    """The sockets of one rank: a port for the messages of each peer, by rank, and one for requests."""
+
+    address: str
+    ports: dict[int, int]
+    request_port: int
+    secret: bytes
+
+
+@dataclass
+class _Peer:
+    """The rank of the same local index on another host, which sends the rows of `ranks`.
+
+    early   messages of later votes by number; a peer is at most one vote ahead
+    """
+
+    rank: int
+    ranks: slice
+    messages: socket.socket
+    requests: tuple[str, int] = ("", 0)
+    early: dict[int, bytes] = field(default_factory=dict)
+
+
+class DatagramVoteTransport(AbortableVote):
+    """Ranks of several hosts. The constructor is collective.
+
+    gather          gathers an object of every rank, in rank order
+    shared_memory   of the ranks of this host; None: each rank sends its row alone to all other ranks
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        dims: ParallelDims,
+        epoch: int,
+        network: HostNetwork,
+        shared_memory: SharedMemoryGroup | None,
+        gather: Callable[[VoteEndpoint], list[VoteEndpoint]],
+    ):
+        if shared_memory is None:
+            dims = ParallelDims(num_ranks=dims.num_ranks, num_nodes=dims.num_ranks)
+        self._rank, self._epoch, self._network = rank, epoch, network
+        self._num_ranks = dims.num_ranks
+        self._own_ranks = _slice(dims.ranks_of_node(dims.node(rank)))
+        self._local = SharedMemoryVoteTransport(shared_memory) if shared_memory else None
+        nodes = [dims.ranks_of_node(node) for node in range(dims.num_nodes)]
+        self._peers = [
+            _Peer(ranks[dims.local_rank(rank)], _slice(ranks), _bound(network.address))
+            for ranks in nodes
+            if rank not in ranks
+        ]
+        self._requests = _bound(network.address)
+        self._vote = 0
+        self._sent = [(0, b"")] * 2  # number and message of the last two votes
+        self._connect(gather)
+        self._closing = os.eventfd(0)
+        self._answers = threading.Thread(target=self._answer, name="answer-votes", daemon=True)
+        self._answers.start()
+
+    def _connect(self, gather: Callable[[VoteEndpoint], list[VoteEndpoint]]) -> None:
+        ports = {peer.rank: peer.messages.getsockname()[1] for peer in self._peers}
+        request_port = self._requests.getsockname()[1]
+        secret = secrets.token_bytes(8)
+        found = gather(VoteEndpoint(self._network.address, ports, request_port, secret))
+        self._secret = found[0].secret
+        for peer in self._peers:
+            endpoint = found[peer.rank]
+            # A connected socket takes datagrams of this peer alone, and reports that the peer has closed its own.
+            peer.messages.connect((endpoint.address, endpoint.ports[self._rank]))
+            peer.messages.settimeout(_ASK_S)
+            peer.requests = (endpoint.address, endpoint.request_port)
+
+    def _all_gather(self, row: np.ndarray) -> np.ndarray:
+        own = row[None] if self._local is None else self._local.all_gather(row)
+        self._vote += 1
+        message = self._header(_ROWS, self._vote) + own.tobytes()
+        self._sent[self._vote & 1] = (self._vote, message)
+        for peer in self._peers:
+            with contextlib.suppress(OSError):  # the peer requests what it misses
+                peer.messages.send(message)
+        rows = np.empty((self._num_ranks, len(row)), dtype=np.int64)
+        rows[self._own_ranks] = own
+        for peer in self._peers:
+            received = np.frombuffer(self._receive(peer), dtype=np.int64, offset=_HEADER.size)
+            rows[peer.ranks] = received.reshape(-1, len(row))
+        return rows
+
+    def _receive(self, peer: _Peer) -> bytes:
+        """Return the peer's message of this vote."""
+        started = heard = None
+        wait_s = _ASK_S
+        while (found := peer.early.pop(self._vote, None)) is None:
+            if self._aborted:
+                raise AbortedError
+            if self._read(peer):
+                heard = None
+                continue
+            now = time.monotonic()
+            started, heard = started or now, heard or now
+            self._check_time(peer, now - heard, now - started)
+            self._ask(peer)
+            wait_s = min(2 * wait_s, _MAX_ASK_S)
+            peer.messages.settimeout(wait_s)
+        if started is not None:
+            peer.messages.settimeout(_ASK_S)
+        return found
+
+    def _check_time(self, peer: _Peer, silent_s: float, waited_s: float) -> None:
+        network = self._network
+        if silent_s > network.hang_timeout_s:
+            address, port = peer.messages.getpeername()[:2]
+            raise LockstepError(
+                f"vote: rank {peer.rank} has not answered for {network.hang_timeout_s:g} s (cluster.hang_timeout_s): "
+                f"its host or the network is down, or UDP to {address} port {port} is blocked"
+            )
+        if waited_s > network.timeout_s:
+            raise LockstepError(
+                f"vote: rank {peer.rank} sent no row within {network.timeout_s:g} s"
+            )
+
+    def _read(self, peer: _Peer) -> bool:
+        """Wait for one datagram of the peer; return whether it is one of this group."""
+        try:
+            message = peer.messages.recv(_MAX_BYTES)
+        except TimeoutError:
+            return False
+        except ConnectionRefusedError:
+            raise LockstepError(f"vote: rank {peer.rank} left the group") from None
+        except OSError:  # no route at the moment
+            time.sleep(_ASK_S)
+            return False
+        found = self._parse(message)
+        if found is None:
+            return False
+        kind, vote, _ = found
+        if kind == _ROWS and vote >= self._vote:
+            peer.early[vote] = message
+        return True
+
+    def _ask(self, peer: _Peer) -> None:
+        """Ask for the peer's message, and send this rank's again."""
+        with contextlib.suppress(OSError):
+            self._requests.sendto(self._header(_ASK, self._vote), peer.requests)
+            peer.messages.send(self._sent[self._vote & 1][1])
+
+    def _answer(self) -> None:
+        """Answer requests for messages until `close`."""
+        peers = {peer.rank: peer for peer in self._peers}
+        waiting = select.poll()
+        for source in (self._requests.fileno(), self._closing):
+            waiting.register(source, select.POLLIN)
+        while self._closing not in dict(waiting.poll()):
+            with contextlib.suppress(OSError):
+                found = self._parse(self._requests.recv(_MAX_BYTES))
+                if found is None or found[0] != _ASK or found[2] not in peers:
+                    continue
+                _, vote, rank = found
+                sent, message = self._sent[vote & 1]
+                answer = message if sent == vote else self._header(_ALIVE, vote)
+                peers[rank].messages.send(answer)
+
+    def _header(self, kind: int, vote: int) -> bytes:
+        return _HEADER.pack(self._secret, self._epoch, kind, vote, self._rank)
+
+    def _parse(self, message: bytes) -> tuple[int, int, int] | None:
+        """Return kind, number of the vote and sender; None for a datagram of another group or epoch."""
+        if len(message) < _HEADER.size:
+            return None
+        secret, epoch, kind, vote, rank = _HEADER.unpack_from(message)
+        return (kind, vote, rank) if (secret, epoch) == (self._secret, self._epoch) else None
+
+    def close(self) -> None:
+        """End the thread and close the sockets. Safe to call twice."""
+        if not self._answers.is_alive():
+            return
+        os.eventfd_write(self._closing, 1)
+        self._answers.join()
+        os.close(self._closing)
+        for closed in (self._requests, *(peer.messages for peer in self._peers)):
+            closed.close()
+
+
+def _bound(address: str) -> socket.socket:
+    found = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+    found.bind((address, 0))
+    return found
+
+
+def _slice(ranks: range) -> slice:
+    return slice(ranks.start, ranks.stop)
