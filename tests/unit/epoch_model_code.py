@@ -88,6 +88,7 @@ def client_of(
     """An engine client with these open requests; `captured` gets what it sends, by rank."""
     client = object.__new__(EngineClient)
     client._open, client._suspects, client._token_times = {}, Suspects(), {}
+    client._lease_id, client.num_ranks = "", 2
     numbers = range(len(RANKS))
     client._router = SimpleNamespace(
         report=lambda *_: None,
@@ -104,6 +105,7 @@ def client_of(
     for number, request in zip(numbers, requests, strict=True):
         if request is not None:
             made = open_request(number, request)
+            made.router, made.place = client._router, client._router.place(made.rank)
             client._open[made.wire_id] = made
     return client
 
@@ -138,7 +140,7 @@ def received(
 
     def deliver(rank: int, load: int, outputs: list[RequestOutput]) -> None:
         try:
-            client._deliver(0, rank, load, outputs)
+            client._deliver("", 0, rank, load, outputs)
         except BaseException as error:  # the receiver only logs errors
             errors.append(error)
 
