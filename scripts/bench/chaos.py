@@ -1,11 +1,11 @@
 """Fails ranks of a server under load, and compares every stream with that of an undisturbed run.
 
 A fixed set of requests is answered five times by the undisturbed server. A request with two different answers is
-dropped: the batch, or a cached prefix, decides by rounding errors between two tokens or two experts. Then `--streams` clients repeat the
-other requests while failures follow each other, a few seconds apart. A stream fails by an error, a missing or a doubled
-token, or a wrong usage. The pause of a failure is the time until every stream that was open has its next item.
-Memory, files, threads and segments after the last rebuild are compared with those after the first.
-Run it as scripts/chaos.
+dropped: the batch, or a cached prefix, decides by rounding errors between two tokens or two experts. Then
+`--streams` clients repeat the other requests while failures follow each other, a few seconds apart. A stream fails by
+an error, a missing or a doubled token, or a wrong usage. The pause of a failure is the time until every stream that was
+open has its next item. Memory, files, threads and segments after the last rebuild are compared with those after the
+first. Run it as scripts/chaos.
 """
 
 import argparse
