@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string
-from cluster.api.tools.reader import Reader
+from cluster.api.tools.marked_calls import MarkedCallParser
 from cluster.api.tools.typed_values import ArgumentWriter, schemas, text_rule, value_rules
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -11,45 +11,19 @@ KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
 
 
-class GlmParser:
-    """Splits content and calls. Text between calls is content, without the white space next to a call."""
+class GlmParser(MarkedCallParser):
+    """Each call has markers of its own."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(OPEN)
         self._tools = {tool.name: tool for tool in tools}
-        self._reader = Reader()
-        self._raw = ""  # of a call that was not returned yet; it becomes content if there is none
-        self._at = self._content
-        self._num_calls = 0
 
-    def push(self, text: str) -> list[Piece]:
-        """See CallParser."""
-        self._reader.text += text
-        pieces: list[Piece] = []
-        while self._at(pieces):
-            pass
-        return pieces
+    def _cut_arguments(self, rest: str) -> list[Piece] | None:
+        if self._at != self._value or not self._writer.in_string:
+            return None
+        return [CallDelta(self._num_calls, None, self._writer.piece(rest))] if rest else []
 
-    def flush(self) -> list[Piece]:
-        """See CallParser."""
-        rest = self._reader.rest()
-        if self._at == self._value and self._writer.in_string:
-            return [CallDelta(self._num_calls, None, self._writer.piece(rest))] if rest else []
-        if self._at == self._content:
-            rest = rest.strip() if self._num_calls else rest
-        else:
-            rest = self._raw + rest if self._raw else ""
-        return [rest] if rest else []
-
-    def _content(self, pieces: list[Piece]) -> bool:
-        """Read content up to a call; return whether one begins."""
-        shown, self._raw, found = self._reader.content(OPEN)
-        if shown:
-            pieces.append(shown)
-        if found:
-            self._at = self._head
-        return found
-
-    def _head(self, pieces: list[Piece]) -> bool:
+    def _opened(self, pieces: list[Piece]) -> bool:
         """Read the name up to the first argument or the end of the call."""
         head, mark = self._reader.wait(KEY, CLOSE, OPEN)
         if not mark:
@@ -94,15 +68,13 @@ class GlmParser:
         return bool(mark)
 
     def _value(self, pieces: list[Piece]) -> bool:
-        """Pass a value on: a string as it comes, other values when they are complete."""
-        writer = self._writer
-        value, mark = (self._reader.take if writer.in_string else self._reader.wait)(VALUE_END)
-        text = writer.end(value) if mark else writer.piece(value)
+        """Pass a value on as it comes."""
+        text, ended = self._writer.read(self._reader, VALUE_END)
         if text:
             pieces.append(CallDelta(self._num_calls, None, text))
-        if mark:
+        if ended:
             self._at = self._between
-        return bool(mark)
+        return ended
 
     def _end(self, pieces: list[Piece]) -> None:
         pieces.append(CallDelta(self._num_calls, None, self._writer.close()))

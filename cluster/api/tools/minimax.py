@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string
-from cluster.api.tools.reader import Reader
+from cluster.api.tools.marked_calls import SectionedCallParser
 from cluster.api.tools.typed_values import ArgumentWriter, schemas, text_rule, value_rules
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
@@ -12,57 +12,19 @@ KEY, VALUE_END = '<parameter name="', "</parameter>"
 NAME_END = '">'
 
 
-class MiniMaxParser:
-    """Splits content and calls. Text between calls is left out; so is white space next to the section."""
+class MiniMaxParser(SectionedCallParser):
+    """Each argument of a call has markers of its own."""
 
     def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(OPEN, CALL, CLOSE)
         self._tools = {tool.name: tool for tool in tools}
-        self._reader = Reader()
-        self._raw = ""  # of a section or call that was not returned yet; it becomes content if there is none
-        self._at = self._content
-        self._num_calls = 0
 
-    def push(self, text: str) -> list[Piece]:
-        """See CallParser."""
-        self._reader.text += text
-        pieces: list[Piece] = []
-        while self._at(pieces):
-            pass
-        return pieces
+    def _cut_arguments(self, rest: str) -> list[Piece] | None:
+        if self._at != self._value or not self._writer.in_string:
+            return None
+        return [CallDelta(self._num_calls, None, self._writer.piece(rest))] if rest else []
 
-    def flush(self) -> list[Piece]:
-        """See CallParser."""
-        rest = self._reader.rest()
-        if self._at == self._value and self._writer.in_string:
-            return [CallDelta(self._num_calls, None, self._writer.piece(rest))] if rest else []
-        if self._at == self._content:
-            rest = rest.strip() if self._num_calls else rest
-        else:
-            rest = self._raw + rest if self._raw else ""
-        return [rest] if rest else []
-
-    def _content(self, pieces: list[Piece]) -> bool:
-        """Read content up to a section; return whether one begins."""
-        shown, self._raw, found = self._reader.content(OPEN)
-        if shown:
-            pieces.append(shown)
-        if found:
-            self._at = self._between_calls
-        return found
-
-    def _between_calls(self, pieces: list[Piece]) -> bool:
-        """Read up to the next call or the end of the section."""
-        before, mark = self._reader.take(CALL, CLOSE)
-        if self._raw:
-            self._raw += before + mark
-        if mark == CALL:
-            self._raw = self._raw or mark
-            self._at = self._name
-        elif mark:
-            self._leave(pieces)
-        return bool(mark)
-
-    def _name(self, pieces: list[Piece]) -> bool:
+    def _head(self, pieces: list[Piece]) -> bool:
         """Read the name of a call; an unknown one is no call."""
         name, mark = self._reader.wait(NAME_END, CALL, CLOSE)
         tool = self._tools.get(name)
@@ -76,7 +38,7 @@ class MiniMaxParser:
         if mark == CLOSE:
             self._leave(pieces)
         elif mark == NAME_END:
-            self._at = self._between_calls
+            self._at = self._opened
         return bool(mark)
 
     def _between_values(self, pieces: list[Piece]) -> bool:
@@ -87,7 +49,7 @@ class MiniMaxParser:
         elif mark:
             pieces.append(CallDelta(self._num_calls, None, self._writer.close()))
             self._num_calls += 1
-            self._at = self._between_calls
+            self._at = self._opened
             if mark == CLOSE:
                 self._leave(pieces)
         return bool(mark)
@@ -100,23 +62,13 @@ class MiniMaxParser:
         return bool(mark)
 
     def _value(self, pieces: list[Piece]) -> bool:
-        """Pass a value on: a string as it comes, other values when they are complete."""
-        writer = self._writer
-        value, mark = (self._reader.take if writer.in_string else self._reader.wait)(VALUE_END)
-        text = writer.end(value) if mark else writer.piece(value)
+        """Pass a value on as it comes."""
+        text, ended = self._writer.read(self._reader, VALUE_END)
         if text:
             pieces.append(CallDelta(self._num_calls, None, text))
-        if mark:
+        if ended:
             self._at = self._between_values
-        return bool(mark)
-
-    def _leave(self, pieces: list[Piece]) -> None:
-        """Go on with content behind a section; a section without a call is content itself."""
-        if self._raw:
-            pieces.append(self._raw)
-        self._reader.trims = not self._raw
-        self._raw = ""
-        self._at = self._content
+        return ended
 
 
 def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string
-from cluster.api.tools.reader import Reader
+from cluster.api.tools.marked_calls import SectionedCallParser
 
 
 @dataclass(frozen=True)
@@ -27,57 +27,19 @@ class Section:
     name_of: Callable[[str], tuple[str, str | None]]
 
 
-class SectionParser:
-    """Splits content and calls. Text between calls is left out; so is white space next to the section."""
+class SectionParser(SectionedCallParser):
+    """The arguments of a call are passed on as the model writes them."""
 
     def __init__(self, section: Section) -> None:
+        super().__init__(section.open, section.call, section.close)
         self._marks = section
-        self._reader = Reader()
-        self._raw = ""  # of a section or call that was not returned yet; it becomes content if there is no call
-        self._at = self._content
-        self._num_calls = 0
         self._has_arguments = False
 
-    def push(self, text: str) -> list[Piece]:
-        """See CallParser."""
-        self._reader.text += text
-        pieces: list[Piece] = []
-        while self._at(pieces):
-            pass
-        return pieces
-
-    def flush(self) -> list[Piece]:
-        """See CallParser."""
-        rest = self._reader.rest()
-        if self._at == self._arguments:
-            cut = any(end.startswith(rest) for end in self._marks.ends)
-            return [] if cut else [CallDelta(self._num_calls, None, rest)]
-        if self._at == self._content:
-            rest = rest.strip() if self._num_calls else rest
-        else:
-            rest = self._raw + rest if self._raw else ""
-        return [rest] if rest else []
-
-    def _content(self, pieces: list[Piece]) -> bool:
-        """Read content up to a section; return whether one begins."""
-        shown, self._raw, found = self._reader.content(self._marks.open)
-        if shown:
-            pieces.append(shown)
-        if found:
-            self._at = self._between
-        return found
-
-    def _between(self, pieces: list[Piece]) -> bool:
-        """Read up to the next call or the end of the section."""
-        before, mark = self._reader.take(self._marks.call, self._marks.close)
-        if self._raw:
-            self._raw += before + mark
-        if mark == self._marks.call:
-            self._raw = self._raw or mark
-            self._at = self._head
-        elif mark:
-            self._leave(pieces)
-        return bool(mark)
+    def _cut_arguments(self, rest: str) -> list[Piece] | None:
+        if self._at != self._arguments:
+            return None
+        cut = any(end.startswith(rest) for end in self._marks.ends)
+        return [] if cut else [CallDelta(self._num_calls, None, rest)]
 
     def _head(self, pieces: list[Piece]) -> bool:
         """Read the head of a call up to its arguments."""
@@ -96,7 +58,7 @@ class SectionParser:
         if mark == marks.close:
             self._leave(pieces)
         elif mark != marks.call:
-            self._at = self._between
+            self._at = self._opened
         return True
 
     def _arguments(self, pieces: list[Piece]) -> bool:
@@ -109,18 +71,10 @@ class SectionParser:
             pieces.append(CallDelta(self._num_calls, None, added))
         if mark:
             self._num_calls += 1
-            self._at = self._between
+            self._at = self._opened
             if mark == self._marks.close:
                 self._leave(pieces)
         return bool(mark)
-
-    def _leave(self, pieces: list[Piece]) -> None:
-        """Go on with content behind a section; a section without a call is content itself."""
-        if self._raw:
-            pieces.append(self._raw)
-        self._reader.trims = not self._raw
-        self._raw = ""
-        self._at = self._content
 
 
 _BLOCK = "\u2581"

@@ -1,6 +1,6 @@
 """Arguments that models write one by one, strings as they are and other values as JSON.
 
-The schema of the tool decides what a value is, because both can look the same. Knows nothing of markers.
+The schema of the tool decides what a value is, because both can look the same. Knows nothing of particular formats.
 """
 
 import json
@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.api.tools.base import Schemas, Tool, lark_string
+from cluster.api.tools.reader import Reader
 
 TEXT_RULE = "arg_text"
 
@@ -28,6 +29,11 @@ class ArgumentWriter:
         self._num_arguments += 1
         self.in_string = key in self._strings
         return f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self.in_string else "")
+
+    def read(self, reader: Reader, end: str) -> tuple[str, bool]:
+        """Return (what arrived of a value, whether `end` came): a string in pieces, other values when complete."""
+        value, mark = (reader.take if self.in_string else reader.wait)(end)
+        return self.end(value) if mark else self.piece(value), bool(mark)
 
     def piece(self, text: str) -> str:
         """Write a part of a string."""

@@ -1,0 +1,97 @@
+"""Parsers of calls between markers: the states, the text that is held back, and the white space around calls.
+
+Knows nothing of particular formats.
+"""
+
+from abc import ABC, abstractmethod
+
+from cluster.api.tools.base import Piece
+from cluster.api.tools.reader import Reader
+
+
+class MarkedCallParser(ABC):
+    """Splits content and calls. The text between calls is content, without the white space next to a call.
+
+    A state is a method that reads up to the next marker, appends pieces, and returns whether it found one; it sets the
+    next state. White space behind the calls is left out.
+    """
+
+    def __init__(self, opening: str) -> None:
+        self._opening = opening
+        self._reader = Reader()
+        self._raw = ""  # of a section or call that was not returned yet; it becomes content if there is no call
+        self._at = self._content
+        self._num_calls = 0
+
+    def push(self, text: str) -> list[Piece]:
+        """See CallParser."""
+        self._reader.text += text
+        pieces: list[Piece] = []
+        while self._at(pieces):
+            pass
+        return pieces
+
+    def flush(self) -> list[Piece]:
+        """See CallParser."""
+        rest = self._reader.rest()
+        cut = self._cut_arguments(rest)
+        if cut is not None:
+            return cut
+        if self._at == self._content:
+            rest = rest.strip() if self._num_calls else rest
+        else:
+            rest = self._raw + rest if self._raw else ""
+        return [rest] if rest else []
+
+    def _content(self, pieces: list[Piece]) -> bool:
+        """State: content up to the opening marker."""
+        shown, self._raw, found = self._reader.content(self._opening)
+        if shown:
+            pieces.append(shown)
+        if found:
+            self._at = self._opened
+        return found
+
+    @abstractmethod
+    def _opened(self, pieces: list[Piece]) -> bool:
+        """State: behind the opening marker."""
+
+    @abstractmethod
+    def _cut_arguments(self, rest: str) -> list[Piece] | None:
+        """Return the last pieces of arguments that end with `rest`; None outside of arguments."""
+
+
+class SectionedCallParser(MarkedCallParser):
+    """Calls stand in a section of their own: opening, then calls that each begin with `call`, then `close`.
+
+    Text between the calls of a section is left out.
+    """
+
+    def __init__(self, opening: str, call: str, close: str) -> None:
+        super().__init__(opening)
+        self._call = call
+        self._close = close
+
+    def _opened(self, pieces: list[Piece]) -> bool:
+        """State: up to the next call or the end of the section."""
+        before, mark = self._reader.take(self._call, self._close)
+        if self._raw:
+            self._raw += before + mark
+        if mark == self._call:
+            self._raw = self._raw or mark
+            self._at = self._head
+        elif mark:
+            self._leave(pieces)
+        return bool(mark)
+
+    @abstractmethod
+    def _head(self, pieces: list[Piece]) -> bool:
+        """State: behind the marker of a call."""
+
+    def _leave(self, pieces: list[Piece]) -> None:
+        """Continue with content behind a section; a section without a call is content itself."""
+        if self._raw:
+            pieces.append(self._raw)
+        self._reader.trims = not self._raw
+        self._raw = ""
+        self._at = self._content
