@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,13 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages of this client. A server elsewhere may have other versions."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    return {"python": platform.python_version(), **installed(PACKAGES)}
+
+
+def installed(packages: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those of `packages` that are installed."""
+    found = {}
+    for package in packages:
         try:
             found[package] = version(package)
         except PackageNotFoundError:

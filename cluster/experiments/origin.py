@@ -2,7 +2,6 @@
 
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,7 @@ def compute_versions() -> dict[str, str]:
         found["CUDA"] = torch.version.cuda
         nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         found["NCCL"] = ".".join(map(str, nccl))
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return found | machine.installed(PACKAGES)
 
 
 def now() -> str:

@@ -1,7 +1,7 @@
 """Why a rank ended: the error message for people, and which of several ended ranks is the cause."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -32,11 +32,6 @@ async def of_rank(rank: int, call: Awaitable[T]) -> T:
         if error.actor_init_failed:  # its constructor raised, and would raise again
             raise
         raise RankDiedError(f"rank {rank}: {failure_message(error)}") from error
-
-
-async def gather_ranks(calls: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of one call of every rank, in rank order; the first error is raised at once."""
-    return await asyncio.gather(*(of_rank(rank, call) for rank, call in enumerate(calls)))
 
 
 def failure_message(error: BaseException) -> str:

@@ -89,11 +89,6 @@ class Roster:
         return [member.handle for member in self._members]
 
     @property
-    def num_ready(self) -> int:
-        """Standbys that have loaded."""
-        return sum(standby.ready.done() and not standby.ended for standby in self._standbys)
-
-    @property
     def shrunk(self) -> bool:
         """Whether the group has fewer ranks than configured."""
         return self.config.num_ranks < self.wanted.num_ranks

@@ -21,8 +21,9 @@ from cluster.config.demo import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.config import ModelSection
-from workers.rank.node_facts import NodeFacts, matrix, node_facts, rdma_devices, source_digest
+from workers.rank.node_facts import NodeFacts, matrix, node_facts, rdma_devices
 from workers.rank.node_probe import NodeProbe, PairSpeed
+from workers.stats.versions import source_digest
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
 
 ROOT = Path(__file__).parents[2]
@@ -125,9 +126,9 @@ def test_rdma_ports_with_state_and_rate(tmp_path: Path) -> None:
 def test_other_code_of_one_version_has_another_digest(tmp_path: Path) -> None:
     (tmp_path / "workers").mkdir()
     (tmp_path / "workers" / "a.py").write_text("one")
-    before = source_digest(tmp_path)
+    before = source_digest([tmp_path / "workers"])
     (tmp_path / "workers" / "a.py").write_text("two")
-    assert source_digest(tmp_path) != before
+    assert source_digest([tmp_path / "workers"]) != before
 
 
 def test_the_facts_of_this_machine() -> None:

@@ -32,7 +32,12 @@ def seats(now: Scene) -> list[tuple[int, int]]:
 
 
 async def ready(now: Scene, count: int) -> None:
-    await until(lambda: now.group._roster.num_ready == count)
+    """Wait until `count` standbys have loaded."""
+
+    def num_ready() -> int:
+        return sum(s.ready.done() and not s.ended for s in now.group._roster._standbys)
+
+    await until(lambda: num_ready() == count)
 
 
 def test_a_standby_takes_the_place_of_a_dead_rank_and_another_one_starts():

@@ -3,7 +3,6 @@
 GPUs are described by nvidia-smi, because a CUDA context would take memory from a running server.
 """
 
-import hashlib
 import os
 import platform
 import re
@@ -13,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+
+from workers.stats.versions import source_digest
 
 ROOT = Path(__file__).parents[2]
 OWN_PACKAGES = ("cluster", "workers", "kernels")
@@ -56,7 +57,7 @@ def node_facts() -> NodeFacts:
         "P2P": _links("-p2p", "r") if gpus else NONE,
         "RDMA": ", ".join(rdma_devices()) or NONE,
         "Python": platform.python_version(),
-        "source": source_digest(),
+        "source": source_digest(ROOT / package for package in OWN_PACKAGES),
         **dict(_versions()),
     }
     return NodeFacts(
@@ -74,15 +75,6 @@ def rdma_devices(folder: Path = RDMA_DEVICES) -> list[str]:
         state, rate = (_read(port / name) for name in ("state", "rate"))
         found.append(f"{port.parent.parent.name}:{port.name} {state.split(':')[-1].strip()} {rate}")
     return found
-
-
-def source_digest(root: Path = ROOT) -> str:
-    """Return a digest of Phalanx's own modules: nodes may have different code of one version."""
-    digest = hashlib.sha256()
-    for package in OWN_PACKAGES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def matrix(text: str) -> str:

@@ -42,9 +42,11 @@ def version_of(distribution: str) -> str:
 
 
 def source_digest(folders: Iterable[Path] = OURS) -> str:
-    """Return a text that differs where our sources differ."""
+    """Return a text that differs where the sources in `folders` differ, in names or contents."""
     digest = hashlib.sha256()
-    for path in (path for folder in folders for path in sorted(folder.rglob("*"))):
-        if path.suffix in SOURCES:
-            digest.update(path.read_bytes())
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if path.suffix in SOURCES:
+                name = path.relative_to(folder.parent)
+                digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:20]
