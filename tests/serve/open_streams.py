@@ -6,9 +6,8 @@ import threading
 import time
 
 import httpx
-import psutil
 
-from tests.serve.server import Server
+from tests.serve.server import Server, left_running
 
 
 class Stream(threading.Thread):
@@ -76,8 +75,7 @@ def check_drain(server: Server, streams: list[Stream]) -> None:
         assert '"finish_reason":"length"' in stream.lines[-2], stream.lines[-2]
     # The drain waits for the lease of a replica that died less than 10 s ago.
     server.process.wait(45)
-    _, left = psutil.wait_procs(family, timeout=3)
-    assert not left and server.process.returncode == 0, server.log.read_text()
+    assert not left_running(family, 3) and server.process.returncode == 0, server.log.read_text()
     assert "drained" in server.log.read_text()
 
 

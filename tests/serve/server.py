@@ -85,10 +85,30 @@ class Server:
             self.process.send_signal(number)
         self.process.wait(30)
         seconds = time.monotonic() - started
-        _, alive = psutil.wait_procs(family, timeout=max(0.0, 10 - seconds))
+        alive = left_running(family, 10)
         for process in alive:
             process.kill()
         return seconds, alive
+
+
+def left_running(family: list[psutil.Process], seconds: float) -> list[psutil.Process]:
+    """The processes that still run after at most `seconds`.
+
+    A zombie has ended: an orphan stays one where the first process of a container reaps late or never.
+    """
+    deadline = time.monotonic() + seconds
+    while (
+        left := [process for process in family if _runs(process)]
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def free_port() -> int:

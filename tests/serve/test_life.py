@@ -20,6 +20,7 @@ from tests.serve.server import (
     START_TIMEOUT_S,
     Server,
     free_port,
+    left_running,
     running,
     write_config,
 )
@@ -38,7 +39,7 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
     finally:
         server.stop()
     output = server.log.read_text()
-    assert seconds < 10 and not left, (seconds, left)
+    assert seconds < 20 and not left, (seconds, left)  # Ray may create the supervisor meanwhile
     assert server.process.returncode == 0, output
     assert "ready" not in output and "WARNING" not in output, output  # Ray warns of a second start
 
@@ -83,8 +84,7 @@ def _stop_a_rank_of_an_idle_group(server: Server) -> None:
     stopped.suspend()
     server.wait_line("serving, epoch 1")
     assert stays in server.ranks()
-    psutil.wait_procs([stopped], timeout=20)
-    assert not stopped.is_running(), "the stopped process is left"
+    assert not left_running([stopped], 20), "the stopped process is left"
     asked = [sys.executable, "-m", "cluster.cli", "status", server.url, "--json"]
     answer = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 0, answer.stderr

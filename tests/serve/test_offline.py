@@ -14,7 +14,14 @@ import httpx
 import psutil
 import pytest
 
-from tests.serve.server import ROOT, START_TIMEOUT_S, Server, free_port, write_config
+from tests.serve.server import (
+    ROOT,
+    START_TIMEOUT_S,
+    Server,
+    free_port,
+    left_running,
+    write_config,
+)
 
 MARK = "PHALANX_TEST_MARK"  # a variable that all descendants of a process inherit
 NUM_SHORT = 10
@@ -52,7 +59,7 @@ class Run:
             output, errors = self.process.communicate(timeout=START_TIMEOUT_S)
         finally:
             self.process.kill()
-        _, alive = psutil.wait_procs(self._left(), timeout=5)
+        alive = left_running(self._left(), 5)
         for process in alive:
             process.kill()
         assert not alive, [process.cmdline() for process in alive]

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.serve.server import ROOT, free_port, write_config
+from tests.serve.server import ROOT, free_port, left_running, write_config
 
 START_S, RECOVERY_S = 120, 90
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 4, "ignore_eos": True}
@@ -69,8 +69,7 @@ class ServeRun:
         try:
             self.process.wait(30)
         finally:
-            _, alive = psutil.wait_procs(family, timeout=10)
-            for process in (*alive, self.process):
+            for process in (*left_running(family, 10), self.process):
                 process.kill()
 
 
