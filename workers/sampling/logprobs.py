@@ -65,7 +65,8 @@ def token_logprobs(
     """Return the log-probabilities of int64 tokens >= 0 from float32 logits, with num_top[n] alternatives."""
     logprobs_NV = logits_NV.log_softmax(dim=-1)  # eight times as fast as logsumexp on a CPU
     index_N1 = token_N.unsqueeze(1)
-    rank_N = (logits_NV > logits_NV.gather(1, index_N1)).sum(dim=-1) + 1
+    # A GPU converts the comparisons to the type of the sum before it adds: int64 would take twice the bytes of logits.
+    rank_N = (logits_NV > logits_NV.gather(1, index_N1)).sum(dim=-1, dtype=torch.int32) + 1
     top_NK = logits_NV.topk(min(max(num_top, default=0), logits_NV.shape[1])).indices
     return LogprobTensors(
         logprobs_NV.gather(1, index_N1).squeeze(1),
