@@ -23,6 +23,7 @@ from cluster.group.launcher import RankHandle
 from cluster.group.ray_calls import result, result_future
 from cluster.group.roster import Roster
 from cluster.group.status import GroupStatus
+from workers.config import RankConfig
 from workers.engine.step_sync import compare_settings
 from workers.rank.rank_info import CHECKPOINT, RankInfo, Rendezvous, start_stages, total_progress
 from workers.wire.secure_socket import StreamAddress
@@ -84,6 +85,32 @@ class Formation:
             )
             for index, (rank, own) in enumerate(zip(roster.ranks, locations, strict=True))
         )
+
+    async def replace(self, hung: frozenset[int], target: RankConfig, *, anew: bool) -> set[int]:
+        """Let every rank leave its epoch; replace the processes of ranks that do not, and those that `target` changes.
+
+        Ranks that hang end first: a peer that waits for one in a collective leaves when its process ends. A rank on
+        a node that cannot be reached keeps its process if it leaves when the network is back.
+        Returns the ranks that failed by themselves, by their numbers in that epoch.
+
+        anew: replace the processes of all ranks
+        """
+        roster, before, self.kept = self._roster, self._roster.ranks, []
+        ranks = range(len(before))
+        cut = await roster.cut_off(hung)
+        roster.end(hung - cut)
+        others = [rank for rank in ranks if rank not in hung]
+        left = dict(zip(others, await asyncio.gather(*map(self.leave, others)), strict=True))
+        dead = {rank for rank in ranks if not left.get(rank)}
+        cut |= await roster.cut_off(dead - hung)
+        failed = dead - cut
+        if not roster.may_shrink:
+            await roster.wait_for_nodes(dead, self.start_timeout_s)
+            back = await asyncio.gather(*map(self.leave, cut))
+            dead -= {rank for rank, has_left in zip(cut, back, strict=True) if has_left}
+        await roster.renew([rank not in dead for rank in ranks], target, anew=anew)
+        self.kept = [rank for rank in roster.ranks if rank in before]
+        return failed
 
     async def start_engines(self) -> None:
         """Start the step loops, after `join`."""

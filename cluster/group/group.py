@@ -23,7 +23,7 @@ from cluster.group.failures import (
 from cluster.group.formation import Formation, visible_gpus
 from cluster.group.heartbeat import Hang, Heartbeats, HungRankError
 from cluster.group.launcher import Launcher, RankHandle
-from cluster.group.placement import PlacementError
+from cluster.group.placement import NodeLostError, PlacementError
 from cluster.group.ray_calls import result, result_future
 from cluster.group.recovery import find_memberships, recover
 from cluster.group.roster import Roster
@@ -241,7 +241,7 @@ class Group:
             self._set_state("rebuilding", reason)
             logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
             try:
-                dead = await self._formation.stage("replacement", self._replace(change))
+                dead = await self._replace(change)
                 if first_attempt:
                     self._failed |= dead
                     first_attempt = False
@@ -264,7 +264,7 @@ class Group:
                 if change is not None:
                     change.fail(failed)
                     change, self._roster.wanted = None, before
-                may_try = self._may_try()
+                may_try = self._may_try() and not isinstance(error, NodeLostError)
             else:
                 seconds = time.monotonic() - began
                 self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
@@ -283,6 +283,15 @@ class Group:
         self._change.fail(reason)
         self._end("failed", reason)
 
+    async def _replace(self, change: PendingChange | None) -> set[int]:
+        """Bring the processes of the next epoch together. Returns the ranks that failed by themselves."""
+        hang, self._hang = self._hang, None
+        hung = hang.ranks if hang is not None else frozenset()
+        target = self._roster.wanted if change is None else change.config
+        anew = change is not None and change.anew
+        replaced = self._formation.replace(hung, target, anew=anew)
+        return await self._formation.stage("replacement", replaced, limited=False)
+
     def _may_try(self) -> bool:
         """Count a failure; return whether another rebuild is allowed."""
         self._num_failures += 1
@@ -291,28 +300,6 @@ class Group:
     def _may_wait(self, began: float) -> bool:
         """Return whether a rebuild that has begun then may wait for the checkpoint."""
         return time.monotonic() - began < self._formation.start_timeout_s
-
-    async def _replace(self, change: PendingChange | None) -> set[int]:
-        """Let every rank leave its epoch; replace the processes of ranks that do not, and those that a change ends.
-
-        Returns the ranks that did not leave, by their numbers in that epoch. Ranks that hang end first: a peer that
-        waits for one in a collective leaves when its process ends.
-        """
-        hang, self._hang = self._hang, None
-        hung = hang.ranks if hang is not None else frozenset()
-        before, self._formation.kept = self._ranks, []
-        self._roster.end(hung)
-        others = [rank for rank in range(len(before)) if rank not in hung]
-        left = dict(
-            zip(others, await asyncio.gather(*map(self._formation.leave, others)), strict=True)
-        )
-        living = [left.get(rank, False) for rank in range(len(before))]
-        if change is None:
-            await self._roster.renew(living, self._roster.wanted)
-        else:
-            await self._roster.renew(living, change.config, anew=change.anew)
-        self._formation.kept = [rank for rank in self._ranks if rank in before]
-        return {rank for rank, lives in enumerate(living) if not lives}
 
     def close_stream(self, stream_id: str) -> None:
         """Let every rank forget the requests and the stream of an ingress that is gone."""
@@ -367,7 +354,7 @@ class Group:
         """Go back to the wanted number of ranks as soon as there is room."""
         while self._roster.shrunk:
             await asyncio.sleep(GROW_S)
-            if self.status.state == "serving" and self._roster.has_room_to_grow():
+            if self.status.state == "serving" and await self._roster.has_room_to_grow():
                 wanted = self._roster.wanted
                 try:
                     await self.change(wanted, f"growing back to {wanted.num_ranks} ranks")

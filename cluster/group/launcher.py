@@ -50,6 +50,9 @@ class Launcher(Protocol):
     def has_room(self, bundle: int) -> bool:
         """Whether the bundle has a living node."""
 
+    async def answers(self, bundle: int) -> bool:
+        """Whether the bundle has a living node that can be reached."""
+
     def end(self, handle: RankHandle) -> None:
         """End one actor."""
 
@@ -166,6 +169,13 @@ class RankLauncher:
     def has_room(self, bundle: int) -> bool:
         """Whether the node of `bundle` lives, or Ray has found another node for the bundle."""
         return placement.node_of(self._group, bundle) is not None
+
+    async def answers(self, bundle: int) -> bool:
+        """Whether the bundle has a node, and this node can be reached now. A local Ray has one node."""
+        node = placement.node_of(self._group, bundle)
+        if node is None or not self._joined:
+            return node is not None
+        return await asyncio.to_thread(placement.answers, node)
 
     def end(self, handle: RankHandle) -> None:
         """End an actor and free its place; one that was ended is ignored."""

@@ -1,5 +1,6 @@
 """Places ranks: one bundle per node with all its ranks, numbered by (node, device), verified afterwards."""
 
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from cluster.group.room import NodeRoom, bundle, node_rooms, suffices, table
 from workers.config import RankConfig
 
 SHORTAGE_S = 8.0
+ANSWER_S = 1.0
+"""Seconds in which a node accepts a connection."""
 
 Node = Mapping[str, Any]  # an entry of ray.nodes()
 
@@ -21,6 +24,10 @@ NODE_SHARE = 0.001  # of the resource that Ray gives each node by its address
 
 class PlacementError(ValueError):
     """The ranks cannot be placed as the configuration demands."""
+
+
+class NodeLostError(PlacementError):
+    """The node of a rank does not come back, and no other node has room for the rank."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,16 @@ def node_of(group: PlacementGroup, bundle: int) -> Node | None:
     """The living node of a bundle; None while Ray has none for it."""
     node_id = placement_group_table(group)["bundles_to_node_id"].get(bundle)
     return next((n for n in nodes() if n["Alive"] and n["NodeID"] == node_id), None)
+
+
+def answers(node: Node) -> bool:
+    """Whether the node's raylet accepts a connection. Ray itself notices a node without network after a minute."""
+    address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+    try:
+        socket.create_connection(address, ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def check_gpus(config: RankConfig, nodes: Sequence[Node]) -> None:

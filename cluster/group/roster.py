@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.group import lost_nodes
 from cluster.group.failures import failure_message
 from cluster.group.launcher import ROOM_WAIT_S, Launcher, RankHandle
 from cluster.group.placement import PlacementError
@@ -73,7 +74,7 @@ class Roster:
         self.config = self.wanted = config
         self._launcher = launcher
         self._visible_gpus = visible_gpus
-        self._num_standby, self._shrink = num_standby, shrink
+        self._num_standby, self.may_shrink = num_standby, shrink
         self._members: list[Member] = []
         self._bundles = list(range(config.num_nodes))  # by node of the group
         self._standbys: list[Standby] = []
@@ -115,7 +116,7 @@ class Roster:
         self, config: RankConfig, seats: Mapping[int, RankHandle], found: Sequence[RankHandle]
     ) -> None:
         """Continue with found processes as the ranks in `seats`: create those of missing ranks, end the other ones."""
-        if not self._shrink or config.num_ranks > self.wanted.num_ranks:
+        if not self.may_shrink or config.num_ranks > self.wanted.num_ranks:
             self.wanted = config
         self.config = config
         for handle in found:
@@ -147,13 +148,15 @@ class Roster:
             if not kept:
                 self._end(member)
             stay.append(member if kept else None)
-        if self._shrink:
+        if self.may_shrink:
             await self._wait_for_room(target)
         while True:
-            config, bundles = self._fit(target, [member for member in stay if member is not None])
+            config, bundles = await self._fit(
+                target, [member for member in stay if member is not None]
+            )
             self._members = await self._seat(config, bundles, stay)
             self.config, self._bundles = config, bundles
-            late = await self._late() if self._shrink else []
+            late = await self._late() if self.may_shrink else []
             if not late:
                 return
             for member in late:
@@ -201,9 +204,23 @@ class Roster:
                 self._discard(standby)
             raise
 
-    def has_room_to_grow(self) -> bool:
-        """Whether every node that the wanted ranks need lives."""
-        return all(map(self._launcher.has_room, range(self.wanted.num_nodes)))
+    async def has_room_to_grow(self) -> bool:
+        """Whether every node that the wanted ranks need can be reached."""
+        return not await lost_nodes.silent(self._launcher, range(self.wanted.num_nodes))
+
+    async def cut_off(self, ranks: Collection[int]) -> set[int]:
+        """Return those of `ranks` with nodes that cannot be reached; their processes may live."""
+        silent = await lost_nodes.silent(
+            self._launcher, {self._members[rank].bundle for rank in ranks}
+        )
+        return {rank for rank in ranks if self._members[rank].bundle in silent}
+
+    async def wait_for_nodes(self, ranks: Collection[int], limit_s: float) -> None:
+        """See lost_nodes."""
+        of_bundle: dict[int, list[int]] = {}
+        for rank in ranks:
+            of_bundle.setdefault(self._members[rank].bundle, []).append(rank)
+        await lost_nodes.wait_for_nodes(self._launcher, of_bundle, limit_s)
 
     def kill(self) -> None:
         """End all processes."""
@@ -214,19 +231,16 @@ class Roster:
         self._standbys = []
         self._launcher.kill()
 
-    def _fit(self, target: RankConfig, stay: list[Member]) -> tuple[RankConfig, list[int]]:
+    async def _fit(self, target: RankConfig, stay: list[Member]) -> tuple[RankConfig, list[int]]:
         """The largest layout that can be seated: equally many ranks on some nodes. Returns it with their bundles."""
         per_node = target.dims.ranks_per_node
         bundles = list(range(target.num_nodes))
-        if not self._shrink:
+        if not self.may_shrink:
             return target, bundles
         room = dict.fromkeys(bundles, per_node)
-        for bundle in bundles:
-            here = sum(member.bundle == bundle for member in stay)
-            if here < per_node and (
-                bundle in self._irreplaceable or not self._launcher.has_room(bundle)
-            ):
-                room[bundle] = here
+        full = self._irreplaceable | await lost_nodes.silent(self._launcher, bundles)
+        for bundle in full.intersection(bundles):
+            room[bundle] = sum(member.bundle == bundle for member in stay)
         layouts = [
             (count, [b for b in bundles if room[b] >= count]) for count in range(1, per_node + 1)
         ]

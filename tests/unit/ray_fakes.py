@@ -202,6 +202,7 @@ class FakeLauncher:
         self.num_ended = 0
         self.full = False
         self.lost: set[int] = set()
+        self.cut: set[int] = set()
         self.drained: set[int] = set()
         self.make: Callable[[FakeRank], None] = lambda rank: None  # changes each new process
         self.error: Exception | None = None
@@ -221,6 +222,7 @@ class FakeLauncher:
         if self.full:
             raise PlacementError("no free CPU")
         process = FakeRank(rank)
+        process.node_id = f"node {bundle}"
         self.make(process)
         handle = FakeHandle(process)
         self.all.append(handle)
@@ -238,6 +240,9 @@ class FakeLauncher:
 
     def has_room(self, bundle: int) -> bool:
         return bundle not in self.lost
+
+    async def answers(self, bundle: int) -> bool:
+        return bundle not in self.lost | self.cut
 
     def draining(self, bundle: int) -> bool:
         return bundle in self.drained
@@ -263,13 +268,14 @@ class FakeLauncher:
                 ended.exception()
 
 
-def rank_config(num_ranks: int = 2, device: str = "cpu") -> RankConfig:
+def rank_config(num_ranks: int = 2, device: str = "cpu", num_nodes: int = 1) -> RankConfig:
     return RankConfig(
         model=ModelSection(path="nowhere"),
         scheduler=SchedulerConfig(),
         cache=CacheConfig(),
         kernels=KernelsConfig(),
         num_ranks=num_ranks,
+        num_nodes=num_nodes,
         device=device,
         threads=1,
         vote_timeout_s=1.0,
@@ -284,11 +290,16 @@ def phalanx_config(num_ranks: int = 2, **serve: Any) -> PhalanxConfig:
     )
 
 
-def fake_group(num_ranks: int = 2, **options: Any) -> tuple[Group, list[FakeRank], FakeLauncher]:
+def fake_group(
+    num_ranks: int = 2, num_nodes: int = 1, **options: Any
+) -> tuple[Group, list[FakeRank], FakeLauncher]:
     """A group over fake ranks, the ranks, and the launcher; `options` go to the group."""
     ranks = [FakeRank(rank) for rank in range(num_ranks)]
+    config = rank_config(num_ranks, num_nodes=num_nodes)
+    for rank in ranks:
+        rank.node_id = f"node {config.dims.node(rank.rank)}"
     launcher = FakeLauncher(ranks)
-    group = Group("app", rank_config(num_ranks), launcher, start_timeout_s=5.0, **options)
+    group = Group("app", config, launcher, **{"start_timeout_s": 5.0, **options})
     launcher.group = group
     return group, ranks, launcher
 
