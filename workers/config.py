@@ -142,6 +142,7 @@ class OverlapConfig(Section):
 
 
 _OF_EPOCH = ("num_ranks", "num_nodes", "threads", "vote_timeout_s", "log_level", "log_format")
+_OF_EPOCH_IN_SECTIONS = (("kernels", "all2all"), ("model", "routing"))
 
 
 class RankConfig(Section):
@@ -178,10 +179,10 @@ class RankConfig(Section):
         return sorted(key for (key, mine), (_, value) in pairs if mine != value)
 
     def _of_process(self) -> Iterator[tuple[str, object]]:
-        for name, value in self.model_dump(exclude=set(_OF_EPOCH)).items():
+        for name, value in self.model_dump(exclude={*_OF_EPOCH, "overlap"}).items():
             if isinstance(value, dict):
                 for key, part in value.items():
-                    if (name, key) != ("kernels", "all2all"):  # belongs to the epoch
+                    if (name, key) not in _OF_EPOCH_IN_SECTIONS:
                         yield f"{name}.{key}", part
             else:
                 yield name, value

@@ -37,7 +37,8 @@ class Cell:
 
     name       the swept values: `ranks=2, input_len=64`
     settings   swept key -> value of this cell, as in the resolved configuration and workload
-    engine     cells with equal engines share a start
+    engine     cells with equal engines share an engine without any change
+    process    cells with equal processes share a start; the engine changes its settings between them
     """
 
     index: int
@@ -46,6 +47,7 @@ class Cell:
     config: PhalanxConfig
     workload: Workload
     engine: Engine
+    process: Engine
 
     @property
     def digest(self) -> str:
@@ -113,8 +115,12 @@ class CellMaker:
         tree |= flat(workload.model_dump(mode="json"), WORKLOAD)
         values = {key: _value(tree, key, given) for key, given in settings.items()}
         name = ", ".join(f"{names[key]}={label(value)}" for key, value in values.items())
-        engine = engine_of(self._sections.kind, config)
-        return Cell(index, name or "all settings of the base", values, config, workload, engine)
+        name = name or "all settings of the base"
+        engine, process = (
+            engine_of(self._sections.kind, config),
+            process_of(self._sections.kind, config),
+        )
+        return Cell(index, name, values, config, workload, engine, process)
 
     def _config(self, settings: Settings, where: str) -> PhalanxConfig | None:
         key = show_all(settings)
@@ -212,6 +218,14 @@ def engine_of(kind: Kind, config: PhalanxConfig) -> Engine:
     tree = config.model_dump(mode="json")
     if kind != "http":
         del tree["serve"]
+    return digest(tree)
+
+
+def process_of(kind: Kind, config: PhalanxConfig) -> Engine:
+    """Return the digest of the settings that a started engine cannot change: of ranks all but those of an epoch."""
+    tree = config.model_dump(mode="json")
+    if kind != "http":
+        del tree["serve"], tree["overlap"], tree["kernels"]["all2all"], tree["model"]["routing"]
     return digest(tree)
 
 

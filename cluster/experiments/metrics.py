@@ -20,7 +20,7 @@ LIMITS = ("ttft", "tpot", "e2e")  # of goodput
 OF_THE_ENGINE: dict[Kind, tuple[str, ...]] = {
     "engine": (
         *("steps", "idle_step_share", "ubatched_step_share", "tokens_per_step", "preemptions"),
-        *("step_ms", "vote_share", "forward_share", "expert_balancedness"),
+        *("step_ms", "vote_share", "forward_share", "expert_balancedness", "gpu_mhz", "gpu_watts"),
     ),
     "http": ("vote_share", "forward_share"),
     "step": ("step_ms", "exchange_us", "empty_step_us"),

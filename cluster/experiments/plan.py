@@ -12,6 +12,7 @@ from cluster.experiments.workload_section import RequestWorkload
 
 # Guesses for the first run of an experiment; every later run is estimated by those before it.
 START_S = {"engine": {"cpu": 6.0, "cuda": 60.0}, "http": {"cpu": 12.0, "cuda": 75.0}}
+CHANGE_S = {"cpu": 0.5, "cuda": 20.0}
 TOKENS_PER_S = {"cpu": (5000.0, 1000.0), "cuda": (100_000.0, 8000.0)}  # prompt, output
 STEP_RUN_S = 3.0
 MAX_SHOWN = 40  # cells in the printed plan
@@ -47,6 +48,8 @@ def ordered_runs(experiment: Experiment) -> list[Run]:
         return [Run(cell, repeat) for group in groups for cell in group for repeat in repeats]
     source = random.Random(f"{sections.seed}/order")
     source.shuffle(groups)
+    starts = list(dict.fromkeys(group[0].process for group in groups))
+    groups.sort(key=lambda group: starts.index(group[0].process))
     found = []
     for group in groups:
         runs = [Run(cell, repeat) for cell in group for repeat in repeats]
@@ -56,15 +59,21 @@ def ordered_runs(experiment: Experiment) -> list[Run]:
 
 
 def _by_engine(cells: Sequence[Cell]) -> list[list[Cell]]:
-    groups: dict[Engine, list[Cell]] = {}
+    """Return the cells of each engine; engines that share a start are neighbours."""
+    groups: dict[Engine, dict[Engine, list[Cell]]] = {}
     for cell in cells:
-        groups.setdefault(cell.engine, []).append(cell)
-    return list(groups.values())
+        groups.setdefault(cell.process, {}).setdefault(cell.engine, []).append(cell)
+    return [cells for engines in groups.values() for cells in engines.values()]
 
 
 def num_starts(runs: Sequence[Run]) -> int:
     """Return how often an engine is started for these runs."""
-    return len(list(groupby(run.cell.engine for run in runs)))
+    return len(list(groupby(run.cell.process for run in runs)))
+
+
+def num_changes(runs: Sequence[Run]) -> int:
+    """Return how often a started engine changes its settings for these runs."""
+    return len(list(groupby(run.cell.engine for run in runs))) - num_starts(runs)
 
 
 class Clock:
@@ -73,6 +82,7 @@ class Clock:
     def __init__(self, kind: Kind, device: Callable[[Cell], str]):
         self._kind, self._device = kind, device
         self._starts: list[float] = []
+        self._changes: list[float] = []
         self._ratios: list[float] = []
 
     @property
@@ -84,6 +94,10 @@ class Clock:
         """Enter the time of a start."""
         self._starts.append(seconds)
 
+    def change_ended(self, seconds: float) -> None:
+        """Enter the time of a change of an engine's settings."""
+        self._changes.append(seconds)
+
     def run_ended(self, cell: Cell, seconds: float) -> None:
         """Enter the time of a run."""
         self._ratios.append(seconds / guessed_run_s(cell, self._device(cell)))
@@ -92,14 +106,17 @@ class Clock:
         """Return the estimated time of these runs, with the starts of their engines."""
         if not runs:
             return 0.0
-        ratio = sum(self._ratios) / len(self._ratios) if self._ratios else 1.0
+        ratio = _mean(self._ratios, 1.0)
         device = self._device(runs[0].cell)
         kind = "http" if self._kind == "http" else "engine"
-        start_s = START_S[kind][device]
-        if self._starts:
-            start_s = sum(self._starts) / len(self._starts)
+        start_s = _mean(self._starts, START_S[kind][device])
+        change_s = _mean(self._changes, CHANGE_S[device])
         work = sum(guessed_run_s(run.cell, self._device(run.cell)) for run in runs)
-        return num_starts(runs) * start_s + ratio * work
+        return num_starts(runs) * start_s + num_changes(runs) * change_s + ratio * work
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    return sum(values) / len(values) if values else default
 
 
 def guessed_run_s(cell: Cell, device: str) -> float:
@@ -126,6 +143,7 @@ def describe(
     """Return the lines of the printed plan."""
     sections, cells = experiment.sections, experiment.cells
     engines = len({cell.engine for cell in cells})
+    changes = f", {count} change(s) of its settings" if (count := num_changes(runs)) else ""
     left = [run for run in runs if run.key not in done]
     lines = [sections.title]
     if sections.question:
@@ -134,7 +152,7 @@ def describe(
         f"  kind       {sections.kind}",
         f"  cells      {len(cells)}, {engines} engine configuration(s)",
         f"  runs       {len(runs)}: {sections.repeats} of each cell, order {sections.order}, "
-        f"{num_starts(runs)} start(s) of an engine",
+        f"{num_starts(runs)} start(s) of an engine{changes}",
     ]
     for key in experiment.axes:
         values = list(dict.fromkeys(_text(cell, key) for cell in cells))

@@ -48,6 +48,15 @@ class RankGroup(Engine):
         """Return the report of rank 0, and the seconds of its stages."""
         return self._facts[0]
 
+    def change(self, config: PhalanxConfig, start_s: float) -> None:
+        before, self._closing = self._closing, ExitStack()
+        with before:  # the ranks leave the old group before they join the new one
+            self._config, ranks_config = config, resolve_rank_config(config)
+            rendezvous = self._closing.enter_context(local_rendezvous())
+            for pipe in self._pipes:
+                _send(pipe, ("change", (ranks_config, rendezvous, start_s)))
+            self._facts = self._results(start_s)
+
     def run(self, job: Job, timeout_s: float) -> Measured:
         if job.load is None:
             return self._run_steps(job, timeout_s)
@@ -216,7 +225,13 @@ def _figures(counters: list[dict[str, Any]]) -> dict[str, float]:
         figures["step_ms"] = 1e3 * total / max(1, steps) / len(counters)
         figures["vote_share"] = seconds["vote"] / total
         figures["forward_share"] = seconds["forward"] / total
+    figures |= _slowest_clock([own["clock"] for own in counters])
     balanced = [own["expert_balancedness"] for own in counters if own["expert_balancedness"]]
     if balanced:
         figures["expert_balancedness"] = sum(balanced) / len(balanced)
     return figures
+
+
+def _slowest_clock(clocks: list[dict[str, float]]) -> dict[str, float]:
+    """Return clock and power of the GPU with the lowest clock, which the others wait for; none on CPUs."""
+    return min(clocks, key=lambda own: own["gpu_mhz"]) if all(clocks) else {}

@@ -81,11 +81,15 @@ class RankLoop:
         self._send_waiting(load.begin)
         while True:
             self._send_due()
-            if not engine.step().run:
-                due = load.begin + (self._later[0].due or 0.0) if self._later else None
-                if not go_on(due):
-                    break
+            if not engine.step().run and not go_on(self._next_arrival()):
+                break
         return {int(key.rpartition("/")[2]): answer for key, answer in self._answers.items()}
+
+    def _next_arrival(self) -> float | None:
+        """Return when this rank has work next: now if its last outputs sent requests, which async steps do."""
+        if self._open:
+            return time.perf_counter()
+        return self._load.begin + (self._later[0].due or 0.0) if self._later else None
 
     def _send_due(self) -> None:
         now = time.perf_counter()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from cluster.bench.stream import Answer
+from cluster.experiments.gpu_clock import clock_figures, clock_samples
 from cluster.experiments.parent_death import stop_with_parent
 from cluster.experiments.rank_loop import RankLoad, RankLoop
 from cluster.experiments.rank_steps import time_steps
@@ -78,20 +79,32 @@ class RankWorker:
         if config.device == "cuda":
             torch.cuda.set_device(rank)
         self._pipe = pipe
-        self._loop = RankLoop()
         self._process = RankProcess(rank, config)
+        self.facts = self._meet(rendezvous, start_s)
+
+    def _meet(self, rendezvous: Rendezvous, start_s: float) -> dict[str, Any]:
+        """Begin an epoch with its engine; return the report of this rank."""
+        self._loop = RankLoop()
         self._epoch = Epoch(self._process, rendezvous, start_s)
-        for stage in start_stages(config.device):
+        for stage in start_stages(self._process.config.device):
             self._epoch.run_stage(stage, lambda done, total: None)
-        info = self._epoch.start_engine(self._loop.publish, lambda step: None)
-        self.facts = asdict(info)
+        return asdict(self._epoch.start_engine(self._loop.publish, lambda step: None))
+
+    def change(self, config: RankConfig, rendezvous: Rendezvous, start_s: float) -> dict[str, Any]:
+        """Begin another epoch with other settings and the weights of before; return the report of this rank."""
+        del self._loop  # it holds the engine, and with it the memory of the epoch
+        self._epoch.close()
+        self._process.become(self._process.rank, config)
+        return self._meet(rendezvous, start_s)
 
     def requests(self, load: RankLoad, name: str) -> tuple[dict[int, Answer], dict[str, Any]]:
         """Run requests; return the answers by number, and what this rank's engine did meanwhile."""
         engine = self._epoch.engine
         before = engine.stats.snapshot()
-        answers = self._loop.run(engine, load, name, self._go_on)
-        return answers, _between(before, engine.stats.snapshot())
+        with clock_samples(self._process.device) as samples:
+            answers = self._loop.run(engine, load, name, self._go_on)
+        found = _between(before, engine.stats.snapshot())
+        return answers, {**found, "clock": clock_figures(samples)}
 
     def steps(self, workload: StepWorkload, seed: int) -> dict[str, float]:
         """Time single steps."""
@@ -121,5 +134,9 @@ def _between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     found["ubatched_steps"] = sum(
         count - before["kinds"].get(kind, 0) for kind, count in kinds.items() if kind[2] == "True"
     )
-    found["expert_balancedness"] = after["expert_balancedness"]
+    pairs = zip(
+        after["expert_balancedness_samples"], before["expert_balancedness_samples"], strict=True
+    )
+    count, total = (now - then for now, then in pairs)
+    found["expert_balancedness"] = total / count if count else None
     return found

@@ -32,14 +32,21 @@ Say = Callable[[str], None]
 
 @dataclass
 class Started:
-    """An engine that runs, its folder, and what it was used for."""
+    """An engine that runs, its folder, and what it was used for.
+
+    digest, process   of the cell that it runs
+    start_s           time of the start, or of the last change of settings
+    num_changes       changes of settings since the start
+    """
 
     engine: Engine
     digest: str
+    process: str
     folder: Path
     start_s: float
     busy: float | None  # share of the cores that other processes used before the start
     warm: set[int] = field(default_factory=set)  # indices of cells
+    num_changes: int = 0
 
 
 class Runner:
@@ -145,6 +152,7 @@ class Runner:
         line["engine"] = {
             "folder": str(started.folder.relative_to(self._folder.path)),
             "start_s": round(started.start_s, 3),
+            "num_changes": started.num_changes,
             "busy_before_start": started.busy,
             **started.engine.describe(),
         }
@@ -182,8 +190,8 @@ class Runner:
         started.warm.add(cell.index)
 
     def _engine_for(self, cell: Cell) -> Started:
-        """Return the engine of a cell: the one that runs, if it has the settings of the cell, else a new one."""
-        if self._started is not None and self._started.digest == cell.engine:
+        """Return the engine of a cell: the running one if it has or takes the settings of the cell, else a new one."""
+        if self._started is not None and self._takes(self._started, cell):
             return self._started
         self._end_engine()
         folder = self._new_engine_folder()
@@ -195,8 +203,26 @@ class Runner:
         seconds = time.monotonic() - begun
         self._clock.start_ended(seconds)
         busy = None if busy is None else round(busy, 2)
-        self._started = Started(engine, cell.engine, folder, seconds, busy)
+        self._started = Started(engine, cell.engine, cell.process, folder, seconds, busy)
         return self._started
+
+    def _takes(self, started: Started, cell: Cell) -> bool:
+        """Whether the engine has the settings of a cell, or could change to them. After an error a start is tried."""
+        if started.digest == cell.engine:
+            return True
+        if started.process != cell.process:
+            return False
+        begun = time.monotonic()
+        try:
+            started.engine.change(cell.config, self._experiment.sections.limits.start_s)
+        except EngineError as error:
+            self._say(f"the engine did not take the settings of {cell.name}: {error}")
+            return False
+        started.start_s = time.monotonic() - begun
+        self._clock.change_ended(started.start_s)
+        started.digest, started.warm = cell.engine, set()
+        started.num_changes += 1
+        return True
 
     def _new_engine_folder(self) -> Path:
         engines = self._folder.path / "engines"

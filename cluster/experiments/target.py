@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.stream import Answer
+from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments.planned_load import PlannedLoad
 from cluster.experiments.workload_section import RequestWorkload, StepWorkload
 
@@ -48,6 +49,10 @@ class Engine(ABC):
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Return facts of the start, such as the chosen backends."""
+
+    def change(self, config: PhalanxConfig, start_s: float) -> None:
+        """Take other settings of an epoch within `start_s` seconds, in place of a new start; see `cells.process_of`."""
+        raise EngineError("this engine keeps the settings of its start")
 
     @abstractmethod
     def run(self, job: Job, timeout_s: float) -> Measured:

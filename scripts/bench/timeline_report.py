@@ -133,7 +133,7 @@ def _hidden(ranks: Sequence[dict[str, Any]]) -> list[str]:
     shares = ", ".join("-" if share is None else f"{share:.0%}" for share in found)
     return [
         f"Communication {shares} covered (by rank). {hidden.COVERED}; here by kernels and copies.",
-        f"Communication saved: see `scripts.bench.overlap`, which runs both forms. {hidden.SAVED}.",
+        f"Communication saved: see `phalanx trace`, which runs both forms. {hidden.SAVED}.",
     ]
 
 

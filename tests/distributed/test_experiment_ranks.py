@@ -1,4 +1,4 @@
-"""An experiment on real ranks through the command: two cells share a start, and a killed rank costs its run alone."""
+"""An experiment on real ranks: cells share a start, ranks change settings, a killed rank costs its run alone."""
 
 import json
 import os
@@ -26,8 +26,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "model": {"path": "tiny", "max_model_len": 2048},
         "cluster": {"ranks": 2, "device": "cpu"},
         "cache": {"num_blocks": 256},
+        "overlap": {"mode": "off"},
+        "scheduler": {"async_scheduling": True},  # as on GPUs
     }
     (folder / "base.yaml").write_text(yaml.safe_dump(base))
+    changed = {
+        "kernels.all2all": "torch_dist",
+        "overlap.mode": "on",
+        "model.routing.kind": "zipf",
+    }
     values = {
         "title": "Real ranks",
         "kind": "engine",
@@ -35,8 +42,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sweep": {
             "list": [
                 {"workload.request_rate": 40.0, "workload.phase": "prefill"},
-                {"workload.concurrency": 3},
-                {"workload.output_len": 1500},
+                {"workload.concurrency": 3, **changed},
+                {"workload.output_len": 1500, **changed},
             ]
         },
         "workload": {"requests": 6, "input_len": 12, "output_len": 8},
@@ -84,8 +91,15 @@ def test_cells_share_ranks_and_a_lost_rank_costs_its_run(
     assert closed["seconds"] - closed["measured_s"] < 3, "overhead of a cell on a reused engine"
     assert "rank 1 ended with exit code -9" in lost["error"]
     assert "1 runs failed" in result.output
-    kept = json.loads((out / "runs/002-r1/run.json").read_text())
-    assert kept["engine"]["backends"]["all2all"] == "shm"
+    first, second = (
+        json.loads((out / f"runs/{run}/run.json").read_text())["engine"]
+        for run in ("001-r1", "002-r1")
+    )
+    assert (first["backends"]["all2all"], first["num_changes"]) == ("shm", 0)
+    assert (second["backends"]["all2all"], second["num_changes"]) == ("torch_dist", 1)
+    assert (
+        arrivals["metrics"]["ubatched_step_share"] == 0 < closed["metrics"]["ubatched_step_share"]
+    )
     page = (out / "summary.md").read_text()
     assert "2 of 3 runs" in page and "Failed runs:" in page
     assert (out / "plot.png").exists()

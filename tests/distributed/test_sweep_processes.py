@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from scripts.bench.processes import Limits, run_group
-from workers.trace import hidden
 
 
 def measure(rank: int, report, folder: Path, what: str) -> None:
@@ -88,23 +87,6 @@ def test_experts_are_swept_on_the_cpu(dry_run):
     for name in ("torch_grouped", "reference"):
         rows = found["backends"][name]["sizes"]
         assert set(rows) == {"1", "5"} and rows["5"]["products_us"] > 0
-
-
-def test_steps_are_cut_over_gloo(dry_run, tmp_path):
-    options = "--ranks 2 --backends torch_dist,symm --model configs/models/demo --max-model-len 64"
-    found = dry_run("overlap", options + " --prefill 32 --decode 4 --repeats 1")
-    assert "missing" in found["backends"]["symm"]
-    for name in ("resident", "torch_dist"):
-        steps = found["backends"][name]["steps"]
-        assert [(step["phase"], step["tokens"]) for step in steps] == [
-            ("prefill", 32),
-            ("decode", 4),
-        ]
-        assert all(step["ubatched_ms"] > 0 for step in steps)
-    traced = found["backends"]["torch_dist"]["traced"]
-    assert (traced["phase"], traced["tokens"]) == ("prefill", 32) and 0 <= traced["covered"] <= 1
-    page = (tmp_path / "x.md").read_text()
-    assert hidden.COVERED in page and hidden.SAVED in page
 
 
 def test_a_timeline_of_two_ranks_has_all_states_of_both(dry_run, tmp_path):

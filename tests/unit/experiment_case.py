@@ -13,7 +13,7 @@ from cluster.experiments.experiment import Experiment, load_experiment
 from cluster.experiments.plan import Clock, configured_device
 from cluster.experiments.results_folder import ResultsFolder
 from cluster.experiments.runner import Runner
-from cluster.experiments.target import Engine, Job, Measured
+from cluster.experiments.target import Engine, EngineError, Job, Measured
 from workers.weights.checkpoint import make_checkpoint
 
 ORIGIN: dict[str, Any] = {
@@ -48,6 +48,8 @@ class FakeEngines:
 
     before_run: Callable[[Job], None] = lambda job: None
     failed_requests: int = 0
+    refused_changes: int = 0  # the first ones
+    changes: list[PhalanxConfig] = field(default_factory=list)
     starts: list[PhalanxConfig] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     num_open: int = 0
@@ -66,6 +68,11 @@ class _FakeEngine(Engine):
 
     def describe(self) -> dict[str, Any]:
         return {"fake": True}
+
+    def change(self, config: PhalanxConfig, start_s: float) -> None:
+        self._engines.changes.append(config)
+        if len(self._engines.changes) <= self._engines.refused_changes:
+            raise EngineError("not now")
 
     def run(self, job: Job, timeout_s: float) -> Measured:
         self._engines.jobs.append(job)

@@ -53,6 +53,29 @@ def test_engines_are_shared_by_cells_of_equal_configuration(folder: Path) -> Non
     assert len({cell.engine for cell in served.cells}) == 4
 
 
+@pytest.mark.parametrize("order", ["grid", "paired", "random"])
+def test_ranks_change_settings_of_an_epoch_without_a_start(folder: Path, order: str) -> None:
+    grid = {
+        "overlap.mode": ["on", "off"],
+        "cluster.ranks": [1, 2],
+        "kernels.all2all": ["auto", "torch_dist"],
+        "model.routing.kind": ["uniform", "balanced"],
+    }
+    path = write(folder, sweep={"grid": grid}, repeats=1, order=order)
+    found = load_experiment(path)
+    runs = plan.ordered_runs(found)
+    assert (plan.num_starts(runs), plan.num_changes(runs)) == (2, 14)
+    assert "2 start(s) of an engine, 14 change(s) of its settings" in "\n".join(
+        plan.describe(found, runs, [], 1.0)
+    )
+    clock = plan.Clock("engine", plan.configured_device)
+    before = clock.seconds(runs)
+    clock.change_ended(plan.CHANGE_S["cpu"] + 1)
+    assert clock.seconds(runs) == pytest.approx(before + 14)
+    served = plan.ordered_runs(load_experiment(path, ["kind=http"]))
+    assert (plan.num_starts(served), plan.num_changes(served)) == (16, 0)
+
+
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
@@ -258,7 +281,8 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "configs" / "experiments").glob("
 def test_every_question_has_an_example_for_a_cpu() -> None:
     names = {path.stem for path in EXAMPLES}
     on_cpu = {name.removesuffix("-cpu") for name in names if name.endswith("-cpu")}
-    assert on_cpu == {name for name in names if not name.endswith("-cpu")} and len(on_cpu) == 5
+    on_gpus = {name for name in names if not name.endswith("-cpu")}
+    assert on_gpus - on_cpu == {"ubatches"} and on_cpu < on_gpus and len(on_cpu) == 5
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

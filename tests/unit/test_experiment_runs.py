@@ -53,6 +53,22 @@ def test_an_engine_serves_all_cells_of_its_configuration(file: Path, tmp_path: P
     assert engines.jobs[7].load == first.__class__(first.requests, None, 8), "equal for all cells"
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+def test_an_engine_changes_its_settings_or_is_started_anew(
+    folder: Path, tmp_path: Path, refused: int
+) -> None:
+    grid = {"overlap.mode": ["on", "off"], "workload.input_len": [4, 8]}
+    file = write(folder, sweep={"grid": grid}, workload=WORKLOAD, order="paired", warmup=1)
+    engines = FakeEngines(refused_changes=refused)
+    assert run_with(engines, file, tmp_path, "repeats=2") == 0
+    assert [config.overlap.mode for config in engines.changes] == ["off", "on", "off"]
+    assert len(engines.starts) == 1 + refused and engines.num_open == 0
+    counts = [line["engine"]["num_changes"] for line in ResultsFolder(tmp_path).lines()]
+    assert counts == ([0, 2, 0, 2, 1, 3, 1, 3] if not refused else [0, 1, 0, 1, 0, 2, 0, 2])
+    warm_ups = [job for job in engines.jobs if job.salt == "warm-up"]
+    assert len(warm_ups) == 8, "a changed engine is warmed up again"
+
+
 def test_each_run_is_recorded(file: Path, tmp_path: Path) -> None:
     run_with(FakeEngines(), file, tmp_path)
     lines = [json.loads(text) for text in (tmp_path / "results.jsonl").read_text().splitlines()]

@@ -102,6 +102,32 @@ def test_a_checkpoint_that_is_gone_for_a_while(checkpoint, read):
     process.close()
 
 
+def test_settings_of_an_epoch_change_without_reading_weights(checkpoint, read):
+    process = loaded(checkpoint, 0, 2)
+    read.clear()
+    kept = process.kv_caches
+    changes = {
+        "model": {"routing": {"kind": "zipf", "s": 2.0}},
+        "kernels": {"all2all": "torch_dist"},
+        "overlap": {"mode": "on", "min_prefill_tokens": 64},
+    }
+    process.become(0, rank_config(checkpoint, 2, **changes))
+    process.load()
+    assert read == [] and process.kv_caches is kept
+    fresh = loaded(checkpoint, 0, 2, **changes)
+    assert process.overlap == fresh.overlap and process.overlap.policy.enabled
+    assert process.selection.names() == fresh.selection.names()
+    assert process.settings() == fresh.settings()
+    rows = torch.arange(12)
+    for mine, theirs in zip(process.model.layers, fresh.model.layers, strict=True):
+        law, expected = mine.mlp.forced_routing, theirs.mlp.forced_routing
+        assert torch.equal(law(rows, rows, 12)[0], expected(rows, rows, 12)[0])
+    process.become(0, rank_config(checkpoint, 2))
+    assert all(layer.mlp.forced_routing is None for layer in process.model.layers)
+    fresh.close()
+    process.close()
+
+
 def test_settings_of_a_process_cannot_change(checkpoint):
     process = loaded(checkpoint, 0, 2)
     other = rank_config(checkpoint, 3, cache={"block_size": 32}, scheduler={"max_num_seqs": 4})

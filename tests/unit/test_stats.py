@@ -168,6 +168,7 @@ def test_expert_load_is_looked_at_now_and_then():
     found = stats.snapshot()
     assert looked == 2 and found["expert_rows_sampled"] == 40
     assert found["expert_balancedness"] == pytest.approx((0.75 + 1) / 2)
+    assert found["expert_balancedness_samples"] == (2, pytest.approx(0.75 + 1))
 
 
 def test_expert_load_without_rows_or_layers():

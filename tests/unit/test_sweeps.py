@@ -157,7 +157,7 @@ def test_a_page_keeps_the_notes_that_a_person_added(tmp_path):
     assert plots == [out] * 2
 
 
-@pytest.mark.parametrize("name", ["all2all", "overlap", "timeline", "gpu_serving"])
+@pytest.mark.parametrize("name", ["all2all", "timeline", "gpu_serving"])
 def test_published_results_are_redrawn_and_keep_their_notes(name, tmp_path, monkeypatch):
     published = ROOT / "docs" / "results" / f"gpu-{name.removeprefix('gpu_')}.json"
     out = tmp_path / published.stem

@@ -121,6 +121,12 @@ class CausalLM(ABC):
         for layer in self.layers:
             if isinstance(layer.mlp, MoeBlock):
                 layer.mlp.hold_experts(experts, kept)
+        self.route_by(forced_routing)
+
+    def route_by(self, forced_routing: Callable[..., ForcedRouting] | None) -> None:
+        """Let routers choose experts, or a law instead. Views by `with_backends` keep the choice of before."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, MoeBlock):
                 layer.mlp.route_by(forced_routing)
 
     @property

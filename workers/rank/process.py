@@ -93,8 +93,9 @@ class RankProcess:
     def become(self, rank: int, config: RankConfig) -> None:
         """Take the place of `rank` in a group of `config`, between two epochs; `load` then reads experts new here.
 
-        A GPU sizes its KV cache anew for another number of ranks, because the experts then take other memory. Raises
-        ValueError if `config` has other settings that hold for the life of a process.
+        A GPU sizes its KV cache anew for another number of ranks, another all-to-all and other ubatches, because
+        experts and buffers then take other memory. Raises ValueError if `config` has other settings that hold for the
+        life of a process.
         """
         if (rank, config) == (self.rank, self.config):
             return
@@ -102,9 +103,12 @@ class RankProcess:
         differs = self.config.differs_for_process(config)
         if differs:
             raise ValueError(f"{', '.join(differs)} changed, which needs a new process")
-        dims, selection = self.dims, self.selection
+        dims, selection, before = self.dims, self.selection, self.config
         self._configure(rank, config)
-        if self.dims == dims:
+        if self.model is not None and config.model.routing != before.model.routing:
+            self.model.route_by(self._forced_routing())
+        same_backends = selection.names() == self.selection.names()
+        if self.dims == dims and same_backends and config.overlap == before.overlap:
             return
         self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
         kept = (selection.grouped_gemm.name, selection.attention.name)

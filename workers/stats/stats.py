@@ -45,6 +45,7 @@ class EngineStats:
         self._expert_load = expert_load or ExpertLoad()
         self._expert_rows = 0
         self._balancedness: float | None = None
+        self._num_balanced, self._sum_balanced = 0, 0.0
         self._gauges: dict[str, Any] = {
             "running": 0,
             "waiting": 0,
@@ -97,6 +98,8 @@ class EngineStats:
         if output.expert_load is not None:
             self._expert_rows += output.expert_load.rows
             self._balancedness = output.expert_load.balancedness
+            self._num_balanced += 1
+            self._sum_balanced += self._balancedness
         self.record_idle(scheduler)
 
     def record_idle(self, scheduler: Scheduler) -> None:
@@ -138,6 +141,7 @@ class EngineStats:
             "kinds": dict(self.kinds),
             "expert_rows_sampled": self._expert_rows,
             "expert_balancedness": self._balancedness,
+            "expert_balancedness_samples": (self._num_balanced, self._sum_balanced),
             "histograms": {name: (h.bounds, h.values()) for name, h in histograms.items()},
             "process": process_info(),
         }

@@ -1,4 +1,4 @@
-"""A GPU's clock and power while something runs on it: under the limit on power the one falls as the other rises."""
+"""Clock and power of a GPU during a run. At the limit of power the clock falls, and kernels take longer."""
 
 import statistics
 import threading
@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-EVERY_S = 0.02
+EVERY_S = 0.1
 Sample = tuple[int, int]  # MHz of the SMs, milliwatts
 
 
 @contextmanager
 def clock_samples(device: torch.device) -> Iterator[list[Sample]]:
-    """What NVML answers a thread that asks meanwhile; it stays empty where there is no NVML, or no GPU."""
+    """Yield the samples that a thread reads from NVML meanwhile; none without NVML or without a GPU."""
     samples: list[Sample] = []
     over = threading.Event()
 
@@ -25,7 +25,8 @@ def clock_samples(device: torch.device) -> Iterator[list[Sample]]:
                 return
 
     if device.type != "cuda":
-        over.set()
+        yield samples
+        return
     thread = threading.Thread(target=sample, daemon=True)
     thread.start()
     try:
@@ -35,10 +36,10 @@ def clock_samples(device: torch.device) -> Iterator[list[Sample]]:
         thread.join()
 
 
-def medians(samples: Sequence[Sample]) -> dict[str, float] | None:
-    """MHz and watts; the first third is left out, for NVML tells the mean of up to a second."""
+def clock_figures(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return the medians, without the first third: NVML returns the mean of up to a second."""
     samples = samples[len(samples) // 3 :]
     if not samples:
-        return None
+        return {}
     clocks, powers = zip(*samples, strict=True)
-    return {"mhz": statistics.median(clocks), "watts": round(statistics.median(powers) / 1e3)}
+    return {"gpu_mhz": statistics.median(clocks), "gpu_watts": statistics.median(powers) / 1e3}
