@@ -246,6 +246,17 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
+_Quantization = Annotated[
+    Literal["fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block"]
+    | None,
+    typer.Option(help="Projections in FP8, with one scale a block, tensor or row."),
+]
+_ExpertLayout = Annotated[
+    Literal["apart", "fused", "transposed"] | None,
+    typer.Option(help="Tensors of each expert, or of all together; by default as in releases."),
+]
+
+
 @app.command("make-checkpoint")
 def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
@@ -268,7 +279,9 @@ def make_checkpoint(
     weights: Annotated[
         bool, typer.Option(help="--no-weights: only what model.weights: dummy needs.")
     ] = True,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Projections in FP8 blocks.")] = False,
+    fp8: Annotated[bool, typer.Option("--fp8", help="As --quantization fp8.")] = False,
+    quantization: _Quantization = None,
+    expert_layout: _ExpertLayout = None,
     seed: int = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
 ) -> None:
@@ -297,6 +310,8 @@ def make_checkpoint(
             num_shards=shards,
             weights=weights,
             fp8=fp8,
+            quantization=quantization,
+            expert_layout=expert_layout,
             seed=seed,
             overwrite=overwrite,
         )

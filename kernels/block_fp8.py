@@ -68,7 +68,14 @@ def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
 
 
 def dequantise(values_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return float32 [N, K] of e4m3 values and scales of any floating dtype."""
+    """Return float32 [N, K] of e4m3 values and scales of any floating dtype.
+
+    scales   one for each block; or one for each row, [N, 1] or [N]; or one in all, [1] or []
+    """
     rows, columns = values_NK.shape
+    if scales.numel() == 1:
+        return values_NK.float() * scales.float()
+    if scales.shape[0] == rows:
+        return values_NK.float() * scales.float().view(rows, 1)
     scale_NK = scales.float().repeat_interleave(BLOCK, 0)[:rows]
     return values_NK.float() * scale_NK.repeat_interleave(BLOCK, 1)[:, :columns]

@@ -65,6 +65,14 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "q_lora_rank": None,
         },
     },
+    "granitemoe": {
+        "untied": {"residual_multiplier": 0.22, "embedding_multiplier": 12},
+        "tied": {"tie_word_embeddings": True, "attention_bias": True, "logits_scaling": 1},
+    },
+    "granitemoeshared": {
+        "untied": {"shared_intermediate_size": 48, "attention_multiplier": 0.125},
+        "tied": {"tie_word_embeddings": True, "shared_intermediate_size": 0},
+    },
     "kimi_k2": {
         "untied": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 1},
     },

@@ -23,10 +23,10 @@ from workers.models.registry import (
     ModelConfigError,
     load_model_config,
     parse_model_config,
-    weight_map,
 )
 from workers.models.specs import ModelConfig
-from workers.weights.checkpoint import make_checkpoint
+from workers.weights.checkpoint import make_checkpoint, released_layout
+from workers.weights.checkpoint_weights import checkpoint_tensors
 from workers.weights.files import CheckpointError
 from workers.weights.initial_weights import draw_weights
 from workers.weights.slots import WeightSlot
@@ -49,6 +49,9 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("glm4_moe", {"partial_rotary_factor": 1.5}, ["partial_rotary_factor is 1.5", "<= 1"]),
     ("glm4_moe", {"partial_rotary_factor": 0.3}, ["7 of 24", "even"]),
     ("glm4_moe_lite", {"mlp_layer_types": ["sparse"] * 3}, ["mlp_layer_types is", "dense"]),
+    ("granitemoe", {"residual_multiplier": 0}, ["residual_multiplier is 0", "> 0"]),
+    ("granitemoe", {"shared_intermediate_size": 8}, ["shared_intermediate_size is 8", "unknown"]),
+    ("granitemoeshared", {"logits_scaling": -6.0}, ["logits_scaling is -6.0", "> 0"]),
     ("kimi_k2", {"moe_layer_freq": 2}, ["moe_layer_freq is 2", "1"]),
     ("minimax_m2", {"use_routing_bias": False}, ["use_routing_bias is false", "true"]),
     ("minimax_m2", {"rotary_dim": 15}, ["15 of 32", "even"]),
@@ -100,8 +103,12 @@ def test_logits_equal_transformers(
 def test_the_map_names_what_transformers_saves(tmp_path: Path, family: str, variant: str) -> None:
     path = family_checkpoint(tmp_path, family, variant, resaved=True)
     saved = load_file(path / "model.safetensors")
-    mapped = {entry.name: entry.shape for entry in weight_map(load_model_config(path))}
-    assert mapped == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    config, layout = load_model_config(path), released_layout(family)
+    mapped: dict[str, torch.Tensor] = {}
+    for tensor in checkpoint_tensors(config, layout):
+        mapped |= tensor.draw(config, 0)
+    found = {name: tensor.shape for name, tensor in mapped.items()}
+    assert found == {name: tensor.shape for name, tensor in saved.items()}
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
@@ -147,17 +154,26 @@ def test_random_weights_are_those_of_a_written_checkpoint(tmp_path: Path, family
 @pytest.mark.parametrize("family", VARIANTS)
 def test_fp8_checkpoints_are_read(tmp_path: Path, family: str) -> None:
     """Every projection, also of a shared expert, is in FP8 on disk; router and gates are not."""
-    path = make_checkpoint(tmp_path, family=family, num_layers=2, fp8=True)
+    path = make_checkpoint(
+        tmp_path, family=family, num_layers=2, moe_intermediate_size=128, fp8=True
+    )
     stored = {name: tensor.dtype for name, tensor in load_file(path / "model.safetensors").items()}
     quantised = {name for name, dtype in stored.items() if dtype == torch.float8_e4m3fn}
     for name in stored.keys() - quantised:
-        assert "experts." not in name or name.endswith("_scale_inv")
-        assert "_proj.weight" not in name or name.endswith("_scale_inv")
-    assert quantised and not any("gate.weight" in name for name in quantised)
+        assert not any(part in name for part in ("experts.", "_linear", "_proj.weight")) or (
+            name.endswith("_scale_inv")
+        )
+    assert quantised and not any(
+        part in name for name in quantised for part in ("gate.weight", "router")
+    )
     found = OneRank(path).logits(make_batch([[1, 2, 3]], [0]))
     tensors = load_file(path / "model.safetensors")
     for name in quantised:
-        tensors[name] = dequantise(tensors[name], tensors.pop(f"{name}_scale_inv"))
+        values, scales = tensors[name], tensors.pop(f"{name}_scale_inv")
+        if values.dim() == 2:
+            tensors[name] = dequantise(values, scales)
+        else:
+            tensors[name] = torch.stack(list(map(dequantise, values, scales)))
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]

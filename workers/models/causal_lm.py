@@ -143,7 +143,9 @@ class CausalLM(ABC):
     ) -> torch.Tensor:
         """Return float32 [L, V], in `out` if given, of rows of forward's result; norms these rows only."""
         logits_LV = linear(self.norm(hidden_LD), self.lm_head_VD)
-        return logits_LV.float() if out is None else out.copy_(logits_LV)
+        logits_LV = logits_LV.float() if out is None else out.copy_(logits_LV)
+        factor = self.config.logits_factor
+        return logits_LV if factor == 1.0 else logits_LV.mul_(factor)
 
     def weight_slots(self) -> dict[str, Slot]:
         """Return the destination of every tensor that this rank holds, by its name in the checkpoint."""

@@ -28,9 +28,10 @@ from workers.weights.quantization import parse_quantization
 HARMLESS_KEYS = frozenset(
     {
         "_attn_implementation", "_name_or_path", "architectures", "attention_dropout", "attn_implementation",
-        "bos_token_id", "id2label", "initializer_range", "label2id", "model_type", "name_or_path", "num_labels",
-        "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "problem_type",
-        "return_dict", "router_aux_loss_coef", "transformers_version", "unsloth_fixed", "unsloth_version", "use_cache",
+        "auto_map", "bos_token_id", "id2label", "initializer_range", "label2id", "model_type", "name_or_path",
+        "num_labels", "output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id",
+        "problem_type", "return_dict", "router_aux_loss_coef", "transformers_version", "unsloth_fixed",
+        "unsloth_version", "use_cache",
     }
 )
 # fmt: on
@@ -157,7 +158,12 @@ class ConfigReader:
         return parse_rope(self._raw, theta, length, self.problems, partial=partial)
 
     def finish(
-        self, layers: tuple[LayerSpec, ...], moe: MoeSpec, *, skipped: tuple[str, ...] = ()
+        self,
+        layers: tuple[LayerSpec, ...],
+        moe: MoeSpec,
+        *,
+        skipped: tuple[str, ...] = (),
+        renamed: tuple[tuple[str, str], ...] = (),
     ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
         for key, supported in self._fixed.items():
@@ -178,6 +184,7 @@ class ConfigReader:
             dtype=self._dtype(),
             eos_token_ids=stops or self.integers("eos_token_id"),
             skipped=skipped,
+            renamed=renamed,
         )
         self.ignore("quantization_config", "eos_token_id")
         for key, value in self._raw.items():

@@ -18,10 +18,17 @@ class WeightNames:
     """Names below `model.layers.N` in which checkpoints of families differ."""
 
     moe: str = "mlp"
-    expert_gate: str = "gate_proj"
-    expert_up: str = "up_proj"
-    expert_down: str = "down_proj"
-    shared: str = "shared_expert"
+    router: str = "gate.weight"
+    expert_gate: str = "experts.{}.gate_proj.weight"
+    expert_up: str = "experts.{}.up_proj.weight"
+    expert_down: str = "experts.{}.down_proj.weight"
+    fused_gate_up: str = (
+        "experts.gate_up_proj"  # of all experts, where a checkpoint has such tensors
+    )
+    fused_down: str = "experts.down_proj"
+    shared: str = "mlp.shared_expert"
+    shared_gate_up: str = ""  # gate and up of the shared expert as one tensor
+    shared_down: str = "down_proj"
     router_bias: str = "gate.e_score_correction_bias"
     router_bias_is_row: bool = False  # stored as [1, E]
 
@@ -166,34 +173,54 @@ class _Layer:
         at = f"{self.disk}{names.moe}."
         yield self.norm("post_attention_layernorm", "mlp.norm")
         shape = (spec.num_experts, self.dim)
-        yield WeightEntry(f"{at}gate.weight", shape, f"{self.path}mlp.router_ED", WeightKind.ROUTER)
+        router = f"{self.path}mlp.router_ED"
+        yield WeightEntry(at + names.router, shape, router, WeightKind.ROUTER)
         if spec.router.bias:
             name, parameter = f"{at}{names.router_bias}", f"{self.path}mlp.router_bias_E"
             row = (1,) if names.router_bias_is_row else ()
             yield WeightEntry(name, (*row, spec.num_experts), parameter, WeightKind.BIAS)
-        w13, w2 = f"{self.path}mlp.w13_e2ID", f"{self.path}mlp.w2_eDI"
-        width = spec.width
-        up, down = (width, self.dim), (self.dim, width)
-        kind, down_kind = WeightKind.PROJECTION, WeightKind.DOWN_PROJECTION
-        gate_rows, up_rows = (0, width), (width, 2 * width)
-        for expert in range(spec.num_experts):
-            name = f"{at}experts.{expert}."
-            yield WeightEntry(
-                f"{name}{names.expert_gate}.weight", up, w13, kind, gate_rows, 0, expert
-            )
-            yield WeightEntry(f"{name}{names.expert_up}.weight", up, w13, kind, up_rows, 0, expert)
-            yield WeightEntry(
-                f"{name}{names.expert_down}.weight", down, w2, down_kind, None, 0, expert
-            )
-
+        yield from self.experts(spec, names, at)
         if spec.shared is not None:
-            name = f"{names.moe}.{names.shared}"
-            yield from self.gated(f"{name}.", "mlp.shared.", spec.shared.width)
+            name = names.shared
+            if names.shared_gate_up:
+                yield from self.joined(names, spec.shared.width)
+            else:
+                yield from self.gated(f"{name}.", "mlp.shared.", spec.shared.width)
             if spec.shared.gated:
                 parameter = f"{self.path}mlp.shared.gate_1D"
                 yield WeightEntry(
                     f"{self.disk}{name}_gate.weight", (1, self.dim), parameter, WeightKind.GATE
                 )
+
+    def experts(self, spec: MoeSpec, names: WeightNames, at: str) -> Weights:
+        """gate, up and down of every routed expert."""
+        width, path = spec.width, f"{self.path}mlp."
+        up, down = (width, self.dim), (self.dim, width)
+        parts = (
+            (names.expert_gate, up, "w13_e2ID", (0, width), names.fused_gate_up),
+            (names.expert_up, up, "w13_e2ID", (width, 2 * width), names.fused_gate_up),
+            (names.expert_down, down, "w2_eDI", None, names.fused_down),
+        )
+        for expert in range(spec.num_experts):
+            for name, shape, parameter, rows, fused in parts:
+                yield WeightEntry(
+                    at + name.format(expert),
+                    shape,
+                    path + parameter,
+                    WeightKind.PROJECTION if rows else WeightKind.DOWN_PROJECTION,
+                    rows,
+                    expert=expert,
+                    fused=at + fused,
+                )
+
+    def joined(self, names: WeightNames, width: int) -> Weights:
+        """gate and up as one tensor, and down, of a shared expert."""
+        at, path = f"{self.disk}{names.shared}.", f"{self.path}mlp.shared."
+        up, down = (2 * width, self.dim), (self.dim, width)
+        name = f"{at}{names.shared_gate_up}.weight"
+        yield WeightEntry(name, up, f"{path}w13_2ID", WeightKind.PROJECTION)
+        name = f"{at}{names.shared_down}.weight"
+        yield WeightEntry(name, down, f"{path}w2_DI", WeightKind.DOWN_PROJECTION)
 
     def gated(self, name: str, parameter: str, width: int) -> Weights:
         """gate, up and down of an MLP that is not a routed expert's."""

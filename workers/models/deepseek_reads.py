@@ -16,7 +16,7 @@ from workers.models.specs import (
 )
 
 # Keys of DeepSeek's own code for training and for its parallel layouts.
-TRAINING_KEYS = ("aux_loss_alpha", "auto_map", "ep_size", "pretraining_tp", "seq_aux")
+TRAINING_KEYS = ("aux_loss_alpha", "ep_size", "pretraining_tp", "seq_aux")
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
 
 

@@ -35,6 +35,8 @@ FAMILIES: dict[str, Family] = {
     "ernie4_5_moe": Family("ernie4_5_moe", "Ernie4_5_MoeForCausalLM"),
     "glm4_moe": Family("glm4_moe", "Glm4MoeForCausalLM"),
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
+    "granitemoe": Family("granitemoe", "GraniteMoeForCausalLM"),
+    "granitemoeshared": Family("granitemoe", "GraniteMoeSharedForCausalLM"),
     "kimi_k2": Family("deepseek_v3", "DeepseekV3ForCausalLM"),
     "minimax_m2": Family("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mixtral": Family("mixtral", "MixtralForCausalLM"),
@@ -82,7 +84,7 @@ def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
     if quantization is None:
         return tuple(entries)
     return tuple(
-        replace(entry, quantised=entry.kind in QUANTISABLE and not quantization.skips(entry.name))
+        replace(entry, fp8=quantization.form(entry.name)) if entry.kind in QUANTISABLE else entry
         for entry in entries
     )
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from kernels.activation import Activation
 from kernels.attention.spec import AttentionSpec, LatentDims
-from workers.weights.quantization import BlockQuantization
+from workers.weights.quantization import Quantization
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
@@ -39,6 +39,7 @@ class GqaSpec:
     qk_norm    RMS norm of q and k before the rotation: per head, over all heads together ("full"), or None
     clip_qkv   bound on the absolute values of q, k and v after the norm, None for no bound
     rotary_dim values of a head that are rotated, the first ones; None: all
+    score_scale  factor on the scores; None: 1 / sqrt(head_dim)
     """
 
     num_heads: int
@@ -50,6 +51,7 @@ class GqaSpec:
     output_bias: bool = False
     clip_qkv: float | None = None
     rotary_dim: int | None = None
+    score_scale: float | None = None
 
     @property
     def rope_dim(self) -> int:
@@ -70,7 +72,7 @@ class GqaSpec:
     def scale(self) -> float:
         """Factor on the scores."""
         scale: float = self.head_dim**-0.5
-        return scale
+        return scale if self.score_scale is None else self.score_scale
 
     @property
     def kernel_spec(self) -> AttentionSpec:
@@ -195,6 +197,8 @@ class ModelConfig:
 
     moe       the experts of every layer that has experts; one kind today, because kernels are built once for all layers
     skipped   beginnings of the names of tensors that are not read, as those of multi-token prediction
+    embedding_factor, logits_factor   on the embeddings and on the logits, for families that have such factors
+    renamed   parts of names of tensors as transformers saves them in its own layout, and as the weight map has them
     """
 
     model_type: str
@@ -205,10 +209,13 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     tie_word_embeddings: bool
-    quantization: BlockQuantization | None
+    quantization: Quantization | None
     dtype: DtypeName
     eos_token_ids: tuple[int, ...]
     skipped: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
 
     @property
     def num_layers(self) -> int:

@@ -1,31 +1,24 @@
 """Write small random checkpoints in the Hugging Face disk form, offline.
 
-`make_checkpoint` writes config.json, safetensors (each expert's tensors apart, as real checkpoints
-have them), a byte-level tokenizer with a ChatML template, and generation_config.json. It knows
-nothing of how a rank loads them. Weights depend on (seed, tensor name) alone, so the number of
-shards changes no value.
+`make_checkpoint` writes config.json, safetensors, a byte-level tokenizer with a ChatML template, and
+generation_config.json. It knows nothing of how a rank loads them. Weights depend on (seed, tensor name) alone, so the
+number of shards and the layout of experts change no value.
 """
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from kernels.block_fp8 import quantise_blocks
-from workers.models.registry import DEFAULT_FAMILY, FAMILIES, parse_model_config, weight_map
-from workers.models.specs import ModelConfig
-from workers.weights.initial_weights import NUM_BYTES, draw
-from workers.weights.quantization import SCALE_SUFFIX
-from workers.weights.weight_map import WeightEntry
+from workers.models.registry import DEFAULT_FAMILY, FAMILIES, parse_model_config
+from workers.weights.checkpoint_weights import ExpertLayout, checkpoint_tensors, write_weights
+from workers.weights.initial_weights import NUM_BYTES
 
 END_OF_TEXT = "<|endoftext|>"
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # ChatML with calls in the Hermes form. The tools and the client's system message share one turn.
 CHAT_TEMPLATE = r"""
@@ -81,12 +74,43 @@ _TOKENS = {
     "eos_token_id": NUM_BYTES + SPECIAL_TOKENS.index(IM_END),
     "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
 }
+Quantization = Literal[
+    "fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block"
+]
 _FP8 = {
     "quant_method": "fp8",
-    "fmt": "e4m3",
     "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head"],
+}
+
+
+def _compressed(strategy: str) -> dict[str, Any]:
+    """Return the `quantization_config` that llm-compressor writes."""
+    values = {"num_bits": 8, "type": "float", "symmetric": True}
+    blocks = [128, 128] if strategy == "block" else None
+    weights = values | {"strategy": strategy, "dynamic": False, "block_structure": blocks}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": values | {"strategy": "token", "dynamic": True},
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+        "kv_cache_scheme": None,
+        "quantization_status": "compressed",
+    }
+
+
+QUANTIZATIONS: dict[Quantization, dict[str, Any]] = {
+    "fp8": _FP8 | {"fmt": "e4m3", "weight_block_size": [128, 128]},
+    "fp8-tensor": _FP8,
+    "compressed-tensor": _compressed("tensor"),
+    "compressed-channel": _compressed("channel"),
+    "compressed-block": _compressed("block"),
 }
 
 
@@ -112,6 +136,8 @@ def make_checkpoint(
     overwrite: bool = False,
     weights: bool = True,
     fp8: bool = False,
+    quantization: Quantization | None = None,
+    expert_layout: ExpertLayout | None = None,
     **config_fields: Any,
 ) -> Path:
     """Write a random checkpoint of a model family to `path` and return the folder.
@@ -119,7 +145,8 @@ def make_checkpoint(
     `moe_intermediate_size` is the width of an expert, `intermediate_size` the width of the dense MLP of layers without
     experts; None, as of `head_dim` and `num_kv_heads`: the family's own. `config_fields` go into config.json as they
     are, e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
-    `fp8`: projections are stored in FP8 with scales of 128 x 128 blocks, all else in `dtype`.
+    `quantization`: projections are stored in FP8 in this form, all else in `dtype`; `fp8` is short for "fp8", blocks.
+    `expert_layout`: None is that of the family's releases.
     Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
     `overwrite`. Impossible values raise ValueError by name.
     """
@@ -142,14 +169,17 @@ def make_checkpoint(
     config |= {"dtype": dtype, "tie_word_embeddings": tie_word_embeddings, **_TOKENS}
     if "rope_parameters" not in config_fields:
         config["rope_theta"] = 1_000_000.0
-    if fp8:
-        config["quantization_config"] = _FP8
+    if fp8 or quantization:
+        config["quantization_config"] = QUANTIZATIONS[quantization or "fp8"]
     config |= config_fields
-    dense = config.get("mlp_only_layers", ())
-    if any(layer not in range(num_layers) for layer in dense):
-        raise ValueError(f"mlp_only_layers: {dense} names a layer that is not there")
-    _write(Path(path), config, num_shards if weights else 0, seed, overwrite)
-    return Path(path)
+    shards, layout = num_shards if weights else 0, expert_layout or released_layout(family)
+    return _write(Path(path), config, shards, seed, overwrite, layout)
+
+
+def released_layout(family: str) -> ExpertLayout:
+    """Return how releases of the family store experts."""
+    layout: ExpertLayout = getattr(FAMILIES[family].config, "EXPERT_LAYOUT", "apart")
+    return layout
 
 
 def _family_fields(family: str, sizes: dict[str, int | None]) -> dict[str, Any]:
@@ -179,19 +209,30 @@ def _kv_heads(family: str, num_heads: int) -> int:
 
 
 def _write(
-    folder: Path, config: dict[str, Any], num_shards: int, seed: int, overwrite: bool
-) -> None:
-    """Write all files; without weights for 0 shards. Nothing is written if a value is wrong."""
+    folder: Path,
+    config: dict[str, Any],
+    num_shards: int,
+    seed: int,
+    overwrite: bool,
+    layout: ExpertLayout,
+) -> Path:
+    """Write all files and return the folder; without weights for 0 shards. Nothing is written if a value is wrong."""
+    dense = config.get("mlp_only_layers", ())
+    if any(layer not in range(config["num_hidden_layers"]) for layer in dense):
+        raise ValueError(f"mlp_only_layers: {dense} names a layer that is not there")
     model = parse_model_config(config, {}, "config.json")
-    num_tensors = len(weight_map(model))
-    if num_shards > num_tensors:
-        raise ValueError(f"num_shards: {num_shards} is not between 1 and {num_tensors} tensors")
+    tensors = checkpoint_tensors(model, layout)
+    if num_shards > len(tensors):
+        raise ValueError(f"num_shards: {num_shards} is not between 1 and {len(tensors)} tensors")
     _prepare_folder(folder, overwrite)
     if num_shards:
-        _write_weights(folder, model, num_shards, seed)
+        index = write_weights(folder, model, tensors, num_shards, seed)
+        if num_shards > 1:
+            _write_json(folder / "model.safetensors.index.json", index)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation_config(list(range(256, 259))))
     save_tokenizer(folder, byte_tokenizer(), model.max_position_embeddings)
+    return folder
 
 
 def _refuse_renamed(config_fields: dict[str, Any]) -> None:
@@ -257,46 +298,6 @@ def _validate(sizes: dict[str, int | None]) -> None:
             f"vocab_size: {vocab_size} is less than the tokenizer's 256 bytes and "
             f"{len(SPECIAL_TOKENS)} special tokens"
         )
-
-
-def _write_weights(folder: Path, config: ModelConfig, num_shards: int, seed: int) -> None:
-    """Write one file, or several of about equal bytes with an index. Only one shard is in memory at once."""
-    entries = {entry.name: entry for entry in weight_map(config)}
-    counts = {name: entry.size for name, entry in entries.items()}
-    total = sum(counts.values())
-    shards: list[list[str]] = [[] for _ in range(num_shards)]
-    done, index = 0, 0
-    for left, name in zip(range(len(counts), 0, -1), counts, strict=True):
-        full = done >= total * (index + 1) / num_shards or left == num_shards - 1 - index
-        if shards[index] and full and index + 1 < num_shards:
-            index += 1
-        shards[index].append(name)
-        done += counts[name]
-    files: dict[str, str] = {}
-    num_bytes = 0
-    for number, names in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if num_shards > 1:
-            file = f"model-{number:05d}-of-{num_shards:05d}.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
-        for name in names:
-            tensors |= _draw(entries[name], config, seed)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        files |= dict.fromkeys(tensors, file)
-        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-    if num_shards > 1:
-        index_json = {"metadata": {"total_size": num_bytes}, "weight_map": files}
-        _write_json(folder / "model.safetensors.index.json", index_json)
-
-
-def _draw(entry: WeightEntry, config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """Return a tensor in the checkpoint's dtype by its name; or in FP8, with its scales."""
-    tied = config.tie_word_embeddings
-    tensor = draw(entry, tied=tied, seed=seed, generator=torch.Generator())
-    if not entry.quantised:
-        return {entry.name: tensor.to(DTYPES[config.dtype])}
-    rounded = quantise_blocks(tensor)
-    return {entry.name: rounded.values, entry.name + SCALE_SUFFIX: rounded.scales}
 
 
 def _prepare_folder(folder: Path, overwrite: bool) -> None:

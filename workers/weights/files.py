@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from workers.weights.quantization import SCALE_SUFFIX
 from workers.weights.weight_map import WeightEntry
 
 SINGLE_FILE = "model.safetensors"
@@ -36,13 +35,18 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's entry in the header of its file; `offset` is its first byte in the file."""
+    """A tensor's entry in the header of its file; `offset` is its first byte in the file.
+
+    columns   the file holds the transpose of a wider matrix [N, K] here, of which rows from the first to the end are
+              meant; num_bytes counts the whole matrix
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
     offset: int
     num_bytes: int
+    columns: tuple[int, int] | None = None
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -103,19 +107,22 @@ def check_against_map(
     folder: Path, stored: Mapping[str, StoredTensor], entries: Iterable[WeightEntry]
 ) -> None:
     """Raise CheckpointError with every missing, surplus or misshaped tensor, and every tensor of a wrong dtype."""
-    expected: dict[str, tuple[tuple[int, ...], bool]] = {}
+    expected: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {}  # shapes, in FP8
+    unread = set()
     for entry in entries:
-        expected[entry.name] = (entry.shape, entry.quantised)
-        if entry.quantised:
-            expected[entry.name + SCALE_SUFFIX] = (entry.scale_shape, False)
+        expected[entry.name] = ((entry.shape,), entry.fp8 is not None)
+        if entry.fp8 is not None:
+            expected[entry.scale_name] = (entry.scale_shapes, False)
+            if entry.fp8.input_scale:
+                unread.add(entry.input_scale_name)
     both = [name for name in expected if name in stored]
     complaints = {
         "missing": [name for name in expected if name not in stored],
-        "surplus": [name for name in stored if name not in expected],
+        "surplus": [name for name in stored if name not in expected and name not in unread],
         "misshaped": [
-            f"{name} {list(stored[name].shape)} instead of {list(expected[name][0])}"
+            f"{name} {list(stored[name].shape)} instead of {list(expected[name][0][0])}"
             for name in both
-            if stored[name].shape != expected[name][0]
+            if stored[name].shape not in expected[name][0]
         ],
         "not floating point": [
             f"{name} {stored[name].dtype}"

@@ -15,11 +15,12 @@ from workers.models.specs import ModelConfig
 from workers.weights.files import (
     TIED_HEAD,
     CheckpointError,
+    StoredTensor,
     check_against_map,
     check_tied_head,
     read_headers,
 )
-from workers.weights.quantization import SCALE_SUFFIX
+from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import Progress, SlottedModel
 from workers.weights.tensors import rank_weights
@@ -49,22 +50,29 @@ def load_weights(
 
     experts   read the tensors of these experts alone
     """
-    stored = {
-        name: tensor
-        for name, tensor in read_headers(Path(path)).items()
-        if not name.startswith(config.skipped) and not name.endswith(ROPE_TABLE)
-    }
-    tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
     entries = weight_map(config)
+    stored = split_experts(_headers(Path(path), config), entries)
+    tied_head = stored.pop(TIED_HEAD, None) if config.tie_word_embeddings else None
     check_against_map(Path(path), stored, entries)
     slots = model.weight_slots()
     sources = []
     for entry in rank_weights(config, placement, rank, experts=experts):
         parts = [stored[entry.name]]
-        if entry.quantised:
-            parts.append(stored[entry.name + SCALE_SUFFIX])
+        if entry.fp8 is not None:
+            parts.append(stored[entry.scale_name])
         sources.append(SlotSource(slots[entry.name], parts))
     fill_slots(sources, device, num_threads=torch.get_num_threads(), progress=progress)
     if tied_head is not None:
         name = next(entry.name for entry in entries if entry.kind == WeightKind.EMBEDDING)
         check_tied_head(tied_head, stored[name], name)
+
+
+def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the entries of all tensors but skipped ones, under the names of the weight map."""
+    found = {}
+    for name, tensor in read_headers(folder).items():
+        if not name.startswith(config.skipped) and not name.endswith(ROPE_TABLE):
+            for part, mapped in config.renamed:
+                name = name.replace(part, mapped)
+            found[name] = tensor
+    return found

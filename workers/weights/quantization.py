@@ -1,19 +1,23 @@
-"""Reads config.json's `quantization_config`: FP8 weights in blocks, as DeepSeek's and Qwen3's releases have them.
+"""Reads config.json's `quantization_config`: FP8 weights with one scale a block, a row or a tensor.
 
-Knows nothing of tensors. The scales of a tensor in FP8 are stored under its name and SCALE_SUFFIX.
+`quant_method: fp8` is the format of DeepSeek's and Qwen3's releases (blocks) and of older FP8 releases (one scale a
+tensor); `workers.weights.compressed_tensors` reads `quant_method: compressed-tensors`. Knows nothing of tensors.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-SCALE_SUFFIX = "_scale_inv"
+from workers.weights.compressed_tensors import CompressedTensors, parse_compressed_tensors
+from workers.weights.weight_map import Fp8Form, Scaling
+
+SCALE_SUFFIX = "_scale_inv"  # of blocks; other scales end in "_scale"
 KEY = "quantization_config"
 
 # The supported values of each field; None stands for null and for a missing field.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
-    "weight_block_size": ([128, 128],),
+    "weight_block_size": (None, [128, 128]),
     "fmt": (None, "e4m3", "float8_e4m3fn"),
     "activation_scheme": (None, "dynamic"),
     "scale_fmt": (None, "float", "ue8m0"),  # scales that are powers of two are scales
@@ -21,24 +25,35 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "dequantize": (None, False),
     "modules_to_convert": (None, []),
 }
-SKIPPED = "modules_to_not_convert"
+SKIPPED = ("modules_to_not_convert", "ignored_layers")
+
+
+class Quantization(Protocol):
+    """Which tensors of a checkpoint are stored in FP8."""
+
+    def form(self, tensor: str) -> Fp8Form | None:
+        """Return how the projection of this name is stored; None: in a floating dtype of 16 bits or more."""
 
 
 @dataclass(frozen=True)
-class BlockQuantization:
-    """FP8 in blocks of 128 x 128 values. `skipped`: modules without, by name (with modules below) or end of name."""
+class Fp8Quantization:
+    """FP8 in one form. `skipped`: modules without, by name (with modules below) or end of name."""
 
+    stored: Fp8Form
     skipped: frozenset[str] = frozenset()
 
-    def skips(self, tensor: str) -> bool:
-        """Return whether the tensor of this name is excluded from quantisation, alone or with its module."""
+    def form(self, tensor: str) -> Fp8Form | None:
+        """Return the form, None if the tensor is excluded alone or with its module."""
         parts = tensor.split(".")[:-1]
         cuts = range(1, len(parts) + 1)
         heads, tails = (".".join(parts[:i]) for i in cuts), (".".join(parts[-i:]) for i in cuts)
-        return not (self.skipped.isdisjoint(heads) and self.skipped.isdisjoint(tails))
+        kept = self.skipped.isdisjoint(heads) and self.skipped.isdisjoint(tails)
+        return self.stored if kept else None
 
 
-def parse_quantization(raw: Mapping[str, Any], problems: list[str]) -> BlockQuantization | None:
+def parse_quantization(
+    raw: Mapping[str, Any], problems: list[str]
+) -> Fp8Quantization | CompressedTensors | None:
     """Return the quantisation, None if config.json has none; complaints with the field go to `problems`."""
     found = raw.get(KEY)
     if found is None:
@@ -46,23 +61,44 @@ def parse_quantization(raw: Mapping[str, Any], problems: list[str]) -> BlockQuan
     if not isinstance(found, Mapping):
         problems.append(f"{KEY} is {found!r}; expected a JSON object")
         return None
-    for field, supported in SUPPORTED.items():
+    if found.get("quant_method") == "compressed-tensors":
+        return parse_compressed_tensors(found, KEY, problems)
+    if found.get("quant_method") != "fp8":
+        problems.append(
+            f"{KEY}.quant_method is {found.get('quant_method')!r}; supported: fp8 or compressed-tensors"
+        )
+        return None
+    return _parse_fp8(found, problems)
+
+
+def _parse_fp8(found: Mapping[str, Any], problems: list[str]) -> Fp8Quantization:
+    blocks = found.get("weight_block_size") is not None
+    # one scale a tensor: releases store scales of activations beside it, which products here do not need
+    supported = (
+        SUPPORTED if blocks else SUPPORTED | {"activation_scheme": (None, "dynamic", "static")}
+    )
+    for field, values in supported.items():
         value = found.get(field)
-        if not any(value == good and type(value) is type(good) for good in supported):
-            wanted = " or ".join(str(good) for good in supported if good is not None)
+        if not any(value == good and type(value) is type(good) for good in values):
+            wanted = " or ".join(str(good) for good in values if good is not None)
             problems.append(f"{KEY}.{field} is {value!r}; supported: {wanted}")
     for field, value in found.items():
-        if field not in SUPPORTED and field != SKIPPED and value is not None:
+        if field not in supported and field not in SKIPPED and value is not None:
             problems.append(f"{KEY}.{field} is {value!r}; unknown key that may change the weights")
-    return BlockQuantization(_parse_skipped(found.get(SKIPPED), problems))
+    skipped = frozenset[str]().union(*(_parse_skipped(found, key, problems) for key in SKIPPED))
+    if blocks:
+        return Fp8Quantization(Fp8Form(Scaling.BLOCK, SCALE_SUFFIX), skipped)
+    static = found.get("activation_scheme") == "static"
+    return Fp8Quantization(Fp8Form(Scaling.TENSOR, "_scale", static), skipped)
 
 
-def _parse_skipped(value: Any, problems: list[str]) -> frozenset[str]:
+def _parse_skipped(found: Mapping[str, Any], key: str, problems: list[str]) -> frozenset[str]:
+    value = found.get(key)
     names = [] if value is None else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        problems.append(f"{KEY}.{SKIPPED} is {value!r}; expected a list of module names")
+        problems.append(f"{KEY}.{key} is {value!r}; expected a list of module names")
         return frozenset()
     patterns = [name for name in names if not name.replace(".", "").replace("_", "").isalnum()]
     if patterns:
-        problems.append(f"{KEY}.{SKIPPED} holds {patterns[0]!r}; supported: plain module names")
+        problems.append(f"{KEY}.{key} holds {patterns[0]!r}; supported: plain module names")
     return frozenset(names)

@@ -207,4 +207,7 @@ def copies(
 
 def _typed(buffer: torch.Tensor, stored: StoredTensor, start: int) -> torch.Tensor:
     raw = buffer[start : start + stored.num_bytes]
-    return raw.view(DTYPES[stored.dtype]).view(stored.shape)
+    if stored.columns is None:
+        return raw.view(DTYPES[stored.dtype]).view(stored.shape)
+    transposed = raw.view(DTYPES[stored.dtype]).view(stored.shape[1], -1)
+    return transposed[:, slice(*stored.columns)].t().contiguous()

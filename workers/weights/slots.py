@@ -71,7 +71,7 @@ class WeightSlot:
             self.target.mul_(self.scale)
 
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """Copy the product of FP8 values [N, K] and the scales of their blocks."""
+        """Copy the product of FP8 values [N, K] and their scales; see `dequantise`."""
         self.fill(dequantise(values, scales))
 
 
@@ -92,9 +92,12 @@ class BlockSlot:
         self.fill_blocks(rounded.values, rounded.scales)
 
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """Copy values and scales unchanged."""
-        self.target.values.copy_(values)
-        self.target.scales.copy_(scales)
+        """Copy values with the scales of their blocks, or with one scale, unchanged; round others to blocks."""
+        if scales.numel() == 1 or scales.shape == self.target.scales.shape:
+            self.target.values.copy_(values)
+            self.target.scales.copy_(scales)
+        else:
+            self.fill(dequantise(values, scales))
 
 
 Slot = WeightSlot | BlockSlot

@@ -5,16 +5,20 @@ from collections.abc import Container
 from kernels.routing.placement import ExpertPlacement
 from workers.models.registry import weight_map
 from workers.models.specs import DtypeName, ModelConfig
-from workers.weights.weight_map import WeightEntry
+from workers.weights.weight_map import Scaling, WeightEntry
 
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def stores_fp8_experts(config: ModelConfig) -> bool:
-    """Return whether the checkpoint has all of its experts in FP8."""
+    """Return whether the checkpoint has all of its experts in FP8 that blocks of 128 x 128 hold without rounding."""
     if config.quantization is None:
         return False
-    return all(entry.quantised for entry in weight_map(config) if entry.expert is not None)
+    return all(
+        entry.fp8 is not None and entry.fp8.scaling != Scaling.CHANNEL
+        for entry in weight_map(config)
+        if entry.expert is not None
+    )
 
 
 def rank_weights(

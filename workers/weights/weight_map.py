@@ -28,6 +28,27 @@ class WeightKind(StrEnum):
 QUANTISABLE = frozenset({WeightKind.PROJECTION, WeightKind.DOWN_PROJECTION})
 
 
+class Scaling(StrEnum):
+    """Values of a matrix in FP8 that share a scale."""
+
+    BLOCK = "block"  # 128 x 128 values, less at the edges
+    CHANNEL = "channel"  # a row
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Form:
+    """How a checkpoint stores a matrix in FP8.
+
+    suffix        ends the name of its scales, which begins with the name of the matrix
+    input_scale   a scale of activations is stored too, which is not read
+    """
+
+    scaling: Scaling
+    suffix: str
+    input_scale: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
     """One tensor of a checkpoint.
@@ -40,7 +61,9 @@ class WeightEntry:
                   by side in the parameter; 0: in the order of the checkpoint
     rotary_dim    of each head only the first values, this many, come in such pairs; 0: all
     expert        the expert that owns it; its index in the parameter depends on the rank. None: no routed expert
-    quantised     the checkpoint holds it in FP8, with a tensor of scales beside it
+    fp8           how the checkpoint holds it in FP8; None: in a floating dtype of 16 bits or more
+    fused         name of the tensor that holds it for all experts, where the checkpoint has such tensors: [E, N, K],
+                  or transposed [E, K, N], with `rows` of the N rows of each expert
     """
 
     name: str
@@ -50,8 +73,9 @@ class WeightEntry:
     rows: tuple[int, int] | None = None
     head_dim: int = 0
     expert: int | None = None
-    quantised: bool = False
+    fp8: Fp8Form | None = None
     rotary_dim: int = 0
+    fused: str = ""
 
     @property
     def size(self) -> int:
@@ -59,11 +83,32 @@ class WeightEntry:
         return math.prod(self.shape)
 
     @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """Shape of the scales: one for each block, also for blocks cut at the edges."""
+    def block_scale_shape(self) -> tuple[int, ...]:
+        """Shape of one scale for each block, also for blocks cut at the edges."""
         return tuple(-(-size // FP8_BLOCK) for size in self.shape)
 
     @property
     def fp8_bytes(self) -> int:
-        """Bytes of the values and scales in FP8."""
-        return self.size + FP8_SCALE_BYTES * math.prod(self.scale_shape)
+        """Bytes in memory of the values in FP8 and the scales of their blocks."""
+        return self.size + FP8_SCALE_BYTES * math.prod(self.block_scale_shape)
+
+    @property
+    def scale_name(self) -> str:
+        """Name of its scales in the checkpoint."""
+        assert self.fp8 is not None, self.name
+        return self.name + self.fp8.suffix
+
+    @property
+    def scale_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes that its scales may have in the checkpoint, the usual one first."""
+        assert self.fp8 is not None, self.name
+        if self.fp8.scaling == Scaling.TENSOR:
+            return (1,), (), (1, 1)
+        if self.fp8.scaling == Scaling.CHANNEL:
+            return (self.shape[0], 1), self.shape[:1]
+        return (self.block_scale_shape,)
+
+    @property
+    def input_scale_name(self) -> str:
+        """Name of the scale of activations in the checkpoint."""
+        return self.name.removesuffix("weight") + "input_scale"

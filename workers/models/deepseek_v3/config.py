@@ -65,7 +65,7 @@ CHECKPOINT_NAMES: dict[str, str | None] = {
     "num_experts": "n_routed_experts",
     "head_dim": None,
 }
-NAMES = WeightNames(shared="shared_experts")
+NAMES = WeightNames(shared="mlp.shared_experts")
 
 
 def read_config(read: ConfigReader) -> ModelConfig:

@@ -49,11 +49,12 @@ CHECKPOINT_NAMES: dict[str, str | None] = {
     "num_experts_per_tok": "moe_k",
 }
 NAMES = WeightNames(
-    shared="shared_experts",
+    shared="mlp.shared_experts",
     router_bias="moe_statics.e_score_correction_bias",
     router_bias_is_row=True,
 )
 PREDICTION = ("model.mtp_",)  # multi-token prediction
+RENAMED = ((".mlp.gate.moe_statics.", ".mlp.moe_statics."),)  # in transformers' own layout
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -71,12 +72,14 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed("moe_gate", "topk", None)
     read.fixed("moe_use_aux_free", True, None)
     read.fixed("moe_norm_min", 1e-12, None)
-    read.ignore("moe_capacity")  # of training
+    read.fixed("moe_gate_act", "softmax", None)
+    read.fixed("use_rmsnorm", True, None)
+    read.ignore("is_quantized", "moe_capacity", "num_nextn_predict_layers")
     layers = tuple(
         LayerSpec(attention=attention, mlp=moe if has_experts else dense)
         for has_experts in _layers_with_experts(read)
     )
-    return read.finish(layers, moe, skipped=PREDICTION)
+    return read.finish(layers, moe, skipped=PREDICTION, renamed=RENAMED)
 
 
 def _read_experts(read: ConfigReader) -> MoeSpec:

@@ -56,7 +56,7 @@ CHECKPOINT_FIELDS = {
     "use_qk_norm": True,
 }
 CHECKPOINT_NAMES: dict[str, str | None] = {"num_experts": "n_routed_experts"}
-NAMES = WeightNames(shared="shared_experts")
+NAMES = WeightNames(shared="mlp.shared_experts")
 
 
 def read_config(read: ConfigReader) -> ModelConfig:

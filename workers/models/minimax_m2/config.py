@@ -38,14 +38,13 @@ CHECKPOINT_NAMES: dict[str, str | None] = {
 }
 NAMES = WeightNames(
     moe="block_sparse_moe",
-    expert_gate="w1",
-    expert_up="w3",
-    expert_down="w2",
+    expert_gate="experts.{}.w1.weight",
+    expert_up="experts.{}.w3.weight",
+    expert_down="experts.{}.w2.weight",
     router_bias="e_score_correction_bias",
 )
 # Of layers that releases do not have, and of training.
 IGNORED = (
-    "auto_map",
     "layernorm_full_attention_beta",
     "layernorm_linear_attention_beta",
     "layernorm_mlp_beta",
@@ -56,6 +55,7 @@ IGNORED = (
     "shared_moe_mode",
     "use_mtp",
 )
+RENAMED = ((".mlp.", ".block_sparse_moe."),)  # in transformers' own layout
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -79,6 +79,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
         activation=read.activation(),
         router=router,
     )
+    read.fixed("attention_bias", False, None)
     read.fixed("attn_type_list", [1] * num_layers, None)
     read.fixed("qk_norm_type", "per_layer", None)
     read.fixed("scoring_func", "sigmoid", None)
@@ -87,7 +88,9 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed("use_qk_norm", True, None)
     read.fixed("use_routing_bias", True, None)
     read.ignore(*IGNORED)
-    return read.finish((LayerSpec(attention=attention, mlp=moe),) * num_layers, moe)
+    return read.finish(
+        (LayerSpec(attention=attention, mlp=moe),) * num_layers, moe, renamed=RENAMED
+    )
 
 
 def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:

@@ -28,7 +28,13 @@ CHECKPOINT_NAMES = {
     "moe_intermediate_size": "intermediate_size",
     "intermediate_size": None,
 }
-NAMES = WeightNames(moe="block_sparse_moe", expert_gate="w1", expert_up="w3", expert_down="w2")
+NAMES = WeightNames(
+    moe="block_sparse_moe",
+    expert_gate="experts.{}.w1.weight",
+    expert_up="experts.{}.w3.weight",
+    expert_down="experts.{}.w2.weight",
+)
+RENAMED = ((".mlp.", ".block_sparse_moe."),)  # in transformers' own layout
 
 
 def read_config(read: ConfigReader) -> ModelConfig:
@@ -49,7 +55,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
     read.fixed("sliding_window", None)
     read.ignore("router_jitter_noise")  # of training
     layers = (LayerSpec(attention=attention, mlp=moe),) * read.integer("num_hidden_layers")
-    return read.finish(layers, moe)
+    return read.finish(layers, moe, renamed=RENAMED)
 
 
 def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:

@@ -1,0 +1,116 @@
+"""Reads config.json of Granite-MoE and maps its weights. Needs no torch; knows nothing of ranks or devices."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.specs import (
+    GqaSpec,
+    LayerSpec,
+    ModelConfig,
+    MoeSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 0,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.5,
+    "rms_norm_eps": 1e-6,
+}
+CHECKPOINT_NAMES: dict[str, str | None] = {
+    "num_experts": "num_local_experts",
+    "moe_intermediate_size": "intermediate_size",
+    "intermediate_size": None,
+}
+EXPERT_LAYOUT = "fused"
+NAMES = WeightNames(
+    moe="block_sparse_moe",
+    router="router.layer.weight",
+    expert_gate="input_linear.weight[{}].gate",  # in messages alone: files have fused tensors
+    expert_up="input_linear.weight[{}].up",
+    expert_down="output_linear.weight[{}]",
+    fused_gate_up="input_linear.weight",
+    fused_down="output_linear.weight",
+    shared="shared_mlp",
+    shared_gate_up="input_linear",
+    shared_down="output_linear",
+)
+RENAMED = (  # in transformers' own layout
+    (".experts.gate_up_proj", ".input_linear.weight"),
+    (".experts.down_proj", ".output_linear.weight"),
+    (".router.weight", ".router.layer.weight"),
+)
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it.
+
+    The factor on the output of each block becomes a factor on the embedding: without it the residual is larger by
+    1 / factor everywhere, which the norms of all blocks undo when their eps is larger by 1 / factor^2.
+    """
+    heads, bias = read.integer("num_attention_heads"), read.boolean("attention_bias")
+    attention = GqaSpec(
+        num_heads=heads,
+        num_kv_heads=read.integer_or("num_key_value_heads", heads),
+        head_dim=read.integer_or("head_dim", max(1, read.integer("hidden_size") // heads)),
+        rope=read.rope(),
+        qkv_bias=bias,
+        output_bias=bias,
+        score_scale=read.number("attention_multiplier"),
+    )
+    moe = _read_experts(read)
+    layers = (LayerSpec(attention=attention, mlp=moe),) * read.integer("num_hidden_layers")
+    block, embedding = read.number("residual_multiplier"), read.number("embedding_multiplier")
+    logits = read.number("logits_scaling")
+    config = read.finish(layers, moe, renamed=RENAMED)
+    return replace(
+        config,
+        norm_eps=config.norm_eps / block**2,
+        embedding_factor=embedding / block,
+        logits_factor=1 / logits,
+    )
+
+
+def _read_experts(read: ConfigReader) -> MoeSpec:
+    activation, shared = read.activation(), 0
+    if read.raw("model_type") == "granitemoeshared":
+        shared = read.count("shared_intermediate_size")
+    return MoeSpec(
+        num_experts=read.integer("num_local_experts"),
+        width=read.integer("intermediate_size"),
+        activation=activation,
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=True),
+        shared=SharedExpertSpec(width=shared, activation=activation, gated=False)
+        if shared
+        else None,
+    )
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales."""
+    return decoder_weights(config, NAMES)

@@ -1,0 +1,106 @@
+"""Splits tensors that hold all experts of a layer into the tensors of the weight map, by their places in the file.
+
+Such a tensor is [E, N, K], or transposed [E, K, N]; the gate and up of an expert share its N rows. Reads no tensor.
+
+E experts, N rows and K columns of an expert's matrix.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from workers.weights.files import CheckpointError, StoredTensor
+from workers.weights.weight_map import WeightEntry
+
+Shape = tuple[int, ...]
+
+
+def split_experts(
+    stored: Mapping[str, StoredTensor], entries: Iterable[WeightEntry]
+) -> dict[str, StoredTensor]:
+    """Return `stored` with the parts of fused tensors, and of their scales, under the names of the map.
+
+    Raises CheckpointError for a fused tensor of a wrong shape, or beside tensors of single experts. Where N == K, the
+    checkpoint's other fused tensors decide whether it is transposed: gate and up have 2I rows of D columns, down has D
+    rows of I columns, so that not both are square.
+    """
+    parts: dict[str, list[WeightEntry]] = {}
+    for entry in entries:
+        if entry.fused in stored:
+            parts.setdefault(entry.fused, []).append(entry)
+    if not parts:
+        return dict(stored)
+    shapes = {name: _shape(of_experts) for name, of_experts in parts.items()}
+    transposed = _transposed(stored, shapes)
+    found = dict(stored)
+    for name, of_experts in parts.items():
+        shape, whole = shapes[name], found.pop(name)
+        for entry in of_experts:
+            if entry.name in stored:
+                raise CheckpointError(f"the checkpoint holds both {name} and {entry.name}")
+            found[entry.name] = _part(whole, entry, shape, name, transposed)
+        suffix = of_experts[0].fp8.suffix if of_experts[0].fp8 is not None else ""
+        if suffix and name + suffix in found:
+            scales = found.pop(name + suffix)
+            for entry in of_experts:
+                found[entry.scale_name] = _part(scales, entry, shape, name + suffix, transposed)
+    return found
+
+
+def _shape(of_experts: list[WeightEntry]) -> Shape:
+    """Return [E, N, K] of a fused tensor from its parts."""
+    num_experts = 1 + max(entry.expert or 0 for entry in of_experts)
+    rows = sum(entry.shape[0] for entry in of_experts if entry.expert == 0)
+    return num_experts, rows, of_experts[0].shape[1]
+
+
+def _transposed(stored: Mapping[str, StoredTensor], shapes: Mapping[str, Shape]) -> bool:
+    """Return whether fused tensors are [E, K, N]; raise CheckpointError where one has neither shape."""
+    votes = set()
+    for name, (num_experts, rows, columns) in shapes.items():
+        found = stored[name].shape
+        if found not in ((num_experts, rows, columns), (num_experts, columns, rows)):
+            raise CheckpointError(
+                f"{name} is {list(found)}; expected {[num_experts, rows, columns]} "
+                f"or {[num_experts, columns, rows]}"
+            )
+        if rows != columns:
+            votes.add(found[1] == columns)
+    if len(votes) > 1:
+        raise CheckpointError(
+            f"some fused tensors are transposed and some are not: {', '.join(shapes)}"
+        )
+    return votes == {True}
+
+
+def _part(
+    whole: StoredTensor, entry: WeightEntry, shape: Shape, name: str, transposed: bool
+) -> StoredTensor:
+    """Return an expert's rows of a fused tensor, or of its scales: one for several rows, for each, or for all."""
+    num_experts, num_rows, _ = shape
+    first, end = entry.rows or (0, num_rows)
+    if whole.shape[:1] != (num_experts,) or len(whole.shape) not in (1, 3):
+        raise CheckpointError(f"{name} is {list(whole.shape)}; expected {num_experts} matrices")
+    num_bytes = whole.num_bytes // num_experts
+    assert entry.expert is not None, entry
+    offset = whole.offset + entry.expert * num_bytes
+    matrix = replace(whole, shape=whole.shape[1:], offset=offset, num_bytes=num_bytes)
+    if not matrix.shape:  # one scale for each expert
+        return matrix
+    stored_rows = matrix.shape[1 if transposed else 0]
+    if stored_rows == 1:  # of scales
+        first, end = 0, 1
+    elif first * stored_rows % num_rows or end * stored_rows % num_rows:
+        raise CheckpointError(
+            f"{name} has {stored_rows} rows of scales for {num_rows} rows; some belong to gate and to up"
+        )
+    else:
+        first, end = first * stored_rows // num_rows, end * stored_rows // num_rows
+    if transposed:
+        return replace(matrix, shape=(end - first, matrix.shape[0]), columns=(first, end))
+    row_bytes = num_bytes // stored_rows
+    return replace(
+        matrix,
+        shape=(end - first, *matrix.shape[1:]),
+        offset=offset + first * row_bytes,
+        num_bytes=(end - first) * row_bytes,
+    )
