@@ -72,7 +72,10 @@ class RankStart:
 
         from cluster.group import supervisor
 
-        self.supervisor = supervisor.get_or_create(self._config)
+        try:
+            self.supervisor = supervisor.create(self._config)
+        except ValueError as error:
+            raise ServerError(str(error)) from error
         started = self.supervisor.start.remote(self._config)
         while not ray.wait([started], timeout=POLL_S)[0]:
             if self._stop.is_set():
@@ -85,6 +88,8 @@ class RankStart:
 
         beside: whether `what`, which starts beside the ranks, is ready; may raise.
         """
+        from cluster.group.status import GroupHealth
+
         ranks_ready = time.monotonic()
         with self._console.status("starting ranks") as line:
             while not self._stop.is_set():
@@ -100,6 +105,7 @@ class RankStart:
                 elif self._preflight.done() and ready:
                     self.print_warnings()
                     self._report(what, time.monotonic() - ranks_ready)
+                    self._healths = [GroupHealth(s.state, s.epoch, s.error) for s in statuses]
                     info = statuses[0].infos[0]
                     backends = ", ".join(f"{kind} {name}" for kind, name in info.backends.items())
                     self._console.print(f"  {backends}, {info.num_blocks} KV blocks")
@@ -145,8 +151,9 @@ class RankStart:
             if lost_ray_process():
                 reaper.end_session()  # calls of Ray would wait for a minute
             else:
-                self._stop_ranks()
-                beside()
+                if self.supervisor is not None:
+                    self._stop_ranks()
+                    beside()
             ray.shutdown()
 
     @contextmanager
@@ -174,15 +181,10 @@ class RankStart:
         import ray
         from ray.exceptions import RayError
 
-        from cluster.group import supervisor
-        from cluster.group.launcher import NAMESPACE
-
         try:
-            name = supervisor.supervisor_name(self._config)
-            actor = ray.get_actor(name, namespace=NAMESPACE)
-            ray.get(actor.stop.remote(), timeout=5)
-            ray.kill(actor)
-        except (ValueError, RayError) as error:
+            ray.get(self.supervisor.stop.remote(), timeout=5)
+            ray.kill(self.supervisor)
+        except RayError as error:
             logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
 
     def _report_stages(self, statuses: "list[GroupStatus]") -> None:

@@ -197,6 +197,7 @@ class Formation:
         self._status.locations = [
             placement.located(rank, facts) for rank, facts in enumerate(described)
         ]
+        self._roster.located(self._status.locations)
         placement.verify(self._status.locations, self._roster.config)
         compare_settings([facts["versions"] for facts in described], "versions")
 

@@ -11,20 +11,18 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from cluster.errors import SHUTDOWN_REASON
-from cluster.group import placement
+from cluster.group import epoch_watch, placement
 from cluster.group.change import PendingChange
 from cluster.group.failures import (
     RankDiedError,
     checkpoint_unreadable,
     failure_message,
-    first_failure,
-    step_failed,
 )
 from cluster.group.formation import Formation, visible_gpus
 from cluster.group.heartbeat import Hang, Heartbeats, HungRankError
 from cluster.group.launcher import Launcher, RankHandle
 from cluster.group.placement import NodeLostError, PlacementError
-from cluster.group.ray_calls import result, result_future
+from cluster.group.ray_calls import result
 from cluster.group.recovery import find_memberships, recover
 from cluster.group.roster import Roster
 from cluster.group.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
@@ -114,14 +112,17 @@ class Group:
             await self._formation.refresh_progress()
         return status
 
-    async def recover(self) -> frozenset[str]:
+    async def recover(self, wanted: RankConfig | None = None) -> frozenset[str]:
         """Take over the ranks that an earlier process of the supervisor has left; `run` comes next.
 
         Ranks that serve go on, otherwise `run` rebuilds the group. Returns the streams that ingresses have open.
+        `wanted`: as changes in service have left it
         """
         actors = self._roster.find()
         if not actors:
             return frozenset()
+        if wanted is not None:
+            self._roster.config = self._roster.wanted = wanted
         memberships = await find_memberships(actors, self._hang_timeout_s)
         found = recover(memberships, self._roster.config)
         await self._roster.recover(found.config, found.seats, actors)
@@ -181,28 +182,15 @@ class Group:
 
         Returns the reason, or None if the group was stopped or a change of it is to begin.
         """
-        epoch = self.status.epoch
-        done = [result_future(rank.done.remote(epoch)) for rank in self._ranks]
         self._heartbeats = self._new_heartbeats()
-        hang = asyncio.create_task(self._heartbeats.watch(self._ranks))
-        first = asyncio.create_task(first_failure(done))
-        change = asyncio.create_task(self._change.begins())
-        try:
-            await asyncio.wait({hang, first, change}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (hang, first, change):
-                task.cancel()
-        if not self.health.alive:
+        ended = await epoch_watch.watch(
+            self._ranks, self.status.epoch, self._heartbeats, self._change
+        )
+        self._failed, self._hang = set(), None
+        if ended is None or not self.health.alive:
             return None
-        if not first.done():
-            self._failed = set()
-            self._hang = hang.result() if hang.done() and not hang.cancelled() else None
-            return None if self._hang is None else self._hang.reason
-        ended = first.result()
-        error, rank = ended.exception(), done.index(ended)
-        self._failed = {rank} if error is not None and step_failed(error) else set()
-        reason = failure_message(error) if error is not None else "left its loop"
-        return f"rank {rank}: {reason}"
+        self._failed, self._hang = set(ended.failed), ended.hang
+        return ended.reason
 
     async def change(self, config: RankConfig, reason: str, *, anew: bool = False) -> None:
         """Go on with `config` in a new epoch, which the open requests wait for; processes start before the pause.

@@ -1,10 +1,11 @@
 """Signs of life of a group's ranks, by which a rank that is stopped or stuck is noticed.
 
 The vote is the heartbeat. A rank reports the number of its votes, the activity of its step loop, and on CPUs the
-processor time of the loop, because a step of a long prompt may take minutes there. Three kinds of ranks hang:
+processor time of the loop, because a step of a long prompt may take minutes there, unless the step is overdue. Three
+kinds of ranks hang:
 
 silent   no answer: the process is stopped, or its node cannot be reached
-stuck    it is in a step, and neither votes nor computes
+stuck    it is in a step, and neither votes nor computes, or computes for far longer than other steps of its size
 deaf     it sleeps although a peer waits for its vote
 
 A rank that waits in a vote waits for its peers and never hangs itself. Knows nothing of rebuilds.
@@ -158,7 +159,7 @@ class Heartbeats:
         if now.activity == "sleep":
             return self._sleeps(now)
         return before.activity != now.activity or (
-            self._cpu_counts and now.cpu_s - before.cpu_s >= MIN_CPU_S
+            self._cpu_counts and not now.overdue and now.cpu_s - before.cpu_s >= MIN_CPU_S
         )
 
     def _sleeps(self, pulse: Pulse) -> bool:

@@ -5,6 +5,7 @@ Knows nothing of what ranks do.
 
 import asyncio
 import os
+import signal
 import uuid
 from contextlib import suppress
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from cluster.group import placement
+from cluster.group.placement import RankLocation
 from kernels.host.cuda_environment import MULTICAST_OFF
 from workers.config import RankConfig
 from workers.rank.actor import RankActor
@@ -53,8 +55,8 @@ class Launcher(Protocol):
     async def answers(self, bundle: int) -> bool:
         """Whether the bundle has a living node that can be reached."""
 
-    def end(self, handle: RankHandle) -> None:
-        """End one actor."""
+    def end(self, handle: RankHandle, location: RankLocation | None) -> None:
+        """End one actor. `location`: of its process, if known."""
 
     def kill(self) -> None:
         """End all actors."""
@@ -177,8 +179,15 @@ class RankLauncher:
             return node is not None
         return await asyncio.to_thread(placement.answers, node)
 
-    def end(self, handle: RankHandle) -> None:
-        """End an actor and free its place; one that was ended is ignored."""
+    def end(self, handle: RankHandle, location: RankLocation | None) -> None:
+        """End an actor and free its place; one that was ended is ignored.
+
+        Ray gives a process that does not react 5 s. A process on this node gets SIGKILL, so that its place and its
+        memory are free at once.
+        """
+        if location is not None and location.node_id == ray.get_runtime_context().get_node_id():
+            with suppress(OSError):  # it has ended
+                os.kill(location.pid, signal.SIGKILL)
         ray.kill(handle)
         bundle = self._bundles.pop(handle, None)
         beside = self._beside.pop(handle, None)

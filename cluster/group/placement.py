@@ -136,6 +136,14 @@ def rooms(config: RankConfig) -> list[NodeRoom]:
     return node_rooms(config, nodes(), free)
 
 
+def resized(config: RankConfig, *, num_ranks: int, num_nodes: int) -> RankConfig:
+    """The configuration with another number of ranks; one rank has no all-to-all to choose."""
+    changes: dict[str, object] = {"num_ranks": num_ranks, "num_nodes": num_nodes}
+    if num_ranks == 1:
+        changes["kernels"] = config.kernels.model_copy(update={"all2all": "auto"})
+    return config.model_copy(update=changes)
+
+
 def wait_ready(config: RankConfig, group: PlacementGroup, timeout_s: float) -> None:
     """Return when the group has its resources. Raises PlacementError with a line a node where they are not there.
 

@@ -7,13 +7,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.group import lost_nodes
 from cluster.group.failures import failure_message
 from cluster.group.launcher import ROOM_WAIT_S, Launcher, RankHandle
-from cluster.group.placement import PlacementError
+from cluster.group.placement import PlacementError, RankLocation, resized
 from cluster.group.ray_calls import result
 from kernels.routing.placement import STANDBY
 from workers.config import RankConfig
@@ -29,11 +29,12 @@ REPLACEMENT_S = 30.0
 
 @dataclass(eq=False)
 class Member:
-    """A process, the bundle that it runs in, and the settings that it was started with."""
+    """A process, the bundle that it runs in, the settings that it was started with, and its place once it answers."""
 
     handle: RankHandle
     bundle: int
     config: RankConfig
+    location: RankLocation | None = field(default=None, kw_only=True)
 
 
 @dataclass(eq=False)
@@ -106,7 +107,13 @@ class Roster:
     def end(self, ranks: Collection[int]) -> None:
         """End the processes of ranks that hang, which `renew` replaces."""
         for rank in ranks:
-            self._launcher.end(self._members[rank].handle)
+            member = self._members[rank]
+            self._launcher.end(member.handle, member.location)
+
+    def located(self, locations: Sequence[RankLocation]) -> None:
+        """Note where the processes of the ranks run."""
+        for member, location in zip(self._members, locations, strict=True):
+            member.location = location
 
     def find(self) -> list[RankHandle]:
         """The processes that an earlier process of the supervisor has left."""
@@ -121,7 +128,7 @@ class Roster:
         self.config = config
         for handle in found:
             if handle not in seats.values():
-                self._launcher.end(handle)
+                self._launcher.end(handle, None)
         used = sorted({self._launcher.bundle_of(handle) for handle in seats.values()})
         self._bundles = used if len(used) == config.num_nodes else list(range(config.num_nodes))
         self._members = []
@@ -369,19 +376,11 @@ class Roster:
         if standby in self._standbys:
             self._standbys.remove(standby)
             standby.release()
-            self._launcher.end(standby.handle)
+            self._launcher.end(standby.handle, standby.location)
 
     def _end(self, member: Member) -> None:
         self._new.discard(member)
-        self._launcher.end(member.handle)
-
-
-def resized(config: RankConfig, *, num_ranks: int, num_nodes: int) -> RankConfig:
-    """The configuration with another number of ranks; one rank has no all-to-all to choose."""
-    changes: dict[str, object] = {"num_ranks": num_ranks, "num_nodes": num_nodes}
-    if num_ranks == 1:
-        changes["kernels"] = config.kernels.model_copy(update={"all2all": "auto"})
-    return config.model_copy(update=changes)
+        self._launcher.end(member.handle, member.location)
 
 
 async def _live(ready: "asyncio.Task[None]", handle: RankHandle) -> None:

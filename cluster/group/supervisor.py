@@ -21,10 +21,12 @@ from cluster.group.group import Group
 from cluster.group.launcher import NAMESPACE, RankLauncher
 from cluster.group.leases import LEASE_S, Leases
 from cluster.group.placement import num_gpus
+from cluster.group.saved_config import SavedConfig
 from cluster.group.status import GroupHealth, GroupMembers, GroupStatus
 from cluster.metrics.metrics import GAUGES
 from cluster.metrics.snapshot import Snapshot, SnapshotTotals
 from workers import hub
+from workers.config import RankConfig
 from workers.stats.log import set_up_logging
 from workers.trace.spans import RankTrace
 
@@ -50,8 +52,24 @@ def supervisor_name(config: PhalanxConfig) -> str:
     return f"supervisor:{config.serve.app_name}"
 
 
+def create(config: PhalanxConfig) -> SupervisorHandle:
+    """Create the supervisor of this configuration. Raises ValueError if its application has one already."""
+    try:
+        return _create(config, get_if_exists=False)
+    except ValueError as error:  # Ray has an actor of this name
+        raise ValueError(
+            f"application {config.serve.app_name!r} is already running in this Ray cluster; "
+            "stop it first, or give this one another serve.app_name"
+        ) from error
+
+
 def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
-    """The supervisor of this configuration, created if there is none: on this process's node, which has the model.
+    """The supervisor of this configuration, created if there is none."""
+    return _create(config, get_if_exists=True)
+
+
+def _create(config: PhalanxConfig, *, get_if_exists: bool) -> SupervisorHandle:
+    """Create it on the node of this process, which has the model.
 
     The affinity is hard, because Ray ignores a soft one for actors without CPUs. Ray restarts the supervisor there when
     its process ends, and sends calls that got no answer again.
@@ -62,7 +80,7 @@ def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
         name=supervisor_name(config),
         namespace=NAMESPACE,
         lifetime="detached",
-        get_if_exists=True,
+        get_if_exists=get_if_exists,
         num_cpus=0,
         max_concurrency=1000,
         scheduling_strategy=here,
@@ -113,8 +131,7 @@ class Supervisor:
         """The groups of the configuration: one."""
         if config.model.revision is not None:  # this node may be another than that of the command
             hub.fetch_description(config.model.path, config.model.revision)
-        # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
-        rank_config = resolve_rank_config(config, num_gpus=num_gpus())
+        rank_config = self._resolve(config)
         cluster, self._device = config.cluster, rank_config.device
         name = config.serve.app_name
         actor_id = ray.get_runtime_context().get_actor_id()  # of all processes of this supervisor
@@ -133,6 +150,10 @@ class Supervisor:
         )
         return [group]
 
+    def _resolve(self, config: PhalanxConfig) -> RankConfig:
+        # This actor holds no GPU and so sees none: Ray counts the GPUs of the cluster.
+        return resolve_rank_config(config, num_gpus=num_gpus())
+
     async def start(self, config: PhalanxConfig) -> None:
         """Bring the groups up; the first call alone has an effect. Raises ValueError for another configuration."""
         if config != self._config:
@@ -143,14 +164,17 @@ class Supervisor:
         if not self._tasks:
             self._run()
 
-    async def recover(self) -> None:
-        """Continue in place of an earlier process: its ranks serve, and its ingresses keep their streams."""
+    async def recover(self, changed: PhalanxConfig | None = None) -> None:
+        """Continue in place of an earlier process: its ranks serve, and its ingresses keep their streams.
+
+        changed: the configuration after the changes in service; without ranks the start's configuration counts
+        """
+        wanted = None if changed is None else self._resolve(changed)
         for group in self._groups:
-            for lease_id in await group.recover():
+            for lease_id in await group.recover(wanted):
                 self._leases.adopt(lease_id)
-            num_ranks = len(group.members.ranks) or self._config.cluster.ranks
-            cluster = self._config.cluster.model_copy(update={"ranks": num_ranks})
-            self._present = self._config.model_copy(update={"cluster": cluster})
+            if changed is not None and group.members.ranks:
+                self._present = changed
         self._run()
 
     def _run(self) -> None:
@@ -217,11 +241,15 @@ class Supervisor:
 
     async def _change(self, config: PhalanxConfig, reason: str, *, anew: bool) -> None:
         check_num_ranks(config)
-        ranks = resolve_rank_config(config, num_gpus=num_gpus())
+        ranks = self._resolve(config)
         if ranks.device != self._device:
             raise ValueError(f"the ranks would run on {ranks.device} instead of {self._device}")
         for group in self._groups:
             await group.change(ranks, reason, anew=anew)
+        await self._keep(config)
+
+    async def _keep(self, config: PhalanxConfig) -> None:
+        """Note the configuration after a change."""
         self._present = config
 
     async def drain(self, timeout_s: float) -> None:
@@ -316,8 +344,18 @@ class SupervisorActor(Supervisor):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray's own code calls a deprecated method of its own
             restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._saved = SavedConfig(str(ray.get_runtime_context().get_actor_id()))
         if restarted:
-            await self.recover()
+            await self.recover(await self._saved.load())
+
+    async def _keep(self, config: PhalanxConfig) -> None:
+        await self._saved.save(config)
+        await super()._keep(config)
+
+    async def stop(self) -> None:
+        """Stop all groups and give back their resources."""
+        await super().stop()
+        await self._saved.delete()
 
 
 def _kill_own_actor() -> None:

@@ -10,7 +10,7 @@ import ray.exceptions
 
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.group.group import Group
-from cluster.group.placement import PlacementError
+from cluster.group.placement import PlacementError, RankLocation
 from kernels.backends.config import KernelsConfig
 from kernels.routing.placement import STANDBY
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
@@ -200,6 +200,7 @@ class FakeLauncher:
         self.replaced: list[int] = []
         self.standbys: list[FakeRank] = []
         self.num_ended = 0
+        self.ended_at: list[RankLocation | None] = []
         self.full = False
         self.lost: set[int] = set()
         self.cut: set[int] = set()
@@ -232,9 +233,10 @@ class FakeLauncher:
             self.replaced.append(rank)
         return handle
 
-    def end(self, handle: FakeHandle) -> None:
+    def end(self, handle: FakeHandle, location: RankLocation | None) -> None:
         if not handle.dead:
             self.num_ended += 1
+            self.ended_at.append(location)
         handle.dead = handle.target.died = True
         handle.target.close()
 

@@ -68,6 +68,16 @@ def test_votes_are_progress_and_on_cpus_so_is_processor_time():
     assert waits_actively.verdict().ranks == {0}
 
 
+def test_a_rank_that_computes_for_too_long_hangs():
+    subject = Heartbeats(2, 8.0, cpu_counts=True)
+    for check in range(2 * CHECKS):
+        overdue = check >= CHECKS
+        assert subject.verdict() is None, check
+        subject.take((Pulse(3, "step", float(check), overdue), VOTE))
+    hang = subject.verdict()
+    assert hang.ranks == {0} and hang.reason.startswith("rank 0: stuck in step 3 for 8 s")
+
+
 def test_the_age_of_the_vote_of_each_rank():
     clock = Clock()
     subject = Heartbeats(3, 8.0, cpu_counts=True, clock=clock)

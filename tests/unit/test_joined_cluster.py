@@ -69,6 +69,28 @@ def test_the_supervisor_runs_on_the_node_that_has_the_model(
     )
 
 
+def test_a_second_server_of_an_application_is_refused_and_leaves_the_first_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended the first server, by the name of the supervisor and of the application."""
+
+    def taken(*_: object, **__: object) -> None:
+        raise ValueError("The name supervisor:phalanx (namespace=phalanx) is already taken.")
+
+    monkeypatch.setattr(supervisor, "_create", taken)
+    monkeypatch.setattr(start, "start_ray", lambda config: None)
+    monkeypatch.setattr(start.download, "is_needed", lambda config: False)
+    monkeypatch.setattr(start, "lost_ray_process", lambda: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    ranks = RankStart(joined(), StopSignals(), SimpleNamespace(), serve_command.console)
+    assert ranks.start_ray()
+    with pytest.raises(start.ServerError, match=r"'phalanx' is already running.* serve\.app_name"):
+        ranks.create()
+    deleted: list[str] = []
+    ranks.shut_down(lambda: deleted.append("application"))
+    assert not deleted and "stopped" in capsys.readouterr().out
+
+
 def test_a_start_that_failed_before_serve_ran_ends_with_its_own_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

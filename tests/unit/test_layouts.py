@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from cluster.group import roster
-from cluster.group.placement import PlacementError
-from cluster.group.roster import Roster, resized
+from cluster.group.placement import PlacementError, resized
+from cluster.group.roster import Roster
 from kernels.backends.config import KernelsConfig
 from tests.unit.ray_fakes import FakeHandle, FakeLauncher, FakeRank, rank_config
 from workers.config import RankConfig

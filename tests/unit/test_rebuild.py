@@ -9,7 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.group import group
 from cluster.group.group import Group
-from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, until
+from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
 from workers.rank.actor import RankFailedError
 
 
@@ -112,6 +112,7 @@ def test_a_stopped_rank_is_replaced_before_its_peers_leave():
         before[1].hang.add("pulse")
         await now.serving(1)
         assert now.launcher.replaced == [1]
+        assert [location.rank for location in now.launcher.ended_at] == [1], "for its SIGKILL"
         assert before[1].calls["leave_epoch"] == [], "its leave would only take time"
         assert before[0].calls["leave_epoch"] == [(1,)]
         rebuild = now.group.status.last_rebuild
@@ -255,6 +256,20 @@ def test_a_stop_ends_a_rebuild():
         now.task.cancel()
         await asyncio.wait([now.task])
         assert now.group.health.state == "stopped" and now.launcher.killed == 1
+
+    run(scenario())
+
+
+def test_a_change_blames_no_rank_of_an_earlier_failure():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        now.ranks[2].ended.set_exception(RankFailedError("KeyError: 7"))
+        await now.serving(1)
+        assert now.group.members.failed == {2}
+        await now.group.change(rank_config(2), "scaling to 2 ranks")
+        assert now.group.members.failed == frozenset()
+        await now.close()
 
     run(scenario())
 

@@ -120,7 +120,7 @@ def step(
         list(seqs), num_new, int(num_new.sum()), 0, np.ones(len(seqs), dtype=bool), list(seqs)
     )
     plan = plan or StepPlan(True, (batch.num_tokens,))
-    stats.before_step(batch)
+    stats.before_step(batch, plan)
     output = StepOutput([7] * len(seqs), times=RunTimes(3, 4, 5), expert_load=model())
     host = HostTimes(schedule=1, vote=2)
     stats.record_step(scheduler, batch, plan, host, output, generated=len(seqs), publish=6)

@@ -17,6 +17,7 @@ from tests.unit.ray_fakes import (
     FakeRank,
     fake_group,
     phalanx_config,
+    rank_config,
     until,
 )
 from workers.wire.token_stream import TokenReceiver
@@ -55,11 +56,10 @@ def test_a_lease_without_heartbeats_expires_and_cannot_be_renewed():
 def test_the_first_ingress_gets_more_time_than_the_next():
     clock = Clock()
     subject = Leases(300.0, clock)
-    clock.now += 299
-    assert not subject.abandoned()
-    subject.restart_wait()
-    clock.now += 299
-    assert not subject.abandoned()
+    for _ in range(2):
+        clock.now += 299
+        assert not subject.abandoned()
+        subject.restart_wait()
     lease = subject.open("a")
     clock.now += 1000
     assert not subject.abandoned()
@@ -160,8 +160,7 @@ def test_an_expired_ingress_loses_its_streams_and_must_register_again(monkeypatc
         assert total["request_success"] == {("stop",): [3.0]}
         await end(subject)
 
-    for name in ("close_stream",):
-        monkeypatch.setattr(FakeRank, name, lambda self, *args: self._note("close_stream", *args))
+    monkeypatch.setattr(FakeRank, "close_stream", lambda self, *a: self._note("close_stream", *a))
     run(scenario())
     assert "a sent no heartbeat for 0.2 s" in caplog.text
 
@@ -237,7 +236,7 @@ def adopt(subject: OfFakes, launcher: Any) -> None:
     launcher.group = subject._groups[0]
 
 
-async def restarted(subject: OfFakes) -> OfFakes:
+async def restarted(subject: OfFakes, changed: Any = None) -> OfFakes:
     """The supervisor in its next process, over the same ranks."""
     for task in subject._tasks:
         task.cancel()
@@ -245,7 +244,7 @@ async def restarted(subject: OfFakes) -> OfFakes:
     successor = OfFakes(phalanx_config())
     successor.fake_ranks, successor.launcher = subject.fake_ranks, subject.launcher
     adopt(successor, subject.launcher)
-    await successor.recover()
+    await successor.recover(changed)
     return successor
 
 
@@ -272,6 +271,26 @@ def test_a_restarted_supervisor_finds_the_ranks_and_the_leases():
         for rank in subject.fake_ranks:
             rank.close()
         receiver.close()
+
+    run(scenario())
+
+
+def test_a_restarted_supervisor_goes_on_with_the_settings_of_its_changes(monkeypatch):
+    changed = phalanx_config(3)
+    monkeypatch.setattr(OfFakes, "_resolve", lambda self, config: rank_config(config.cluster.ranks))
+
+    async def scenario() -> None:
+        first = await serving()
+        subject = await restarted(first, changed)
+        assert subject._present == changed and subject._config == phalanx_config()
+        assert subject._groups[0]._roster.wanted.num_ranks == 3
+        await end(subject)
+        empty = OfFakes(phalanx_config())
+        empty.launcher.all = []
+        await empty.recover(changed)
+        assert empty._present == phalanx_config(), "the start begins with its own settings"
+        assert empty._groups[0]._roster.wanted.num_ranks == 2
+        await end(empty)
 
     run(scenario())
 

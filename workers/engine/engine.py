@@ -193,7 +193,7 @@ class Engine:
         voted = time.perf_counter()
         if plan.run:
             assert batch is not None, "a rank without a batch votes unhealthy"
-            self.stats.before_step(batch)
+            self.stats.before_step(batch, plan)
             output = self.runner.launch(batch, plan)
             self.scheduler.launched(batch)
             times = HostTimes(schedule_s, voted - scheduled)

@@ -337,7 +337,7 @@ class RankActor:
         except OSError:  # the loop has ended
             return None
         step, activity = current.engine.activity()
-        return Pulse(step, activity, cpu_s)
+        return Pulse(step, activity, cpu_s, current.engine.stats.pace.overdue())
 
     async def stop(self, epoch: int) -> None:
         """Vote to stop the loops of the whole group; `done` returns when this rank's loop has ended."""

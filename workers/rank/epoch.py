@@ -239,7 +239,9 @@ class Epoch:
             self._closing.callback(self.runner.close)
             if not self._warm:
                 num_tokens = min(64, process.config.scheduler.max_num_batched_tokens)
+                process.pace.begin(num_tokens * process.dims.num_ranks)
                 steps.prefill(self.runner, self.scheduler, num_tokens)
+                process.pace.end()
         if not self.graph_sizes:
             self._tune(None)
 
@@ -286,7 +288,7 @@ class Epoch:
                 epoch=self.rendezvous.epoch,
                 publish=publish,
                 wake_peers=wake_peers,
-                stats=EngineStats(self.backends.expert_load),
+                stats=EngineStats(self.backends.expert_load, process.pace),
                 grammars=process.grammars,
                 asynchronous=process.asynchronous,
                 graph_sizes=self.graph_sizes,

@@ -31,6 +31,7 @@ from workers.rank.backend_choice import backend_shape, forced_routing
 from workers.rank.device_memory import memory_for
 from workers.rank.rank_info import Progress, RankInfo
 from workers.sampling.grammar import GrammarCompiler
+from workers.stats.pace import Pace
 from workers.ubatch.rank_overlap import RankOverlap
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
@@ -59,6 +60,7 @@ class RankProcess:
     pool         the blocks of the KV caches with their contents: the prefix cache of all epochs
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
+    pace         the times of steps
     epoch        the last epoch
     """
 
@@ -81,6 +83,7 @@ class RankProcess:
         self.kv_caches: list[torch.Tensor] = []
         self.pool = BlockPool(0)
         self.warm = False
+        self.pace = Pace()
         self.epoch: ClosableEpoch | None = None
 
     def _configure(self, rank: int, config: RankConfig) -> None:

@@ -68,11 +68,13 @@ class Pulse(NamedTuple):
     step      votes that are complete
     activity  vote = it waits for the votes of its peers; sleep = all ranks were idle
     cpu_s     processor time of the loop's thread
+    overdue   the step takes far longer than steps of its size, see Pace
     """
 
     step: int
     activity: Activity
     cpu_s: float
+    overdue: bool = False
 
 
 def start_stages(device: str) -> tuple[str, ...]:

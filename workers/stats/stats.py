@@ -10,6 +10,7 @@ from workers.engine.scheduler import ScheduledBatch, Scheduler
 from workers.engine.step_sync import ForwardMode, StepPlan
 from workers.runner.step_output import StepOutput
 from workers.stats.histogram import Histogram
+from workers.stats.pace import Pace
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
 
@@ -31,8 +32,9 @@ class HostTimes:
 class EngineStats:
     """Counters since the start, and gauges of the last step."""
 
-    def __init__(self, expert_load: ExpertLoad | None = None) -> None:
+    def __init__(self, expert_load: ExpertLoad | None = None, pace: Pace | None = None) -> None:
         self.requests = RequestTimer()
+        self.pace = pace or Pace()
         self.num_steps = 0
         self._num_launched = 0
         self.num_idle_steps = 0
@@ -56,8 +58,9 @@ class EngineStats:
             "prefix_cache_hits": 0,
         }
 
-    def before_step(self, batch: ScheduledBatch) -> None:
+    def before_step(self, batch: ScheduledBatch, plan: StepPlan) -> None:
         """Count the requests of a batch before it runs."""
+        self.pace.begin(sum(plan.num_tokens_across_dp))
         if batch.admitted:
             self.requests.admitted(batch.admitted)
             self.prompt_tokens += sum(
@@ -83,6 +86,7 @@ class EngineStats:
         publish: float,
     ) -> None:
         """Count a committed step with `generated` output tokens, published in `publish` seconds."""
+        self.pace.end()
         self.num_steps += 1
         mode = batch.forward_mode
         self.num_idle_steps += mode == ForwardMode.IDLE

@@ -2,7 +2,7 @@
 
 Python imports this module in every process of the server. The file PID.NAME in the folder of the environment variable
 PHALANX_FAULTS arms point NAME in process PID: the point removes the file and fails. A file `delay` there makes every
-exchange wait at random.
+exchange wait at random; while a file `no-start` is there, no new rank starts.
 """
 
 import importlib.machinery
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ["PHALANX_FAULTS"])
-PATCHED = "workers.rank.epoch"  # imported by ranks alone, when all that is patched can be imported
 MAX_DELAY_S = 0.05
 
 
@@ -81,22 +80,37 @@ def patch_points() -> None:
     before(Scheduler, "commit", lambda: fail_if_armed("commit"))
 
 
+def in_init() -> None:
+    if (FOLDER / "no-start").exists():
+        raise InjectedError("scripts/bench/recovery lets no rank start")
+
+
+def patch_actor() -> None:
+    from workers.rank.actor import RankActor
+
+    before(RankActor, "__init__", in_init)
+
+
+# By the module after whose import they run; ranks alone import the first, when all that is patched can be imported.
+PATCHES = {"workers.rank.epoch": patch_points, "workers.rank.actor": patch_actor}
+
+
 class Finder:
-    """Patches when PATCHED has been imported."""
+    """Patches when a module of PATCHES has been imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != PATCHED:
+        patch = PATCHES.pop(name, None)
+        if patch is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
         def execute_and_patch(module: Any) -> None:
             execute(module)
-            patch_points()
+            patch()
 
         spec.loader.exec_module = execute_and_patch
         return spec
