@@ -34,7 +34,8 @@ class Attention(Backend):
     """Attention of all layers of a model: `plan` once a forward, then for each layer one of the forms that it has.
 
     `__call__` writes the new K and V to the cache and attends. Where `fused_store` is true, `store` and `attend` do so
-    together, and `store` also norms and rotates. Where `latent` is true, `attend_latent` takes the place of both forms.
+    together, and `store` also norms and rotates. Where `latent` is true, `attend_latent` takes the place of both forms;
+    where `fused_store` is true too, `store_latents` comes first, and writes the cache in its place.
     On GPUs all forms call `wait_previous_ubatch` between writing and reading the cache. A class with `graph` is a
     GraphAttention: its decodes can be captured.
     """
@@ -96,11 +97,11 @@ class Attention(Backend):
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare what all layers of this forward share."""
 
-    @abstractmethod
     def __call__(
         self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
     ) -> torch.Tensor:
         """Write K and V to the cache, attend from each new token to its sequence; return o_THd in q's dtype."""
+        raise NotImplementedError(f"{self.name} has no attention over heads of K and V")
 
     def store(
         self,
@@ -123,10 +124,30 @@ class Attention(Backend):
         """Attend from each new token to its sequence, after `store` of the same qkv; return o_THd in its dtype."""
         raise NotImplementedError(f"{self.name} has no fused store")
 
+    def store_latents(
+        self,
+        q_THd: torch.Tensor,
+        latent_TW: torch.Tensor,
+        layer: int,
+        rotation_T1r: torch.Tensor,
+        norm_C: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """Rotate q, norm and rotate the latents in place, then write the latents to the cache.
+
+        q          [T, H, nope_dim + rope_dim], heads contiguous; the last part is rotated
+        latent     [T, rank + rope_dim]: the first part is normed, the last rotated
+        rotation   complex64 [T, 1, rope_dim / 2], of interleaved pairs
+        norm       [rank], weights of a root-mean-square norm with `eps`
+        """
+        raise NotImplementedError(f"{self.name} has no fused store of latents")
+
     def attend_latent(
         self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
     ) -> torch.Tensor:
         """Write latents to the cache, attend from each new token to its sequence; return o [T, H, value_dim].
+
+        Where `fused_store` is true, `store_latents` has written the cache.
 
         q        [T, H, nope_dim + rope_dim], the last part rotated
         latent   [T, rank + rope_dim]: the normed latent, then the rotated key that all heads share

@@ -46,6 +46,20 @@ class DummyAttention(Attention):
         spec = self.specs[layer]
         return qkv_TMd.new_zeros(len(qkv_TMd), spec.num_heads, spec.head_dim)
 
+    def store_latents(
+        self,
+        q_THd: torch.Tensor,
+        latent_TW: torch.Tensor,
+        layer: int,
+        rotation_T1r: torch.Tensor,
+        norm_C: torch.Tensor,
+        eps: float,
+    ) -> None:
+        from kernels.triton.store_latents import store_latents
+
+        cache = self.kv_caches[layer]
+        store_latents(q_THd, latent_TW, norm_C, eps, rotation_T1r, self._slots, cache)
+
     def attend_latent(
         self, q_THd: torch.Tensor, latent_TW: torch.Tensor, kv_up_HuC: torch.Tensor, layer: int
     ) -> torch.Tensor:

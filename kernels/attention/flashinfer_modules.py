@@ -39,7 +39,11 @@ def compile_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
     A process that loads a module meanwhile waits for it. Raises RuntimeError with the compiler's message.
     """
     head_dims = sorted({spec.head_dim for spec in specs})
-    found = [module for head_dim in head_dims for module in modules(dtype, head_dim)]
+    compile_missing([module for head_dim in head_dims for module in modules(dtype, head_dim)])
+
+
+def compile_missing(found: Iterable[Any]) -> None:
+    """Compile the JitSpecs that are not compiled yet, all at once."""
     missing = [module for module in found if not module.is_compiled]
     with ThreadPoolExecutor(max(1, len(missing))) as pool:
         list(pool.map(lambda module: module.build(verbose=False), missing))
@@ -53,3 +57,20 @@ def modules(dtype: torch.dtype, head_dim: int) -> list[Any]:
     no_options = (0, False, False, False)  # position encoding, window, soft cap, 16-bit sums
     backends = ("fa2", "fa3") if on_hopper() else ("fa2",)
     return [gen_batch_prefill_module(backend, *types, *no_options) for backend in backends]
+
+
+def latent_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> list[Any]:
+    """Return the JitSpecs that `FlashInferLatentAttention` loads for layers of these specs."""
+    from flashinfer.jit import gen_batch_mla_module
+    from flashinfer.jit.attention import gen_batch_prefill_module
+
+    types, found = (dtype, dtype, dtype, torch.int32), []
+    for spec in dict.fromkeys(specs):
+        dims = spec.latent
+        assert dims is not None
+        profiler, no_options = False, (0, False, False, False)
+        found += [
+            gen_batch_mla_module("fa3", *types, dims.rank, dims.rope_dim, profiler),
+            gen_batch_prefill_module("fa3", *types, spec.head_dim, dims.value_dim, *no_options),
+        ]
+    return found

@@ -28,6 +28,7 @@ GROUPED_GEMM = {
 }
 ATTENTION = {
     "flashinfer": "kernels.attention.flashinfer.FlashInferAttention",
+    "flashinfer_latent": "kernels.attention.flashinfer_latent.FlashInferLatentAttention",
     "native": "kernels.attention.native.NativeAttention",
     "sdpa": "kernels.attention.sdpa.SdpaAttention",
     "latent": "kernels.attention.latent.LatentAttention",

@@ -77,6 +77,24 @@ def _norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int) -> None:
     norm_rotate_store(qkv, weight, 1e-6, rotation, at.slice(), *at.caches())
 
 
+def _latents(at: Inputs) -> None:
+    """Of a projection that holds q too, as it is without a latent of q, stored; and keys of several chunks, merged."""
+    from kernels.triton.expand_keys import expand_keys
+    from kernels.triton.merge_attention import merge_attention
+    from kernels.triton.store_latents import store_latents
+
+    rank, rope, nope = 512, 64, 128
+    down, weight = at.rows(HEADS * (nope + rope) + rank + rope), at.rows(rank).new_ones(rank)
+    q, latent = down.split([HEADS * (nope + rope), rank + rope], 1)
+    rotation, cache = at.rows(1, rope // 2, dtype=torch.complex64), at.rows(1)[:0]
+    cache = cache.new_zeros(4, BLOCK, rank + rope)
+    heads = q.view(at.size, HEADS, nope + rope)
+    store_latents(heads, latent, weight, 1e-6, rotation, at.slice(), cache)
+    expand_keys(at.rows(HEADS, 2 * nope), latent[:, rank:], nope)
+    rows, lse = at.rows(HEADS, nope), at.rows(HEADS, dtype=torch.float32)
+    merge_attention(rows, lse, rows.clone(), lse.clone())
+
+
 def _norm(at: Inputs) -> None:
     from kernels.triton.norm import add_rms_norm
 
@@ -183,6 +201,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "norm_rotate_store": partial(_norm_rotate_store, norm=True, rotary_dim=HEAD_DIM),
     "rotate_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
     "rotate_part_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
+    "latents": _latents,
     "norm": _norm,
     "route": partial(_route, on_device=False),
     "route_in_graphs": partial(_route, on_device=True),

@@ -136,15 +136,25 @@ def test_a_token_of_deepseek_v3_takes_1152_bytes_a_layer() -> None:
     assert kv_block_bytes(groups, 32, 2) == 61 * 32 * 1152
 
 
-@pytest.mark.parametrize("shape", [CPU, CUDA, replace(CPU, dtype=torch.float32)])
-def test_select_takes_latent_attention_for_latents_alone(shape) -> None:
+@pytest.mark.parametrize(
+    ("shape", "absent", "name"),
+    [
+        (CPU, {}, "latent"),
+        (replace(CPU, dtype=torch.float32), {}, "latent"),
+        (CUDA, {}, "flashinfer_latent"),
+        (CUDA, {"attention.flashinfer_latent": "it needs a Hopper GPU"}, "latent"),
+        (replace(CUDA, dtype=torch.float32), {}, "latent"),
+    ],
+)
+def test_select_takes_latent_attention_for_latents_alone(shape, absent, name: str) -> None:
     latents = replace(shape, attention_specs=(DEEPSEEK_V3,))
-    assert choose(latents).attention.name == "latent"
+    assert choose(latents, absent).attention.name == name
     with pytest.raises(BackendChoiceError, match=r"latent attention.*caches heads of K and V"):
-        choose(shape, attention="latent")
-    for name in ("flashinfer", "native", "sdpa"):
-        with pytest.raises(BackendChoiceError, match="What works: auto or latent"):
-            choose(latents, attention=name)
+        choose(shape, attention=name)
+    works = "auto or latent" if name == "latent" else "auto, flashinfer_latent or latent"
+    for other in ("flashinfer", "native", "sdpa"):
+        with pytest.raises(BackendChoiceError, match=f"What works: {works}"):
+            choose(latents, absent, attention=other)
 
 
 def test_a_gpu_refuses_latents_with_the_reason() -> None:

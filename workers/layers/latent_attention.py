@@ -59,8 +59,15 @@ class LatentAttentionBlock:
         down_T = linear(h_TD, self.down_D)
         if self.down_bias is not None:
             down_T[:, -len(self.down_bias) :] += self.down_bias
-        q_THd = self._queries(down_T[:, : self.q_width], rotation_T1r)
-        latent_TW = self._latents(down_T[:, self.q_width :], rotation_T1r)
+        q_THd, latent_TW = self._queries(down_T[:, : self.q_width]), down_T[:, self.q_width :]
+        if self.attention.fused_store:
+            norm = self.kv_norm
+            self.attention.store_latents(
+                q_THd, latent_TW, self.layer, rotation_T1r, norm.weight, norm.eps
+            )
+        else:
+            rotate(q_THd[..., self.spec.dims.nope_dim :], rotation_T1r)
+            latent_TW = self._latents(latent_TW, rotation_T1r)
         kv_up_HuC = self.kv_up.view(self.spec.num_heads, -1, self.spec.dims.rank)
         o_TV = self.attention.attend_latent(q_THd, latent_TW, kv_up_HuC, self.layer).flatten(1)
         if self.input_norm.triton is not None:
@@ -68,13 +75,11 @@ class LatentAttentionBlock:
         out_TD = linear(o_TV, self.o_D, residual_TD)
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
 
-    def _queries(self, q_Tq: torch.Tensor, rotation_T1r: torch.Tensor) -> torch.Tensor:
-        """Return q [T, H, d] with its last r values of a head rotated."""
+    def _queries(self, q_Tq: torch.Tensor) -> torch.Tensor:
+        """Return q [T, H, d], not rotated yet."""
         if self.q_norm is not None and self.q_up is not None:
             q_Tq = linear(self.q_norm(q_Tq), self.q_up)
-        q_THd = q_Tq.view(len(q_Tq), self.spec.num_heads, self.spec.head_dim)
-        rotate(q_THd[..., self.spec.dims.nope_dim :], rotation_T1r)
-        return q_THd
+        return q_Tq.view(len(q_Tq), self.spec.num_heads, self.spec.head_dim)
 
     def _latents(self, latent_TW: torch.Tensor, rotation_T1r: torch.Tensor) -> torch.Tensor:
         """Return what the cache keeps of a token: the normed latent, then the rotated key."""
