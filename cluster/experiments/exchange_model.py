@@ -1,11 +1,12 @@
 """A model of the time of a step by ranks and tokens, fitted to measured steps and all-to-alls. Pure arithmetic.
 
     exchange   contention * (a + b (N - 1) + c T + d T remote(N))   us of a dispatch and a combine
-    compute    contention * (e + f T)                              ms of a step without its all-to-alls
+    compute    contention * (e + f T + i [N > 1])                  ms of a step without its all-to-alls
     vote       contention * (g + h (N - 1))                        us of a step without tokens
 
 N ranks, T tokens of a rank. remote(N): other ranks with an expert of a token, on average, if routing is uniform.
-contention: ranks that share a core; 1 where each rank has a core or a GPU of its own.
+contention: ranks that share a core; 1 where each rank has a core or a GPU of its own. i: what a step of a group takes
+beyond the all-to-alls timed alone, because ranks with unequal rows wait for each other in every layer.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -58,15 +59,17 @@ class StepModel:
         cls, points: Sequence[Point], *, layers: int, top_k: int, cores: int | None
     ) -> "StepModel":
         """Fit all three parts; `points` need one rank, and other numbers of ranks."""
-        alone = [point for point in points if point.ranks == 1]
         group = [point for point in points if point.ranks > 1]
 
         def shared(point: Point) -> float:
             return contention(point.ranks, cores)
 
         compute = fit_positive(
-            [(1.0, point.tokens) for point in alone],
-            [max(point.step_ms - layers * point.exchange_us / 1e3, 1e-6) for point in alone],
+            [_compute_features(point.ranks, point.tokens) for point in points],
+            [
+                max(point.step_ms - layers * point.exchange_us / 1e3, 1e-6) / shared(point)
+                for point in points
+            ],
         )
         exchange = fit_positive(
             [_exchange_features(point.ranks, point.tokens, top_k) for point in group],
@@ -87,7 +90,8 @@ class StepModel:
 
     def compute_ms(self, ranks: int, tokens: np.ndarray, contended: bool = True) -> np.ndarray:
         """Return the time of a step without its all-to-alls, by tokens [...]."""
-        found: np.ndarray = self.compute[0] + self.compute[1] * tokens
+        one, per_token, of_group = self.compute
+        found: np.ndarray = one + per_token * tokens + of_group * (ranks > 1)
         return found * self._shared(ranks, contended)
 
     def vote_us(self, ranks: int, contended: bool = True) -> float:
@@ -146,6 +150,10 @@ def fit_positive(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tu
     for column, value in zip(kept, found if kept else (), strict=True):
         coefficients[column] = float(value)
     return tuple(coefficients)
+
+
+def _compute_features(ranks: int, tokens: int) -> tuple[float, ...]:
+    return 1.0, tokens, float(ranks > 1)
 
 
 def _exchange_features(ranks: int, tokens: int, top_k: int) -> tuple[float, ...]:
