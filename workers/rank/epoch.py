@@ -321,6 +321,8 @@ class Epoch:
 
     def run(self) -> None:
         """Run the engine's loop until the group stops. An error aborts this rank's epoch and is raised."""
+        if self.process.device.type == "cuda":
+            torch.cuda.set_device(self.process.device)  # CUDA keeps the current device by thread
         try:
             self.engine.run()
         except BaseException:
