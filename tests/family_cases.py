@@ -51,7 +51,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "tied": {"tie_word_embeddings": True, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
     },
     "glm4_moe": {
-        "untied": {"attention_bias": False, "use_qk_norm": False, "head_dim": 24},
+        "untied": {
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "head_dim": 24,
+            "num_heads": 6,
+            "num_kv_heads": 3,
+        },
         "tied": {"tie_word_embeddings": True, "partial_rotary_factor": 0.25},
         "open_groups": {"n_group": 5, "topk_group": 2, "partial_rotary_factor": 1.0},
     },
@@ -77,7 +83,7 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "untied": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 1},
     },
     "minimax_m2": {
-        "untied": {},
+        "untied": {"num_heads": 3, "num_kv_heads": 1},
         "tied": {"tie_word_embeddings": True, "head_dim": 24, "rotary_dim": 10},
     },
     "mixtral": {
@@ -119,13 +125,18 @@ SIZES: dict[str, Any] = {
 
 
 def family_checkpoint(
-    path: Path, family: str, variant: str, *, resaved: bool = False, num_files: int = 1
+    path: Path,
+    family: str,
+    variant: str,
+    *,
+    resaved: bool = False,
+    num_files: int = 1,
+    **changes: Any,
 ) -> Path:
     """Write a variant as the Hub has it, or `resaved` as transformers 5 writes it, in one file or about `num_files`."""
     folder = path / "hub"
-    make_checkpoint(
-        folder, family=family, num_shards=num_files, **SIZES | VARIANTS[family][variant]
-    )
+    sizes = SIZES | VARIANTS[family][variant] | changes
+    make_checkpoint(folder, family=family, num_shards=num_files, **sizes)
     config = json.loads((folder / "config.json").read_text())
     config["torch_dtype"] = config.pop("dtype")
     (folder / "config.json").write_text(json.dumps(config))

@@ -1,96 +1,109 @@
-"""Greedy tokens and logits of every model family equal transformers', whatever the ranks."""
+"""Greedy tokens and logits of every model family equal transformers', whatever the ranks.
 
+The runs of a family go through all exchanges and all conditions, with its variants and layouts of checkpoints in turn.
+Over all families each exchange meets each condition.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.engine_harness import Event, rank_config, run_engines
-from tests.distributed.reference import arrivals, check, generate_references
-from tests.family_cases import CASES, SAME_MODEL, family_checkpoint
+from tests.distributed.reference import Reference, arrivals, check, generate_references
+from tests.family_cases import SAME_MODEL, VARIANTS, family_checkpoint
 
 NUM_PROMPTS = 10
-BACKENDS = {1: "local", 2: "shm", 3: "torch_dist", 4: "allgather"}
+EXCHANGES = ((1, "local"), (2, "shm"), (3, "torch_dist"), (4, "allgather"), (4, "two_level"))
 
 
-# Open groups are tested below, and Kimi-K2 is DeepSeek-V3 under another name.
-BOTH = [case for case in CASES if case[1] != "open_groups" and case[0] not in SAME_MODEL]
+@dataclass(frozen=True)
+class Condition:
+    """Settings of a run. `crowded`: all requests at one rank, and again when its cache is full of their blocks."""
+
+    settings: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    crowded: bool = False
 
 
-@pytest.mark.parametrize(("family", "variant"), BOTH)
-def test_tokens_and_logits_equal_transformers(
-    rank_pool, tmp_path: Path, family: str, variant: str
-) -> None:
-    """Each number of ranks reads the same weights in another spelling and number of files."""
-    checkpoints = {
-        ranks: family_checkpoint(
-            tmp_path / str(ranks),
-            family,
-            variant,
-            resaved=ranks in (2, 3),
-            num_files=3 if ranks in (1, 2) else 1,
+CONDITIONS = {
+    "whole steps": Condition(),
+    "small chunks": Condition(
+        {"scheduler": {"max_num_batched_tokens": 48}, "cache": {"prefix_caching": False}}
+    ),
+    "ubatches": Condition(
+        {"scheduler": {"max_num_batched_tokens": 128}, "overlap": {"mode": "on", "num_ubatches": 3}}
+    ),
+    # The other ranks have no tokens; sequences lose their blocks and compute them again.
+    "preemption": Condition(
+        {
+            "scheduler": {"max_num_batched_tokens": 48},
+            "cache": {"num_blocks": 40, "prefix_caching": True},
+            "overlap": {"mode": "on", "num_ubatches": 2},
+        },
+        crowded=True,
+    ),
+}
+FAMILIES = [family for family in VARIANTS if family not in SAME_MODEL]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_and_logits_equal_transformers(rank_pool, tmp_path: Path, family: str) -> None:
+    """Each exchange reads another variant or the same weights in another spelling and number of files."""
+    variants, conditions = list(VARIANTS[family]), list(CONDITIONS)
+    references = cache(lambda folder: generate_references(folder, count=NUM_PROMPTS))
+    hub = cache(lambda variant: family_checkpoint(tmp_path / variant, family, variant))
+    turn = FAMILIES.index(family)
+    for number, (ranks, all2all) in enumerate(EXCHANGES):
+        variant = variants[number % len(variants)]
+        condition = CONDITIONS[conditions[(number + turn) % len(conditions)]]
+        resaved, num_files = number % 2 == turn % 2, 1 + 2 * (number % 2)
+        checkpoint = family_checkpoint(
+            tmp_path / all2all, family, variant, resaved=resaved, num_files=num_files
         )
-        for ranks in BACKENDS
-    }
-    references = generate_references(checkpoints[1], count=NUM_PROMPTS)
-    for ranks, all2all in BACKENDS.items():
-        config = rank_config(checkpoints[ranks], ranks, kernels={"all2all": all2all})
-        events = arrivals(references, NUM_PROMPTS, ranks)
-        results = run_engines(rank_pool, config, events, keep_logits=True)
-        check(references, results, NUM_PROMPTS)
+        config = rank_config(checkpoint, ranks, kernels={"all2all": all2all}, **condition.settings)
+        run(rank_pool, config, references(hub(variant)), condition)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "all2all", "num_ubatches", "first"),
-    [(2, "shm", 2, 0), (3, "torch_dist", 3, 5), (4, "allgather", 2, 5), (1, "local", 2, 0)],
-)
-def test_shared_experts_in_ubatches_and_on_idle_ranks(
-    rank_pool, tmp_path: Path, ranks: int, all2all: str, num_ubatches: int, first: int
-) -> None:
-    """From the prompt of 600 tokens on there is one prompt: all ranks but one have no tokens."""
-    checkpoint = family_checkpoint(tmp_path, "qwen2_moe", "untied")
-    references = generate_references(checkpoint, count=6)[first:]
-    config = rank_config(
-        checkpoint,
-        ranks,
-        kernels={"all2all": all2all},
-        scheduler={"max_num_batched_tokens": 128},
-        overlap={"mode": "on", "num_ubatches": num_ubatches},
-    )
-    events = arrivals(references, len(references), ranks)
-    results = run_engines(rank_pool, config, events, keep_logits=True)
-    check(references, results, len(references))
-    assert all(result.num_microbatched > 0 for result in results)
-
-
-@pytest.mark.parametrize(
-    ("family", "ranks", "all2all"),
-    [("deepseek_v2", 2, "shm"), ("deepseek_v3", 3, "torch_dist"), ("glm4_moe", 4, "allgather")],
-)
-def test_small_chunks_in_ubatches_in_a_cache_too_small(
-    rank_pool, tmp_path: Path, family: str, ranks: int, all2all: str
-) -> None:
-    """Prompts of up to 600 tokens in chunks of 48; sequences lose their blocks and compute them again."""
-    checkpoint = family_checkpoint(tmp_path, family, "open_groups")
-    references = generate_references(checkpoint, count=NUM_PROMPTS)
-    references += references[:6]  # again, when the cache is full of their blocks
-    hits = []
-    for prefix_caching in (True, False):
-        config = rank_config(
-            checkpoint,
-            ranks,
-            kernels={"all2all": all2all},
-            scheduler={"max_num_batched_tokens": 48},
-            cache={"num_blocks": 40, "prefix_caching": prefix_caching},
-            overlap={"mode": "on", "num_ubatches": 2},
-        )
-        count = len(references)
+def run(pool: Any, config: Any, references: list[Reference], condition: Condition) -> None:
+    """Serve all prompts and compare; assert that what the condition is for did happen."""
+    overlaps = "overlap" in condition.settings
+    if condition.crowded:
+        references = references + references[:6]
         events = [
             Event(event.step + 60 * (number >= NUM_PROMPTS), 0, event.request)
-            for number, event in enumerate(arrivals(references, count, 1))
+            for number, event in enumerate(arrivals(references, len(references), 1))
         ]
-        results = run_engines(rank_pool, config, events, keep_logits=True)
-        check(references, results, count)
-        assert results[0].num_preemptions > 0
-        assert all(result.num_microbatched > 0 for result in results)
-        hits.append(results[0].prefix_cache_hits)
-    assert hits[0] > 0 and hits[1] == 0
+    else:  # a step is cut only if each rank has as many tokens as ubatches, or none
+        busy = min(2, config.num_ranks) if overlaps else config.num_ranks
+        events = arrivals(references, len(references), busy)
+    results = run_engines(pool, config, events, keep_logits=True)
+    check(references, results, len(references))
+    assert all((result.num_microbatched > 0) == overlaps for result in results)
+    if condition.crowded:
+        assert results[0].num_preemptions > 0 and results[0].prefix_cache_hits > 0
+
+
+def test_ranks_without_experts(rank_pool, tmp_path: Path) -> None:
+    """Three experts on four ranks, also when the file has one tensor for all experts."""
+    for family in ("mixtral", "granitemoe"):
+        changes = {"num_experts": 3, "num_experts_per_tok": 2}
+        checkpoint = family_checkpoint(tmp_path / family, family, "untied", **changes)
+        references = generate_references(checkpoint, count=4)
+        for all2all in ("torch_dist", "allgather"):
+            config = rank_config(checkpoint, 4, kernels={"all2all": all2all})
+            results = run_engines(rank_pool, config, arrivals(references, 4, 4), keep_logits=True)
+            check(references, results, 4)
+
+
+def test_every_exchange_meets_every_condition() -> None:
+    """The design above covers all pairs of exchange and condition, and of family and exchange or condition."""
+    pairs = {
+        (number, (number + turn) % len(CONDITIONS))
+        for turn in range(len(FAMILIES))
+        for number in range(len(EXCHANGES))
+    }
+    assert len(pairs) == len(EXCHANGES) * len(CONDITIONS)
+    assert len(EXCHANGES) > len(CONDITIONS)

@@ -1,0 +1,78 @@
+"""The KV cache of every family: `phalanx check` counts the bytes that a rank allocates."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.commands.check_memory import rank_rows
+from kernels.attention.kv_layout import group_layers, kv_block_bytes, layout_of
+from tests.distributed.engine_harness import rank_config
+from tests.family_cases import VARIANTS, family_checkpoint
+from tests.published_configs import PUBLISHED
+from workers.models.registry import load_model_config, parse_model_config
+from workers.rank.backend_choice import backend_shape
+from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
+from workers.rank.rank_info import Rendezvous
+from workers.runner.graph_sizes import GraphSizes
+
+BLOCKS, BLOCK_SIZE = 24, 16
+# Values of a token in a layer: K and V of all heads, or a latent and the rotated key.
+TINY = {
+    "deepseek_v2": 32 + 8,
+    "deepseek_v3": 32 + 8,
+    "glm4_moe_lite": 32 + 8,
+    "kimi_k2": 32 + 8,
+}
+# Bytes of a token in a layer of the published models, in bfloat16; all of their layers are alike.
+RELEASED = {
+    "deepseek_v2": 1152,
+    "deepseek_v3": 1152,
+    "ernie4_5_moe": 2048,
+    "glm4_moe": 4096,
+    "glm4_moe_lite": 1152,
+    "granitemoe": 2048,
+    "granitemoeshared": 2048,
+    "kimi_k2": 1152,
+    "minimax_m2": 4096,
+    "mixtral": 4096,
+    "olmoe": 8192,
+    "qwen2_moe": 8192,
+    "qwen3_moe": 2048,
+}
+
+
+@pytest.mark.parametrize("family", VARIANTS)
+def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None:
+    config = rank_config(
+        family_checkpoint(tmp_path, family, "untied"),
+        1,
+        model={"weights": "dummy", "max_model_len": 64},
+        cache={"num_blocks": BLOCKS, "block_size": BLOCK_SIZE},
+    )
+    model = load_model_config(config.model.folder)
+    process = RankProcess(0, config)
+    try:
+        epoch = Epoch(process, Rendezvous("", 0, family), 5)
+        epoch.load()
+        info = epoch.start_engine(lambda *_: None, lambda _: None)
+        allocated = sum(cache.nbytes for cache in process.kv_caches)
+        shape = backend_shape(config, model)
+        (row,) = rank_rows(
+            config, model, process.selection, shape, num_ubatches=0, graphs=GraphSizes()
+        )
+        epoch.close()
+    finally:
+        process.close()
+    assert row.kv_bytes == info.memory_bytes["kv_cache"] == allocated
+    if family in RELEASED:
+        attention = model.attention.kernel_spec
+        values = TINY.get(family, 2 * attention.num_kv_heads * attention.head_dim)
+        assert allocated == BLOCKS * BLOCK_SIZE * model.num_layers * values * 4
+
+
+@pytest.mark.parametrize("family", RELEASED)
+def test_bytes_of_a_token_of_published_models(family: str) -> None:
+    model = parse_model_config(PUBLISHED[family], {}, "config.json")
+    groups = group_layers(map(layout_of, model.attention_specs))
+    assert kv_block_bytes(groups, 1, 2) == RELEASED[family] * model.num_layers
