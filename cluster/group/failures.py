@@ -8,7 +8,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from workers.models.config_reader import ModelConfigError
 from workers.rank.actor import PeerFailedError, RankFailedError
-from workers.weights.files import CheckpointError
+from workers.weights.checkpoint_files import CheckpointError
 
 T = TypeVar("T")
 

@@ -26,8 +26,8 @@ from workers.models.registry import (
 )
 from workers.models.specs import ModelConfig
 from workers.weights.checkpoint import make_checkpoint, released_layout
+from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.checkpoint_weights import checkpoint_tensors
-from workers.weights.files import CheckpointError
 from workers.weights.initial_weights import draw_weights
 from workers.weights.slots import WeightSlot
 

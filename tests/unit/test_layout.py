@@ -132,6 +132,51 @@ def test_the_rule_catches(path: str, source: str):
     assert len(forbidden(path, source)) == 1
 
 
+def imported_modules(path: Path) -> Iterator[str]:
+    """What the import of this file imports, packages of this repository with their __init__.py."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def all_imported_modules(module: str) -> dict[str, str]:
+    """Each module that the import of `module` imports through files of this repository: by which of them."""
+    found, todo = {module: ""}, [module]
+    while todo:
+        name = todo.pop()
+        path = ROOT / name.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if not file.exists():  # of a library, or a name in a module
+            continue
+        parents = [name.rsplit(".", i)[0] for i in range(1, name.count(".") + 1)]
+        new = dict.fromkeys((*parents, *imported_modules(file)), name).items() - found.items()
+        todo += [imported for imported, _ in new if imported not in found]
+        found = dict(new) | found
+    return found
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("cluster.cli", "cluster.commands.serve", "cluster.app", "cluster.group.supervisor"),
+        *("cluster.ingress.ingress", "cluster.api.tokenizer", "workers.rank.actor"),
+    ],
+)
+def test_processes_without_a_model_import_no_torch(module: str) -> None:
+    """torch takes seconds and 200 MB of each process. A rank imports it while the next one starts."""
+    found = all_imported_modules(module)
+    assert len(found) > 10
+    heavy = {name for name in found if name.split(".")[0] in ("torch", "transformers")}
+    assert not heavy, {name: found[name] for name in heavy}
+
+
+def test_a_module_that_imports_torch_later_is_found() -> None:
+    assert all_imported_modules("workers.rank.process")["torch"].startswith("workers.")
+
+
 def test_the_rule_allows():
     assert (
         forbidden(

@@ -11,7 +11,7 @@ from cluster.group.placement import PlacementError
 from kernels.routing.placement import STANDBY
 from tests.unit.ray_fakes import FakeRank, rank_config, until
 from tests.unit.test_rebuild import Scene, run
-from workers.weights.files import CheckpointError
+from workers.weights.checkpoint_files import CheckpointError
 
 
 @pytest.fixture(autouse=True)

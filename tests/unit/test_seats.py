@@ -15,7 +15,7 @@ from tests.distributed.engine_harness import rank_config
 from workers.rank import process as process_module
 from workers.rank.process import RankProcess
 from workers.weights.checkpoint import make_checkpoint
-from workers.weights.files import CheckpointError
+from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.slots import WeightSlot
 
 NUM_EXPERTS = 7

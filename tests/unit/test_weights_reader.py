@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from workers.weights import reader as weight_reader
-from workers.weights.files import CheckpointError, read_headers
+from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.files import read_headers
 from workers.weights.reader import SlotSource, copies, fill_slots
 from workers.weights.slots import WeightSlot
 

@@ -14,6 +14,10 @@ SAMPLE_BYTES = 64 * 1024
 NUM_SAMPLES = 64
 
 
+class CheckpointError(ValueError):
+    """The tensors of a checkpoint differ from its config, or its files cannot be read."""
+
+
 @dataclass(frozen=True)
 class FileFacts:
     """Size in bytes, and the digest of the size and of samples."""

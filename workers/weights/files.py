@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.weight_map import WeightEntry
 
 SINGLE_FILE = "model.safetensors"
@@ -27,10 +28,6 @@ MAX_NAMED = 20
 TIED_HEAD = (
     "lm_head.weight"  # not in the weight map of a tied checkpoint, which may hold it none the less
 )
-
-
-class CheckpointError(ValueError):
-    """The tensors of a checkpoint differ from its config, or its files cannot be read."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from threading import Lock
 
 import torch
 
-from workers.weights.files import DTYPES, CheckpointError, StoredTensor
+from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.files import DTYPES, StoredTensor
 from workers.weights.slots import Progress, Slot
 
 PIECE = 32 * 2**20  # bytes of a thread's buffer and of one copy
