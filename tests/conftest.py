@@ -30,16 +30,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
+# Files whose tests share a server, by the first part of their paths: one process runs all files of a line.
+SHARED_SERVERS = (
+    ("tests/clients/",),
+    tuple(
+        f"tests/serve/test_{name}.py"
+        for name in ("experiment_client", "forms", "observability", "offline", "page", "server")
+    ),
+)
+
+
 class ByServer(LoadScopeScheduling):
-    """Gives a file to one process, and all files of SHARED to one process, because each process starts its own server.
+    """Gives a file to one process, and all files that share a server to one process, because each process starts it.
 
     xdist's own `loadgroup` has no effect with pytest 9.2: it writes an attribute that a node no longer has.
     """
 
-    SHARED = "tests/clients/"
-
     def _split_scope(self, nodeid: str) -> str:
-        return self.SHARED if nodeid.startswith(self.SHARED) else nodeid.split("::")[0]
+        for files in SHARED_SERVERS:
+            if nodeid.startswith(files):
+                return files[0]
+        return nodeid.split("::")[0]
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:

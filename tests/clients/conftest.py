@@ -1,4 +1,4 @@
-"""The demo model on a real server of two ranks, for all clients; each test leaves it with nothing to do."""
+"""The demo model on two real servers of two ranks, for all clients; each test leaves them with nothing to do."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -11,11 +11,21 @@ from openai.types.chat import ChatCompletion
 
 from tests.serve.open_streams import Stream, check_stop_ends
 from tests.serve.server import ROOT, Server, running
+from workers.weights.checkpoint import CHAT_TEMPLATE
 
 DEMO = ROOT / "configs" / "models" / "demo"
 MODEL = "demo"
 HELLO = [{"role": "user", "content": "Hello"}]
 HELLO_ANSWER = "Hello! I am a small demo model served by Phalanx."
+# Of the guarded server, which runs MAX_RUNNING choices at once and lets MAX_WAITING wait.
+KEY = "a-key-of-the-guarded-server"
+TIMEOUT_S = 1.5
+MAX_RUNNING, MAX_WAITING = 4, 2
+# As Qwen's templates do it: the prompt opens a thought or closes it, or leaves that to the model.
+THINKING = (
+    "{%- if add_generation_prompt and enable_thinking is defined %}"
+    "{{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+)
 
 
 @pytest.fixture(scope="package")
@@ -30,6 +40,35 @@ def server(tmp_path_factory) -> Iterator[Server]:
     ) as server:
         yield server
         check_stop_ends(server, Stream(server, 2000), signal.SIGINT)
+
+
+@pytest.fixture(scope="package")
+def guarded(tmp_path_factory) -> Iterator[Server]:
+    """A server with a key, a short queue, a time limit, and a model that thinks.
+
+    It also stops at SIGTERM with a stream that does not finish in time.
+    """
+    folder = tmp_path_factory.mktemp("guarded")
+    template = CHAT_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "") + THINKING
+    (folder / "template.jinja").write_text(template)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_API_KEY", KEY)
+        with running(
+            folder,
+            DEMO,
+            model={"max_model_len": 2048, "dtype": "float32"},
+            cache={"num_blocks": 1024},
+            scheduler={"max_num_seqs": MAX_RUNNING // 2},
+            serve={
+                "model_name": MODEL,
+                "chat_template": "template.jinja",
+                "max_queued_requests": MAX_WAITING,
+                "drain_timeout_s": 0.5,
+                "limits": {"request_timeout_s": TIMEOUT_S},
+            },
+        ) as server:
+            yield server
+            check_stop_ends(server, Stream(server, 2000, KEY), signal.SIGTERM)
 
 
 @pytest.fixture(scope="package")

@@ -2,51 +2,26 @@
 
 import asyncio
 import json
-import signal
+import time
 from collections.abc import Iterator
 
 import anthropic
 import openai
 import pytest
 
-from tests.clients.conftest import DEMO, HELLO, HELLO_ANSWER, chat_body, completion_body
-from tests.serve.open_streams import Stream, check_stop_ends
-from tests.serve.server import Server, running
-from workers.weights.checkpoint import CHAT_TEMPLATE
-
-KEY = "a-key-of-the-guarded-server"
-TIMEOUT_S = 1.5
-# As Qwen's templates do it: the prompt opens a thought or closes it, or leaves that to the model.
-THINKING = (
-    "{%- if add_generation_prompt and enable_thinking is defined %}"
-    "{{- '<think>\\n' if enable_thinking else '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+from tests.clients.conftest import (
+    HELLO,
+    HELLO_ANSWER,
+    KEY,
+    MAX_RUNNING,
+    MAX_WAITING,
+    TIMEOUT_S,
+    chat_body,
+    completion_body,
 )
+
 ENDLESS = {"max_tokens": 2000, "extra_body": {"ignore_eos": True}}
 TOOLS = [{"type": "function", "function": {"name": "now"}}]
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("guarded")
-    template = CHAT_TEMPLATE.replace("<tool_call>", "").replace("</tool_call>", "") + THINKING
-    (folder / "template.jinja").write_text(template)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PHALANX_API_KEY", KEY)
-        with running(
-            folder,
-            DEMO,
-            model={"max_model_len": 2048, "dtype": "float32"},
-            cache={"num_blocks": 1024},
-            scheduler={"max_num_seqs": 2},
-            serve={
-                "model_name": "demo",
-                "chat_template": "template.jinja",
-                "max_queued_requests": 2,
-                "drain_timeout_s": 0.5,
-                "limits": {"request_timeout_s": TIMEOUT_S},
-            },
-        ) as server:
-            yield server
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +66,21 @@ def test_too_many_at_once(guarded):
 
 
 def test_more_choices_than_the_queue_holds(client):
-    with pytest.raises(openai.BadRequestError) as info:
-        client.completions.create(**completion_body("x", n=50))
+    """Choices count one by one."""
+    most = MAX_RUNNING + MAX_WAITING
+    with pytest.raises(openai.BadRequestError, match=str(most)) as info:
+        client.completions.create(**completion_body("x", n=most + 1))
     assert info.value.param == "n"
+    answer = client.completions.create(**completion_body("x", n=most, max_tokens=1))
+    assert len(answer.choices) == most
 
 
 def test_the_time_limit(client, guarded):
+    started = time.monotonic()
     with pytest.raises(openai.InternalServerError) as info:
         client.completions.create(**completion_body("x", **ENDLESS))
     assert (info.value.status_code, info.value.code) == (504, "timeout")
+    assert TIMEOUT_S - 0.1 < time.monotonic() - started < TIMEOUT_S + 2
     stream = client.completions.create(**completion_body("x", **ENDLESS), stream=True)
     texts = []
     with pytest.raises(openai.APIError) as error:
@@ -250,8 +231,3 @@ def test_the_time_limit_of_a_response(client, guarded):
     assert error.code == "timeout" and last.response.status == "failed"
     assert "response.output_text.delta" in [event.type for event in events]
     guarded.wait_free()
-
-
-def test_sigterm_ends_what_does_not_finish_in_time(guarded):
-    """The last test of this file: it stops the server."""
-    check_stop_ends(guarded, Stream(guarded, 2000, KEY), signal.SIGTERM)

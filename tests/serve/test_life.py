@@ -1,7 +1,7 @@
 """Starting and failing: no process left, clear messages, a dead rank noticed.
 
-Servers that other files share stop in one way each: with nothing to do (conftest.py), and with open streams
-(test_observability.py, test_overload.py, tests/clients/conftest.py, tests/clients/test_openai_guarded.py).
+Servers of other tests stop in one way each: with nothing to do (test_wheel.py), and with open streams
+(conftest.py, tests/clients/conftest.py).
 """
 
 import json
@@ -28,7 +28,8 @@ from tests.serve.server import (
 
 def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
     port = free_port()
-    server = Server(write_config(tmp_path, checkpoint, port), port, tmp_path / "log")
+    config = write_config(tmp_path, checkpoint, port, cluster={"ranks": 1})
+    server = Server(config, port, tmp_path / "log")
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
         while "  ray  " not in server.log.read_text():
@@ -133,6 +134,6 @@ def test_a_broken_checkpoint_is_told_by_the_ranks(tmp_path, checkpoint):
     shutil.copytree(checkpoint, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    done = run_serve(str(write_config(tmp_path, broken, free_port())))
+    done = run_serve(str(write_config(tmp_path, broken, free_port(), cluster={"ranks": 1})))
     assert done.returncode == 1 and "model.safetensors" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

@@ -12,9 +12,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.serve.server import START_TIMEOUT_S, free_port
+from tests.serve.server import START_TIMEOUT_S, free_port, left_running
 
 REPOSITORY = Path(__file__).parents[2]
 LAYERS = ("cluster", "workers", "kernels")
@@ -127,6 +128,7 @@ def test_an_experiment_runs_without_the_checkout(installed: Installed, tmp_path:
 
 
 def test_a_server_and_a_load_run_without_the_checkout(installed: Installed, tmp_path: Path) -> None:
+    """It also stops at SIGTERM with nothing to do: within ten seconds, without a process or a warning left."""
     port, log = free_port(), tmp_path / "log"
     settings = ["--set", f"serve.port={port}", "--set", "cluster.ranks=1"]
     with log.open("w") as output:
@@ -142,13 +144,18 @@ def test_a_server_and_a_load_run_without_the_checkout(installed: Installed, tmp_
         while not re.search(r"^ready in .*http", log.read_text(), re.M):
             assert server.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.2)
+        family = psutil.Process(server.pid).children(recursive=True)
         load = ["--requests", "4", "--warmup", "0", "--input-len", "8", "--output-len", "4"]
         url = f"http://127.0.0.1:{port}"
         printed = installed.phalanx(tmp_path, "bench", "--url", url, *load)
         assert re.search(r"output tokens +16\b", printed), printed
         assert re.search(r"errors +0\b", printed), printed
-        server.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        server.send_signal(signal.SIGTERM)
         assert server.wait(60) == 0, log.read_text()
+        assert time.monotonic() - started < 10 and not left_running(family, 10)
     finally:
         server.kill()
         server.wait()
+    printed = log.read_text()
+    assert "ERROR" not in printed and "WARNING" not in printed, printed

@@ -1,14 +1,20 @@
-"""The start of `phalanx serve`: the port is reserved before Ray starts, and Serve's errors keep their cause."""
+"""`phalanx serve` itself: it reserves the port, Serve's errors keep their cause, and signals end its drain."""
 
 import logging
+import os
+import signal
 import socket
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from cluster.commands.serve import _deploy_failure, _hold_port
+from cluster.commands import serve as serve_command
+from cluster.commands.serve import _deploy_failure, _drain, _hold_port
 from cluster.commands.start import ServerError
+from cluster.commands.stop_signals import StopSignals
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.ingress.http_server import _listen
 from tests.serve.server import free_port
@@ -84,3 +90,65 @@ def test_a_failed_deploy_shows_the_error_of_the_replica(caplog: pytest.LogCaptur
         assert _deploy_failure(application(hidden, "", trace)) == "OSError: in use"
     assert 'File "x.py", line 1' in caplog.text
     assert _deploy_failure(application(hidden, "")) == hidden
+
+
+class OpenRequests:
+    """The ranks of a server whose requests end at the `polls`-th poll; at the second one, signals arrive."""
+
+    draining = False
+
+    def __init__(self, polls: int, *signals: signal.Signals):
+        self._left, self._signals = polls, signals
+        self.polls = 0
+        self.timeouts: list[float] = []
+        self.supervisor = SimpleNamespace(
+            drain=SimpleNamespace(remote=self.timeouts.append),
+            is_drained=SimpleNamespace(remote=self._is_drained),
+        )
+
+    def stage(self, name: str) -> Any:
+        return nullcontext()
+
+    def _is_drained(self) -> bool:
+        self.polls += 1
+        if self.polls == 2:
+            for number in self._signals:
+                os.kill(os.getpid(), number)
+        return self.polls >= self._left
+
+
+@pytest.fixture
+def stop(monkeypatch: pytest.MonkeyPatch) -> Iterator[StopSignals]:
+    monkeypatch.setattr(serve_command, "ray_get", lambda result: result)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    stop = StopSignals()
+    stop.install()
+    yield stop
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "timeout_s", "polls"),
+    [
+        (signal.SIGTERM, [], 30.0, 9),
+        (signal.SIGTERM, [signal.SIGTERM], 30.0, 2),
+        (signal.SIGTERM, [signal.SIGINT], 30.0, 2),
+        (signal.SIGINT, [], 0.0, 9),
+    ],
+)
+def test_a_drain_ends_with_the_requests_or_at_a_second_signal(
+    stop: StopSignals,
+    first: signal.Signals,
+    second: list[signal.Signals],
+    timeout_s: float,
+    polls: int,
+) -> None:
+    """After SIGINT the groups end the requests at once."""
+    os.kill(os.getpid(), first)
+    config = PhalanxConfig.model_validate(
+        {"model": {"path": "unused"}, "serve": {"drain_timeout_s": 30}}
+    )
+    ranks: Any = OpenRequests(9, *second)
+    _drain(config, stop, ranks)
+    assert (ranks.timeouts, ranks.polls) == ([timeout_s], polls)
