@@ -50,7 +50,7 @@ def random_traffic(chance: random.Random, num_steps: int) -> list[Event]:
 @pytest.mark.parametrize(
     ("all2all", "asynchronous", "ubatch", "num_steps"),
     [
-        ("shm", True, True, 2000),
+        ("shm", True, True, 700),
         ("shm", False, False, 600),
         # More ranks than cores wait for each other's sockets: a step takes 15 ms.
         ("torch_dist", True, False, 300),

@@ -142,21 +142,26 @@ def timings(ubatch_rank: UbatchRank, rank: int, num_ranks: int, num_ubatches: in
             recorder.record(slowed(backends, compute=COMPUTE, delay=delay), i)
             for i, backends in enumerate(ubatch_rank.ubatches)
         ]
-        tries = []
-        for _ in range(TRIES):
-            recorder.start()
-            ubatch_rank.ubatched(batch, ubatches)
-            tries.append(recorder.finish())
-        found[delay] = min(tries, key=lambda trace: trace.seconds)
+        recorder.start()
+        ubatch_rank.ubatched(batch, ubatches)
+        found[delay] = recorder.finish()
     covered = found[DELAY].covered_share
     return plain.seconds, found[0.0].seconds, found[DELAY].seconds, covered
 
 
 @pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
 def test_communication_disappears_behind_compute(rank_pool, checkpoint, all2all):
+    """Up to TRIES times, because other work of the machine delays a step too."""
     config = config_of(checkpoint, 2, all2all)
     total_delay = 2 * LAYERS * DELAY
-    for plain, compute, delayed, covered in on_ranks(rank_pool, timings, config, 2):
-        assert plain > compute + 0.8 * total_delay, "the delay shows nowhere"
-        assert delayed < compute + 0.3 * total_delay
-        assert covered > 0.5, "beside the delay, counts and rows really travel"
+    found = []
+    for _ in range(TRIES):
+        found += on_ranks(rank_pool, timings, config, 2)
+        if all(
+            plain > compute + 0.8 * total_delay  # else the delay shows nowhere
+            and delayed < compute + 0.3 * total_delay
+            and covered > 0.5  # beside the delay, counts and rows really travel
+            for plain, compute, delayed, covered in found[-2:]
+        ):
+            return
+    raise AssertionError(f"seconds plain, without and with delay, and the share covered: {found}")

@@ -61,12 +61,6 @@ def small(special: bool) -> Model:
         return load(folder)
 
 
-@cache
-def published(vocabulary: Path) -> Model:
-    with TemporaryDirectory() as name:
-        return load(qwen_tokenizer.model_folder(SHAPE, vocabulary, Path(name)))
-
-
 @pytest.fixture(scope="module")
 def vocabulary() -> Path:
     file = qwen_tokenizer.find_vocabulary()
@@ -75,10 +69,28 @@ def vocabulary() -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def benchmark_folder(vocabulary, tmp_path_factory) -> Path:
+    """The model folder of the benchmark on GPUs, which has the published tokenizer."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    options = SimpleNamespace(config=SHAPE.parents[1] / "gpu-bench.yaml", vocabulary=vocabulary)
+    (setting,) = gpu_serving.published_tokenizer(options, folder)
+    key, _, path = setting.partition("=")
+    assert key == "model.path" and Path(path).name == SHAPE.name
+    options.config = SHAPE.parents[1] / "local.yaml"
+    assert gpu_serving.published_tokenizer(options, folder) == []
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def published(benchmark_folder) -> Model:
+    return load(benchmark_folder)
+
+
 @pytest.fixture(params=["special", "not special", "published"])
 def model(request) -> Model:
     if request.param == "published":
-        return published(request.getfixturevalue("vocabulary"))
+        return request.getfixturevalue("published")
     return small(request.param == "special")
 
 
@@ -142,14 +154,14 @@ def test_the_tokens_are_those_that_llguidance_treats_as_special(model):
     assert {i for i in added if tokenizer.is_special_token(i)} == set(found.values())
 
 
-def test_the_published_tokenizer(vocabulary):
-    tokenizer = published(vocabulary).tokenizer
+def test_the_published_tokenizer(published):
+    tokenizer = published.tokenizer
     ids = [9707, 11, 1879, 0, 220, 151667, 87, 151668, 151657]
     text = "Hello, world! <think>x</think><tool_call>"
     assert tokenizer.encode(text, add_special_tokens=False) == ids
     assert tokenizer.decode(ids) == text
     assert not tokenizer.is_hidden("<tool_call>") and tokenizer.is_hidden("<|im_end|>")
-    assert tokenizer.eos_token_ids == {151643, 151645}
+    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (151_936, {151643, 151645})
     for text in (
         "def f(x):\n    return x**2\n\n\n",
         "I'LL don't 12345",
@@ -158,19 +170,8 @@ def test_the_published_tokenizer(vocabulary):
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_the_gpu_benchmark_has_the_published_tokenizer(vocabulary, tmp_path):
-    options = SimpleNamespace(config=SHAPE.parents[1] / "gpu-bench.yaml", vocabulary=vocabulary)
-    (setting,) = gpu_serving.published_tokenizer(options, tmp_path)
-    key, _, folder = setting.partition("=")
-    assert key == "model.path" and Path(folder).name == SHAPE.name
-    tokenizer = load_tokenizer(folder)
-    assert (tokenizer.vocab_size, tokenizer.eos_token_ids) == (151_936, {151643, 151645})
-    options.config = SHAPE.parents[1] / "local.yaml"
-    assert gpu_serving.published_tokenizer(options, tmp_path) == []
-
-
-def test_bad_words_are_tokenised_with_and_without_a_space(vocabulary):
-    tokenizer = published(vocabulary).tokenizer
+def test_bad_words_are_tokenised_with_and_without_a_space(published):
+    tokenizer = published.tokenizer
     api = Api(tokenizer=tokenizer)
     assert api.complete(bad_words=["world", " fox", "antidisestablish", "5"]).status_code == 200
     ((_ids, params),) = api.backend.requests.values()
