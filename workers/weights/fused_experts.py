@@ -8,7 +8,8 @@ E experts, N rows and K columns of an expert's matrix.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from workers.weights.files import CheckpointError, StoredTensor
+from workers.weights.checkpoint_files import CheckpointError
+from workers.weights.files import StoredTensor
 from workers.weights.weight_map import WeightEntry
 
 Shape = tuple[int, ...]

@@ -12,9 +12,9 @@ import torch
 from kernels.routing.placement import ExpertPlacement
 from workers.models.registry import weight_map
 from workers.models.specs import ModelConfig
+from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.files import (
     TIED_HEAD,
-    CheckpointError,
     StoredTensor,
     check_against_map,
     check_tied_head,
