@@ -22,6 +22,7 @@ class FusedKernels:
     add_rms_norm: Callable[..., torch.Tensor]
     norm_rotate: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], None]
     route_top_k: Callable[..., Tensors]
+    route_groups: Callable[..., Tensors]
 
 
 @functools.cache
@@ -32,5 +33,6 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
     from kernels.triton.norm import add_rms_norm
     from kernels.triton.qk_rope import norm_rotate
     from kernels.triton.route import route_top_k
+    from kernels.triton.route_groups import route_groups
 
-    return FusedKernels(add_rms_norm, norm_rotate, route_top_k)
+    return FusedKernels(add_rms_norm, norm_rotate, route_top_k, route_groups)

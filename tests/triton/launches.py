@@ -110,6 +110,23 @@ def _route(at: Inputs, *, on_device: bool) -> None:
     route_top_k(at.rows(EXPERTS), TOP_K, True, at.slice()[:1] if on_device else at.size)
 
 
+def _route_groups(at: Inputs, *, on_device: bool) -> None:
+    from kernels.triton.route_groups import route_groups
+
+    route_groups(
+        at.rows(EXPERTS, dtype=torch.float32),
+        torch.zeros(EXPERTS, device=at.device),
+        TOP_K,
+        at.slice()[:1] if on_device else at.size,
+        num_groups=8,
+        top_groups=4,
+        group_score="top2",
+        renormalise=True,
+        score="sigmoid",
+        scaling=2.5,
+    )
+
+
 def _forced_route(at: Inputs) -> None:
     from kernels.triton.forced_route import forced_route
 
@@ -205,6 +222,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "norm": _norm,
     "route": partial(_route, on_device=False),
     "route_in_graphs": partial(_route, on_device=True),
+    "route_groups": partial(_route_groups, on_device=False),
+    "route_groups_in_graphs": partial(_route_groups, on_device=True),
     "forced_route": _forced_route,
     "experts": _experts,
     "exchange": _exchange,

@@ -11,6 +11,7 @@ from kernels.fused import FusedKernels, fused_kernels
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
 from kernels.triton.route import route_top_k
+from kernels.triton.route_groups import route_groups
 from tests.closeness import assert_near
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 from workers.layers.rope import apply_rope
@@ -43,7 +44,9 @@ def head_norm(x_TNd: torch.Tensor, weight_Nd: torch.Tensor) -> torch.Tensor:
 
 
 def test_gpus_have_them():
-    assert fused_kernels("cuda") == FusedKernels(add_rms_norm, norm_rotate, route_top_k)
+    assert fused_kernels("cuda") == FusedKernels(
+        add_rms_norm, norm_rotate, route_top_k, route_groups
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

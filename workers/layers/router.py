@@ -24,8 +24,7 @@ def route_tokens(
     there, which a captured graph reads at each replay. bias_E is float32, for the choice alone.
     """
     if not spec.plain:
-        chosen = _choose_in_groups(x_TD, router_ED, spec, bias_E)
-        return _without_padding(*chosen, num_tokens)
+        return _route_in_groups(x_TD, router_ED, spec, num_tokens, bias_E)
     logits_TE = linear(x_TD, router_ED)
     top_k, renormalise = spec.top_k, spec.renormalise
     fused = fused_kernels(x_TD.device.type)
@@ -56,14 +55,46 @@ def _without_padding(
     return topk_idx_TK, topk_weights_TK
 
 
-def _choose_in_groups(
-    x_TD: torch.Tensor, router_ED: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
+def _route_in_groups(
+    x_TD: torch.Tensor,
+    router_ED: torch.Tensor,
+    spec: RouterSpec,
+    num_tokens: int | torch.Tensor,
+    bias_E: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose by score and bias among the experts of the best groups; weigh by the scores without bias.
 
     Logits are float32 products whatever the model's dtype, because close scores decide between experts.
     """
-    logits_TE = linear(x_TD.float(), router_ED.float())
+    fused = fused_kernels(x_TD.device.type)
+    if fused is None:
+        logits_TE = linear(x_TD.float(), router_ED.float())
+        return _without_padding(*choose_in_groups(logits_TE, spec, bias_E), num_tokens)
+    return fused.route_groups(
+        _float32_logits(x_TD, router_ED),
+        bias_E,
+        spec.top_k,
+        num_tokens,
+        num_groups=spec.num_groups,
+        top_groups=spec.top_groups,
+        group_score=spec.group_score,
+        renormalise=spec.renormalise,
+        score=spec.score,
+        scaling=spec.scaling,
+    )
+
+
+def _float32_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
+    """Return x @ router.T in float32 on a GPU, of tensors of 16 bits as they are: their products are exact."""
+    if x_TD.dtype == torch.float32:
+        return linear(x_TD, router_ED)
+    return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
+
+
+def choose_in_groups(
+    logits_TE: torch.Tensor, spec: RouterSpec, bias_E: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the chosen experts and their weights of float32 logits, by torch's operators."""
     softmax = spec.score == "softmax"
     scores_TE = logits_TE.softmax(-1) if softmax else logits_TE.sigmoid()
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
