@@ -166,8 +166,9 @@ class Compared:
         return [rows[: batch.num_tokens] for rows in (hidden_TD, logits_TV)]
 
 
-def compare(config: RankConfig) -> Compared:
+def compare(config: RankConfig, served: list[list[EngineRequest]] | None = None) -> Compared:
     """Serve all waves on one rank and compare its steps."""
+    served = served or waves()
     ends: list[str] = []
     epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "alone"), 30)
     try:
@@ -179,7 +180,7 @@ def compare(config: RankConfig) -> Compared:
         runner = epoch.engine.runner
         compared = Compared(runner)
         runner.launch = compared.launch
-        for wave in waves():
+        for wave in served:
             for request in wave:
                 epoch.engine.submit(request)
             while epoch.engine.step().run:
@@ -187,7 +188,7 @@ def compare(config: RankConfig) -> Compared:
         del runner.launch  # a cycle, which would hold the GPU's memory
     finally:
         epoch.process.close()
-    assert ends == ["length"] * sum(map(len, waves()))
+    assert ends == ["length"] * sum(map(len, served))
     return compared
 
 

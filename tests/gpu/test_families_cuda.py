@@ -1,0 +1,86 @@
+"""Every family on a GPU by flashinfer: logits of the CPU's float32, and graphs that equal eager forwards."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.attention.base import Attention
+from kernels.attention.flashinfer_latent import FlashInferLatentAttention
+from kernels.backends.registry import backend_class
+from kernels.backends.select import probe
+from tests.closeness import calc_diff
+from tests.devices import take_gpu
+from tests.distributed.engine_harness import make_request, rank_config
+from tests.gpu.test_graph_equality_cuda import compare
+from tests.gpu.test_model_cuda import BFLOAT16, batches, on_gpu
+from tests.gpu_families import released_shape, takes_latents
+from tests.unit.model_case import OneRank
+from workers.models.registry import FAMILIES
+from workers.wire.request import EngineRequest
+
+UNAVAILABLE = probe("cuda") if torch.cuda.is_available() else {}
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def attention_of(family: str) -> type[Attention]:
+    """Return flashinfer's attention for the family, or skip the test."""
+    name = "flashinfer_latent" if takes_latents(family) else "flashinfer"
+    if reason := UNAVAILABLE.get(f"attention.{name}"):
+        pytest.skip(reason)
+    found: type[Attention] = backend_class("attention", name)
+    return found
+
+
+def waves() -> list[list[EngineRequest]]:
+    """A few prompts and long decodes; prompts in several chunks beside decodes."""
+
+    def wave(*lengths: int, max_tokens: int) -> list[EngineRequest]:
+        return [
+            make_request(
+                f"{n}-{i}", [(7 * n + 3 * j) % 256 for j in range(n)], max_tokens=max_tokens
+            )
+            for i, n in enumerate(lengths)
+        ]
+
+    return [wave(1, 2, 30, 5, max_tokens=4), wave(300, 3, 33, 64, 17, max_tokens=8)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_the_cpu(tmp_path: Path, family: str) -> None:
+    backend = attention_of(family)
+    path = released_shape(tmp_path / "model", family)
+    reference = OneRank(path)
+    model = OneRank(path, torch.bfloat16, device="cuda", backend=backend)
+    for batch in batches():
+        found = model.logits(on_gpu(batch)).cpu()
+        assert found.isfinite().all()
+        assert calc_diff(found, reference.logits(batch)) < BFLOAT16
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replays_equal_eager_forwards(tmp_path: Path, family: str, fp8: bool) -> None:
+    """Decodes of all families, whole and in ubatches; experts in bfloat16, and in FP8 from a checkpoint in FP8."""
+    attention = attention_of(family)
+    kernels = {"grouped_gemm": "deepgemm_fp8"} if fp8 else {}
+    if fp8 and (reason := UNAVAILABLE.get("grouped_gemm.deepgemm_fp8")):
+        pytest.skip(reason)
+    take_gpu(0)
+    config = rank_config(
+        released_shape(tmp_path / "model", family, fp8=fp8),
+        1,
+        "cuda",
+        model={"dtype": "bfloat16", "max_model_len": 512},
+        scheduler={"max_num_seqs": 12, "max_num_batched_tokens": 96},
+        cache={"num_blocks": 256},
+        overlap={"mode": "on"},
+        kernels=kernels,
+    )
+    compared = compare(config, waves())
+    assert {mode for mode, _, _ in compared.kinds} >= {"DECODE"}, compared.kinds
+    assert attention is not FlashInferLatentAttention or len(compared.kinds) == 2, compared.kinds
+    assert not compared.wrong

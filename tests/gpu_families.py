@@ -1,0 +1,40 @@
+"""Small checkpoints of every family with the head sizes of releases, which kernels of GPUs are built for."""
+
+from pathlib import Path
+from typing import Any
+
+from workers.models.registry import FAMILIES
+from workers.weights.checkpoint import make_checkpoint
+
+SIZES: dict[str, Any] = {
+    "num_layers": 3,
+    "hidden_size": 256,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+    "num_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 320,
+}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+GLM_LATENT = LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256}
+
+
+def takes_latents(family: str) -> bool:
+    """Return whether the family has latent attention."""
+    return "kv_lora_rank" in FAMILIES[family].config.CHECKPOINT_FIELDS
+
+
+def released_shape(path: Path, family: str, **changes: Any) -> Path:
+    """Write a random checkpoint of the family to `path`."""
+    sizes, names = SIZES, FAMILIES[family].config.CHECKPOINT_NAMES
+    if names.get("head_dim", "head_dim") is None:  # it is hidden_size / num_heads there
+        sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
+    if takes_latents(family):
+        sizes = sizes | (GLM_LATENT if family == "glm4_moe_lite" else LATENT)
+    return make_checkpoint(path, family=family, **sizes | changes)
