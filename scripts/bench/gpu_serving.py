@@ -26,12 +26,13 @@ from cluster.bench.load import Driver
 from cluster.bench.metrics import RoundResult
 from cluster.bench.roofline import Hardware, floor_of
 from cluster.bench.settings import Load
-from scripts.bench import ROOT, qwen_tokenizer, results
+from scripts.bench import ROOT, qwen_tokenizer, released_shapes, results
 from scripts.bench.gpu_serving_report import page
 from scripts.bench.servers import ServerProcess, free_port
 from workers.models.registry import load_model_config
 
-LOADS = ((512, 1024, 1024), (128, 128, 512), (256, 4096, 8))  # in flight, input, output tokens
+# In flight, input and output tokens. The last one decodes 128 sequences a rank at 2,048 tokens.
+LOADS = ((512, 1024, 1024), (128, 128, 512), (256, 4096, 8), (512, 1792, 512))
 LOADS_RANKS = 4
 SHAPE = "qwen3-30b-a3b"  # the model folder that gets the published tokenizer
 START_TIMEOUT_S = 900.0  # the first start on a machine compiles
@@ -57,6 +58,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lengths", type=float, default=1.0, help="factor of prompts and answers")
     parser.add_argument("--waves", type=int, default=2, help="requests for each one in flight")
     parser.add_argument("--loads", default="0,1,2", help="which of the loads, from 0")
+    parser.add_argument("--shape", choices=released_shapes.SHAPES, help="in place of the model")
+    parser.add_argument("--layers", type=int, default=8, help="of the shape")
+    parser.add_argument("--fp8", action="store_true", help="the shape as a checkpoint in FP8")
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
     parser.add_argument(
         "--against", action="append", default=[], help="setting of a second server, to compare with"
@@ -77,7 +81,13 @@ def parse() -> argparse.Namespace:
 def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Return the report of one server, and of a second one that differs in the settings `--against`."""
     with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
-        return measure_with(options, log, published_tokenizer(options, Path(folder)))
+        if options.shape is None:
+            tokenizer = published_tokenizer(options, Path(folder))
+            return measure_with(options, log, tokenizer, bool(tokenizer))
+        shape = released_shapes.model_folder(
+            options.shape, options.layers, Path(folder), fp8=options.fp8
+        )
+        return measure_with(options, log, [f"model.path={shape}"], False)
 
 
 def published_tokenizer(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -94,9 +104,11 @@ def published_tokenizer(options: argparse.Namespace, folder: Path) -> list[str]:
     return [f"model.path={qwen_tokenizer.model_folder(model, vocabulary, copy)}"]
 
 
-def measure_with(options: argparse.Namespace, log: Path, tokenizer: list[str]) -> dict[str, Any]:
-    """Measure with the settings of `published_tokenizer`."""
-    settings = [f"cluster.ranks={options.ranks}", *tokenizer, *options.set]
+def measure_with(
+    options: argparse.Namespace, log: Path, model: list[str], published: bool
+) -> dict[str, Any]:
+    """Measure with these settings of the model; published: they bring the published tokenizer."""
+    settings = [f"cluster.ranks={options.ranks}", *model, *options.set]
     served = serve(options, settings, log)
     on_cpu = served["resolved"]["config"]["cluster"]["device"] == "cpu"
     report = {
@@ -105,7 +117,8 @@ def measure_with(options: argparse.Namespace, log: Path, tokenizer: list[str]) -
         "assumed_hardware": asdict(Hardware()),
         "ranks": options.ranks,
         "scale": options.scale,
-        "published_tokenizer": bool(tokenizer),
+        "published_tokenizer": published,
+        "shape": options.shape and [options.shape, options.layers, options.fp8],
         **served,
     }
     if options.against:

@@ -31,6 +31,7 @@ def page(report: dict[str, Any], _name: str) -> str:
         "",
         *_loads(report),
         "",
+        *(_a_gpu(report) if report.get("shape") else ()),
         *_start(report),
         "",
         *_steps(report),
@@ -65,6 +66,22 @@ def _loads(report: dict[str, Any]) -> list[str]:
         ]
         lines.append(f"| {' / '.join(map(str, key))} | " + " | ".join(cells) + " |")
     return lines
+
+
+def _a_gpu(report: dict[str, Any]) -> list[str]:
+    """Rates of one GPU: of all tokens, and of decodes at the median time between two tokens."""
+    lines = [
+        "| in flight / in / out | total tok/s a GPU | between tokens p50 (ms) | decode tok/s a GPU |",
+        "|---|---:|---:|---:|",
+    ]
+    for load in report["loads"]:
+        result, of_rank = load["result"], load["in_flight"] / report["ranks"]
+        between_ms = result["itl_ms"]["p50"]
+        total = f"{result['total_tokens_per_s'] / report['ranks']:,.0f}"
+        label = f"{load['in_flight']} / {load['input_len']} / {load['output_len']}"
+        decode = f"{between_ms:.1f} | {1e3 * of_rank / between_ms:,.0f}" if between_ms else "- | -"
+        lines.append(f"| {label} | {total} | {decode} |")
+    return [*lines, ""]
 
 
 def _against(report: dict[str, Any]) -> list[str]:
