@@ -23,7 +23,7 @@ from cluster.group.open_request import OpenRequest
 from cluster.group.operator_calls import OperatorCalls
 from cluster.group.router import Router
 from cluster.group.status import GroupHealth, GroupMembers, GroupStatus
-from cluster.group.suspects import Suspects
+from cluster.group.suspects import Suspects, turn
 from cluster.metrics.snapshot import Snapshot
 from workers.rank.actor import node_address
 from workers.wire.request import RequestOutput, SamplingParams, expected_output
@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 RETRY_S = 0.1
-POISON = "this request was set aside: its rank failed each time before it could send a token of it"
+POISON = (
+    "this request was set aside: its rank failed each time that it began the request, also alone"
+)
 
 
 class EngineClient(OperatorCalls):
@@ -134,7 +136,6 @@ class EngineClient(OperatorCalls):
             if not request.finished and self._failure is None and self._serving.is_set():
                 self._abort(request)
             self._forget(request)
-            self._end_trial(request)
 
     def health(self) -> tuple[bool, str]:
         """(whether requests are taken, the reason if not)."""
@@ -206,7 +207,7 @@ class EngineClient(OperatorCalls):
 
     def _submit(self, request: OpenRequest) -> None:
         """Send a request to a rank, with the tokens that an earlier attempt emitted."""
-        request.attempt += 1
+        request.begin_attempt()
         request.rank = self._router.pick(
             request.prompt_token_ids,
             request.num_tokens - len(request.prompt_token_ids),
@@ -236,14 +237,12 @@ class EngineClient(OperatorCalls):
             return  # the other streams of the lease are still being opened: a rank only reports its load
         number = self._router.number(group, rank)
         self._router.report(number, load_of_others)
-        if outputs:
+        if outputs and not outputs[0].begins:
             self._token_times[number] = time.monotonic()
         for output in outputs:
             request = self._open.get(output.request_id)
             if request is not None:  # otherwise its client has left
                 request.put(output)
-                if self._suspects.any:
-                    self._end_trial(request)
 
     async def _open_streams(self) -> list[GroupMembers]:
         """Open a lease, and under it a stream from each rank of each group."""
@@ -316,40 +315,29 @@ class EngineClient(OperatorCalls):
             requests = [request for request in self._open.values() if not request.finished]
             if not abort:
                 self._set_aside_poison(requests, members)
-            for request in requests:
-                if request.finished or self._suspects.holds(request):
+            for request in sorted(requests, key=turn):
+                if request.finished:
                     continue
                 if abort:
                     self._abort(request)
                 self._submit_again(request)
-            self._try_next_suspect()
 
     def _submit_again(self, request: OpenRequest) -> None:
         self._forget(request)
         self._submit(request)
 
     def _set_aside_poison(self, requests: list[OpenRequest], members: list[GroupMembers]) -> None:
-        """End the request that ends ranks, if it is found."""
+        """Put the requests on trial that may have ended ranks, and end those that are proved to."""
 
         def failed(request: OpenRequest) -> bool:
             group, rank = request.place
             return rank in members[group].failed
 
-        poison = self._suspects.judge(requests, failed)
-        if poison is not None:
+        for poison in self._suspects.judge(requests, failed):
             logger.error("request %s is set aside: it ends its rank", poison.request_id)
             poison.put(RequestOutput(poison.wire_id, [], "abort", POISON))
-            self._supervisor.note_poison.remote()
-
-    def _end_trial(self, request: OpenRequest) -> None:
-        """Submit the next suspect if `request`, which got a token or ended, was on trial."""
-        if self._suspects.ended(request) and self._serving.is_set():
-            self._try_next_suspect()
-
-    def _try_next_suspect(self) -> None:
-        suspect = self._suspects.next()
-        if suspect is not None:
-            self._submit_again(suspect)
+        if self._suspects.excused:
+            self._supervisor.excuse_failures.remote()
 
     async def _resume(self) -> None:
         """Continue in the new epoch of a group. After a RayError the caller tries again: the group may have failed."""

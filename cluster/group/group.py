@@ -294,8 +294,8 @@ class Group:
         for rank in self._ranks:
             rank.close_stream.remote(self.status.epoch, stream_id)
 
-    def note_poison(self) -> None:
-        """Note that the failures so far had a cause, which is gone: they do not count towards `rebuild_attempts`."""
+    def excuse_failures(self) -> None:
+        """Note that the failures so far were due to a request: they do not count towards `rebuild_attempts`."""
         self._num_failures = 0
 
     def drain(self) -> None:

@@ -20,7 +20,14 @@ class OpenRequest:
     place    its group, and its number there
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
-    deaths   failures of its rank in a row, without a token in between
+
+    What `cluster.group.suspects` judges by:
+
+    fresh           no token came in this attempt
+    begun           the rank has begun this attempt, and sent no token
+    on_trial        the rank runs it alone, see `EngineRequest`
+    failures        failures of its rank in a row, without a token in between
+    trial_failures  failures of its rank in a row while the request was begun and on trial
     """
 
     request_id: str
@@ -36,7 +43,11 @@ class OpenRequest:
     router: Router = field(init=False)
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
-    deaths: int = 0
+    fresh: bool = True
+    begun: bool = False
+    on_trial: bool = False
+    failures: int = 0
+    trial_failures: int = 0
     finished: bool = False
     _outputs: list[RequestOutput] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None
@@ -45,6 +56,11 @@ class OpenRequest:
     def wire_id(self) -> str:
         """The id of this attempt in its rank."""
         return f"{self.request_id}~{self.attempt}" if self.attempt > 1 else self.request_id
+
+    def begin_attempt(self) -> None:
+        """Count an attempt; `rank` and `place` are those of the attempt before."""
+        self.attempt += 1
+        self.fresh, self.begun = True, False
 
     def to_engine(self) -> EngineRequest:
         """The message of this attempt; the stream is named by the sender."""
@@ -56,15 +72,21 @@ class OpenRequest:
             priority=self.priority,
             cache_salt=self.cache_salt,
             emitted_token_ids=self.emitted[:],
+            on_trial=self.on_trial,
         )
 
     def put(self, output: RequestOutput) -> None:
         """Take the output of a step and wake the waiting `get`."""
+        if self.fresh:
+            if output.begins:
+                self.begun = True
+                return
+            self.fresh = self.begun = self.on_trial = False
+            self.failures = self.trial_failures = 0
         if self.attempt > 1 and self.emitted:
             # The first output of this attempt repeats what came with the first output of the request.
             output = replace(output, prompt_logprobs=None, num_cached_tokens=0)
         self.emitted.extend(output.token_ids)
-        self.deaths = 0
         self.finished = output.finish_reason is not None
         self._outputs.append(output)
         if self._waiter is None or self._waiter.done() or (self.whole and not self.finished):

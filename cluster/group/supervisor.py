@@ -272,10 +272,10 @@ class Supervisor:
         """Whether every ingress has finished its requests."""
         return self._drained >= self._leases.ingress_ids
 
-    async def note_poison(self) -> None:
-        """An ingress has set aside the request that ended ranks."""
+    async def excuse_failures(self) -> None:
+        """An ingress has found that a request ended ranks."""
         for group in self._groups:
-            group.note_poison()
+            group.excuse_failures()
 
     async def ping(self) -> None:
         """Return at once; a rank calls it from time to time, and ends when this actor has ended for good."""

@@ -1,67 +1,70 @@
-"""Finds the request that ends ranks, among the open requests of an ingress.
+"""Finds the requests that end ranks, among the open requests of an ingress.
 
-A request is a suspect after its rank has failed MAX_DEATHS times in a row before it sent a token of the request. A lone
-suspect is poison. Of several suspects one at a time is submitted: all but the poison send a token and are cleared.
-Knows nothing of ranks, groups or Ray.
+A rank names each request that it begins. When the rank fails, each of its requests that was begun and sent no token is
+put on trial: in the next epoch its rank runs it alone among requests without a token. A token clears it. The second
+failure of a rank in the trial of one request proves the request to be poison: a rank that ended for another reason
+would have ended in the trial of this request twice. If the notice was lost with its rank, three failures in a row
+without a token put a request on trial too. Knows nothing of ranks, groups or Ray.
 """
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import attrgetter
 
 from cluster.group.open_request import OpenRequest
 
-MAX_DEATHS = 2
+TRIAL_FAILURES = 2
+UNEXPLAINED_FAILURES = 3
+MAX_EXCUSES = 4
+
+_by_place = attrgetter("place")
 
 
 class Suspects:
-    """Suspects of one ingress. All methods run in one event loop."""
+    """Counts the failures of ranks for one ingress.
+
+    excused   whether the failures of the last `judge` had a cause that is a request, as far as that can be believed:
+              a rank that fails at each request is broken itself
+    """
 
     def __init__(self) -> None:
-        self._waiting: list[OpenRequest] = []
-        self._on_trial: OpenRequest | None = None
-
-    @property
-    def any(self) -> bool:
-        """Whether there are suspects."""
-        return self._on_trial is not None or bool(self._waiting)
+        self.excused = False
+        self._excuses = 0  # since a failed rank has served a request
 
     def judge(
         self, requests: Iterable[OpenRequest], failed: Callable[[OpenRequest], bool]
-    ) -> OpenRequest | None:
-        """Count the end of an epoch for its open requests; return the poison, if it is found.
+    ) -> list[OpenRequest]:
+        """Count the failures that ended an epoch for its open requests; return the poison.
 
         failed   whether the rank of a request has failed
         """
-        submitted = [request for request in requests if request not in self._waiting]
-        for request in submitted:
-            request.deaths += failed(request)
-        trial, poison = self._on_trial, None
-        if trial is not None and failed(trial):
-            self._on_trial, poison = None, trial
-        self._waiting += [
-            request
-            for request in submitted
-            if request.deaths >= MAX_DEATHS and request is not trial
-        ]
-        if trial is None and len(self._waiting) == 1:
-            poison = self._waiting.pop()
+        self.excused = False
+        poison: list[OpenRequest] = []
+        for _, of_rank in groupby(sorted(filter(failed, requests), key=_by_place), _by_place):
+            poison += self._judge_rank(list(of_rank))
         return poison
 
-    def holds(self, request: OpenRequest) -> bool:
-        """Whether a request waits for its trial and must not be submitted."""
-        return request in self._waiting
+    def _judge_rank(self, requests: list[OpenRequest]) -> list[OpenRequest]:
+        """Judge the requests of one failed rank."""
+        begun = [request for request in requests if request.begun]
+        tried = [request for request in begun if request.on_trial]
+        for request in requests:
+            request.failures += 1
+            if request.begun or (not begun and request.failures >= UNEXPLAINED_FAILURES):
+                request.on_trial = True
+        for request in tried:
+            request.trial_failures += 1
+        if not all(request.fresh for request in requests):
+            self._excuses = 0
+        if tried:
+            self._excuses += 1
+            self.excused = self._excuses <= MAX_EXCUSES
+        return [request for request in tried if request.trial_failures >= TRIAL_FAILURES]
 
-    def next(self) -> OpenRequest | None:
-        """Return the request to submit now, if no trial is open: it is on trial until `ended`."""
-        if self._on_trial is not None or not self._waiting:
-            return None
-        self._on_trial = self._waiting.pop(0)
-        return self._on_trial
 
-    def ended(self, request: OpenRequest) -> bool:
-        """Note a token or the end of a request; return whether that ends a trial."""
-        if request is self._on_trial:
-            self._on_trial = None
-            return True
-        if request in self._waiting:
-            self._waiting.remove(request)
-        return False
+def turn(request: OpenRequest) -> int:
+    """Return the place of a request in the order of submission to an epoch: first trials, then requests without one.
+
+    The requests with a failure in their trial are last, so that all other requests get tokens before the next one.
+    """
+    return 2 if request.trial_failures else 0 if request.on_trial else 1

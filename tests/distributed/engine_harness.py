@@ -116,6 +116,8 @@ def _run_rank(
 
     def publish(ingress_id: str, outputs: list[Any]) -> None:
         for output in outputs:
+            if output.begins:
+                continue
             result.cached_tokens.setdefault(output.request_id, 0)
             result.cached_tokens[output.request_id] += output.num_cached_tokens
             result.tokens.setdefault(output.request_id, []).extend(output.token_ids)

@@ -5,11 +5,10 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.errors import EngineDeadError, ServingError
+from cluster.errors import EngineDeadError
 from cluster.group import engine_client
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until
-from workers.rank.actor import RankFailedError
 
 
 @pytest.fixture(autouse=True)
@@ -138,128 +137,6 @@ def test_a_rank_that_cannot_be_reached_is_tried_again(monkeypatch):
             (name,) = now.ranks[0].requests
             await now.ranks[0].emit(name, 0, 1, finish=True)
             await asked
-
-    run(scenario())
-
-
-def test_a_request_in_two_failed_steps_is_set_aside():
-    """A request that makes progress in between, or whose own rank lives, goes on."""
-
-    async def scenario() -> None:
-        async with scene() as now:
-            poison, works = now.ask("a", rank=1), now.ask("b", rank=1)
-            other = now.ask("c", rank=0)
-            for attempt in ("", "~2"):
-                await until(lambda suffix=attempt: f"a{suffix}" in now.ranks[1].requests)
-                await now.ranks[1].emit(f"b{attempt}", len(now.answers["b"]), 1)
-                await until(lambda suffix=attempt: len(now.answers["b"]) == 1 + len(suffix) // 2)
-                await until(
-                    lambda: len(now.ranks[1].calls["done"]) == len(now.ranks[1].calls["start"])
-                )
-                now.ranks[1].ended.set_exception(RankFailedError("KeyError: 7"))
-            with pytest.raises(ServingError, match="set aside") as caught:
-                await poison
-            assert (caught.value.status, caught.value.code) == (500, "request_ended_ranks")
-            await until(lambda: "b~3" in now.ranks[1].requests and "c~3" in now.ranks[0].requests)
-            assert "a~3" not in now.ranks[1].requests
-            await now.ranks[1].emit("b~3", 2, 1, finish=True)
-            await now.ranks[0].emit("c~3", 0, 1, finish=True)
-            await asyncio.gather(works, other)
-            assert now.answers["b"] == [100, 101, 102] and now.outstanding == (0, 0)
-
-    run(scenario())
-
-
-async def kill_twice(now, name: str) -> None:
-    """End rank 1's process twice while request `name` is open there without a token."""
-    for attempt in ("", "~2"):
-        await until(lambda suffix=attempt: name + suffix in now.ranks[1].requests)
-        await now.kill(1)
-
-
-def test_a_request_at_two_deaths_of_its_ranks_process_is_set_aside():
-    async def scenario() -> None:
-        async with scene() as now:
-            poison, other = now.ask("a", rank=1), now.ask("b", rank=0)
-            await kill_twice(now, "a")
-            with pytest.raises(ServingError, match="set aside") as caught:
-                await poison
-            assert (caught.value.status, caught.value.code) == (500, "request_ended_ranks")
-            # Deaths of a known cause do not count: three more are within the limit of three.
-            for attempt in (3, 4, 5):
-                await until(lambda number=attempt: f"b~{number}" in now.ranks[0].requests)
-                await now.kill(1)
-            await now.ranks[0].emit("b~6", 0, 1, finish=True)
-            await other
-            assert now.outstanding == (0, 0)
-
-    run(scenario())
-
-
-def test_of_several_suspects_one_at_a_time_is_tried():
-    """All wait in the rank that dies twice. The first is cleared by a token, the client of the second leaves."""
-
-    async def scenario() -> None:
-        async with scene() as now:
-            asked = {name: now.ask(name, rank=1) for name in "abcd"}
-            await until(lambda: len(now.ranks[1].requests) == 4)
-            await kill_twice(now, "a")
-            await until(lambda: "a~3" in now.ranks[1].requests)
-            fresh = now.ask("e", rank=1)
-            await until(lambda: "e" in now.ranks[1].requests)
-            assert set(now.ranks[1].requests) == {"a~3", "e"}
-            await now.ranks[1].emit("a~3", 0, 1)
-            await until(lambda: "b~3" in now.ranks[1].requests)
-            asked["b"].cancel()
-            await until(lambda: "c~3" in now.ranks[1].requests)
-            assert "d~3" not in now.ranks[1].requests
-            await now.kill(1)
-            with pytest.raises(ServingError, match="set aside"):
-                await asked["c"]
-            await now.ranks[1].emit("d~3", 0, 1, finish=True)
-            await now.ranks[1].emit("a~4", 1, 1, finish=True)
-            await now.ranks[1].emit("e~2", 0, 1, finish=True)
-            await asyncio.gather(asked["a"], asked["d"], fresh)
-            assert (now.answers["a"], now.answers["d"], now.answers["e"]) == (
-                [100, 101],
-                [100],
-                [100],
-            )
-            assert now.outstanding == (0, 0) and not now.client._suspects.any
-
-    run(scenario())
-
-
-def test_suspects_survive_the_death_of_another_rank():
-    """A held suspect counts no death, and a trial goes on in the next epoch."""
-
-    async def scenario() -> None:
-        async with scene() as now:
-            asked = {name: now.ask(name, rank=1) for name in "ab"}
-            await until(lambda: len(now.ranks[1].requests) == 2)
-            await kill_twice(now, "a")
-            await until(lambda: "a~3" in now.ranks[1].requests)
-            await now.kill(0)
-            await until(lambda: "a~4" in now.ranks[1].requests)
-            assert list(now.ranks[1].requests) == ["a~4"]
-            await now.ranks[1].emit("a~4", 0, 1, finish=True)
-            await now.ranks[1].emit("b~3", 0, 1, finish=True)
-            await asyncio.gather(*asked.values())
-
-    run(scenario())
-
-
-def test_the_failure_of_the_group_ends_held_suspects_too():
-    async def scenario() -> None:
-        async with scene() as now:
-            asked = [now.ask(name, rank=1) for name in "ab"]
-            await until(lambda: len(now.ranks[1].requests) == 2)
-            await kill_twice(now, "a")
-            await until(lambda: "a~3" in now.ranks[1].requests)
-            now.ranks[1].fail["run_stage"] = ValueError("the weights are gone")
-            await now.kill(0)
-            found = await asyncio.gather(*asked, return_exceptions=True)
-            assert all(isinstance(error, EngineDeadError) for error in found), found
 
     run(scenario())
 

@@ -231,7 +231,7 @@ def broken(*args, **kwargs):
 
 # What breaks, and where it is found in an engine.
 PARTS = {
-    "drain": ("_drain_inbox", lambda engine: engine),
+    "drain": ("take", lambda engine: engine._arrivals),
     "schedule": ("schedule", lambda engine: engine.scheduler),
     "commit": ("commit", lambda engine: engine.scheduler),
     "publish": ("_publish", lambda engine: engine),
@@ -301,7 +301,9 @@ class Alone:
         )
 
     def _publish(self, ingress_id, outputs):
-        self.sent += [(ingress_id, o.request_id, o.token_ids, o.error) for o in outputs]
+        self.sent += [
+            (ingress_id, o.request_id, o.token_ids, o.error) for o in outputs if not o.begins
+        ]
 
 
 def test_a_refused_request_may_be_aborted_in_the_same_drain():

@@ -111,6 +111,8 @@ class Run:
 
     def _publish(self, _ingress_id, outputs):
         for output in outputs:
+            if output.begins:
+                continue
             assert output.request_id not in self.ends, "an answer after the last one"
             self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
             if output.finish_reason is not None:

@@ -78,6 +78,8 @@ class Server:
 
     def _publish(self, _ingress_id, outputs):
         for output in outputs:
+            if output.begins:
+                continue
             self.outputs.setdefault(output.request_id, []).append(output)
 
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kernels.pending import Pending
-from workers.engine.messages import Abort, AbortIngress, CompiledRequest, Message, Refusal
-from workers.engine.open_requests import OpenRequests
+from workers.engine.arrivals import Arrivals
+from workers.engine.messages import Abort, AbortIngress, Message, Refusal
 from workers.engine.scheduler import ScheduledBatch, Scheduler
 from workers.engine.step_sync import (
     HEALTHY,
@@ -36,7 +36,7 @@ from workers.engine.step_sync import (
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
 from workers.runner.step_output import StepOutput
-from workers.sampling.grammar import Compiled, GrammarCompiler
+from workers.sampling.grammar import GrammarCompiler
 from workers.stats.stats import EngineStats, HostTimes
 from workers.ubatch.policy import OverlapPolicy, never
 from workers.wire.request import EngineRequest, RequestOutput
@@ -89,13 +89,11 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = stats or EngineStats()
-        self.open_requests = OpenRequests()
         self._vote_transport = vote_transport
         self._plan_config = plan_config
         self._epoch = epoch
         self._publish = publish
         self._wake_peers = wake_peers
-        self._grammars = grammars
         self._graph_sizes = graph_sizes or GraphSizes()
         self._max_in_flight = int(asynchronous)
         self._overlap = overlap or never("this engine has none")
@@ -103,6 +101,15 @@ class Engine:
         self._committed: list[tuple[InFlightStep, StepOutput, int]] = []
         self._commit_s = 0.0  # of this step
         self._outputs: defaultdict[str, list[RequestOutput]] = defaultdict(list)  # by ingress
+        self._arrivals = Arrivals(
+            scheduler,
+            self.stats.requests,
+            grammars,
+            publish=publish,
+            answer=lambda ingress_id, output: self._outputs[ingress_id].append(output),
+            enqueue=self._enqueue,
+        )
+        self.open_requests = self._arrivals.open_requests
         self._step = 0
         self._vote_in_progress: int | None = None  # its number
         self._asleep = False
@@ -212,8 +219,10 @@ class Engine:
         if self._failure is not None:
             return None
         try:
-            self._drain_inbox()
-            return self._schedule()
+            self._arrivals.take(self._inbox)
+            batch = self._schedule()
+            self._arrivals.begin(batch.admitted)
+            return batch
         except AbortedError:
             raise
         except Exception as error:
@@ -269,6 +278,8 @@ class Engine:
             self._in_flight.popleft()
             committed = self.scheduler.commit(launched.batch, output)
             generated = self.stats.requests.num_tokens(committed)
+            if self._arrivals.fresh:
+                self._arrivals.served(committed)
             for entry in self.stats.requests.committed(committed):
                 ended = entry.finish_reason is not None
                 find = self.open_requests.remove if ended else self.open_requests.ingress_of
@@ -306,60 +317,6 @@ class Engine:
         with self._changed:
             self._inbox.append(message)
             self._changed.notify()
-
-    def _drain_inbox(self) -> None:
-        while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, EngineRequest):
-                self._open(message)
-            elif isinstance(message, CompiledRequest):
-                self._add(message.request, message.grammar)
-            elif isinstance(message, Refusal):
-                self._refuse(message.request_id, message.ingress_id, message.error)
-            elif isinstance(message, Abort):
-                self._abort(message.request_id)
-            else:
-                for request_id in self.open_requests.ids_of_ingress(message.ingress_id):
-                    self._abort(request_id)
-                self.open_requests.remove_ingress(message.ingress_id)
-
-    def _open(self, request: EngineRequest) -> None:
-        """Accept a request. Its grammar, unless compiled before, is compiled meanwhile."""
-        if request.request_id in self.open_requests:
-            error = f"request id {request.request_id} is in use on this rank"
-            self._refuse(request.request_id, request.ingress_id, error)
-            return
-        self.open_requests.add(request)
-        text = request.params.grammar
-        if text is None:
-            self._add(request, None)
-        elif self._grammars is None:
-            self._add(request, "this rank has no grammar compiler")
-        elif (grammar := self._grammars.ready(text)) is not None:
-            self._add(request, grammar)
-        else:
-            self._grammars.compile(
-                text, lambda compiled: self._enqueue(CompiledRequest(request, compiled))
-            )
-
-    def _add(self, request: EngineRequest, grammar: Compiled | None) -> None:
-        """Schedule an accepted request, unless it was aborted while its grammar was compiled."""
-        if not self.open_requests.is_open(request):
-            return
-        error = grammar if isinstance(grammar, str) else self.scheduler.add(request, grammar)
-        if error is not None:
-            self.open_requests.remove(request.request_id)
-            self.stats.requests.forget(request.request_id)
-            self._refuse(request.request_id, request.ingress_id, error)
-
-    def _refuse(self, request_id: str, ingress_id: str, error: str) -> None:
-        self._outputs[ingress_id].append(RequestOutput(request_id, [], "error", error))
-
-    def _abort(self, request_id: str) -> None:
-        self.scheduler.abort(request_id)
-        self.stats.requests.forget(request_id)
-        if request_id in self.open_requests:
-            self.open_requests.remove(request_id)
 
     def _sleep(self) -> None:
         """Wait for a reason to vote again, then wake the peers unless a peer was the reason."""

@@ -58,6 +58,7 @@ class EngineRequest:
     cache_salt         only requests of one salt share cached prefixes
     emitted_token_ids  output tokens that an earlier epoch sent: they count as output everywhere, and only tokens
                        after them are published
+    on_trial           the rank runs it alone among requests without a token, until its first token
     """
 
     request_id: str
@@ -67,6 +68,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str = ""
     emitted_token_ids: list[int] = field(default_factory=list)
+    on_trial: bool = False
 
     @property
     def is_probe(self) -> bool:
@@ -101,6 +103,7 @@ class RequestOutput:
     """Output of one step for one request. The last output of a request has a finish_reason.
 
     A token of `stop_token_ids` ends the request and is the last of `token_ids`; `error` explains finish_reason "error".
+    An output with neither tokens nor finish_reason: the rank begins the request.
 
     logprobs           one entry for each of `token_ids`, if requested
     prompt_logprobs    in the first output, if requested: one entry for each prompt token, None for the first token
@@ -116,6 +119,11 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Return whether this is the notice that the rank begins the request."""
+        return not self.token_ids and self.finish_reason is None
 
 
 def merge(outputs: list[RequestOutput]) -> RequestOutput:

@@ -1,0 +1,210 @@
+"""The engine client finds the requests that end ranks, and no other request suffers for them."""
+
+import asyncio
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from cluster.errors import EngineDeadError, ServingError
+from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
+from tests.unit.ray_fakes import until
+from workers.rank.actor import RankFailedError
+
+
+@pytest.fixture(autouse=True)
+def rebuilding(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_fakes(monkeypatch)
+    monkeypatch.setattr(OfFakes, "group_options", {"rebuild_attempts": 5, "hang_timeout_s": 0.5})
+
+
+async def begin(now: Scene, rank: int, *names: str) -> None:
+    """The rank begins requests, and the client knows it."""
+    for name in names:
+        await reaches(now, rank, name)
+        await now.ranks[rank].emit(name, 0, 0)
+        await until(lambda name=name: now.client._open[name].begun)
+
+
+async def serve(now: Scene, rank: int, name: str, *, finish: bool = False) -> None:
+    """The rank sends the next token of a request, and the client has it."""
+    short = name.split("~")[0]
+    have = len(now.answers[short])
+    await reaches(now, rank, name)
+    await now.ranks[rank].emit(name, have, 1, finish=finish)
+    await until(lambda: len(now.answers[short]) == have + 1)
+
+
+def on_trial(now: Scene, rank: int) -> set[str]:
+    return {name for name, request in now.ranks[rank].requests.items() if request.on_trial}
+
+
+async def reaches(now: Scene, rank: int, *names: str) -> None:
+    await until(lambda: set(names) <= set(now.ranks[rank].requests))
+
+
+async def set_aside(asked: "asyncio.Task[None]") -> None:
+    with pytest.raises(ServingError, match="set aside") as caught:
+        await asked
+    assert (caught.value.status, caught.value.code) == (500, "request_ended_ranks")
+
+
+async def fail_step(now: Scene, rank: int) -> None:
+    """The step loop of a rank ends with an error; its process lives."""
+    calls = now.ranks[rank].calls
+    await until(lambda: len(calls["done"]) == len(calls["start"]))
+    now.ranks[rank].ended.set_exception(RankFailedError("KeyError: 7"))
+
+
+@pytest.mark.parametrize("end", [Scene.kill, fail_step], ids=["death", "error"])
+def test_a_request_that_ends_its_rank_in_two_trials_is_set_aside(end):
+    """Requests with a token, requests that were not begun, and those of another rank go on without a trial."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            poison, works, waits = (now.ask(name, rank=1) for name in "abw")
+            other = now.ask("c", rank=0)
+            await begin(now, 0, "c")
+            await begin(now, 1, "a", "b")
+            await serve(now, 1, "b")
+            await reaches(now, 1, "w")
+            await end(now, 1)
+            await reaches(now, 1, "a~2", "b~2", "w~2")
+            assert on_trial(now, 1) == {"a~2"} and not on_trial(now, 0)
+            assert next(iter(now.ranks[1].requests)) == "a~2", "trials come first"
+            await begin(now, 1, "a~2")
+            await end(now, 1)
+            await reaches(now, 1, "a~3", "b~3", "w~3")
+            assert on_trial(now, 1) == {"a~3"}
+            assert list(now.ranks[1].requests)[-1] == "a~3", "all others go first now"
+            await serve(now, 1, "w~3")
+            await begin(now, 1, "a~3")
+            await end(now, 1)
+            await set_aside(poison)
+            await reaches(now, 0, "c~4")
+            await reaches(now, 1, "b~4", "w~4")
+            assert "a~4" not in now.ranks[1].requests
+            for rank, name in ((1, "b~4"), (1, "w~4"), (0, "c~4")):
+                await serve(now, rank, name, finish=True)
+            await asyncio.gather(works, waits, other)
+            assert now.answers == {"a": [], "b": [100, 101], "w": [100, 101], "c": [100]}
+            assert now.outstanding == (0, 0)
+
+    run(scenario())
+
+
+def test_a_token_clears_a_request_on_trial():
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = now.ask("a", rank=1)
+            await begin(now, 1, "a")
+            await now.kill(1)
+            await begin(now, 1, "a~2")
+            await now.kill(1)
+            await begin(now, 1, "a~3")
+            await serve(now, 1, "a~3")
+            request = now.client._open["a~3"]
+            assert not (request.on_trial or request.failures or request.trial_failures)
+            await now.kill(1)
+            await begin(now, 1, "a~4")
+            assert not on_trial(now, 1)
+            await serve(now, 1, "a~4", finish=True)
+            await asked
+
+    run(scenario())
+
+
+def test_a_request_that_ends_its_rank_at_once_is_found_without_notices():
+    """The notice that a request begins may be lost with the process. A trial waits for its notice to be sent."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            poison = now.ask("a", rank=1)
+            for attempt in ("", "~2", "~3"):
+                await reaches(now, 1, f"a{attempt}")
+                assert not on_trial(now, 1)
+                await now.kill(1)
+            for attempt in ("~4", "~5"):
+                await reaches(now, 1, f"a{attempt}")
+                assert on_trial(now, 1) == {f"a{attempt}"}
+                await begin(now, 1, f"a{attempt}")
+                await now.kill(1)
+            await set_aside(poison)
+
+    run(scenario())
+
+
+def test_failures_with_a_known_cause_do_not_end_the_group():
+    """Two requests that end ranks cause more failures than `rebuild_attempts`; others are served in between."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            first, second, other = (now.ask(name, rank=1) for name in "abc")
+            await begin(now, 1, "a", "b", "c")
+            await serve(now, 1, "c")
+            await now.kill(1)
+            for name, attempt in (("a", 2), ("b", 3), ("a", 4), ("b", 5)):
+                await reaches(now, 1, f"c~{attempt}")
+                if attempt > 3:
+                    await serve(now, 1, f"c~{attempt}")
+                await begin(now, 1, f"{name}~{attempt}")
+                await now.kill(1)
+            await set_aside(first)
+            await set_aside(second)
+            for attempt in (6, 7, 8, 9):
+                await reaches(now, 1, f"c~{attempt}")
+                await now.kill(1)
+            await serve(now, 1, "c~10", finish=True)
+            await other
+
+    run(scenario())
+
+
+def test_a_rank_that_fails_at_each_request_ends_the_group():
+    """It is broken itself: excuses have a limit while it serves no request."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = [now.ask(name, rank=1) for name in "abcdefgh"]
+            await reaches(now, 1, *"abcdefgh")
+            await begin(now, 1, *"abcdefgh")
+            failures = 0
+            while not now.client._healths[0].ended:
+                await now.kill(1)
+                failures += 1
+                rank, old = now.ranks[1], now.client._groups[0].epoch
+                await until(
+                    lambda rank=rank, old=old: (
+                        now.client._healths[0].ended
+                        or (now.client._serving.is_set() and now.client._groups[0].epoch > old)
+                    )
+                )
+                if now.client._healths[0].ended:
+                    break
+                tried = [n for n, r in now.client._open.items() if r.on_trial]
+                await begin(now, 1, tried[0])
+                assert failures < 30
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            assert all(isinstance(error, ServingError) for error in found)
+            assert sum(isinstance(error, EngineDeadError) for error in found) >= 4
+
+    run(scenario())
+
+
+def test_two_ranks_that_die_at_once_are_judged_apart():
+    async def scenario() -> None:
+        async with scene() as now:
+            asked = [now.ask("a", rank=0), now.ask("b", rank=1)]
+            await begin(now, 0, "a")
+            await reaches(now, 1, "b")
+            await until(lambda: bool(now.ranks[0].calls["done"]))
+            now.supervisor.launcher.handles[0].dead = True
+            await now.kill(1)
+            now.ranks[0].ended.set_exception(ActorDiedError())
+            await reaches(now, 0, "a~2")
+            await reaches(now, 1, "b~2")
+            assert on_trial(now, 0) == {"a~2"} and not on_trial(now, 1)
+            await serve(now, 0, "a~2", finish=True)
+            await serve(now, 1, "b~2", finish=True)
+            await asyncio.gather(*asked)
+
+    run(scenario())

@@ -1,0 +1,92 @@
+"""Requests that end ranks are found soon, and no other request is blamed, also under hundreds of requests."""
+
+from statistics import mean
+
+import pytest
+
+from cluster.group.open_request import OpenRequest
+from cluster.group.suspects import MAX_EXCUSES, Suspects
+from tests.unit.poison_world import World
+from workers.engine import arrivals
+from workers.wire.request import RequestOutput, SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrivals, "BEGIN_S", 0.0)
+
+
+@pytest.mark.parametrize("num_ingresses", [1, 2])
+def test_ranks_that_die_often_blame_no_request(num_ingresses):
+    """64 streams, a death every 20 to 60 steps, which hits most replays in their first steps. All streams go on."""
+    world = World(1, 64, num_ingresses=num_ingresses)
+    world.run(25, every=(20, 60))
+    assert world.num_asked > 200
+    assert [ingress.set_aside for ingress in world.ingresses] == [[]] * num_ingresses
+    # A failure puts few requests on trial, and the trials delay the others by few steps.
+    assert 0 < world.trials < 8 * world.failures
+    assert mean(world.stalls) < 25
+
+
+@pytest.mark.parametrize("mute", [False, True], ids=["notices", "lost notices"])
+@pytest.mark.parametrize(
+    ("count", "num_ingresses", "at"),
+    [(1, 1, 0), (1, 2, 3), (2, 1, 3), (2, 2, 0)],
+    ids=["one", "one of two ingresses, later", "two, later", "two of two ingresses"],
+)
+def test_requests_that_end_ranks_are_found_among_hundreds(count, num_ingresses, at, mute):
+    names = [f"poison{number}" for number in range(count)]
+    world = World(5, 200, num_ingresses=num_ingresses, poison=dict.fromkeys(names, at), mute=mute)
+    for _ in range(10):
+        world.step()
+    for number, name in enumerate(names):
+        world.ask(name, number % num_ingresses)
+    found: list[str] = []
+    for _ in range(2000):
+        world.step()
+        found = [name for ingress in world.ingresses for name in ingress.set_aside]
+        if len(found) == count:
+            break
+    assert sorted(found) == names
+    assert world.failures <= count * (5 if mute else 4 if at else 3)
+    assert world.excused >= count
+    failures = world.failures
+    for _ in range(20):
+        world.step()
+    assert world.failures == failures
+
+
+def test_requests_that_end_ranks_are_found_while_ranks_die_by_chance():
+    world = World(3, 64, poison={"poison": 0})
+    world.ask("poison", 0)
+    world.run(25, every=(15, 60))
+    assert world.ingresses[0].set_aside == ["poison"]
+
+
+def made(name: str, **fields: bool) -> OpenRequest:
+    request = OpenRequest(name, [1], SamplingParams(max_tokens=4), 0, "", None, 1)
+    request.begin_attempt()
+    for field, value in fields.items():
+        setattr(request, field, value)
+    return request
+
+
+def test_failures_are_excused_a_few_times_without_a_served_request():
+    suspects = Suspects()
+    excused = []
+    for _ in range(MAX_EXCUSES + 2):
+        suspects.judge([made("a", begun=True, on_trial=True)], lambda _: True)
+        excused.append(suspects.excused)
+    assert excused == [True] * MAX_EXCUSES + [False] * 2
+    served = made("b")
+    served.put(RequestOutput("b", [7]))
+    suspects.judge([served, made("a", begun=True, on_trial=True)], lambda _: True)
+    assert suspects.excused
+    suspects.judge([made("a", begun=True)], lambda _: True)
+    assert not suspects.excused, "the failure that begins a suspicion has no known cause yet"
+
+
+def test_requests_of_living_ranks_are_not_counted():
+    request = made("a", begun=True, on_trial=True)
+    assert Suspects().judge([request], lambda _: False) == []
+    assert (request.failures, request.trial_failures) == (0, 0)
