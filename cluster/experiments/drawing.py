@@ -84,7 +84,7 @@ def _values(cells: Sequence[CellResult], key: str) -> list[Any]:
 def _draw_lines(
     panel: Any, results: Results, cells: Sequence[CellResult], metric: str, x_key: str
 ) -> None:
-    others = [key for key in results.axes if key != x_key]
+    others = naming_axes(results, x_key)
     values = _values(results.cells, x_key)
     numeric = _is_numeric(results, x_key)
     lines: dict[str, list[tuple[float, CellResult]]] = {}
@@ -121,6 +121,24 @@ def _draw_bars(panel: Any, results: Results, cells: Sequence[CellResult], metric
     panel.barh(range(len(shown)), middle, xerr=[below, above], capsize=3)
     panel.set_yticks(range(len(shown)), names, fontsize=8)
     panel.invert_yaxis()
+
+
+def naming_axes(results: Results, x_key: str) -> list[str]:
+    """Return the axes that name lines: all but x, and but numbers that another of these axes determines."""
+    kept = [x_key]
+    for key in results.axes:
+        if key == x_key:
+            continue
+        words = any(isinstance(value, str) for value in _values(results.cells, key))
+        if words or not any(_determines(results.cells, other, key) for other in kept):
+            kept.append(key)
+    return kept[1:]
+
+
+def _determines(cells: Sequence[CellResult], key: str, other: str) -> bool:
+    """Whether cells that are equal in one axis are equal in the other, as values that are swept in pairs are."""
+    pairs = {(repr(cell.settings.get(key)), repr(cell.settings.get(other))) for cell in cells}
+    return len(pairs) == len({value for value, _ in pairs})
 
 
 def series_name(results: Results, cell: CellResult, keys: Sequence[str]) -> str:

@@ -313,6 +313,23 @@ def test_long_names_leave_room_for_the_plot(folder: Path, tmp_path: Path) -> Non
     assert name.endswith("... (cell 7)") and len(name) < 60
 
 
+def test_numbers_that_go_with_another_axis_name_no_line(folder: Path, tmp_path: Path) -> None:
+    paired = {
+        "workload.phase": ["prefill", "prefill", "decode"],
+        "workload.input_len": [4, 8, 6],
+        "workload.requests": [3, 2, 2],
+        "workload.concurrency": [2, 1, None],
+    }
+    sweep = {"grid": {"cluster.ranks": [1, 2]}, "paired": [paired]}
+    path = write(folder, sweep=sweep, workload={"output_len": 2}, repeats=1)
+    assert run_with(FakeEngines(), path, tmp_path) == 0
+    results = report.read_results(tmp_path)
+    by_length = drawing.naming_axes(results, "workload.input_len")
+    assert by_length == ["cluster.ranks", "workload.phase"]
+    by_ranks = drawing.naming_axes(results, "cluster.ranks")
+    assert by_ranks == ["workload.phase", "workload.input_len"], "a phase has two lengths"
+
+
 def test_the_page_names_a_busy_machine(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
