@@ -154,6 +154,7 @@ class RankStart:
                 if self.supervisor is not None:
                     self._stop_ranks()
                     beside()
+                    self._stop_ranks()  # an ingress that started meanwhile has created a supervisor again
             ray.shutdown()
 
     @contextmanager

@@ -99,9 +99,9 @@ async def start(config: PhalanxConfig, *, replace_failed: bool) -> SupervisorHan
     while True:
         handle = get_or_create(config)
         try:
-            await handle.start.remote(config)
             healths: list[GroupHealth] = await handle.healths.remote()
             if not replace_failed or not all(health.ended for health in healths):
+                await handle.start.remote(config)
                 return handle
             logger.warning("replacing a failed supervisor: %s", healths[0].error)
             await handle.exit.remote()

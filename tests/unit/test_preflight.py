@@ -199,6 +199,21 @@ def test_a_lost_process_of_ray_ends_the_server(monkeypatch: pytest.MonkeyPatch):
     assert start.lost_ray_process() is None
 
 
+def test_a_supervisor_that_an_ingress_creates_during_the_end_is_ended_too(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """In a joined cluster it blocked the next server of this name with other settings for minutes."""
+    ended = []
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("ray"))
+    monkeypatch.setattr(start, "lost_ray_process", lambda: None)
+    subject = _start(SimpleNamespace(done=lambda: True))
+    subject.supervisor = object()
+    monkeypatch.setattr(subject, "_stop_ranks", lambda: ended.append("ranks"))
+    subject._owns_ray = True
+    subject.shut_down(lambda: ended.append("application"))
+    assert ended == ["ranks", "application", "ranks", "ray"]
+
+
 def test_it_ends_with_a_killed_launcher():
     child = f"""
 import os, subprocess, sys

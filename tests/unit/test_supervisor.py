@@ -335,8 +335,7 @@ class Candidate:
     """What `supervisor.start` sees of a supervisor."""
 
     def __init__(self, state: str):
-        self.state = state
-        self.exits = 0
+        self.state, self.exits = state, 0
 
     async def start(self, config: Any) -> None:
         """Nothing to do."""
@@ -367,14 +366,15 @@ def candidates(monkeypatch: pytest.MonkeyPatch, *states: str) -> list[Candidate]
 
 def test_a_failed_supervisor_is_replaced(monkeypatch):
     failed, fresh = candidates(monkeypatch, "failed", "starting")
-    handle = run(supervisor.start(phalanx_config(), replace_failed=True))
-    assert handle.target is fresh and failed.exits == 1
+    failed.start = None  # it would refuse other settings
+    found = run(supervisor.start(phalanx_config(), replace_failed=True)).target
+    assert found is fresh and failed.exits == 1
 
 
 def test_a_living_supervisor_is_shared(monkeypatch):
     (subject,) = candidates(monkeypatch, "serving")
-    handle = run(supervisor.start(phalanx_config(), replace_failed=True))
-    assert handle.target is subject and not subject.exits
+    assert run(supervisor.start(phalanx_config(), replace_failed=True)).target is subject
+    assert not subject.exits
 
 
 def test_the_launchers_supervisor_is_never_replaced(monkeypatch):
