@@ -149,12 +149,20 @@ class ServeConfig(Section):
         "YAML's folder. The parsers below detect their formats in it.",
     )
     tool_parser: Literal[
-        "auto", "hermes", "json", "deepseek_v3", "deepseek_v31", "kimi_k2", "glm45", "minimax_m2"
+        "auto",
+        "hermes",
+        "json",
+        "deepseek_v3",
+        "deepseek_v31",
+        "kimi_k2",
+        "glm45",
+        "minimax_m2",
+        "granite",
     ] = Field(
         "auto",
         description="How the model writes tool calls: hermes = JSON in <tool_call> tags, json = as plain "
-        "JSON, deepseek_v3 (also R1), deepseek_v31, kimi_k2, glm45 and minimax_m2 = as these models do; auto = the "
-        "format that the chat template writes, json if it writes none of these.",
+        "JSON, deepseek_v3 (also R1), deepseek_v31, kimi_k2, glm45, minimax_m2 and granite = as these models do; "
+        "auto = the format that the chat template writes, json if it writes none of these.",
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         "auto",

@@ -118,11 +118,11 @@ def test_scales_of_activations_are_not_read(tmp_path: Path, shape: tuple[int, ..
 def test_groups_and_ignored_modules() -> None:
     weights = PUBLISHED["config_groups"]["group_0"]["weights"]
     groups = {
-        "blocks": {
+        "rest": {"targets": ["Linear"], "weights": weights},
+        "blocks": {  # its names come before the class of the group before
             "targets": [r"re:.*experts\.\d+\.(gate|up)_proj$"],
             "weights": weights | {"strategy": "block", "block_structure": [128, 128]},
         },
-        "rest": {"targets": ["Linear"], "weights": weights},
     }
     problems: list[str] = []
     found = parse_quantization(

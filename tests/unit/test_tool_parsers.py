@@ -276,6 +276,7 @@ RENDERED = {  # a call of get_weather for Rome
     "json": CALL,
     "glm45": glm("get_weather", city="Rome"),
     "minimax_m2": minimax(M2_ROME),
+    "granite": f"<|tool_call|>[{CALL}]",
     **{name: section(name, ROME) for name in SECTIONS},
 }
 
@@ -303,6 +304,7 @@ def test_no_text_breaks_a_parser_and_none_is_lost_without_a_call(name):
     rng = random.Random(name)
     parts = [
         "<tool_call>",
+        "<|tool_call|>",
         "</tool_call>",
         "<tool",
         "{",
@@ -368,7 +370,7 @@ def test_auto_takes_the_format_of_the_template():
     assert choose_format("auto", "... <tool_call> ...") is FORMATS["hermes"]
     assert choose_format("auto", "...") is FORMATS["json"]
     assert choose_format("json", "<tool_call>") is FORMATS["json"]
-    for name in ("glm45", "minimax_m2", "kimi_k2", "deepseek_v31", "deepseek_v3"):
+    for name in ("glm45", "minimax_m2", "granite", "kimi_k2", "deepseek_v31", "deepseek_v3"):
         assert choose_format("auto", RENDERED[name]) is FORMATS[name]
 
 

@@ -51,7 +51,10 @@ class Group:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """FP8 in groups. `ignored`: names or patterns of modules without; the first group with a module decides."""
+    """FP8 in groups. `ignored`: names or patterns of modules without.
+
+    The first group that names a module decides, before groups of all projections.
+    """
 
     groups: tuple[Group, ...]
     ignored: tuple[str, ...] = ()
@@ -62,9 +65,9 @@ class CompressedTensors:
         if any(_names(pattern, module) for pattern in self.ignored):
             return None
         for group in self.groups:
-            if any(target == ALL_PROJECTIONS or _names(target, module) for target in group.targets):
+            if any(_names(target, module) for target in group.targets):
                 return group.form
-        return None
+        return next((g.form for g in self.groups if ALL_PROJECTIONS in g.targets), None)
 
 
 def parse_compressed_tensors(

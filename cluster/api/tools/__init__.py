@@ -2,6 +2,7 @@
 
 from cluster.api.tools.base import CallFormat
 from cluster.api.tools.glm import GLM45, KEY
+from cluster.api.tools.granite import GRANITE
 from cluster.api.tools.hermes import HERMES, OPEN
 from cluster.api.tools.json_calls import JSON
 from cluster.api.tools.minimax import MINIMAX_M2
@@ -15,6 +16,7 @@ FORMATS = {
     "kimi_k2": KIMI_K2,
     "glm45": GLM45,
     "minimax_m2": MINIMAX_M2,
+    "granite": GRANITE,
 }
 
 
@@ -33,6 +35,8 @@ def _written_by(chat_template: str) -> str:
         return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
     if MINIMAX_M2.markers[0] in chat_template:
         return "minimax_m2"
+    if GRANITE.markers[0] in chat_template:
+        return "granite"
     if KEY in chat_template:
         return "glm45"
     return "hermes" if OPEN in chat_template else "json"

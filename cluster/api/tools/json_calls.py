@@ -72,12 +72,17 @@ class JsonParser:
 
 def _lark(tools: Sequence[Tool], many: bool, _marker: Callable[[str], str]) -> str:
     """Return the rules of one object, or of a list."""
-    rules = ["calls: call" + (' | "[" call (", " call)* "]"' if many else "")]
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    calls = "calls: call" + (' | "[" call (", " call)* "]"' if many else "")
+    return "\n".join([calls, *call_rules(tools)])
+
+
+def call_rules(tools: Sequence[Tool]) -> list[str]:
+    """Return the rules of one object: `call`, and those that it needs."""
+    rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         head = lark_string(f'{{"name": {lark_string(tool.name)}, "arguments": ')
         rules.append(f'call_{i}: {head} @args_{i} "}}"')
-    return "\n".join(rules)
+    return rules
 
 
 JSON = CallFormat(JsonParser, _lark)
