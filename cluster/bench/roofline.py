@@ -12,10 +12,11 @@ from workers.models.specs import ModelConfig
 
 @dataclass(frozen=True)
 class Hardware:
-    """Practical rates of one GPU per second. Defaults: an H200 in bfloat16 with NVLink."""
+    """Practical rates of one GPU per second. Defaults: an H200 in bfloat16, in FP8 by DeepGEMM, with NVLink."""
 
     memory_bytes: float = 4.0e12
     flops: float = 750e12
+    fp8_flops: float = 1300e12
     link_bytes: float = 380e9
 
 
@@ -54,6 +55,7 @@ def floor_of(
     input_len: int,
     output_len: int,
     max_num_batched_tokens: int = 8192,
+    fp8_experts: bool = False,
     hardware: Hardware | None = None,
 ) -> Floor:
     """Return the floor of a load: all requests are prefilled, then decoded together.
@@ -65,10 +67,12 @@ def floor_of(
     prompt_tokens = seqs * input_len
     steps = max(1.0, prompt_tokens / max_num_batched_tokens)
     # Few of a prompt's tokens are sampled from.
-    prompts = StepShape(prompt_tokens / steps, context=input_len / 2, kv_reads=0.0, sampled=0.0)
+    prompts = StepShape(
+        prompt_tokens / steps, context=input_len / 2, kv_reads=0.0, sampled=0.0, fp8=fp8_experts
+    )
     prefill = steps * step_floor(model, num_ranks, prompts, hardware)
     context = input_len + output_len / 2
-    decodes = StepShape(seqs, context, kv_reads=seqs * context, sampled=seqs)
+    decodes = StepShape(seqs, context, kv_reads=seqs * context, sampled=seqs, fp8=fp8_experts)
     decode = step_floor(model, num_ranks, decodes, hardware)
     seconds = prefill.floor_s + (output_len - 1) * decode.floor_s  # a prefill gives the first token
     return Floor(
@@ -90,7 +94,7 @@ def step_floors(
     return {
         part: Part(
             (work.memory_bytes + work.activation_bytes) / hardware.memory_bytes,
-            work.flops / hardware.flops,
+            work.flops / hardware.flops + work.fp8_flops / hardware.fp8_flops,
             work.link_bytes / hardware.link_bytes,
         )
         for part, work in step_work(model, num_ranks, shape).items()
@@ -105,6 +109,7 @@ def step_floor(
     parts = step_work(model, num_ranks, shape).values()
     return Part(
         sum(work.memory_bytes for work in parts) / hardware.memory_bytes,
-        sum(work.flops for work in parts) / hardware.flops,
+        sum(work.flops for work in parts) / hardware.flops
+        + sum(work.fp8_flops for work in parts) / hardware.fp8_flops,
         sum(work.link_bytes for work in parts) / hardware.link_bytes,
     )

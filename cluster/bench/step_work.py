@@ -40,12 +40,14 @@ class StepShape:
     context    tokens that each of `tokens` attends to, on average
     kv_reads   tokens with K and V that are read from the cache
     sampled    tokens with computed logits
+    fp8        whether the experts' weights are held and multiplied in FP8
     """
 
     tokens: float
     context: float
     kv_reads: float
     sampled: float
+    fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Work:
 
     memory_bytes      reads of weights, K and V, which no implementation can avoid
     activation_bytes  inputs and outputs in memory, if the part is a kernel of its own
+    flops             in the model's dtype; fp8_flops: in FP8
     link_bytes        bytes that leave the rank; an equal number arrives
     """
 
@@ -61,6 +64,7 @@ class Work:
     flops: float = 0.0
     link_bytes: float = 0.0
     activation_bytes: float = 0.0
+    fp8_flops: float = 0.0
 
 
 def step_work(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepPart, Work]:
@@ -144,6 +148,7 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
     rows, pairs = moe * tokens, moe * tokens * top_k
     remote = _remote_ranks(model, num_ranks)
     one_way = width * rows * remote * dim
+    flops = 2.0 * pairs * 3 * dim * inner
     return {
         StepPart.ROUTING: Work(activation_bytes=rows * (width * model.num_experts + 12 * top_k)),
         StepPart.DISPATCH: Work(
@@ -152,8 +157,9 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
         # int32 ids of all ranks' rows, the places of their pairs, and the rows at this rank's places
         StepPart.EXPERT_ORDER: Work(activation_bytes=4 * pairs * (2 * num_ranks + 1)),
         StepPart.GROUPED: Work(
-            width * read,
-            flops=2.0 * pairs * 3 * dim * inner,
+            read if shape.fp8 else width * read,
+            flops=0.0 if shape.fp8 else flops,
+            fp8_flops=flops if shape.fp8 else 0.0,
             activation_bytes=width * pairs * 2 * (dim + inner),
         ),
         # reads the experts' rows, writes sums for other ranks, reads sums of other ranks, writes the sums of its tokens

@@ -46,6 +46,16 @@ def test_one_rank_sends_nothing_and_few_tokens_read_few_experts(model) -> None:
     assert one.memory_s == pytest.approx(touched / 4.0e12, rel=1e-3)
 
 
+def test_experts_in_fp8_take_half_the_bytes_and_a_rate_of_their_own(model) -> None:
+    load = {"in_flight": 512, "input_len": 1024, "output_len": 1024}
+    plain, fp8 = (floor_of(model, 4, **load, fp8_experts=fp8) for fp8 in (False, True))
+    saved = plain.decode_step.memory_s - fp8.decode_step.memory_s
+    assert saved == pytest.approx(LAYERS * 32 * EXPERT / 4.0e12, rel=1e-3)
+    flops = 128 * 1024 * LAYERS * 2 * 8 * EXPERT
+    saved = plain.prefill.compute_s - fp8.prefill.compute_s
+    assert saved == pytest.approx(flops / 750e12 - flops / 1300e12)
+
+
 def test_rates_follow_from_the_parts(model) -> None:
     load = {"in_flight": 128, "input_len": 128, "output_len": 512}
     floor = floor_of(model, 4, **load)
