@@ -4,6 +4,7 @@ Knows nothing of the content.
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from kernels.host.out_of_memory import is_out_of_memory
 HEADER_BYTES = 4096  # signal words of the ranks
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 NEEDED_TORCH = "2.11"  # as in pyproject.toml
+
+_num_meetings = 0  # of this process, in any group
 
 
 class PeerMemoryError(RuntimeError):
@@ -54,14 +57,15 @@ class PeerMemory:
                 shape, (1,), torch.uint8, device
             ).zero_()
             torch.cuda.synchronize(device)  # before any rank can write here
-            self._handle = symm_mem.rendezvous(self.local, group)
+            _catch_up(group, device)
+            self._handle = _meet(self.local, group)
         except RuntimeError as error:
             raise PeerMemoryError(
                 f"rank {self.rank} cannot share {shape[0]} bytes of {device} with the ranks of its host "
                 f"({error}); {_advice(error)}"
             ) from error
         self.bases_r = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
-        self._peers = [
+        self._peers: list[torch.Tensor] = [
             self._handle.get_buffer(rank, shape, torch.uint8) for rank in range(self.num_ranks)
         ]
 
@@ -72,6 +76,33 @@ class PeerMemory:
     def address(self, rank: int, offset: int) -> int:
         """Return the address of byte `offset` of the memory of `rank` in this process."""
         return int(self._handle.buffer_ptrs[rank]) + offset
+
+
+def _meet(memory: torch.Tensor, group: dist.ProcessGroup) -> Any:
+    """Map `memory` of all ranks of `group` into this process. Collective."""
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    global _num_meetings
+    _num_meetings += 1  # also of a meeting that fails, because torch counts it
+    return symm_mem.rendezvous(memory, group)
+
+
+def _catch_up(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Meet alone until this process has met as often as the process of each rank of `group`. Collective.
+
+    torch numbers the meetings of a process, and processes with different numbers wait for each other without end
+    (pytorch/pytorch#196082): a living rank and the new process of a dead one.
+    """
+    from torch.distributed import _symmetric_memory as symm_mem
+
+    counts = [0] * group.size()
+    dist.all_gather_object(counts, _num_meetings, group)
+    if _num_meetings == max(counts):
+        return
+    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    while _num_meetings < max(counts):
+        _meet(symm_mem._SymmetricMemory.empty_strided_p2p((1,), (1,), torch.uint8, device), alone)  # type: ignore[attr-defined]
+    dist.destroy_process_group(alone)
 
 
 def _advice(error: RuntimeError) -> str:
