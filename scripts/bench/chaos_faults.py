@@ -20,6 +20,8 @@ STATE = re.compile(r"^(\w+), epoch (\d+)", re.M)
 SERVING_S = 120.0
 """Time for a group to serve again."""
 STOPPED_S = 5.0
+POISON_SEED = 666_000_666
+"""Seed of a request that fails each step of a rank, see fault_hooks."""
 DELAYED_S = 3.0
 
 
@@ -112,6 +114,17 @@ class Victim:
         finally:
             path.unlink()
 
+    async def poison(self, way: str) -> httpx.Response:
+        """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
+        path = self._folder / "poison"
+        path.write_text(way)
+        try:
+            models = (await self._client.get("/v1/models")).json()["data"]
+            body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
+            return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
+        finally:
+            path.unlink()
+
 
 Fault = Callable[[Victim, random.Random], Coroutine[Any, Any, float | None]]
 """Returns when the failure happened, if not at its call."""
@@ -165,6 +178,17 @@ def at_point(point: str) -> Fault:
     return fail
 
 
+def poison(way: str) -> Fault:
+    """Return the fault of a request that ends each rank that runs it."""
+
+    async def fail(victim: Victim, _rng: random.Random) -> None:
+        response = await victim.poison(way)
+        assert "request_ended_ranks" in response.text, response.text[:500]
+
+    fail.__doc__ = f"A request that ends its rank each time ({way}); it must be set aside."
+    return fail
+
+
 async def delay(victim: Victim, _rng: random.Random) -> None:
     """Exchanges wait at random for some seconds; nothing else happens."""
     with victim.delayed():
@@ -195,6 +219,8 @@ FAULTS: dict[str, Fault] = {
     "commit": at_point("commit"),
     "two": kill_two,
     "rebuild": kill_in_rebuild,
+    "poison": poison("raise"),
+    "poison-die": poison("die"),
     "delay": delay,
     "supervisor": kill_supervisor,
     "ingress": kill_ingress,

@@ -2,7 +2,8 @@
 
 Python imports this module in every process of the server. The file PID.NAME in the folder of the environment variable
 PHALANX_FAULTS arms point NAME in process PID: the point removes the file and fails. A file `delay` there makes every
-exchange wait at random; while a file `no-start` is there, no new rank starts.
+exchange wait at random; while a file `no-start` is there, no new rank starts. While a file `poison` is there, each step
+with a request of seed POISON_SEED fails: by SIGKILL of its rank if the file contains `die`, otherwise by an error.
 """
 
 import importlib.machinery
@@ -18,6 +19,7 @@ from typing import Any
 
 FOLDER = Path(os.environ["PHALANX_FAULTS"])
 MAX_DELAY_S = 0.05
+POISON_SEED = 666_000_666
 
 
 class InjectedError(RuntimeError):
@@ -68,12 +70,28 @@ def in_moe() -> None:
         fail_if_armed("ubatch")
 
 
+def fail_if_poisoned(batch: Any) -> None:
+    """Fail a step with a request of seed POISON_SEED."""
+    path = FOLDER / "poison"
+    if path.exists() and any(seq.request.params.seed == POISON_SEED for seq in batch.seqs):
+        if path.read_text() == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise InjectedError("a request ends each rank that runs it")
+
+
 def patch_points() -> None:
     from kernels.backends.registry import backend_class
     from workers.engine.scheduler import Scheduler
     from workers.layers.moe import MoeBlock
     from workers.runner.model_runner import ModelRunner
 
+    launch = ModelRunner.launch
+
+    def launch_unless_poisoned(self: ModelRunner, batch: Any, plan: Any) -> Any:
+        fail_if_poisoned(batch)
+        return launch(self, batch, plan)
+
+    ModelRunner.launch = launch_unless_poisoned  # type: ignore[method-assign]
     before(ModelRunner, "_forward", in_forward)
     before(backend_class("all2all", "shm"), "dispatch", in_dispatch)
     before(MoeBlock, "forward", in_moe)
