@@ -157,13 +157,19 @@ def _drain(config: PhalanxConfig, stop: StopSignals, ranks: RankStart) -> None:
 
 
 def _delete_application(config: PhalanxConfig) -> None:
-    """Delete the application of a Ray that continues; the end of a local Ray ends Serve too."""
+    """Delete the application of a Ray that continues, and Serve if it is unused; a local Ray ends both.
+
+    A Serve without proxies would start none for a later `serve deploy`, which then answers nothing.
+    """
     if config.cluster.ray_address is not None:
         from ray import serve
         from ray.serve.exceptions import RayServeException
 
         with suppress(RayServeException):  # the start failed before Serve ran
             serve.delete(config.serve.app_name)
+            status = serve.status()
+            if not status.applications and not status.proxies:
+                serve.shutdown()
 
 
 def _hold_port(config: PhalanxConfig) -> socket.socket | None:

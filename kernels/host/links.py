@@ -1,8 +1,7 @@
 """Ordered streams of bytes over TCP between ranks of different hosts.
 
 A send returns at once: bytes that the kernel's buffer does not take are sent by a thread. The kernel notices a peer
-that does not answer, so a host without network is
-distinguished from a slow rank. Knows nothing of tensors.
+that does not answer, so a host without network is distinguished from a slow rank. Knows nothing of tensors.
 """
 
 import contextlib
@@ -18,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kernels.host.readable import Readable
 from kernels.host.shm import PeerLeftError
 
 _HELLO = struct.Struct("<32sqq")  # token of the listener, rank and channel of the caller
@@ -60,8 +60,7 @@ class Link:
         self.peer = peer
         self._network, self._stream = network, stream
         self._left = False
-        self._readable = select.poll()
-        self._readable.register(stream, select.POLLIN)
+        self._readable = Readable(stream)
         self._unsent: queue.SimpleQueue[Bytes | None] = queue.SimpleQueue()
         self._num_unsent = 0
         self._lock = threading.Lock()
@@ -132,7 +131,7 @@ class Link:
         self._stream.close()
 
     def _wait_readable(self, deadline: float) -> None:
-        while not self._readable.poll(1000 * _POLL_S):
+        while not self._readable.wait(_POLL_S):
             if self._left:
                 raise self._lost(None)
             if time.monotonic() > deadline:

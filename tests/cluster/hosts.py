@@ -18,7 +18,7 @@ from typing import IO, Any
 
 ROOT = Path(__file__).parents[2]
 HOME = Path.home()
-NETWORK = "10.77.7"
+NETWORK, NETWORK6 = "10.77.7", "fd77:7:"
 PROGRAMS = (
     "unshare",
     "nsenter",
@@ -105,6 +105,7 @@ class Host:
 
     name: str
     address: str
+    address6: str
     folder: Path
     pid: int
 
@@ -206,6 +207,7 @@ class Bed:
 
     def _add_host(self, number: int) -> Host:
         name, address = f"host{number}", f"{NETWORK}.{number}"
+        address6 = f"{NETWORK6}:{number}"
         folder = self.folder / name
         folder.mkdir()
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n")
@@ -220,10 +222,13 @@ class Bed:
         pid = self._hold([*enter, *_unshare()], HOST, name, folder, *visible)
         self._ip("link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", pid)
         self._ip("link", "set", "dev", name, "master", "switch", "up")
-        host = Host(name, address, folder, pid)
+        host = Host(name, address, address6, folder, pid)
         # Ray finds the address of a host by its default route.
         up = "ip link set dev eth0 up && ip route add default dev eth0"
-        script = f"ip address add {address}/24 dev eth0 && {up}"
+        address_both = (
+            f"ip address add {address}/24 dev eth0 && ip address add {address6}/64 dev eth0 nodad"
+        )
+        script = f"{address_both} && {up}"
         ended = host.run("sh", "-c", script)
         assert ended.returncode == 0, ended.stdout
         holder = self._held[-1]

@@ -91,6 +91,11 @@ class Server:
             self.host.run("pkill", "-TERM", "-f", "cluster.cli serve")
             self.process.wait(60)
 
+    def group(self) -> dict[str, Any]:
+        """The state of the ranks, as `phalanx status` shows it."""
+        answer = phalanx(self.host, "status", "--json").stdout
+        return json.loads(answer[answer.index("{") :])["groups"][0]
+
     def stream(self, num_tokens: int, timeout: float) -> "Stream":
         """Start a client that streams `num_tokens` tokens."""
         return Stream(self.host, num_tokens, timeout)
@@ -139,7 +144,7 @@ def start_cluster(bed: Bed) -> Path:
     return path
 
 
-def ray_command(host: Host, *arguments: object, timeout: float = 60) -> str:
+def ray_command(host: Host, *arguments: object, timeout: float = 180) -> str:
     """Run a command of Ray on a host and return its output."""
     ended = host.run(BIN / "ray", *arguments, timeout=timeout, environment=TOKEN)
     assert ended.returncode == 0, ended.stdout

@@ -101,6 +101,23 @@ def test_a_start_that_failed_before_serve_ran_ends_with_its_own_error(
     _delete_application(joined())
 
 
+@pytest.mark.parametrize(
+    ("applications", "proxies", "ends"),
+    [({}, {}, True), ({"other": None}, {}, False), ({}, {"node": None}, False)],
+)
+def test_serve_ends_with_its_last_application_unless_it_has_proxies(
+    monkeypatch: pytest.MonkeyPatch, applications: dict, proxies: dict, ends: bool
+) -> None:
+    """Without proxies it would start none for a later `serve deploy`."""
+    calls: list[str] = []
+    status = SimpleNamespace(applications=applications, proxies=proxies)
+    monkeypatch.setattr(serve, "delete", lambda name: calls.append("delete"))
+    monkeypatch.setattr(serve, "status", lambda: status)
+    monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shutdown"))
+    _delete_application(joined())
+    assert calls == ["delete", *["shutdown"] * ends]
+
+
 def test_the_store_listens_on_its_address_alone() -> None:
     store = host_store("127.0.0.1")
     assert (store.host, store.port > 0) == ("127.0.0.1", True)

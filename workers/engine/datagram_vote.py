@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kernels.host.links import HostNetwork
+from kernels.host.readable import Readable
 from kernels.host.shm import SharedMemoryGroup
 from workers.engine.step_sync import AbortedError, LockstepError
 from workers.engine.vote_transport import AbortableVote, SharedMemoryVoteTransport
@@ -57,6 +58,7 @@ class _Peer:
     rank: int
     ranks: slice
     messages: socket.socket
+    readable: Readable
     requests: tuple[str, int] = ("", 0)
     early: dict[int, bytes] = field(default_factory=dict)
 
@@ -84,10 +86,10 @@ class DatagramVoteTransport(AbortableVote):
         self._own_ranks = _slice(dims.ranks_of_node(dims.node(rank)))
         self._local = SharedMemoryVoteTransport(shared_memory) if shared_memory else None
         nodes = [dims.ranks_of_node(node) for node in range(dims.num_nodes)]
+        others = [(ranks, _bound(network.address)) for ranks in nodes if rank not in ranks]
         self._peers = [
-            _Peer(ranks[dims.local_rank(rank)], _slice(ranks), _bound(network.address))
-            for ranks in nodes
-            if rank not in ranks
+            _Peer(ranks[dims.local_rank(rank)], _slice(ranks), messages, Readable(messages))
+            for ranks, messages in others
         ]
         self._requests = _bound(network.address)
         self._vote = 0
@@ -107,7 +109,7 @@ class DatagramVoteTransport(AbortableVote):
             endpoint = found[peer.rank]
             # A connected socket takes datagrams of this peer alone, and reports that the peer has closed its own.
             peer.messages.connect((endpoint.address, endpoint.ports[self._rank]))
-            peer.messages.settimeout(_ASK_S)
+            peer.messages.setblocking(False)
             peer.requests = (endpoint.address, endpoint.request_port)
 
     def _all_gather(self, row: np.ndarray) -> np.ndarray:
@@ -132,7 +134,7 @@ class DatagramVoteTransport(AbortableVote):
         while (found := peer.early.pop(self._vote, None)) is None:
             if self._aborted:
                 raise AbortedError
-            if self._read(peer):
+            if self._read(peer, wait_s):
                 heard = None
                 continue
             now = time.monotonic()
@@ -140,9 +142,6 @@ class DatagramVoteTransport(AbortableVote):
             self._check_time(peer, now - heard, now - started)
             self._ask(peer)
             wait_s = min(2 * wait_s, _MAX_ASK_S)
-            peer.messages.settimeout(wait_s)
-        if started is not None:
-            peer.messages.settimeout(_ASK_S)
         return found
 
     def _check_time(self, peer: _Peer, silent_s: float, waited_s: float) -> None:
@@ -158,12 +157,12 @@ class DatagramVoteTransport(AbortableVote):
                 f"vote: rank {peer.rank} sent no row within {network.timeout_s:g} s"
             )
 
-    def _read(self, peer: _Peer) -> bool:
+    def _read(self, peer: _Peer, wait_s: float) -> bool:
         """Wait for one datagram of the peer; return whether it is one of this group."""
         try:
             message = peer.messages.recv(_MAX_BYTES)
-        except TimeoutError:
-            return False
+        except BlockingIOError:
+            return peer.readable.wait(wait_s) and self._read(peer, 0)
         except ConnectionRefusedError:
             raise LockstepError(f"vote: rank {peer.rank} left the group") from None
         except OSError:  # no route at the moment

@@ -1,0 +1,40 @@
+"""Engines over two hosts: network namespaces with IPv6 addresses, and a cable that is pulled."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from scripts.bench import namespaces
+from scripts.bench.hosts import CONFIG, Layout
+from workers.weights.checkpoint import make_checkpoint
+
+pytestmark = pytest.mark.skipif(
+    bool(namespaces.unavailable()), reason=f"no network namespaces: {namespaces.unavailable()}"
+)
+
+# Only a host that does not answer may end the wait: a slow rank would have five minutes.
+LIMITS = ("cluster.hang_timeout_s=1", "cluster.vote_timeout_s=300")
+LOAD = {"requests": 8, "concurrency": 4, "input_len": 12, "output_len": 8}
+
+
+def test_two_hosts_serve_until_the_cable_is_pulled_in_the_middle_of_a_load(tmp_path: Path) -> None:
+    config = tmp_path / "hosts.yaml"
+    config.write_text(CONFIG % make_checkpoint(tmp_path / "model"))
+    errors = tmp_path / "errors"
+    with namespaces.TwoHosts(version=6) as hosts, errors.open("w") as stderr:
+        layout = Layout("two hosts", 2, 2, LIMITS, stderr)
+        try:
+            layout.start(hosts, config, LOAD)
+            assert layout.all2all == "two_level"
+            assert all(rate > 0 for rate in layout.run("load"))
+            layout.send("load 1000000")
+            time.sleep(1)
+            hosts.cut()
+            pulled = time.monotonic()
+            for process in layout.processes:
+                assert process.wait(120) != 0
+            print(f"noticed after {time.monotonic() - pulled:.1f} s")
+        finally:
+            layout.stop()
+    assert errors.read_text().count("has not answered for 1 s (cluster.hang_timeout_s)") == 2
