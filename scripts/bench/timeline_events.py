@@ -30,13 +30,14 @@ ALL2ALL_PARTS = (StepPart.DISPATCH, StepPart.COMBINE)
 # The first that is found in a kernel's name.
 RULES: tuple[tuple[StepPart, str], ...] = (
     (StepPart.COPIES, r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy"),
-    (StepPart.QK_NORM, r"\b_norm_rotate|_store_kv|QKRMSNorm|ApplyRotary|AppendPagedKV"),
+    (StepPart.QK_NORM, r"\b_norm_rotate|_store_(kv|latents)|QKRMSNorm|ApplyRotary|AppendPagedKV"),
     (
         StepPart.ATTENTION,
-        r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha",
+        r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha"
+        r"|_expand_keys|_merge_attention",
     ),
     (StepPart.NORMS, r"_add_rms_norm|RMSNorm"),
-    (StepPart.ROUTING, r"_route_top_k|_forced_route"),
+    (StepPart.ROUTING, r"_route_(top_k|groups)|_forced_route"),
     (StepPart.COMBINE, r"push_sums|weighted_sum|deep_ep::.*combine|nccl.*ReduceScatter"),
     (
         StepPart.DISPATCH,
