@@ -247,9 +247,13 @@ def schema() -> None:
 
 
 _Quantization = Annotated[
-    Literal["fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block"]
+    Literal[
+        "fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block", "mxfp4"
+    ]
     | None,
-    typer.Option(help="Projections in FP8, with one scale a block, tensor or row."),
+    typer.Option(
+        help="Projections in FP8, with one scale a block, tensor or row; mxfp4: the experts of gpt-oss."
+    ),
 ]
 _ExpertLayout = Annotated[
     Literal["apart", "fused", "transposed"] | None,

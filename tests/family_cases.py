@@ -1,6 +1,7 @@
 """Small checkpoints of every model family, in both spellings of config.json."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,16 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "untied": {"shared_intermediate_size": 48, "attention_multiplier": 0.125},
         "tied": {"tie_word_embeddings": True, "shared_intermediate_size": 0},
     },
+    "gpt_oss": {
+        "untied": {"sliding_window": 9, "rope_scaling": YARN | {"truncate": False}},
+        "tied": {
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+            "head_dim": 24,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+        "mxfp4": {"quantization": "mxfp4", "sliding_window": 16, "num_heads": 6},
+    },
     "kimi_k2": {
         "untied": {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "n_group": 1},
     },
@@ -142,6 +153,13 @@ def family_checkpoint(
     (folder / "config.json").write_text(json.dumps(config))
     if not resaved:
         return folder
+    from transformers import AutoConfig
+
+    if VARIANTS[family][variant].get("quantization") == "mxfp4":
+        # transformers 5.23 saves the experts that it has dequantised under the names of packed ones
+        shutil.copytree(folder, path / "resaved")
+        AutoConfig.from_pretrained(folder).save_pretrained(path / "resaved")
+        return path / "resaved"
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     model = load_reference(folder)
     model.save_pretrained(path / "resaved", max_shard_size=num_bytes // num_files + 4096)
@@ -156,11 +174,13 @@ def family_checkpoint(
 def load_reference(folder: Path) -> Any:
     """Return transformers' model of a checkpoint in float32."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
     options: dict[str, Any] = {"dtype": torch.float32}
     raw = json.loads((folder / "config.json").read_text())
     if raw["model_type"] in SAME_MODEL:
         raw["model_type"] = SAME_MODEL[raw["model_type"]]
         options["config"] = type(AutoConfig.for_model(raw["model_type"])).from_dict(raw)
+    if raw.get("quantization_config", {}).get("quant_method") == "mxfp4":
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(folder, **options).eval()

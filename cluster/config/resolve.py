@@ -14,6 +14,7 @@ from cluster.config.phalanx_config import (
 )
 from kernels.attention.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
+from workers.engine.kv_demand import KVDemand
 from workers.models.registry import load_model_config
 
 GIB = 2**30
@@ -39,9 +40,11 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     cache = config.cache
     if cache.num_blocks == "auto" and device == "cpu":
         # Attention is chosen later. Every backend that runs on CPU has this layout.
-        groups = group_layers(layout_of(spec) for spec in model_config.attention_specs)
+        groups = group_layers(map(layout_of, model_config.attention_specs), model_config.windows)
         block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
-        num_blocks = _cpu_blocks(cache, block_bytes, max_model_len)
+        limits = resolve_scheduler(config.scheduler, device, max_model_len)
+        demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
+        num_blocks = _cpu_blocks(cache, block_bytes, max_model_len, demand)
         cache = cache.model_copy(update={"num_blocks": num_blocks})
     return RankConfig(
         model=model,
@@ -62,10 +65,10 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     )
 
 
-def _cpu_blocks(cache: CacheConfig, block_bytes: int, max_model_len: int) -> int:
+def _cpu_blocks(cache: CacheConfig, block_bytes: int, max_model_len: int, demand: KVDemand) -> int:
     """KV blocks of a rank on CPU."""
     num_blocks = int(cache.cpu_memory_gib * GIB) // block_bytes
-    needed = -(-max_model_len // cache.block_size)
+    needed = demand.blocks(max_model_len)
     if num_blocks < needed:
         problem = Problem(
             "cache.cpu_memory_gib",

@@ -271,7 +271,7 @@ class EngineClient(OperatorCalls):
     def _learn(self, members: list[GroupMembers]) -> None:
         """Take over what depends on the ranks of the groups, which may be others in each epoch."""
         info = members[0].infos[0]
-        self._limits = info.max_model_len, info.num_blocks * info.block_size
+        self._limits = info.max_model_len, info.cache_tokens
         group_sizes = [len(group.ranks) for group in members]
         layout = (tuple(group_sizes), self.max_request_tokens)
         if layout == self._layout:

@@ -46,6 +46,9 @@ class Attention(Backend):
     fused_store: bool = False
     # Whether it serves latent attention (MLA), and no other.
     latent: bool = False
+    # Whether it serves sliding windows, and sinks.
+    windows: bool = False
+    sinks: bool = False
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         """Take one spec a layer."""
@@ -65,8 +68,10 @@ class Attention(Backend):
                 return "it computes latent attention (MLA) alone, the model caches heads of K and V"
             if spec.latent is not None and not cls.latent:
                 return f"it has no latent attention (MLA), the model caches latents of {spec.latent.width} values"
-            if spec.window is not None:
+            if spec.window is not None and not cls.windows:
                 return f"it has no sliding window, the model has one of {spec.window} tokens"
+            if spec.sinks and not cls.sinks:
+                return "it has no attention sinks, the model has one for each head"
         return None
 
     @classmethod
@@ -86,7 +91,10 @@ class Attention(Backend):
     @classmethod
     def kv_groups(cls, specs: Iterable[AttentionSpec]) -> tuple[KVGroup, ...]:
         """Group a model's layers by the layout of their caches; `specs` has one entry a layer."""
-        return group_layers(cls.kv_layout(spec) for spec in specs)
+        specs = tuple(specs)
+        return group_layers(
+            (cls.kv_layout(spec) for spec in specs), (spec.window for spec in specs)
+        )
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         """Use these caches from now on, one a layer, in the shape of `kv_layout`; none: release the old ones."""
@@ -98,9 +106,17 @@ class Attention(Backend):
         """Prepare what all layers of this forward share."""
 
     def __call__(
-        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
+        self,
+        q_THd: torch.Tensor,
+        k_Thd: torch.Tensor,
+        v_Thd: torch.Tensor,
+        layer: int,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write K and V to the cache, attend from each new token to its sequence; return o_THd in q's dtype."""
+        """Write K and V to the cache, attend from each new token to its sequence; return o_THd in q's dtype.
+
+        sinks   float32, where the layer's spec has sinks
+        """
         raise NotImplementedError(f"{self.name} has no attention over heads of K and V")
 
     def store(
@@ -120,7 +136,9 @@ class Attention(Backend):
         """
         raise NotImplementedError(f"{self.name} has no fused store")
 
-    def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, qkv_TMd: torch.Tensor, layer: int, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend from each new token to its sequence, after `store` of the same qkv; return o_THd in its dtype."""
         raise NotImplementedError(f"{self.name} has no fused store")
 

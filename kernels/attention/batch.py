@@ -42,6 +42,8 @@ class AttentionBatch:
     seq_lens_cpu          int32 [B]: context and new tokens
     block_table           int64 [B, max_blocks]: entries behind a sequence's blocks are 0
     slot_mapping          int64 [num_tokens]: block * block_size + offset of each new token; -1: K and V are not written
+    window_block_table, window_slot_mapping   the same for layers with a window, whose old blocks are freed: their
+                          entries are 0; None: these layers share the blocks of the other layers
     """
 
     num_tokens: int
@@ -51,6 +53,8 @@ class AttentionBatch:
     seq_lens_cpu: np.ndarray
     block_table: Annotated[torch.Tensor, Shape("seq", "block")]
     slot_mapping: Annotated[torch.Tensor, Shape("token")]
+    window_block_table: Annotated[torch.Tensor | None, Shape("seq", "block")] = None
+    window_slot_mapping: Annotated[torch.Tensor | None, Shape("token")] = None
 
     _shapes: ClassVar[Mapping[str, tuple[Axis, ...]]]
 
@@ -66,6 +70,13 @@ class AttentionBatch:
                 if isinstance(shape, Shape)
             }
         return cls._shapes
+
+    def blocks_of(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block table and the slot mapping of layers with this window."""
+        if window is None or self.window_block_table is None:
+            return self.block_table, self.slot_mapping
+        assert self.window_slot_mapping is not None
+        return self.window_block_table, self.window_slot_mapping
 
     @staticmethod
     def dummy_decodes(count: int, device: torch.device) -> "AttentionBatch":
@@ -109,7 +120,7 @@ class AttentionBatch:
         cut = {
             name: getattr(self, name)[bounds.get(axes[0], _NOTHING)]
             for name, axes in self.shapes().items()
-            if axes
+            if axes and getattr(self, name) is not None
         }
         return {
             **cut,

@@ -25,7 +25,12 @@ class DummyAttention(Attention):
         self._slots = batch.slot_mapping.new_full((1,), -1)
 
     def __call__(
-        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
+        self,
+        q_THd: torch.Tensor,
+        k_Thd: torch.Tensor,
+        v_Thd: torch.Tensor,
+        layer: int,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return q_THd.new_zeros(q_THd.shape)
 
@@ -42,7 +47,9 @@ class DummyAttention(Attention):
         caches = self.kv_caches[layer]
         norm_rotate_store(qkv_TMd, norm_Nd, eps, rotation_T1r, self._slots, *caches)
 
-    def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, qkv_TMd: torch.Tensor, layer: int, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
         spec = self.specs[layer]
         return qkv_TMd.new_zeros(len(qkv_TMd), spec.num_heads, spec.head_dim)
 

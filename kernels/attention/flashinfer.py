@@ -215,7 +215,12 @@ class FlashInferAttention(GraphAttention):
         self._plan_copied.record()
 
     def __call__(
-        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
+        self,
+        q_THd: torch.Tensor,
+        k_Thd: torch.Tensor,
+        v_Thd: torch.Tensor,
+        layer: int,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         self._store_kv(k_Thd, v_Thd, self._slots, *self._layers[layer])
         wait_previous_ubatch()
@@ -233,7 +238,9 @@ class FlashInferAttention(GraphAttention):
         self._norm_rotate_store(qkv_TMd, norm_Nd, eps, rotation_T1r, self._slots, *caches)
         wait_previous_ubatch()
 
-    def attend(self, qkv_TMd: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(
+        self, qkv_TMd: torch.Tensor, layer: int, sinks_H: torch.Tensor | None = None
+    ) -> torch.Tensor:
         q_THd, k_Thd, v_Thd = qkv_TMd.split_with_sizes(self._head_counts[layer], 1)
         return self._attend((q_THd, k_Thd, v_Thd), layer)
 

@@ -2,12 +2,17 @@
 
 A cache consists of blocks of `block_size` tokens. Block b of a sequence's block table is block b in the cache of every
 layer, whatever the layer's layout, so one block table serves all layers of a model.
+
+Layers with a window have a block table of their own, because their old blocks are freed. The i-th layer with a window
+and the i-th layer without share one cache: a block is in one of the two block tables, and holds tokens of the layers
+of that table.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from kernels.attention.spec import AttentionSpec
 
@@ -57,21 +62,36 @@ def layout_of(spec: AttentionSpec) -> KVLayout:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers of one layout, in ascending order."""
+    """Layers of one layout, in ascending order: those over all tokens, and those with a window."""
 
     layout: KVLayout
     layers: tuple[int, ...]
+    window_layers: tuple[int, ...] = ()
+
+    @property
+    def caches(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each cache."""
+        pairs = zip_longest(self.layers, self.window_layers)
+        return tuple(tuple(layer for layer in pair if layer is not None) for pair in pairs)
 
 
-def group_layers(layouts: Iterable[KVLayout]) -> tuple[KVGroup, ...]:
-    """Group layers by layout; `layouts` has one entry a layer. Groups are in the order of their first layers."""
-    layers: dict[KVLayout, list[int]] = {}
-    for layer, layout in enumerate(layouts):
-        layers.setdefault(layout, []).append(layer)
-    return tuple(KVGroup(layout, tuple(members)) for layout, members in layers.items())
+def group_layers(
+    layouts: Iterable[KVLayout], windows: Iterable[int | None] = ()
+) -> tuple[KVGroup, ...]:
+    """Group layers by layout; `layouts` has one entry a layer. Groups are in the order of their first layers.
+
+    windows   of each layer, None for a layer over all tokens; empty: no layer has one
+    """
+    layers: dict[KVLayout, tuple[list[int], list[int]]] = {}
+    for layer, (layout, window) in enumerate(zip_longest(layouts, windows)):
+        layers.setdefault(layout, ([], []))[window is not None].append(layer)
+    return tuple(
+        KVGroup(layout, tuple(whole), tuple(windowed))
+        for layout, (whole, windowed) in layers.items()
+    )
 
 
 def kv_block_bytes(groups: Iterable[KVGroup], block_size: int, value_bytes: int) -> int:
     """Return the bytes of one block over all layers, for values of `value_bytes` bytes."""
-    values = sum(len(group.layers) * group.layout.block_values(block_size) for group in groups)
+    values = sum(len(group.caches) * group.layout.block_values(block_size) for group in groups)
     return values * value_bytes

@@ -41,6 +41,7 @@ class LatentAttention(SdpaAttention):
     name = "latent"
     auto = "latent attention (MLA) by torch's operators, runs everywhere"
     latent = True
+    windows = sinks = False
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         Attention.bind(self, kv_caches)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.attention.base import AttentionBatch
-from kernels.attention.sdpa import Cache, SdpaAttention
+from kernels.attention.sdpa import Cache, SdpaAttention, SpanPlan
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.backend import BackendShape
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
@@ -48,7 +48,9 @@ class NativeAttention(SdpaAttention):
     def _plan_decodes(self, batch: AttentionBatch) -> None:
         """Do nothing: decodes read the block table itself."""
 
-    def _store(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache) -> None:
+    def _store(
+        self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache, slots: torch.Tensor
+    ) -> None:
         spec = cache.spec
         for x_Thd in (k_Thd, v_Thd):
             assert x_Thd.dtype == torch.float32 and x_Thd.stride()[1:] == (spec.head_dim, 1)
@@ -57,14 +59,38 @@ class NativeAttention(SdpaAttention):
             k_Thd.stride(0),
             v_Thd.data_ptr(),
             v_Thd.stride(0),
-            self._slot_mapping.data_ptr(),
+            slots.data_ptr(),
             k_Thd.shape[0],
             spec.num_kv_heads * spec.head_dim,
             cache.k_slots.data_ptr(),
             cache.v_slots.data_ptr(),
         )
 
+    def _attend_spans(
+        self,
+        q_THd: torch.Tensor,
+        cache: Cache,
+        plan: SpanPlan,
+        sinks_H: torch.Tensor | None,
+        out_THd: torch.Tensor,
+        first: int = 0,
+    ) -> None:
+        count = self._num_decodes
+        if count:
+            self._decode_paged(q_THd[:count], cache, out_THd[:count], plan.table, sinks_H)
+        super()._attend_spans(q_THd, cache, plan, sinks_H, out_THd, first=count)
+
     def _decode_batch(self, q_BHd: torch.Tensor, cache: Cache, out_BHd: torch.Tensor) -> None:
+        self._decode_paged(q_BHd, cache, out_BHd, self._table, None)
+
+    def _decode_paged(
+        self,
+        q_BHd: torch.Tensor,
+        cache: Cache,
+        out_BHd: torch.Tensor,
+        table: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+    ) -> None:
         spec = cache.spec
         assert q_BHd.dtype == torch.float32 and self._lens.dtype == torch.int32
         if q_BHd.stride()[1:] != (spec.head_dim, 1):
@@ -74,15 +100,17 @@ class NativeAttention(SdpaAttention):
             q_BHd.stride(0),
             cache.k_slots.data_ptr(),
             cache.v_slots.data_ptr(),
-            self._table.data_ptr(),
-            self._table.stride(0),
+            table.data_ptr(),
+            table.stride(0),
             self._lens.data_ptr(),
             q_BHd.shape[0],
             spec.num_kv_heads,
             spec.group_size,
             spec.head_dim,
             self.block_size,
+            spec.window or 0,
             spec.scale,
+            None if sinks_H is None else sinks_H.data_ptr(),
             out_BHd.data_ptr(),
             self._scratch.data_ptr(),
         )

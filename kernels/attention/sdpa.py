@@ -1,7 +1,8 @@
 """Attention by gathering pages and calling `scaled_dot_product_attention`: runs everywhere.
 
-The CPU's backend and the reference of all backends. The G = H / h query heads that share a KV head become
-query rows of that head, so grouped-query attention copies nothing. Knows nothing of scheduling.
+The CPU's backend and the reference of all backends. Layers with sinks or a window go to `spans`.
+The G = H / h query heads that share a KV head become query rows of that head, so grouped-query attention copies
+nothing. Knows nothing of scheduling.
 
 T tokens, H query heads, h KV heads, G = H / h, d head dim, B sequences, L keys, M query rows.
 """
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention, AttentionBatch
+from kernels.attention.spans import attend_span
 from kernels.attention.spec import AttentionSpec
 from kernels.pending import wait_previous_ubatch
 
@@ -45,6 +47,19 @@ class Extend:
     blocks: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class SpanPlan:
+    """Layers with sinks or with a window: their slots and block table; a span for each sequence.
+
+    The blocks of a span begin with the first block that holds a key of its first row's window; `context` is counted
+    from there.
+    """
+
+    slots: torch.Tensor
+    table: torch.Tensor
+    spans: list[Extend]
+
+
 class Cache:
     """One layer's spec, and flat views of its cache: whole blocks for reading, slots for writing."""
 
@@ -61,6 +76,7 @@ class SdpaAttention(Attention):
 
     name = "sdpa"
     auto = "gathers pages for torch's own attention, runs everywhere"
+    windows = sinks = True
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
@@ -70,6 +86,9 @@ class SdpaAttention(Attention):
         self._decodes: list[DecodeGroup] = []
         self._extends: list[Extend] = []
         self._causal: torch.Tensor | None = None
+        odd = [spec.window for spec in specs if spec.sinks or spec.window is not None]
+        self._windows = tuple(dict.fromkeys(odd))
+        self._span_plans: dict[int | None, SpanPlan] = {}
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         super().bind(kv_caches)
@@ -79,6 +98,7 @@ class SdpaAttention(Attention):
 
     def plan(self, batch: AttentionBatch) -> None:
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
+        self._span_plans = {window: self._plan_spans(batch, window) for window in self._windows}
         self._slot_mapping = batch.slot_mapping[: batch.num_tokens]
         self._plan_decodes(batch)
         self._extends = []
@@ -92,18 +112,39 @@ class SdpaAttention(Attention):
             if context or end - start > QUERY_CHUNK:
                 self._reserve_causal(lens[seq])
 
+    def _plan_spans(self, batch: AttentionBatch, window: int | None) -> SpanPlan:
+        table, slots = batch.blocks_of(window)
+        spans, starts = [], batch.query_start_loc_cpu.tolist()
+        for seq, length in enumerate(batch.seq_lens_cpu.tolist()):
+            start, end = starts[seq], starts[seq + 1]
+            context = length - (end - start)
+            first = 0 if window is None else max(0, context + 1 - window) // self.block_size
+            blocks = table[seq, first : -(-length // self.block_size)]
+            spans.append(Extend(start, end, context - first * self.block_size, blocks))
+        return SpanPlan(slots[: batch.num_tokens], table, spans)
+
     def __call__(
-        self, q_THd: torch.Tensor, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int
+        self,
+        q_THd: torch.Tensor,
+        k_Thd: torch.Tensor,
+        v_Thd: torch.Tensor,
+        layer: int,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_rows, num_tokens = q_THd.shape[0], self._num_tokens
         cache = self._caches[layer]
+        special = cache.spec.sinks or cache.spec.window is not None
+        plan = self._span_plans[cache.spec.window] if special else None
         if num_rows > num_tokens:
             k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
-        self._store(k_Thd, v_Thd, cache)
+        self._store(k_Thd, v_Thd, cache, self._slot_mapping if plan is None else plan.slots)
         wait_previous_ubatch()
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if num_rows > num_tokens:
             out_THd[num_tokens:] = 0
+        if plan is not None:
+            self._attend_spans(q_THd, cache, plan, sinks_H, out_THd)
+            return out_THd
         if self._num_decodes:
             decodes = slice(0, self._num_decodes)
             self._decode_batch(q_THd[decodes], cache, out_THd[decodes])
@@ -111,10 +152,33 @@ class SdpaAttention(Attention):
             self._extend(q_THd, k_Thd, v_Thd, cache, extend, out_THd)
         return out_THd
 
-    def _store(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache) -> None:
+    def _store(
+        self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache, slots: torch.Tensor
+    ) -> None:
         """Write the new K and V to their slots."""
-        cache.k_slots.index_copy_(0, self._slot_mapping, k_Thd.flatten(1))
-        cache.v_slots.index_copy_(0, self._slot_mapping, v_Thd.flatten(1))
+        cache.k_slots.index_copy_(0, slots, k_Thd.flatten(1))
+        cache.v_slots.index_copy_(0, slots, v_Thd.flatten(1))
+
+    def _attend_spans(
+        self,
+        q_THd: torch.Tensor,
+        cache: Cache,
+        plan: SpanPlan,
+        sinks_H: torch.Tensor | None,
+        out_THd: torch.Tensor,
+        first: int = 0,
+    ) -> None:
+        """Write the attention of the sequences from `first` on to out_THd."""
+        paged = (-1, cache.spec.num_kv_heads, cache.spec.head_dim)
+        for span in plan.spans[first:]:
+            assert span.blocks is not None
+            num_keys = span.context + span.end - span.start
+            k_Lhd, v_Lhd = (
+                blocks.index_select(0, span.blocks).view(paged)[:num_keys]
+                for blocks in (cache.k_blocks, cache.v_blocks)
+            )
+            rows = slice(span.start, span.end)
+            out_THd[rows] = attend_span(q_THd[rows], k_Lhd, v_Lhd, cache.spec, sinks_H)
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
         seq_lens = batch.seq_lens_cpu[: batch.num_decodes]

@@ -31,6 +31,7 @@ class AttentionSpec:
     head_dim   values of a head of q, k and v
     scale      factor on the scores before the softmax
     window     tokens that a query attends to, its own included; None: its whole sequence
+    sinks      each query head has a sink: a score without a key and value, which takes a part of the softmax
     latent     sizes of latent attention, which has num_kv_heads of 1 and head_dim for q and k alone; None: heads of
                K and V are cached
     """
@@ -41,6 +42,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     latent: LatentDims | None = None
+    sinks: bool = False
 
     @property
     def group_size(self) -> int:

@@ -23,6 +23,7 @@ class BackendShape:
     max_num_tokens   most rows of one rank in a step
     attention_specs  one entry a layer; empty where every attention serves the model
     fp8_checkpoint   whether the checkpoint stores the experts in FP8
+    expert_bias      whether the experts' products have biases
     """
 
     device: str
@@ -36,6 +37,7 @@ class BackendShape:
     max_num_tokens: int
     attention_specs: tuple[AttentionSpec, ...] = ()
     fp8_checkpoint: bool = False
+    expert_bias: bool = False
 
     @property
     def dtype_name(self) -> str:

@@ -10,6 +10,7 @@ from kernels.all2all.base import Layout
 from kernels.backends.backend import Backend, BackendShape
 from kernels.block_fp8 import BlockWeights
 
+Biases = tuple[torch.Tensor, torch.Tensor]  # b13_e2I, b2_eD
 ROW_BYTES = 16  # TMA and torch's grouped_mm refuse other strides
 
 
@@ -22,6 +23,7 @@ class GroupedGemm(Backend):
     compiles_by_rows   any new number of rows may compile another kernel; otherwise the kernel changes at most once
                        before the number doubles
     fp8_weights        it computes with weights in FP8
+    adds_biases        it adds the biases of experts
     """
 
     layouts: tuple[Layout, ...] = ("contiguous",)
@@ -30,6 +32,13 @@ class GroupedGemm(Backend):
     masked_fp8: bool = False
     compiles_by_rows: bool = False
     fp8_weights: bool = False
+    adds_biases: bool = False
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        if shape.expert_bias and not cls.adds_biases:
+            return "it adds no biases, the model's experts have them"
+        return None
 
     @classmethod
     def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
@@ -39,13 +48,19 @@ class GroupedGemm(Backend):
 
     @abstractmethod
     def __call__(
-        self, expert_input: Any, w13_e2ID: Any, w2_eDI: Any, activation: Activation = "silu"
+        self,
+        expert_input: Any,
+        w13_e2ID: Any,
+        w2_eDI: Any,
+        activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         """Return the outputs in x's dtype: y_RD in expert order of an ExpertInput, y_eMD of a MaskedInput.
 
         w13       in the form of `empty_weights`, for each expert first the rows of gate, then the rows of up
         w2        in the form of `empty_weights`
         activation   of gate; every backend computes every activation
+        biases    added to the products where the backend `adds_biases`; None: zeros
         R == 0 and e == 0 are allowed. With a `routing`, y has its permuted rows, and the unused rows are undefined.
         """
 

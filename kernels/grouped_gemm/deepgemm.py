@@ -20,7 +20,7 @@ from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput, MaskedInput
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, BlockWeights
-from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
+from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
 from kernels.host.cache_folder import cache_folder
 from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
@@ -106,7 +106,7 @@ class DeepGemm(GroupedGemm):
         ):
             if width % cls.width_multiple:
                 return f"{cls.name} needs widths of a multiple of {cls.width_multiple}, {what} is {width}"
-        return unaligned_reason(shape, cls.name)
+        return super().unsupported_reason(shape) or unaligned_reason(shape, cls.name)
 
     def __init__(self) -> None:
         from kernels.triton.gated_activation import gated_activation
@@ -127,7 +127,9 @@ class DeepGemm(GroupedGemm):
         w13_e2ID: Any,
         w2_eDI: Any,
         activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
+        assert biases is None, "unsupported_reason refuses biases"
         if isinstance(expert_input, MaskedInput):
             return self.call_masked(expert_input, w13_e2ID, w2_eDI, activation)
         routing = expert_input.device_routing()

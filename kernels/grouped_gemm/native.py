@@ -8,7 +8,7 @@ import torch
 from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.base import ExpertInput
 from kernels.backends.backend import BackendShape
-from kernels.grouped_gemm.base import GroupedGemm
+from kernels.grouped_gemm.base import Biases, GroupedGemm
 from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
 
@@ -23,6 +23,7 @@ class NativeGroupedGemm(GroupedGemm):
     name = "native"
     devices = ("cpu",)
     auto = "one call of compiled C for the few rows of a decode"
+    adds_biases = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -44,12 +45,13 @@ class NativeGroupedGemm(GroupedGemm):
         w13_e2ID: torch.Tensor,
         w2_eDI: torch.Tensor,
         activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         x_RD = expert_input.x_RD
         num_rows, hidden_size = x_RD.shape
         num_experts, _, width = w2_eDI.shape
         if num_rows > MAX_ROWS_PER_EXPERT * num_experts:
-            return self._large(expert_input, w13_e2ID, w2_eDI, activation)
+            return self._large(expert_input, w13_e2ID, w2_eDI, activation, biases)
         y_RD = torch.empty_like(x_RD)
         if not num_rows:
             return y_RD
@@ -66,6 +68,7 @@ class NativeGroupedGemm(GroupedGemm):
             ACTIVATIONS.index(activation),
             w13_e2ID.data_ptr(),
             w2_eDI.data_ptr(),
+            *(biases[0].data_ptr(), biases[1].data_ptr()) if biases else (None, None),
             y_RD.data_ptr(),
             self._scratch.data_ptr(),
         )

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.gated_activation import gated_activation
-from kernels.grouped_gemm.base import GroupedGemm
+from kernels.grouped_gemm.base import Biases, GroupedGemm
 
 
 class ReferenceGroupedGemm(GroupedGemm):
@@ -18,6 +18,7 @@ class ReferenceGroupedGemm(GroupedGemm):
     name = "reference"
     auto = "a loop over experts runs everywhere"
     graph = False
+    adds_biases = True
 
     def __call__(
         self,
@@ -25,14 +26,16 @@ class ReferenceGroupedGemm(GroupedGemm):
         w13_e2ID: torch.Tensor,
         w2_eDI: torch.Tensor,
         activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         x_RD = expert_input.permuted_rows()
         y_RD = torch.empty_like(x_RD)
         start = 0
         for expert, end in enumerate(expert_input.offs_e.tolist()):
             if end > start:
-                h_R2I = F.linear(x_RD[start:end], w13_e2ID[expert])
+                b13_2I, b2_D = (None, None) if biases is None else (b[expert] for b in biases)
+                h_R2I = F.linear(x_RD[start:end], w13_e2ID[expert], b13_2I)
                 h_RI = gated_activation(h_R2I, activation)
-                torch.mm(h_RI, w2_eDI[expert].t(), out=y_RD[start:end])
+                y_RD[start:end] = F.linear(h_RI, w2_eDI[expert], b2_D)
             start = end
         return y_RD

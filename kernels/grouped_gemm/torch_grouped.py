@@ -11,7 +11,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BlockWeights
 from kernels.gated_activation import gated_activation
-from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
+from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
 from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
 
@@ -21,6 +21,7 @@ class TorchGroupedGemm(GroupedGemm):
 
     name = "torch_grouped"
     auto = "one call for all experts"
+    adds_biases = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -55,14 +56,27 @@ class TorchGroupedGemm(GroupedGemm):
         w13_e2ID: torch.Tensor,
         w2_eDI: torch.Tensor,
         activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         x_RD, offs_e = expert_input.permuted_rows(), expert_input.offs_e
         if not x_RD.shape[0]:
             return torch.empty_like(x_RD)
         h_R2I = F.grouped_mm(x_RD, w13_e2ID.transpose(-2, -1), offs=offs_e)
+        if biases is not None:
+            expert_R = _expert_of_row(offs_e, len(x_RD))
+            h_R2I += biases[0].index_select(0, expert_R)
         activated = _activate(h_R2I, offs_e, activation)
         wait_previous_ubatch()
-        return F.grouped_mm(activated, w2_eDI.transpose(-2, -1), offs=offs_e)
+        y_RD = F.grouped_mm(activated, w2_eDI.transpose(-2, -1), offs=offs_e)
+        if biases is not None:
+            y_RD += biases[1].index_select(0, expert_R)
+        return y_RD
+
+
+def _expert_of_row(offs_e: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return the expert of each row; unused rows behind the last get any."""
+    rows_R = torch.arange(num_rows, dtype=offs_e.dtype, device=offs_e.device)
+    return torch.searchsorted(offs_e, rows_R, right=True).clamp_(max=len(offs_e) - 1)
 
 
 def _activate(h_R2I: torch.Tensor, offs_e: torch.Tensor, activation: Activation) -> torch.Tensor:

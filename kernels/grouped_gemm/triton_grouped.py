@@ -13,7 +13,7 @@ import torch
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
 from kernels.backends.backend import BackendShape
-from kernels.grouped_gemm.base import GroupedGemm, unaligned_reason
+from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
 from kernels.host.capability import too_old_gpu
 from kernels.host.hopper import on_hopper
 from kernels.host.triton_version import triton_unavailable
@@ -32,6 +32,7 @@ class TritonGroupedGemm(GroupedGemm):
         "335 us for 16,347 (deepgemm 127 and 377, torch_grouped 137 and 424)"
     )
     distributions = ("triton",)
+    adds_biases = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -72,23 +73,36 @@ class TritonGroupedGemm(GroupedGemm):
         w13_e2ID: torch.Tensor,
         w2_eDI: torch.Tensor,
         activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         routing, x = expert_input.device_routing(), expert_input.x_RD
         row_R = routing.row_R if expert_input.routing else None
-        up, down = self._tiles(routing, x, row_R)
+        b13_e2I, b2_eD = biases or (None, None)
+        up, down = self._tiles(routing, x, row_R, hopper=biases is None)
         bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
         product, num_sms = self._kernel.grouped_gemm, self._num_sms
-        h_RI = product(x, row_R, w13_e2ID, *bounds, activation=activation, tile=up, num_sms=num_sms)
+        h_RI = product(
+            *(x, row_R, w13_e2ID, *bounds),
+            activation=activation,
+            tile=up,
+            num_sms=num_sms,
+            bias=b13_e2I,
+        )
         wait_previous_ubatch()
-        return product(h_RI, None, w2_eDI, *bounds, activation=None, tile=down, num_sms=num_sms)
+        return product(
+            *(h_RI, None, w2_eDI, *bounds), activation=None, tile=down, num_sms=num_sms, bias=b2_eD
+        )
 
     def _tiles(
-        self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None
+        self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None, *, hopper: bool
     ) -> tuple[Any, Any]:
-        """Return the tiles of the two products for the mean number of rows of an expert."""
+        """Return the tiles of the two products for the mean number of rows of an expert.
+
+        hopper   allow the kernels for Hopper, which add no biases
+        """
         mean = routing.expected / max(1, len(routing.ends_e))
         up, down = self._tiles_of_any_gpu(mean, x.dtype)
-        if self._hopper is not None and x.dtype != torch.float32:
+        if hopper and self._hopper is not None and x.dtype != torch.float32:
             if mean > 768 and self._hopper.takes(x, row_R):
                 up = self._hopper.HopperTile(columns=128, stages=4)
             if mean > 192:

@@ -168,7 +168,7 @@ void route_top_k(const float *logits, int64_t R, int64_t E, int64_t K, int64_t r
     }
 }
 
-enum { SILU, GELU, GELU_TANH }; /* in the order of kernels.activation.ACTIVATIONS */
+enum { SILU, GELU, GELU_TANH, CLAMPED_SWIGLU }; /* in the order of kernels.activation.ACTIVATIONS */
 
 /* erfc(x) for x >= 0, absolute error below 3e-7 (Abramowitz and Stegun, 7.1.26). Vectorises, unlike erfcf. */
 static inline float erfc_positive(float x)
@@ -178,7 +178,7 @@ static inline float erfc_positive(float x)
            t * (0.254829592f + t * (-0.284496736f + t * (1.421413741f + t * (-1.453152027f + t * 1.061405429f))));
 }
 
-/* hidden[I] = activation(gate[I]) * up[I] */
+/* hidden[I] = activation(gate[I]) * up[I], of CLAMPED_SWIGLU * (up[I] + 1) */
 static void activate(const float *gate, const float *up, int64_t I, int64_t activation, float *hidden)
 {
     switch (activation) {
@@ -199,22 +199,41 @@ static void activate(const float *gate, const float *up, int64_t I, int64_t acti
             float g = gate[i], x = 1.59576912f * g * (1.0f + 0.044715f * g * g), m = exp_negative(x < 0 ? x : -x);
             hidden[i] = g * up[i] * (x < 0 ? m : 1.0f) / (1.0f + m);
         }
+        break;
+    case CLAMPED_SWIGLU:
+        for (int64_t i = 0; i < I; i++) {
+            float g = gate[i] < 7.0f ? gate[i] : 7.0f, u = up[i] < 7.0f ? up[i] : 7.0f, x = 1.702f * g;
+            float m = exp_negative(x < 0 ? x : -x);
+            u = u > -7.0f ? u : -7.0f;
+            hidden[i] = g * (u + 1.0f) * (x < 0 ? m : 1.0f) / (1.0f + m);
+        }
     }
 }
 
+/* Each row of y [rows, N] plus bias [N], which may be NULL for zeros */
+static void add_bias(float *y, const float *bias, int64_t rows, int64_t N)
+{
+    for (int64_t r = 0; r < rows && bias; r++)
+        for (int64_t n = 0; n < N; n++)
+            y[r * N + n] += bias[n];
+}
+
 /* y[R, D] = (activation(x @ gate.T) * (x @ up.T)) @ down.T. Expert e has rows ends[e-1] .. ends[e].
- * w13 [experts, 2I, D] gate first, w2 [experts, D, I]; scratch holds 3 I floats for each row of the largest group. */
+ * w13 [experts, 2I, D] gate first, w2 [experts, D, I]; b13 [experts, 2I] and b2 [experts, D] are added to the products,
+ * NULL for zeros; scratch holds 3 I floats for each row of the largest group. */
 void grouped_gated_mlp(const float *x, const int32_t *ends, int64_t experts, int64_t D, int64_t I, int64_t activation,
-                       const float *w13, const float *w2, float *y, float *scratch)
+                       const float *w13, const float *w2, const float *b13, const float *b2, float *y, float *scratch)
 {
     int64_t start = 0;
     for (int64_t e = 0; e < experts; e++) {
         int64_t rows = ends[e] - start;
         float *both = scratch, *hidden = scratch + rows * 2 * I;
         product(x + start * D, w13 + e * 2 * I * D, both, rows, 2 * I, D);
+        add_bias(both, b13 ? b13 + e * 2 * I : NULL, rows, 2 * I);
         for (int64_t r = 0; r < rows; r++)
             activate(both + r * 2 * I, both + r * 2 * I + I, I, activation, hidden + r * I);
         product(hidden, w2 + e * D * I, y + start * D, rows, D, I);
+        add_bias(y + start * D, b2 ? b2 + e * D : NULL, rows, D);
         start = ends[e];
     }
 }
@@ -255,12 +274,16 @@ static void sum_pages(const float *weights, const float *v, const int64_t *block
     }
 }
 
-/* weights[0 .. len] = softmax of itself */
-static void softmax(float *p, int64_t len)
+/* weights[0 .. len] = softmax of itself and of *sink, a score without a value; NULL: without */
+static void softmax(float *p, int64_t len, const float *sink)
 {
     float top = p[0], total = 0;
     for (int64_t t = 1; t < len; t++)
         top = p[t] > top ? p[t] : top;
+    if (sink) {
+        top = *sink > top ? *sink : top;
+        total = exp_negative(*sink - top);
+    }
     for (int64_t t = 0; t < len; t++) {
         p[t] = exp_negative(p[t] - top);
         total += p[t];
@@ -281,20 +304,26 @@ void store_kv(const float *k, int64_t k_stride, const float *v, int64_t v_stride
 
 /* Attention of one new token of each sequence over its pages; strides in floats.
  * q, out [B, H, d] (q rows may be strided); k, v [blocks, block_size, h, d]; table [B, table_stride];
- * lens [B] tokens with the new one; scratch holds G * (longest len) floats. */
+ * lens [B] tokens with the new one, of which the last `window` are attended to, 0: all; sinks [H] scores without values,
+ * NULL: none; scratch holds G * (longest len) floats. */
 void paged_decode(const float *q, int64_t q_stride, const float *k, const float *v, const int64_t *table,
                   int64_t table_stride, const int32_t *lens, int64_t B, int64_t h, int64_t G, int64_t d,
-                  int64_t block_size, float scale, float *out, float *scratch)
+                  int64_t block_size, int64_t window, float scale, const float *sinks, float *out, float *scratch)
 {
-    for (int64_t b = 0; b < B; b++)
+    for (int64_t b = 0; b < B; b++) {
+        int64_t first = window && lens[b] > window ? lens[b] - window : 0, hidden = first % block_size;
+        int64_t len = lens[b] - first + hidden;
+        const int64_t *blocks = table + b * table_stride + first / block_size;
         for (int64_t j = 0; j < h; j++) {
-            const int64_t *blocks = table + b * table_stride;
-            score_pages(q + b * q_stride + j * G * d, k + j * d, blocks, lens[b], G, d, block_size, h * d, scale,
-                        scratch);
-            for (int64_t g = 0; g < G; g++)
-                softmax(scratch + g * lens[b], lens[b]);
-            sum_pages(scratch, v + j * d, blocks, lens[b], G, d, block_size, h * d, out + (b * h + j) * G * d);
+            score_pages(q + b * q_stride + j * G * d, k + j * d, blocks, len, G, d, block_size, h * d, scale, scratch);
+            for (int64_t g = 0; g < G; g++) {
+                float *p = scratch + g * len;
+                memset(p, 0, hidden * sizeof *p);
+                softmax(p + hidden, len - hidden, sinks ? sinks + j * G + g : NULL);
+            }
+            sum_pages(scratch, v + j * d, blocks, len, G, d, block_size, h * d, out + (b * h + j) * G * d);
         }
+    }
 }
 
 /* Pairs of (row, expert) whose expert is in first .. first + experts, grouped by expert in their old order.

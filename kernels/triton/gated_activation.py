@@ -1,4 +1,4 @@
-"""activation(gate) * up of each used row, in one launch.
+"""The gated activation of each used row, in one launch.
 
 G groups of M rows each, the used rows first; I the width of gate and of up.
 """
@@ -11,9 +11,13 @@ from kernels.activation import Activation
 
 
 @triton.jit
-def gate_activation(gate, ACTIVATION: tl.constexpr):
-    """Return the activation of float32 values."""
-    if ACTIVATION == "silu":
+def activate(gate, up, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up of float32 values."""
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1
+        out = gate * tl.sigmoid(1.702 * gate)
+    elif ACTIVATION == "silu":
         out = gate * tl.sigmoid(gate)
     elif ACTIVATION == "gelu":
         out = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
@@ -21,7 +25,7 @@ def gate_activation(gate, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "gelu_tanh")
         # (1 + tanh(x)) / 2 is sigmoid(2x); the factor is 2 * sqrt(2 / pi)
         out = gate * tl.sigmoid(1.5957691216057308 * gate * (1 + 0.044715 * gate * gate))
-    return out
+    return out * up
 
 
 @triton.jit(do_not_specialize=["rows_per_group"])
@@ -42,7 +46,7 @@ def gated_activation_kernel(
         gate_at = h_ptr + at * 2 * width + columns
         gate = tl.load(gate_at, mask=columns < width, other=0).to(tl.float32)
         up = tl.load(gate_at + width, mask=columns < width, other=0).to(tl.float32)
-        out = gate_activation(gate, ACTIVATION) * up
+        out = activate(gate, up, ACTIVATION)
         out_at = out_ptr + at * width + columns
         tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=columns < width)
 

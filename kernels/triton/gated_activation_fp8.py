@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.activation import Activation
 from kernels.triton.fp8 import GROUP, quantise
-from kernels.triton.gated_activation import gate_activation
+from kernels.triton.gated_activation import activate
 
 
 @triton.jit(do_not_specialize=["rows_per_group"])
@@ -35,7 +35,7 @@ def gated_activation_fp8_kernel(
         gate_at = h_ptr + at * 2 * num_scales * GROUP + columns
         gate = tl.load(gate_at, mask=inside[:, None], other=0).to(tl.float32)
         up = tl.load(gate_at + num_scales * GROUP, mask=inside[:, None], other=0).to(tl.float32)
-        quantised, scale = quantise(gate_activation(gate, ACTIVATION) * up)
+        quantised, scale = quantise(activate(gate, up, ACTIVATION))
         tl.store(out_ptr + at * num_scales * GROUP + columns, quantised, mask=inside[:, None])
         scale_at = scale_ptr + (group.to(tl.int64) * num_scales + scales) * rows_per_group + row
         tl.store(scale_at, scale, mask=inside)

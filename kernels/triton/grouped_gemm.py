@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.activation import Activation
-from kernels.triton.gated_activation import gate_activation
+from kernels.triton.gated_activation import activate
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Operands:
     ends_e: torch.Tensor
     activation: Activation | None
     out_RW: torch.Tensor
+    bias: torch.Tensor | None = None
 
     @property
     def weight_rows(self) -> torch.Tensor:
@@ -57,6 +58,12 @@ class Operands:
             "ACTIVATION": self.activation,
             "INDEXED": self.row_R is not None,
         }
+
+    @property
+    def bias_constants(self) -> dict[str, Any]:
+        """Whether there is a bias, and where; without, the weights take the place of the address."""
+        has_bias = self.bias is not None
+        return {"bias_ptr": self.bias if has_bias else self.weights, "HAS_BIAS": has_bias}
 
     def most_tiles(self, rows: int, columns: int) -> int:
         """Return the largest number of tiles of this shape for any distribution of rows to experts."""
@@ -96,6 +103,7 @@ class TileShape:
             *(x_tiles, x, x.stride(0), row_R, weight_tiles, starts_e, ends_e, operands.out_RW),
             *operands.sizes,
             **operands.constants,
+            **operands.bias_constants,
             EVEN=x.shape[1] % self.depth == 0,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             TILE_R=self.rows,
@@ -125,6 +133,8 @@ def _multiply(
     x_at,
     start,
     inside,
+    out,
+    up,
     weights,
     weight_row,
     up_row,
@@ -138,10 +148,8 @@ def _multiply(
     TILE_W: tl.constexpr,
     TILE_D: tl.constexpr,
 ):
-    """Return float32 [TILE_W, TILE_R]: weights @ x.T, or activation(gate @ x.T) * (up @ x.T)."""
+    """Return float32 [TILE_W, TILE_R]: out + weights @ x.T, or activation(out + gate @ x.T) * (up + up @ x.T)."""
     inputs = tl.arange(0, TILE_D)[None, :]
-    out = tl.zeros((TILE_W, TILE_R), tl.float32)
-    up = tl.zeros((TILE_W, TILE_R), tl.float32)
     for d in range(0, depth, TILE_D):
         if INDEXED:
             mask = inside[:, None] if EVEN else inside[:, None] & (inputs < depth - d)
@@ -152,7 +160,17 @@ def _multiply(
         if GATED:
             up = tl.dot(weights.load([up_row, d]), tile.T, up, input_precision=PRECISION)
     if GATED:
-        out = gate_activation(out, ACTIVATION) * up
+        out = activate(out, up, ACTIVATION)
+    return out
+
+
+@triton.jit
+def _start(bias_ptr, row, inside, HAS_BIAS: tl.constexpr, TILE_R: tl.constexpr):
+    """Return float32 [TILE_W, TILE_R]: the bias of each weight row from `row` on as far as `inside`, or zeros."""
+    rows = tl.arange(0, inside.shape[0])
+    out = tl.zeros((inside.shape[0], TILE_R), tl.float32)
+    if HAS_BIAS:
+        out += tl.load(bias_ptr + row + rows, mask=inside, other=0).to(tl.float32)[:, None]
     return out
 
 
@@ -168,6 +186,8 @@ def grouped_gemm_kernel(
     out_ptr,
     width,
     depth,
+    bias_ptr,
+    HAS_BIAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_2: tl.constexpr,
     GATED: tl.constexpr,
@@ -199,11 +219,14 @@ def grouped_gemm_kernel(
             rows = tl.load(row_ptr + permuted, mask=permuted < end, other=0).to(tl.int64)
             x_at = x_ptr + rows[:, None] * x_stride + tl.arange(0, TILE_D)[None, :]
         weight_row = expert * (width * 2 if GATED else width) + column
+        columns = column + tl.arange(0, TILE_W)
+        up_row = weight_row + width
+        out = _start(bias_ptr, weight_row, columns < width, HAS_BIAS, TILE_R)
+        up = _start(bias_ptr, up_row, columns < width, HAS_BIAS and GATED, TILE_R)
         out = _multiply(
-            *(x, x_at, start, permuted < end, weights, weight_row, weight_row + width, depth),
+            *(x, x_at, start, permuted < end, out, up, weights, weight_row, up_row, depth),
             *(GATED, ACTIVATION, INDEXED, EVEN, PRECISION, TILE_R, TILE_W, TILE_D),
         )
-        columns = column + tl.arange(0, TILE_W)
         out_at = out_ptr + permuted.to(tl.int64)[:, None] * width + columns[None, :]
         inside = (permuted < end)[:, None] & (columns < width)[None, :]
         tl.store(out_at, out.T.to(out_ptr.dtype.element_ty), mask=inside)
@@ -220,6 +243,7 @@ def grouped_gemm(
     activation: Activation | None,
     tile: Tile,
     num_sms: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return [R, W] in x's dtype; unused permuted rows are undefined.
 
@@ -227,6 +251,7 @@ def grouped_gemm(
     row_R      int32 row of x of each permuted row; None: x has the permuted rows
     weights    [e, W, D], gated [e, 2W, D] with gate rows first; contiguous, rows of a multiple of 16 bytes
     activation   of the gated product; None: the product is not gated
+    bias       [e, W], gated [e, 2W], added to the products; contiguous; None: zeros
     starts_e, ends_e   int32: the permuted rows of expert i are starts_e[i] .. ends_e[i] - 1
     """
     num_experts, weight_rows, depth = weights.shape
@@ -234,5 +259,7 @@ def grouped_gemm(
     assert weights.is_contiguous() and x.stride(1) == 1 and x.shape[1] == depth
     out_RW = torch.empty(num_permuted, width, dtype=x.dtype, device=x.device)
     if num_permuted and num_experts:
-        tile.launch(Operands(x, row_R, weights, starts_e, ends_e, activation, out_RW), num_sms)
+        assert bias is None or (bias.is_contiguous() and bias.shape == weights.shape[:2])
+        operands = Operands(x, row_R, weights, starts_e, ends_e, activation, out_RW, bias)
+        tile.launch(operands, num_sms)
     return out_RW

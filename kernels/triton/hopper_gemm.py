@@ -150,20 +150,24 @@ def _load(
 
 
 @gluon.jit
-def _gate_activation(gate, ACTIVATION: gl.constexpr):
-    """Return the activation of float32 values.
+def _activate(gate, up, ACTIVATION: gl.constexpr):
+    """Return activation(gate) * up of float32 values.
 
     kernels.triton.gated_activation has the same in Triton. It is not shared, because this module must also run as
     Python, with torch in place of Gluon's language.
     """
-    if ACTIVATION == "silu":
+    if ACTIVATION == "clamped_swiglu":
+        gate = gl.minimum(gate, 7.0)
+        up = gl.minimum(gl.maximum(up, -7.0), 7.0) + 1
+        out = gate * (1 / (1 + gl.exp(-1.702 * gate)))
+    elif ACTIVATION == "silu":
         out = gate * (1 / (1 + gl.exp(-gate)))
     elif ACTIVATION == "gelu":
         out = 0.5 * gate * (1 + gl.erf(gate * 0.7071067811865476))
     else:
         gl.static_assert(ACTIVATION == "gelu_tanh")
         out = gate * (1 / (1 + gl.exp(-1.5957691216057308 * gate * (1 + 0.044715 * gate * gate))))
-    return out
+    return out * up
 
 
 @gluon.jit
@@ -224,7 +228,7 @@ def _multiply(
             if GATED:
                 # The columns of gate, then those of up: a thread holds both values of a pair.
                 out, up = gl.permute(gl.reshape(out, (GROUP_ROWS, 2, TILE_W)), (0, 2, 1)).split()
-                out = _gate_activation(out, ACTIVATION) * up
+                out = _activate(out, up, ACTIVATION)
             _store(out, out_tiles, out_bufs.index(GROUP), start, end, tile % column_tiles * TILE_W)
         else:
             for _ in range(0, depth, DEPTH):

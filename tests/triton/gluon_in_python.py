@@ -254,6 +254,8 @@ class Machine:
             where=lambda condition, yes, no: yes if condition else no,
             sum=lambda values, axis: int(values.sum(axis)),
             exp=torch.exp,
+            minimum=lambda values, limit: values.clamp(max=limit),
+            maximum=lambda values, limit: values.clamp(min=limit),
             erf=torch.erf,
             static_assert=_check,
             reshape=lambda values, shape: values.reshape(shape),

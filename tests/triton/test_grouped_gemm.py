@@ -31,10 +31,18 @@ def test_equals_float32(hidden, width, num_rows, dtype, in_order):
     check(hidden, width, num_rows, dtype, in_order, "silu")
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "clamped_swiglu"])
 @torch.inference_mode()
 def test_other_activations_equal_float32(activation: Activation):
     check(72, 40, 20, torch.float32, False, activation)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize(("hidden", "width", "num_rows"), [(72, 40, 20), (128, 64, 400)])
+@torch.inference_mode()
+def test_biases_are_added(hidden: int, width: int, num_rows: int, in_order: bool):
+    """Widths of whole tiles and of parts."""
+    check(hidden, width, num_rows, torch.float16, in_order, "clamped_swiglu", bias=True)
 
 
 def check(
@@ -44,6 +52,8 @@ def check(
     dtype: torch.dtype,
     in_order: bool,
     activation: Activation,
+    *,
+    bias: bool = False,
 ) -> None:
     """Compare the kernel with a float32 product of each expert's rows."""
     generator = torch.Generator().manual_seed(num_rows)
@@ -51,6 +61,10 @@ def check(
     w13 = torch.randn(EXPERTS - 2, 2 * width, hidden, generator=generator) / hidden**0.5
     w2 = torch.randn(EXPERTS - 2, hidden, width, generator=generator) / width**0.5
     w13, w2 = w13.to(DEVICE, dtype), w2.to(DEVICE, dtype)
+    b13 = torch.randn(EXPERTS - 2, 2 * width, generator=generator).to(DEVICE, dtype)
+    b2 = torch.randn(EXPERTS - 2, hidden, generator=generator).to(DEVICE, dtype)
+    if not bias:
+        b13, b2 = torch.zeros_like(b13), torch.zeros_like(b2)
     scores = torch.rand(num_rows, EXPERTS, generator=generator)
     scores[:, 3] = -1  # nobody's
     ids_NK = scores.topk(TOP_K).indices.to(DEVICE)
@@ -60,11 +74,13 @@ def check(
     if in_order:
         num_routed = int(routing.offs_e[-1])
         routed = ExpertInput(routed.permuted_rows()[:num_routed].contiguous(), routing.offs_e, None)
-    y_RD = TritonGroupedGemm(num_sms=3)(routed, w13, w2, activation)
+    y_RD = TritonGroupedGemm(num_sms=3)(routed, w13, w2, activation, (b13, b2) if bias else None)
     for local, (start, end) in enumerate(zip(routing.starts_e, routing.ends_e, strict=True)):
         x_RD = x_ND[routing.row_R[start:end].long()].float()
         assert len(x_RD) == int((ids_NK == experts[local]).sum())
-        h_RI = gated_activation(F.linear(x_RD, w13[local].float()), activation)
-        expected_RD = F.linear(h_RI, w2[local].float())
+        h_R2I = F.linear(x_RD, w13[local].float(), b13[local].float())
+        expected_RD = F.linear(
+            gated_activation(h_R2I, activation), w2[local].float(), b2[local].float()
+        )
         if len(x_RD):
             assert calc_diff(y_RD[start:end], expected_RD) < TOLERANCE[dtype]

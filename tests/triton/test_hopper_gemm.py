@@ -64,18 +64,18 @@ def test_equals_float32(hopper, gated, indexed, shape, dtype, counts, gap, num_s
     check(hopper, activation, indexed, shape, dtype, counts, gap, num_sms)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "clamped_swiglu"])
 @torch.inference_mode()
 def test_other_activations_equal_float32(hopper, activation):
     check(hopper, activation, True, (136, 320), torch.bfloat16, [1, 0, 65, 300], 37, 5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gate_activation(activation: Activation):
+def test_activate(activation: Activation):
     """As exact as the difference of gelu and its approximation needs, which bfloat16 outputs hide."""
-    gate = torch.linspace(-12, 12, 1001)
-    expected = gated_activation(torch.cat((gate, torch.ones(1001))), activation)
-    found = in_python(NAME)._gate_activation(gate, activation)
+    gate, up = torch.linspace(-12, 12, 1001), torch.linspace(9, -9, 1001)
+    expected = gated_activation(torch.cat((gate, up)), activation)
+    found = in_python(NAME)._activate(gate, up, activation)
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
 
 

@@ -12,12 +12,15 @@ VOCAB = 7  # few tokens, so that equal prefixes come about by themselves too
 class PagedModel:
     """A position's cache content is a hash of the token there and of the content before it; the next token follows.
 
+    Layers with a window have slots of their own; a token finds there what its window has, or the test fails.
+
     As on a device, steps are done in the order in which they come, and a token not yet committed is known here alone.
     """
 
     def __init__(self, scheduler: Scheduler, before: "PagedModel | None" = None):
         """`before`: the model of an earlier scheduler, whose cache this one goes on with."""
         self._table = scheduler.table
+        self._window = scheduler.demand.window
         num_slots = scheduler.pool.num_blocks * self._table.block_size
         chance = random.Random(0)
         self._last_tokens = [0] * len(self._table.token_ids)
@@ -58,8 +61,19 @@ class PagedModel:
             before = hash((before, token, position)) % 2**61
             self._content[self._slot(row, position)] = before
             self._written[-1].append(self._slot(row, position))
+            if self._window is not None:
+                slot = self._slot(row, position, self._table.window_table)
+                self._content[slot] = hash(("window", before))
+                self._written[-1].append(slot)
+                self._check_window(row, position)
         return before
 
-    def _slot(self, row: int, position: int) -> int:
+    def _check_window(self, row: int, position: int) -> None:
+        for seen in range(max(0, position + 1 - self._window), position + 1):
+            found = self._content[self._slot(row, seen, self._table.window_table)]
+            assert found == hash(("window", self._content[self._slot(row, seen)])), (row, seen)
+
+    def _slot(self, row: int, position: int, table: np.ndarray | None = None) -> int:
         block, offset = divmod(position, self._table.block_size)
-        return int(self._table.block_table[row, block]) * self._table.block_size + offset
+        blocks = self._table.block_table if table is None else table
+        return int(blocks[row, block]) * self._table.block_size + offset

@@ -62,6 +62,7 @@ class Run:
     caching: bool = True
     invalid: frozenset[str] = frozenset()
     before: "Run | None" = None  # the epoch with the same cache
+    window: int | None = None
 
     def __post_init__(self):
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **self.limits}
@@ -72,6 +73,7 @@ class Run:
             max_model_len=MAX_LEN,
             prefix_caching=self.caching,
             pool=self.before and self.before.scheduler.pool,
+            window=self.window,
         )
         self.runner = PagedRunner(self.scheduler, self.invalid)
         if self.before is not None:
@@ -155,10 +157,18 @@ def play(run: Run, happenings) -> set[str]:
 
 
 @settings(max_examples=200, deadline=None)
-@given(events, st.integers(11, 24), st.integers(1, 4), st.sampled_from([3, 16]), st.booleans())
-def test_random_traffic(happenings, num_blocks, max_num_seqs, budget, caching):
+@given(
+    events,
+    st.integers(11, 24),
+    st.integers(1, 4),
+    st.sampled_from([3, 16]),
+    st.booleans(),
+    st.sampled_from([None, 2, 7]),
+)
+def test_random_traffic(happenings, num_blocks, max_num_seqs, budget, caching, window):
     limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
-    runs = [Run(a, num_blocks, limits, caching) for a in (False, True)]
+    num_blocks += 0 if window is None else 11
+    runs = [Run(a, num_blocks, limits, caching, window=window) for a in (False, True)]
     aborted, _ = (play(run, happenings) for run in runs)
     for name in runs[0].tokens.keys() | runs[1].tokens.keys():
         expected, found = (run.tokens.get(name, []) for run in runs)

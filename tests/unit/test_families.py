@@ -52,6 +52,10 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("granitemoe", {"residual_multiplier": 0}, ["residual_multiplier is 0", "> 0"]),
     ("granitemoe", {"shared_intermediate_size": 8}, ["shared_intermediate_size is 8", "unknown"]),
     ("granitemoeshared", {"logits_scaling": -6.0}, ["logits_scaling is -6.0", "> 0"]),
+    ("gpt_oss", {"swiglu_limit": 10.0}, ["swiglu_limit is 10.0", "7.0"]),
+    ("gpt_oss", {"sliding_window": None}, ["sliding_window is None", "whole number"]),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ["layer_types is", "3 times"]),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, ['"fp8"', "mxfp4"]),
     ("kimi_k2", {"moe_layer_freq": 2}, ["moe_layer_freq is 2", "1"]),
     ("minimax_m2", {"use_routing_bias": False}, ["use_routing_bias is false", "true"]),
     ("minimax_m2", {"rotary_dim": 15}, ["15 of 32", "even"]),
@@ -151,7 +155,7 @@ def test_random_weights_are_those_of_a_written_checkpoint(tmp_path: Path, family
     assert torch.equal(rank.logits(batch), expected)
 
 
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("family", VARIANTS.keys() - {"gpt_oss"})
 def test_fp8_checkpoints_are_read(tmp_path: Path, family: str) -> None:
     """Every projection, also of a shared expert, is in FP8 on disk; router and gates are not."""
     path = make_checkpoint(

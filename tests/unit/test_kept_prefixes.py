@@ -22,7 +22,7 @@ def next_epoch(run: Run) -> Run:
     run.runner.model.spoil(len(run.engine._in_flight))
     run.engine.close()
     assert run.scheduler.pool.num_free == run.num_blocks, "blocks leaked"
-    return Run(run.asynchronous, run.num_blocks, before=run)
+    return Run(run.asynchronous, run.num_blocks, before=run, window=run.window)
 
 
 def requests_of(chance: random.Random) -> list[EngineRequest]:
@@ -41,20 +41,21 @@ def submit(run: Run, request: EngineRequest, emitted: list[int]) -> None:
     run.engine.submit(EngineRequest(**fields))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(asynchronous):
+@pytest.mark.parametrize(("asynchronous", "window"), [(False, None), (True, None), (True, 6)])
+def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(asynchronous, window):
     hits = 0
+    num_blocks = NUM_BLOCKS + (0 if window is None else 12)
     for seed in range(60):
         chance = random.Random(seed)
         requests = requests_of(chance)
-        whole = Run(False, NUM_BLOCKS)
+        whole = Run(False, num_blocks, window=window)
         for request in requests:
             submit(whole, request, [])
         whole.finish()
 
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
         ended: set[str] = set()
-        run = Run(asynchronous, NUM_BLOCKS)
+        run = Run(asynchronous, num_blocks, window=window)
         for _ in range(chance.randint(1, 6)):
             run.tokens, run.ends = tokens, dict.fromkeys(ended, "earlier")
             for request in requests:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention.base import Attention
+from kernels.attention.base import Attention, AttentionBatch
 from kernels.attention.kv_layout import PagedHeads
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
@@ -31,8 +30,11 @@ class LayerRows:
         self.spec, self.dtype, self._generator = spec, dtype, pages.generator
         shape = PagedHeads.of(spec).shape(pages.num_blocks, pages.block_size)
         self.cache = torch.zeros(shape, dtype=dtype)
+        self.cache[:, pages.spoiled] = math.nan
         self.keys, self.values = [], []
-        for (context, new), slots in zip(pages.seqs, pages.slots_of, strict=True):
+        slots_of = pages.slots_of if spec.window is None else pages.window_slots_of
+        self.sinks = torch.randn(spec.num_heads, generator=self._generator) if spec.sinks else None
+        for (context, new), slots in zip(pages.seqs, slots_of, strict=True):
             key, value = (self._random(context + new, spec.num_kv_heads) for _ in "kv")
             for rows, cache in zip((key, value), self.cache, strict=True):
                 cache.flatten(0, 1)[slots[:context]] = rows[:context]
@@ -52,8 +54,9 @@ class LayerRows:
         return torch.randn(shape, generator=self._generator).to(self.dtype)
 
     def move(self, device: str) -> None:
-        for name in ("cache", "q", "k", "v"):
-            setattr(self, name, getattr(self, name).to(device))
+        for name in ("cache", "q", "k", "v", "sinks"):
+            if getattr(self, name) is not None:
+                setattr(self, name, getattr(self, name).to(device))
 
     def dense(self, seq: int, q_MHd: torch.Tensor) -> torch.Tensor:
         """Attention of a sequence's last rows in float32."""
@@ -64,11 +67,19 @@ class LayerRows:
         new, total = len(q_MHd), len(key)
         scores = torch.einsum("qhd,khd->hqk", q_MHd.float(), key) * spec.scale
         scores += torch.full((new, total), -math.inf).triu(total - new + 1)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        if spec.window is not None:
+            scores += torch.full((new, total), -math.inf).tril(total - new - spec.window)
+        if self.sinks is not None:
+            sinks = self.sinks.cpu().view(-1, 1, 1).expand(-1, new, 1)
+            scores = torch.cat((scores, sinks), -1)
+        return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :total], value)
 
 
 class Pages:
-    """Sequences on a random set of blocks; each layer has random rows, with the context in its cache already."""
+    """Sequences on a random set of blocks; each layer has random rows, with the context in its cache already.
+
+    Layers with a window have other blocks. Those that no window touches are one block of NaN.
+    """
 
     def __init__(
         self,
@@ -81,35 +92,47 @@ class Pages:
         self.seqs, self.block_size = seqs, block_size
         self.generator = torch.Generator().manual_seed(3)
         needed = [-(-(context + new) // block_size) for context, new in seqs]
-        self.num_blocks = sum(needed) + 3
+        self.num_blocks = 2 * sum(needed) + 3
         free = torch.randperm(self.num_blocks, generator=self.generator).tolist()
-        self.block_table = torch.zeros(len(seqs), max(needed, default=0) + 1, dtype=torch.int64)
-        self.slots_of = []  # of each sequence's tokens
-        for seq, (context, new) in enumerate(seqs):
-            blocks = torch.tensor([free.pop() for _ in range(needed[seq])])
-            self.block_table[seq, : needed[seq]] = blocks
-            position = torch.arange(context + new)
-            slots = blocks[position // block_size] * block_size + position % block_size
-            self.slots_of.append(slots)
-        new_slots = [
-            slots[len(slots) - new :] for slots, (_, new) in zip(self.slots_of, seqs, strict=True)
-        ]
-        self.slots = torch.cat([torch.empty(0, dtype=torch.int64), *new_slots])
+        self.spoiled = free.pop()
+        self.block_table, self.slots_of, self.slots = self._place(free, needed)
+        self.window_table, self.window_slots_of, self.window_slots = self._place(free, needed)
+        windows = [spec.window for spec in specs if spec.window is not None]
+        self.windows = bool(windows)
+        if windows:
+            for row, (context, _) in zip(self.window_table, seqs, strict=True):
+                row[: max(0, context + 1 - max(windows)) // block_size] = self.spoiled
         self.layers = [LayerRows(self, spec, dtype, padding) for spec in specs]
+
+    def _place(
+        self, free: list[int], needed: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        """Block table, slots of each sequence's tokens, slots of the new tokens."""
+        size = self.block_size
+        table = torch.zeros(len(needed), max(needed, default=0) + 1, dtype=torch.int64)
+        slots_of, new_slots = [], [torch.empty(0, dtype=torch.int64)]
+        for seq, (context, new) in enumerate(self.seqs):
+            blocks = torch.tensor([free.pop() for _ in range(needed[seq])])
+            table[seq, : needed[seq]] = blocks
+            position = torch.arange(context + new)
+            slots_of.append(blocks[position // size] * size + position % size)
+            new_slots.append(slots_of[-1][context:])
+        return table, slots_of, torch.cat(new_slots)
 
     @property
     def caches(self) -> list[torch.Tensor]:
         return [layer.cache for layer in self.layers]
 
     def move(self, device: str) -> None:
-        self.block_table, self.slots = self.block_table.to(device), self.slots.to(device)
+        for name in ("block_table", "slots", "window_table", "window_slots"):
+            setattr(self, name, getattr(self, name).to(device))
         for layer in self.layers:
             layer.move(device)
 
-    def batch(self) -> SimpleNamespace:
+    def batch(self) -> AttentionBatch:
         new = [count for _, count in self.seqs]
         decodes = next((i for i, count in enumerate(new) if count != 1), len(new))
-        return SimpleNamespace(
+        return AttentionBatch(
             num_tokens=sum(new),
             num_seqs=len(new),
             num_decodes=decodes,
@@ -117,6 +140,8 @@ class Pages:
             seq_lens_cpu=np.array([sum(seq) for seq in self.seqs], dtype=np.int32),
             block_table=self.block_table,
             slot_mapping=self.slots,
+            window_block_table=self.window_table if self.windows else None,
+            window_slot_mapping=self.window_slots if self.windows else None,
         )
 
 
@@ -142,7 +167,7 @@ def check(
     attention.bind(pages.caches)
     attention.plan(pages.batch())
     for number, layer in enumerate(pages.layers):
-        out = attention(layer.q, layer.k, layer.v, number)
+        out = attention(layer.q, layer.k, layer.v, number, layer.sinks)
         check_layer(pages, layer, out)
     return attention
 
@@ -160,7 +185,8 @@ def check_layer(pages: Pages, layer: LayerRows, out: torch.Tensor) -> None:
         assert calc_diff(found, expected) < 1e-5
         start += new
     assert torch.count_nonzero(out[start:]) == 0
-    written = layer.cache.flatten(1, 2)[:, pages.slots]
+    slots = pages.slots if layer.spec.window is None else pages.window_slots
+    written = layer.cache.flatten(1, 2)[:, slots]
     assert torch.equal(written, torch.stack((layer.k[:start], layer.v[:start])))
 
 
@@ -219,6 +245,25 @@ def test_layers_of_different_shapes(label: str, padding: int):
     check(BATCHES[label], specs=DIFFERENT_LAYERS, padding=padding)
     if NATIVE_MISSING is None:
         check(BATCHES[label], specs=DIFFERENT_LAYERS, padding=padding, backend=NativeAttention)
+
+
+# Sinks, and windows of less than a block, of some blocks, longer than most sequences.
+WINDOW_LAYERS = (
+    AttentionSpec(4, 2, 8, 0.3, window=9, sinks=True),
+    AttentionSpec(4, 2, 8, 0.3, sinks=True),
+    AttentionSpec(8, 1, 16, 0.2, window=1),
+    AttentionSpec(6, 2, 8, 0.3, window=70, sinks=True),
+    AttentionSpec(4, 2, 8, 0.3),
+)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("label", BATCHES)
+def test_windows_and_sinks(label: str, padding: int):
+    check(BATCHES[label], specs=WINDOW_LAYERS, padding=padding)
+    check(BATCHES[label], specs=WINDOW_LAYERS, padding=padding, dtype=torch.bfloat16)
+    if NATIVE_MISSING is None:
+        check(BATCHES[label], specs=WINDOW_LAYERS, padding=padding, backend=NativeAttention)
 
 
 def test_short_decodes_are_not_padded_to_a_long_one():

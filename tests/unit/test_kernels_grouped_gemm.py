@@ -19,10 +19,15 @@ if "grouped_gemm.native" not in probe("cpu"):
     GEMMS.append(NativeGroupedGemm())
 
 # Written out, because the backends share gated_activation.
-FUNCTIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": lambda x: x / (1 + (-x).exp()),
-    "gelu": lambda x: x * (1 + (x / 2**0.5).erf()) / 2,
-    "gelu_tanh": lambda x: x * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2,
+FUNCTIONS: dict[Activation, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "silu": lambda x, up: up * x / (1 + (-x).exp()),
+    "gelu": lambda x, up: up * x * (1 + (x / 2**0.5).erf()) / 2,
+    "gelu_tanh": lambda x, up: (
+        up * x * (1 + ((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).tanh()) / 2
+    ),
+    "clamped_swiglu": lambda x, up: (
+        (up.clamp(-7, 7) + 1) * x.clamp(max=7) / (1 + (-1.702 * x.clamp(max=7)).exp())
+    ),
 }
 SIZES = {
     "mixed": (3, 0, 17, 1),
@@ -53,12 +58,22 @@ def test_every_activation(label: str, gemm: GroupedGemm, activation: Activation)
     check(gemm, SIZES[label], torch.float32, activation, True)
 
 
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu"])
+@pytest.mark.parametrize("gemm", GEMMS, ids=lambda g: g.name)
+@pytest.mark.parametrize("label", SIZES)
+def test_biases_are_added(label: str, gemm: GroupedGemm, activation: Activation):
+    """Wide enough that clamped values occur."""
+    check(gemm, SIZES[label], torch.float32, activation, True, bias=6.0)
+
+
 def check(
     gemm: GroupedGemm,
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     activation: Activation,
     own_weights: bool,
+    *,
+    bias: float = 0,
 ) -> None:
     """Compare the product of `sizes` rows for each expert with a float32 product of each row."""
     hidden, width = 32, 24
@@ -71,12 +86,16 @@ def check(
             gemm.empty_weights(*w.shape, device="cpu", dtype=dtype).copy_(w) for w in (w13, w2)
         )
     offs_e = torch.tensor(sizes, dtype=torch.int64).cumsum(0).to(torch.int32)
-    y_RD = gemm(ExpertInput(x_RD, offs_e, None), w13, w2, activation)
+    b13 = torch.randn(len(sizes), 2 * width, generator=generator).to(dtype) * bias
+    b2 = torch.randn(len(sizes), hidden, generator=generator).to(dtype) * bias
+    biases = (b13, b2) if bias else None
+    y_RD = gemm(ExpertInput(x_RD, offs_e, None), w13, w2, activation, biases)
     assert y_RD.dtype == dtype and y_RD.shape == x_RD.shape
     experts = [expert for expert, size in enumerate(sizes) for _ in range(size)]
     for row, expert in enumerate(experts):
-        gate, up = (w13[expert].float() @ x_RD[row].float()).chunk(2)
-        expected_D = w2[expert].float() @ (FUNCTIONS[activation](gate) * up)
+        gate, up = (w13[expert].float() @ x_RD[row].float() + b13[expert].float()).chunk(2)
+        inner_I = FUNCTIONS[activation](gate, up)
+        expected_D = w2[expert].float() @ inner_I + b2[expert].float()
         tolerance = 1e-5 if dtype == torch.float32 else 3e-2
         torch.testing.assert_close(y_RD[row].float(), expected_D, atol=tolerance, rtol=tolerance)
 

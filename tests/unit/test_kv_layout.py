@@ -39,6 +39,17 @@ def test_layers_of_one_layout_are_one_group() -> None:
     assert group_layers([]) == ()
 
 
+def test_layers_with_a_window_share_caches_with_the_other_layers():
+    (group,) = group_layers([PagedHeads(4, 16)] * 5, [128, None, 128, None, 128])
+    assert (group.layers, group.window_layers) == ((1, 3), (0, 2, 4))
+    assert group.caches == ((1, 0), (3, 2), (4,))
+    assert kv_block_bytes([group], 16, 2) == 3 * PagedHeads(4, 16).block_values(16) * 2
+    caches = allocate_kv_caches([group], 3, 16, torch.float32, torch.device("cpu"))
+    addresses = [cache.data_ptr() for cache in caches]
+    assert addresses[0] == addresses[1] and addresses[2] == addresses[3]
+    assert len(set(addresses)) == 3
+
+
 def test_layers_are_grouped_by_layout() -> None:
     layouts = [PagedHeads.of(spec) for spec in (WIDE, NARROW, NARROW, WIDE)]
     assert group_layers(layouts) == (
@@ -74,13 +85,21 @@ def test_backends_that_run_on_cpu_declare_no_layout(attention: type[Attention]) 
 
 @pytest.mark.parametrize("attention", ATTENTIONS, ids=ATTENTION)
 def test_a_window_is_refused(attention: type[Attention]) -> None:
+    """By each backend but those that serve windows, which also serve sinks."""
     window = AttentionSpec(8, 4, 64, 0.125, window=128)
     if attention.latent:
         window = replace(LATENT, window=128)
     dtype = torch.bfloat16 if attention.graph else torch.float32
-    assert "window, the model has one of 128 tokens" in str(
-        attention.unsupported_reason(replace(CPU, dtype=dtype, attention_specs=(window,)))
-    )
+    shapes = [
+        replace(CPU, dtype=dtype, attention_specs=(spec,))
+        for spec in (window, replace(window, window=None, sinks=True))
+    ]
+    reasons = [str(attention.unsupported_reason(shape)) for shape in shapes]
+    if attention.windows:
+        assert attention.sinks and reasons == ["None", "None"]
+    else:
+        assert "window, the model has one of 128 tokens" in reasons[0]
+        assert "no attention sinks" in reasons[1]
 
 
 def two_layouts(config: ModelConfig) -> ModelConfig:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from workers.engine.kv_demand import KVDemand
 from workers.engine.step_sync import GraphMode
 from workers.rank import kv_sizing
 from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_longest_request_fits
@@ -113,11 +114,14 @@ def test_weights_steps_and_graphs_are_told_apart(monkeypatch):
 
 
 def test_the_longest_request_must_fit():
-    check_longest_request_fits(256, 4096, 16, OWN)
-    check_longest_request_fits(257, 4097, 16, OWN)
+    check_longest_request_fits(256, 4096, KVDemand(16), OWN)
+    check_longest_request_fits(257, 4097, KVDemand(16), OWN)
+    check_longest_request_fits(266, 4096, KVDemand(16, window=128, step_tokens=16), OWN)
+    with pytest.raises(ValueError, match="4096 needs 266"):
+        check_longest_request_fits(265, 4096, KVDemand(16, window=128, step_tokens=16), OWN)
     for blocks, length in ((256, 4097), (0, 1), (-5, 16)):
         with pytest.raises(ValueError, match=f"room for {max(0, blocks)} KV blocks") as caught:
-            check_longest_request_fits(blocks, length, 16, OWN)
+            check_longest_request_fits(blocks, length, KVDemand(16), OWN)
         for words in (
             f"model.max_model_len {length} needs {-(-length // 16)}",
             "weights take 60.0 GB, buffers and the largest step 12.0 GB, CUDA graphs 3.0 GB",

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
+from workers.engine.block_pool import chain_keys, root_key
 from workers.engine.scheduler import MAX_HELD_BACK, Scheduler
 from workers.runner.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
@@ -17,7 +18,9 @@ PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 0]
 class Server:
     """A scheduler, its model, and what came out."""
 
-    def __init__(self, num_blocks: int = 32, caching: bool = True, **limits):
+    def __init__(
+        self, num_blocks: int = 32, caching: bool = True, window: int | None = None, **limits
+    ):
         values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **limits}
         self.scheduler = Scheduler(
             SchedulerConfig(**values),
@@ -25,6 +28,7 @@ class Server:
             block_size=BLOCK,
             max_model_len=64,
             prefix_caching=caching,
+            window=window,
         )
         self.model = PagedModel(self.scheduler)
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -242,9 +246,14 @@ events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 25)), max_
 
 
 @settings(max_examples=150, deadline=None)
-@given(events, st.integers(11, 24), st.sampled_from([3, 16, 64]))
-def test_tokens_are_the_same_with_and_without(events, num_blocks, budget):
-    servers = [Server(num_blocks, caching, max_num_batched_tokens=budget) for caching in (1, 0)]
+@given(
+    events, st.integers(11, 24), st.sampled_from([3, 16, 64]), st.sampled_from([None, 1, 2, 6, 30])
+)
+def test_tokens_are_the_same_with_and_without(events, num_blocks, budget, window):
+    num_blocks += 0 if window is None else 11
+    servers = [
+        Server(num_blocks, caching, window, max_num_batched_tokens=budget) for caching in (1, 0)
+    ]
     aborted = set()
     for server in servers:
         for number, event in enumerate(events):
@@ -263,10 +272,38 @@ def test_tokens_are_the_same_with_and_without(events, num_blocks, budget):
         assert cached.tokens(name) == plain.tokens(name)
 
 
+def test_a_prefix_with_windows_needs_the_last_blocks_of_the_window_alone():
+    """A window of 6 tokens: the block before a block border and the one before that."""
+    server = Server(window=6)
+    assert server.run("a", PROMPT) == 0
+    assert server.run("b", PROMPT) == 12
+    keys = [key + b"w" for key in chain_keys(root_key(""), PROMPT, BLOCK)]
+    server.scheduler.pool.forget(keys[:1])
+    assert server.run("c", PROMPT) == 12
+    server.scheduler.pool.forget(keys[2:])
+    assert server.run("d", PROMPT) == 0, "8 tokens are not reusable: their window begins in block 0"
+    assert server.run("e", PROMPT) == 12, "computed again"
+
+
+def test_a_long_prompt_does_not_hold_blocks_that_no_window_touches():
+    server = Server(64, window=6, max_num_batched_tokens=8)
+    server.add("a", PROMPT * 4, max_tokens=8)
+    most = 0
+    while server.scheduler.has_work:
+        server.step()
+        for seq in server.scheduler.running:
+            most = max(most, len(seq.window_ids))
+            assert len(seq.window_ids) <= server.scheduler.demand.window_blocks
+            assert server.scheduler.pool.num_free == 64 - len(seq.block_ids) - len(seq.window_ids)
+    assert most == 4 and server.scheduler.pool.num_free == 64
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
 @pytest.mark.parametrize("num_blocks", [24, 64])
-def test_many_turns_of_many_chats_in_a_small_cache(num_blocks):
+def test_many_turns_of_many_chats_in_a_small_cache(num_blocks, window):
     """Hits, evictions and preemptions by the hundred, and the tokens of a server without cache."""
-    servers = [Server(num_blocks, caching, max_num_seqs=3) for caching in (True, False)]
+    num_blocks *= 1 if window is None else 2
+    servers = [Server(num_blocks, caching, window, max_num_seqs=3) for caching in (True, False)]
     for server in servers:
         chats = [[chat % VOCAB] * 5 for chat in range(12)]
         for turn in range(4):

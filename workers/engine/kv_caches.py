@@ -16,12 +16,15 @@ def allocate_kv_caches(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Return one zeroed tensor a layer, in the shape of the layer's layout; `groups` hold every layer once."""
-    caches = {
-        layer: _zeros(group.layout.shape(num_blocks, block_size), dtype, device)
-        for group in groups
-        for layer in group.layers
-    }
+    """Return a zeroed tensor for each layer, in the shape of its layout; `groups` hold every layer once.
+
+    Layers that share a cache get the same tensor.
+    """
+    caches = {}
+    for group in groups:
+        for layers in group.caches:
+            shared = _zeros(group.layout.shape(num_blocks, block_size), dtype, device)
+            caches |= dict.fromkeys(layers, shared)
     return [caches[layer] for layer in range(len(caches))]
 
 

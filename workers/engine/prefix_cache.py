@@ -3,45 +3,85 @@
 A block can be found once the step that fills it was launched and its tokens are known, from a prompt or generated. If
 another sequence is computing the next block of a sequence, the sequence waits instead of computing it too. So equal
 prompts that arrive together, such as several answers to one prompt, are computed once.
+
+Layers with a window have blocks and keys of their own. A sequence can start behind n blocks if all of them are there
+for the other layers, and for the layers with a window those that the next token's window touches.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from workers.engine.block_pool import BlockPool, chain_keys, root_key
 from workers.engine.sequence import Sequence
 
 
-class PrefixCache:
-    """Keys of the blocks of a pool. A disabled cache finds nothing."""
+@dataclass(frozen=True)
+class Prefix:
+    """The blocks that a sequence starts with, from its first token on; `window_blocks`: the last ones of a window."""
 
-    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool):
+    blocks: list[int] = field(default_factory=list)
+    window_blocks: list[int] = field(default_factory=list)
+
+    @property
+    def both(self) -> list[int]:
+        """All blocks of the prefix."""
+        return self.blocks + self.window_blocks
+
+
+class PrefixCache:
+    """Keys of the blocks of a pool. A disabled cache finds nothing.
+
+    window   largest window of a layer; None: all layers read all tokens
+    """
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, *, enabled: bool, window: int | None = None
+    ):
         self.num_queries = 0  # tokens looked up when their request first ran
         self.num_hits = 0  # of these, tokens found
         self._pool = pool
         self._block_size = block_size
         self._enabled = enabled
+        self._window = window
         self._coming: set[bytes] = (
             set()
         )  # of prompt blocks that running sequences have not computed yet
 
-    def find(self, seq: Sequence) -> list[int] | None:
+    def find(self, seq: Sequence) -> Prefix | None:
         """Return the blocks that `seq` can start with; None if another sequence is about to compute the next block.
 
         The last token is always computed because its logits are needed. A prompt with prompt_logprobs needs the
         logits of all its tokens, until its first output was sent.
         """
         if not self._enabled:
-            return []
+            return Prefix()
         num_blocks = (seq.num_tokens - 1) // self._block_size
         self._extend_keys(seq, num_blocks)
         if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
-            return []
+            return Prefix()
         keys = seq.block_keys[:num_blocks]
         blocks = self._pool.find(keys)
         if len(blocks) < num_blocks and keys[len(blocks)] in self._coming:
             return None
-        return blocks
+        return Prefix(blocks) if self._window is None else self._with_window(blocks, keys)
+
+    def first_in_window(self, num_tokens: int) -> int:
+        """Return the first block that the window of the token after `num_tokens` touches."""
+        assert self._window is not None
+        return max(0, num_tokens + 1 - self._window) // self._block_size
+
+    def _with_window(self, blocks: list[int], keys: list[bytes]) -> Prefix:
+        """Return the longest part of `blocks` that has all blocks of the next token's window."""
+        count = index = len(blocks)
+        found: list[int] = []  # blocks `index` to `count` of the window, the last one first
+        while index > self.first_in_window(count * self._block_size):
+            index -= 1
+            there = self._pool.find((_window_key(keys[index]),))
+            found += there
+            if not there:
+                count, found = index, []
+        return Prefix(blocks[:count], found[::-1])
 
     def started(self, seq: Sequence) -> None:
         """`seq` starts to run from the end of the blocks found for it."""
@@ -68,6 +108,9 @@ class PrefixCache:
         self._extend_keys(seq, num_full)
         for index in range(first, num_full):
             self._pool.register(seq.block_ids[index], seq.block_keys[index])
+            if index >= seq.window_first and self._window is not None:
+                block = seq.window_ids[index - seq.window_first]
+                self._pool.register(block, _window_key(seq.block_keys[index]))
         self._coming.difference_update(seq.block_keys[first:num_full])
         seq.next_full = (num_full + 1) * self._block_size
 
@@ -79,7 +122,9 @@ class PrefixCache:
 
     def forget(self, seq: Sequence, first_token: int = 0) -> None:
         """Remove the blocks of `seq` with its tokens from `first_token` on, also blocks that it has released."""
-        self._pool.forget(seq.block_keys[first_token // self._block_size :])
+        keys = seq.block_keys[first_token // self._block_size :]
+        self._pool.forget(keys)
+        self._pool.forget(map(_window_key, keys))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -97,3 +142,8 @@ class PrefixCache:
             parent = seq.block_keys[-1] if done else root_key(seq.request.cache_salt)
             token_ids = seq.token_ids[done * size : num_blocks * size]
             seq.block_keys += chain_keys(parent, token_ids, size)
+
+
+def _window_key(key: bytes) -> bytes:
+    """Return the key of the block with the same tokens for layers with a window; one byte longer than any other."""
+    return key + b"w"

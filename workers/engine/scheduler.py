@@ -24,7 +24,8 @@ import numpy as np
 
 from workers.config import SchedulerConfig
 from workers.engine.block_pool import BlockPool
-from workers.engine.prefix_cache import PrefixCache
+from workers.engine.kv_demand import KVDemand
+from workers.engine.prefix_cache import Prefix, PrefixCache
 from workers.engine.sequence import Sequence, SequenceTable
 from workers.engine.step_sync import ForwardMode
 from workers.runner.step_output import StepOutput
@@ -65,6 +66,7 @@ class Scheduler:
     """Waiting and running sequences of one rank, both in order, and their blocks.
 
     pool   blocks with the contents that an earlier scheduler has left, all free; a new pool of `num_blocks` without it
+    window largest window of a layer: such layers have blocks of their own, which are released behind the window
     """
 
     def __init__(
@@ -76,13 +78,18 @@ class Scheduler:
         max_model_len: int,
         prefix_caching: bool = True,
         pool: BlockPool | None = None,
+        window: int | None = None,
     ):
         self._config = config
         self._max_model_len = max_model_len
         self._block_size = block_size
         self.pool = BlockPool(num_blocks) if pool is None else pool
-        self.prefixes = PrefixCache(self.pool, block_size, enabled=prefix_caching)
-        self.table = SequenceTable(config.max_num_seqs, max_model_len, block_size)
+        self._window = window
+        self.demand = KVDemand(block_size, window, config.max_num_batched_tokens)
+        self.prefixes = PrefixCache(self.pool, block_size, enabled=prefix_caching, window=window)
+        self.table = SequenceTable(
+            config.max_num_seqs, max_model_len, block_size, windows=window is not None
+        )
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._by_id: dict[str, Sequence] = {}
@@ -153,6 +160,8 @@ class Scheduler:
                 index += 1
                 continue
             num_new = min(seq.num_remaining, budget)
+            if self._window is not None:
+                self._leave_behind(seq)
             while not self._grow(seq, seq.num_computed + num_new):
                 preempted = True
                 if self._preempt_last() is seq:
@@ -212,7 +221,7 @@ class Scheduler:
         if not 0 < length < self._max_model_len:
             return f"prompt of {length} tokens; must be 1 to {self._max_model_len - 1}"
         total = min(length + request.params.max_tokens, self._max_model_len)
-        need = self._blocks_for(total)
+        need = self.demand.blocks(total)
         if need > self.pool.num_blocks:
             return (
                 f"prompt of {length} tokens plus up to {total - length} new ones needs {need} KV blocks; "
@@ -234,24 +243,33 @@ class Scheduler:
             if cached is None:
                 index += 1
                 continue
-            num_remaining = seq.num_tokens - len(cached) * self._block_size
+            num_remaining = seq.num_tokens - len(cached.blocks) * self._block_size
             num_new = min(num_remaining, budget)
             if num_new < num_remaining and not self._config.chunked_prefill:
                 break
-            # Allocate blocks for all known tokens, so that a prompt that starts can finish.
-            need = self._blocks_for(seq.num_tokens) - len(cached)
-            if need > self.pool.num_free_besides(cached):
+            # There must be blocks for all known tokens, so that a prompt that starts can finish.
+            need = self.demand.blocks(seq.num_tokens) - len(cached.both)
+            if need > self.pool.num_free_besides(cached.both):
                 break
             del self.waiting[index]
-            self._start(seq, cached, need)
+            self._start(seq, cached, num_new)
             work.append((seq, num_new))
             budget -= num_new
 
-    def _start(self, seq: Sequence, cached: list[int], need: int) -> None:
-        """Run `seq` from the end of its `cached` blocks, with `need` new blocks."""
-        self.pool.share(cached)
-        seq.block_ids = cached + self.pool.allocate(need)
-        seq.num_computed = len(cached) * self._block_size
+    def _start(self, seq: Sequence, cached: Prefix, num_new: int) -> None:
+        """Run `seq` from the end of its `cached` blocks, with blocks for all of its tokens; `num_new` come first.
+
+        Layers with a window get blocks for these tokens alone.
+        """
+        self.pool.share(cached.both)
+        num_cached = len(cached.blocks)
+        need = self._blocks_for(seq.num_tokens) - num_cached
+        seq.block_ids = cached.blocks + self.pool.allocate(need)
+        seq.num_computed = num_cached * self._block_size
+        if self._window is not None:
+            need = self._blocks_for(seq.num_computed + num_new) - num_cached
+            seq.window_first = num_cached - len(cached.window_blocks)
+            seq.window_ids = cached.window_blocks + self.pool.allocate(need)
         self.prefixes.started(seq)
         self.table.add(seq)
         self._admitted.append(seq)
@@ -263,7 +281,22 @@ class Scheduler:
             if not self.pool.num_free:
                 return False
             self.table.append_block(seq, self.pool.allocate(1)[0])
+        if self._window is not None:
+            while (seq.window_first + len(seq.window_ids)) * self._block_size < num_tokens:
+                if not self.pool.num_free:
+                    return False
+                self.table.append_window_block(seq, self.pool.allocate(1)[0])
         return True
+
+    def _leave_behind(self, seq: Sequence) -> None:
+        """Release the blocks that the windows of the next tokens of `seq` do not touch; the prefix cache keeps them."""
+        first = self.prefixes.first_in_window(seq.num_computed)
+        count = first - seq.window_first
+        if count > 0:
+            if seq.num_computed >= seq.next_full:
+                self.prefixes.register(seq)
+            self.pool.release(seq.window_ids[:count])
+            seq.window_ids, seq.window_first = seq.window_ids[count:], first
 
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
@@ -288,7 +321,8 @@ class Scheduler:
             self._admitted.remove(seq)
         self.prefixes.stopped(seq)
         self.pool.release(seq.block_ids)
-        seq.block_ids = []
+        self.pool.release(seq.window_ids)
+        seq.block_ids, seq.window_ids, seq.window_first = [], [], 0
         self.table.remove(seq)
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -17,6 +17,8 @@ class Sequence:
     row                row in the SequenceTable while it runs, -1 while it waits
     order              (priority, arrival); smaller comes first
     max_num_tokens     prompt and output tokens at which the sequence ends
+    window_ids         blocks of layers with a window, without those that the window has left behind
+    window_first       the first of them has the tokens of block_ids[window_first]
     block_keys         keys of the first full blocks, as far as they were needed
     next_full          number of computed tokens at which another block is full and gets its key
     num_cached_tokens  tokens found in the prefix cache when the sequence first ran
@@ -31,6 +33,8 @@ class Sequence:
     num_computed: int = 0
     row: int = -1
     block_ids: list[int] = field(default_factory=list)
+    window_ids: list[int] = field(default_factory=list)
+    window_first: int = 0
     num_preemptions: int = 0
     order: tuple[int, int] = (0, 0)
     max_num_tokens: int = sys.maxsize
@@ -84,15 +88,20 @@ class SequenceTable:
     """Tokens and blocks of the running sequences, one row each, so that a batch is gathered without Python loops.
 
     token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed int64 [rows].
+    window_table, of the shape of block_table, has the blocks of layers with a window, with anything in place of blocks
+    that the window has left behind; None: no layer has a window.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int):
+    def __init__(
+        self, num_rows: int, max_model_len: int, block_size: int, *, windows: bool = False
+    ):
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int64)
+        self.window_table = np.zeros_like(self.block_table) if windows else None
         self.num_computed = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -101,6 +110,9 @@ class SequenceTable:
         seq.row = self._free_rows.pop()
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.block_table[seq.row, : len(seq.block_ids)] = seq.block_ids
+        if self.window_table is not None:
+            first, end = seq.window_first, seq.window_first + len(seq.window_ids)
+            self.window_table[seq.row, first:end] = seq.window_ids
         self.num_computed[seq.row] = seq.num_computed
 
     def remove(self, seq: Sequence) -> None:
@@ -116,6 +128,12 @@ class SequenceTable:
         """Append a block to `seq`."""
         self.block_table[seq.row, len(seq.block_ids)] = block
         seq.block_ids.append(block)
+
+    def append_window_block(self, seq: Sequence, block: int) -> None:
+        """Append a block for layers with a window to `seq`."""
+        assert self.window_table is not None
+        self.window_table[seq.row, seq.window_first + len(seq.window_ids)] = block
+        seq.window_ids.append(block)
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
         """Append a token to `seq`, which may have lost its row."""

@@ -41,6 +41,7 @@ class AttentionBlock:
         self.k_norm = builder.norm(spec.kv_size) if full else None
         self.o_DQ = builder.empty(builder.hidden_size, spec.q_size)
         self.o_bias_D = builder.empty(builder.hidden_size) if spec.output_bias else None
+        self.sinks_H = builder.empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
     def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls other attention."""
@@ -82,9 +83,13 @@ class AttentionBlock:
                 self.attention.store(qkv_TMd, layer, rotation_T1d)
             else:
                 self.attention.store(qkv_TMd, layer, rotation_T1d, norm.weight, norm.eps)
-            return self.attention.attend(qkv_TMd, layer)
+            return self.attention.attend(qkv_TMd, layer, self.sinks_H)
         qk_TNd = norm_and_rotate(norm, qkv_TMd[:, : self.num_qk_heads], rotation_T1d)
         heads = self.spec.num_heads
         return self.attention(
-            qk_TNd[:, :heads], qk_TNd[:, heads:], qkv_TMd[:, self.num_qk_heads :], layer
+            qk_TNd[:, :heads],
+            qk_TNd[:, heads:],
+            qkv_TMd[:, self.num_qk_heads :],
+            layer,
+            self.sinks_H,
         )

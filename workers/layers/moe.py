@@ -37,19 +37,34 @@ class MoeBlock:
         dim = builder.hidden_size
         self.norm = builder.norm(dim)
         self.router_ED = builder.empty(spec.num_experts, dim)
-        # float32 in every model: scores of experts differ by less than bfloat16 resolves
-        self.router_bias_E = (
-            builder.empty(spec.num_experts, dtype=torch.float32) if spec.router.bias else None
-        )
+        self.router_bias_E = None
+        if spec.router.logit_bias:
+            self.router_bias_E = builder.empty(spec.num_experts)
+        elif spec.router.bias:
+            # float32 in every model: scores of experts differ by less than bfloat16 resolves
+            self.router_bias_E = builder.empty(spec.num_experts, dtype=torch.float32)
         self._empty = partial(
             self.grouped_gemm.empty_weights, device=builder.device, dtype=builder.dtype
         )
-        self.w13_e2ID, self.w2_eDI = self._empty_experts(len(self.experts), dim)
+        self._empty_bias = builder.empty
+        self._hold_empty(len(self.experts), dim)
         self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
 
-    def _empty_experts(self, num_experts: int, dim: int) -> tuple[ExpertWeights, ExpertWeights]:
+    def _hold_empty(self, num_experts: int, dim: int) -> None:
+        """Allocate weights and biases of `num_experts`."""
         width = self.spec.width
-        return self._empty(num_experts, 2 * width, dim), self._empty(num_experts, dim, width)
+        self.w13_e2ID: ExpertWeights = self._empty(num_experts, 2 * width, dim)
+        self.w2_eDI: ExpertWeights = self._empty(num_experts, dim, width)
+        self.b13_e2I = self.b2_eD = None
+        if self.spec.bias:
+            self.b13_e2I = self._empty_bias(num_experts, 2 * width)
+            self.b2_eD = self._empty_bias(num_experts, dim)
+
+    @property
+    def _biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if self.b13_e2I is None or self.b2_eD is None:
+            return None
+        return self.b13_e2I, self.b2_eD
 
     def route_by(self, forced: Callable[..., ForcedRouting] | None) -> None:
         """Let the layer's router choose experts, or a law instead; see CausalLM."""
@@ -57,13 +72,14 @@ class MoeBlock:
 
     def hold_experts(self, experts: range, kept: range) -> None:
         """Allocate weights of `experts`, and keep the values of `kept`, which are in the old and the new range."""
-        old, weights = self.experts, (self.w13_e2ID, self.w2_eDI)
+        old, weights = self.experts, (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
         self.experts = experts
-        self.w13_e2ID, self.w2_eDI = self._empty_experts(len(experts), self.router_ED.shape[1])
+        self._hold_empty(len(experts), self.router_ED.shape[1])
         if not kept:
             return
+        held_now = (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
         to, at = (slice(kept.start - held.start, kept.stop - held.start) for held in (experts, old))
-        for new, source in zip((self.w13_e2ID, self.w2_eDI), weights, strict=True):
+        for new, source in zip(held_now, weights, strict=True):
             if isinstance(new, BlockWeights):
                 new.copy_matrices(to, source, at)
             else:
@@ -88,7 +104,9 @@ class MoeBlock:
         expert_input = pending.wait()
         if self.expert_load.watching:
             self.expert_load.add(expert_input.offs_e)
-        y_RD = self.grouped_gemm(expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation)
+        y_RD = self.grouped_gemm(
+            expert_input, self.w13_e2ID, self.w2_eDI, self.spec.activation, self._biases
+        )
         return residual_TD, self.all2all.combine(y_RD, expert_input.handle).wait()
 
     def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:

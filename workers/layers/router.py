@@ -21,11 +21,12 @@ def route_tokens(
     """Return topk_idx int64 [T, K], best first, and topk_weights float32 [T, K] of the best scores.
 
     Rows from `num_tokens` on are padding: their topk_idx is -1. On a GPU `num_tokens` may be an integer tensor [1]
-    there, which a captured graph reads at each replay. bias_E is float32, for the choice alone.
+    there, which a captured graph reads at each replay. bias_E is float32 and for the choice alone; with
+    `spec.logit_bias` it has the dtype of x and is added to the logits.
     """
     if not spec.plain:
         return _route_in_groups(x_TD, router_ED, spec, num_tokens, bias_E)
-    logits_TE = linear(x_TD, router_ED)
+    logits_TE = linear(x_TD, router_ED, bias_E)
     top_k, renormalise = spec.top_k, spec.renormalise
     fused = fused_kernels(x_TD.device.type)
     if fused is not None:

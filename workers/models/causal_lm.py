@@ -148,10 +148,10 @@ class CausalLM(ABC):
         return logits_LV if factor == 1.0 else logits_LV.mul_(factor)
 
     def weight_slots(self) -> dict[str, Slot]:
-        """Return the destination of every tensor that this rank holds, by its name in the checkpoint."""
+        """Return the destination of every entry of the weight map that this rank holds, by its key."""
         first = self._placement.local_experts(self._rank).start
         entries = rank_weights(self.config, self._placement, self._rank)
-        return {entry.name: slot_of(self, entry, first) for entry in entries}
+        return {entry.key: slot_of(self, entry, first) for entry in entries}
 
 
 def add_hidden(residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:

@@ -48,6 +48,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 FULL_ATTENTION = ("full_attention", "attention")
+WINDOW_ATTENTION = "sliding_attention"
 
 
 class ModelConfigError(ValueError):
@@ -70,6 +71,7 @@ class ConfigReader:
         self._generation = generation
         self._read = set(HARMLESS_KEYS)
         self._fixed = dict(FIXED_VALUES)
+        self._windows = False  # the family reads layer_types itself
 
     def raw(self, key: str) -> Any:
         """Return the value unchecked, None if it is missing; mark the key as read."""
@@ -137,6 +139,33 @@ class ConfigReader:
             for layer in range(self.integer("num_hidden_layers"))
         )
 
+    def windows(self) -> tuple[int | None, ...]:
+        """Return the window of each layer, None for full attention; without `layer_types` each first of two has one."""
+        self._windows = True
+        window, count = self.integer("sliding_window"), self.integer("num_hidden_layers")
+        kinds = self.raw("layer_types")
+        if kinds is None:
+            return tuple(None if layer % 2 else window for layer in range(count))
+        known = (*FULL_ATTENTION, WINDOW_ATTENTION)
+        if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - set(known):
+            self.problems.append(
+                f"layer_types is {_short(kinds)}; expected {count} times full_attention or {WINDOW_ATTENTION}"
+            )
+            return (None,) * count
+        return tuple(window if kind == WINDOW_ATTENTION else None for kind in kinds)
+
+    def mxfp4(self) -> bool:
+        """Return whether the experts are stored in MXFP4, for a family that has no other quantisation."""
+        found = self._raw.get("quantization_config")
+        if found is None:
+            return False
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if method != "mxfp4":
+            self.problems.append(
+                f"quantization_config.quant_method is {_short(method)}; supported: mxfp4"
+            )
+        return True
+
     def activation(self) -> Activation:
         """Return the activation of every MLP, silu if the key is missing."""
         self.fixed("hidden_act", *ACTIVATIONS)
@@ -164,6 +193,7 @@ class ConfigReader:
         *,
         skipped: tuple[str, ...] = (),
         renamed: tuple[tuple[str, str], ...] = (),
+        mxfp4: bool = False,
     ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
         for key, supported in self._fixed.items():
@@ -180,11 +210,12 @@ class ConfigReader:
             norm_eps=self.number("rms_norm_eps"),
             max_position_embeddings=self.integer("max_position_embeddings"),
             tie_word_embeddings=self.boolean("tie_word_embeddings"),
-            quantization=parse_quantization(self._raw, self.problems),
-            dtype=self._dtype(),
+            quantization=None if mxfp4 else parse_quantization(self._raw, self.problems),
+            dtype=self._dtype("bfloat16" if mxfp4 else "float32"),
             eos_token_ids=stops or self.integers("eos_token_id"),
             skipped=skipped,
             renamed=renamed,
+            mxfp4=mxfp4,
         )
         self.ignore("quantization_config", "eos_token_id")
         for key, value in self._raw.items():
@@ -218,18 +249,20 @@ class ConfigReader:
             return ()
         return tuple(items)
 
-    def _dtype(self) -> DtypeName:
+    def _dtype(self, default: DtypeName) -> DtypeName:
         key = "dtype" if self.raw("dtype") is not None else "torch_dtype"
         value = self.raw(key)
         if value is None:
-            return "float32"
+            return default
         if value not in DTYPES:
             self.problems.append(f"{key} is {value!r}; supported: {', '.join(DTYPES)}")
-            return "float32"
+            return default
         dtype: DtypeName = value
         return dtype
 
     def _check_layer_types(self) -> None:
+        if self._windows:
+            return
         kinds = self.raw("layer_types") or []
         if not isinstance(kinds, list) or any(kind not in FULL_ATTENTION for kind in kinds):
             self.problems.append(

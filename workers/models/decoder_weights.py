@@ -5,7 +5,7 @@ V vocabulary, D hidden, d head dim.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from workers.models.specs import GqaSpec, LatentSpec, MlpSpec, ModelConfig, MoeSpec
 from workers.weights.weight_map import WeightEntry, WeightKind
@@ -29,6 +29,9 @@ class WeightNames:
     shared: str = "mlp.shared_expert"
     shared_gate_up: str = ""  # gate and up of the shared expert as one tensor
     shared_down: str = "down_proj"
+    stacked_experts: bool = (
+        False  # one tensor for all experts, gate and up alternating, as gpt-oss has them
+    )
     router_bias: str = "gate.e_score_correction_bias"
     router_bias_is_row: bool = False  # stored as [1, E]
 
@@ -38,7 +41,8 @@ def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
     table = (config.vocab_size, config.hidden_size)
     yield WeightEntry("model.embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
     for number, layer in enumerate(config.layers):
-        block = _Layer(config.hidden_size, f"model.layers.{number}.", f"layers.{number}.")
+        at, path = f"model.layers.{number}.", f"layers.{number}."
+        block = _Layer(config.hidden_size, at, path, config.mxfp4)
         if isinstance(layer.attention, LatentSpec):
             yield from block.latent_attention(layer.attention)
         else:
@@ -59,6 +63,7 @@ class _Layer:
     dim: int
     disk: str
     path: str
+    mxfp4: bool = False
 
     def norm(self, name: str, parameter: str) -> WeightEntry:
         return WeightEntry(
@@ -100,6 +105,9 @@ class _Layer:
         yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o_DQ", WeightKind.PROJECTION)
         if spec.output_bias:
             yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o_bias_D", WeightKind.BIAS)
+        if spec.sinks:
+            heads_shape = (spec.num_heads,)
+            yield WeightEntry(f"{at}sinks", heads_shape, f"{path}sinks_H", WeightKind.SINK)
         yield from self._qk_norms(spec, head_dim)
 
     def _qk_norms(self, spec: GqaSpec, head_dim: int) -> Weights:
@@ -175,11 +183,18 @@ class _Layer:
         shape = (spec.num_experts, self.dim)
         router = f"{self.path}mlp.router_ED"
         yield WeightEntry(at + names.router, shape, router, WeightKind.ROUTER)
+        if spec.router.logit_bias:
+            name = at + names.router.replace("weight", "bias")
+            parameter = f"{self.path}mlp.router_bias_E"
+            yield WeightEntry(name, shape[:1], parameter, WeightKind.BIAS)
         if spec.router.bias:
             name, parameter = f"{at}{names.router_bias}", f"{self.path}mlp.router_bias_E"
             row = (1,) if names.router_bias_is_row else ()
             yield WeightEntry(name, (*row, spec.num_experts), parameter, WeightKind.BIAS)
-        yield from self.experts(spec, names, at)
+        if names.stacked_experts:
+            yield from self.stacked_experts(f"{at}experts.", spec)
+        else:
+            yield from self.experts(spec, names, at)
         if spec.shared is not None:
             name = names.shared
             if names.shared_gate_up:
@@ -221,6 +236,40 @@ class _Layer:
         yield WeightEntry(name, up, f"{path}w13_2ID", WeightKind.PROJECTION)
         name = f"{at}{names.shared_down}.weight"
         yield WeightEntry(name, down, f"{path}w2_DI", WeightKind.DOWN_PROJECTION)
+
+    def stacked_experts(self, at: str, spec: MoeSpec) -> Weights:
+        """One tensor for all experts. Rows of gate and up alternate; unless packed in MXFP4, columns come first."""
+        path, width, mxfp4 = f"{self.path}mlp.", spec.width, self.mxfp4
+        up, down = (2 * width, self.dim), (self.dim, width)
+        weights = (
+            ("gate_up_proj", up, "w13_e2ID", WeightKind.PROJECTION),
+            ("down_proj", down, "w2_eDI", WeightKind.DOWN_PROJECTION),
+        )
+        for name, shape, parameter, kind in weights:
+            for expert in range(spec.num_experts):
+                entry = WeightEntry(
+                    at + name,
+                    shape if mxfp4 else shape[::-1],
+                    path + parameter,
+                    kind,
+                    expert=expert,
+                    stacked=spec.num_experts,
+                    transposed=not mxfp4,
+                    interleaved=name == "gate_up_proj",
+                    mxfp4=mxfp4,
+                )
+                yield entry
+                if spec.bias:
+                    bias = "b13_e2I" if entry.interleaved else "b2_eD"
+                    yield replace(
+                        entry,
+                        name=f"{at}{name}_bias",
+                        shape=shape[:1],
+                        parameter=path + bias,
+                        kind=WeightKind.BIAS,
+                        transposed=False,
+                        mxfp4=False,
+                    )
 
     def gated(self, name: str, parameter: str, width: int) -> Weights:
         """gate, up and down of an MLP that is not a routed expert's."""

@@ -37,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
     "granitemoe": Family("granitemoe", "GraniteMoeForCausalLM"),
     "granitemoeshared": Family("granitemoe", "GraniteMoeSharedForCausalLM"),
+    "gpt_oss": Family("gpt_oss", "GptOssForCausalLM"),
     "kimi_k2": Family("deepseek_v3", "DeepseekV3ForCausalLM"),
     "minimax_m2": Family("minimax_m2", "MiniMaxM2ForCausalLM"),
     "mixtral": Family("mixtral", "MixtralForCausalLM"),

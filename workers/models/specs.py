@@ -34,12 +34,14 @@ class RopeSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class GqaSpec:
-    """Grouped-query attention of one layer over all tokens before.
+    """Grouped-query attention of one layer.
 
     qk_norm    RMS norm of q and k before the rotation: per head, over all heads together ("full"), or None
     clip_qkv   bound on the absolute values of q, k and v after the norm, None for no bound
     rotary_dim values of a head that are rotated, the first ones; None: all
     score_scale  factor on the scores; None: 1 / sqrt(head_dim)
+    window     tokens that a token attends to, its own included; None: all before
+    sinks      a sink for each query head, see AttentionSpec
     """
 
     num_heads: int
@@ -52,6 +54,8 @@ class GqaSpec:
     clip_qkv: float | None = None
     rotary_dim: int | None = None
     score_scale: float | None = None
+    window: int | None = None
+    sinks: bool = False
 
     @property
     def rope_dim(self) -> int:
@@ -77,7 +81,14 @@ class GqaSpec:
     @property
     def kernel_spec(self) -> AttentionSpec:
         """The spec of this layer for the attention kernels."""
-        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.scale)
+        return AttentionSpec(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.scale,
+            window=self.window,
+            sinks=self.sinks,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +155,7 @@ class RouterSpec:
     renormalise   divide the weights of a token by their sum
     scaling       factor on the weights, applied here and nowhere else
     bias          each expert has a bias on its score, for the choice alone: weights come from the scores without it
+    logit_bias    each expert has a bias on its logit, for choice and weights
     num_groups    groups of neighbouring experts, of which the `top_groups` best are open to the choice
     group_score   score of a group: of its best expert, or the sum of its two best
     """
@@ -153,6 +165,7 @@ class RouterSpec:
     score: ScoreFunction = "softmax"
     scaling: float = 1.0
     bias: bool = False
+    logit_bias: bool = False
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "max"
@@ -174,13 +187,17 @@ class SharedExpertSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Routed experts, each a gated MLP of `width`, and maybe a shared expert beside them."""
+    """Routed experts, each a gated MLP of `width`, and maybe a shared expert beside them.
+
+    bias   both products of an expert have biases
+    """
 
     num_experts: int
     width: int
     activation: Activation
     router: RouterSpec
     shared: SharedExpertSpec | None = None
+    bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +216,7 @@ class ModelConfig:
     skipped   beginnings of the names of tensors that are not read, as those of multi-token prediction
     embedding_factor, logits_factor   on the embeddings and on the logits, for families that have such factors
     renamed   parts of names of tensors as transformers saves them in its own layout, and as the weight map has them
+    mxfp4     the checkpoint holds the experts in MXFP4
     """
 
     model_type: str
@@ -216,6 +234,7 @@ class ModelConfig:
     renamed: tuple[tuple[str, str], ...] = ()
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
+    mxfp4: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -233,8 +252,18 @@ class ModelConfig:
         return tuple(layer.attention.kernel_spec for layer in self.layers)
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return tuple(spec.window for spec in self.attention_specs)
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of a layer; None: no layer has one."""
+        return max((window for window in self.windows if window is not None), default=None)
+
+    @property
     def attention(self) -> GqaSpec | LatentSpec:
-        """The attention of every layer; one kind today, as for `moe`."""
+        """The attention of the first layer. Layers differ in their windows alone."""
         return self.layers[0].attention
 
     @property

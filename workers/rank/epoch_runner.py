@@ -53,6 +53,7 @@ class RunnerMaker:
             max_model_len=process.max_model_len,
             prefix_caching=config.cache.prefix_caching,
             pool=pool,
+            window=process.model_config.window,
         )
         runner = ModelRunner(
             model,
@@ -77,6 +78,7 @@ class RunnerMaker:
             self.process.max_model_len,
             config.scheduler,
             config.cache.block_size,
+            windows=self.process.model_config.window is not None,
         )
 
     def num_kv_blocks(self, graph_sizes: GraphSizes) -> int:
@@ -95,7 +97,7 @@ class RunnerMaker:
         if not process.dims.alone:
             of_ranks = process_group.gather_objects((fitting, own))
             fitting, own = min(of_ranks, key=lambda found: found[0])
-        check_longest_request_fits(fitting, process.max_model_len, cache.block_size, own)
+        check_longest_request_fits(fitting, process.max_model_len, process.kv_demand, own)
         return fitting
 
     def _own_bytes(self, graph_sizes: GraphSizes) -> OwnBytes:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.engine.kv_demand import KVDemand
 from workers.engine.scheduler import Scheduler
 from workers.rank.device_memory import memory_for, size
 from workers.rank.warm_up_steps import WarmUpSteps
@@ -91,10 +92,10 @@ def blocks_that_fit(
 
 
 def check_longest_request_fits(
-    num_blocks: int, max_model_len: int, block_size: int, own: OwnBytes
+    num_blocks: int, max_model_len: int, demand: KVDemand, own: OwnBytes
 ) -> None:
     """Raise ValueError, with the settings to change, if the longest request needs more than `num_blocks`."""
-    need = -(-max_model_len // block_size)
+    need = demand.blocks(max_model_len)
     if num_blocks < need:
         raise ValueError(
             f"the GPU has room for {max(0, num_blocks)} KV blocks, one request of model.max_model_len "

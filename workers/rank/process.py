@@ -24,6 +24,7 @@ from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
 from workers.engine.block_pool import BlockPool
 from workers.engine.kv_caches import allocate_kv_caches
+from workers.engine.kv_demand import KVDemand
 from workers.models.causal_lm import CausalLM
 from workers.models.registry import load_model_config, model_class
 from workers.models.specs import ModelConfig
@@ -220,6 +221,12 @@ class RankProcess:
     def _kv_groups(self) -> tuple[KVGroup, ...]:
         return self.selection.attention_class.kv_groups(self.model_config.attention_specs)
 
+    @property
+    def kv_demand(self) -> KVDemand:
+        """The KV blocks that a request needs."""
+        tokens = self.config.scheduler.max_num_batched_tokens
+        return KVDemand(self.config.cache.block_size, self.model_config.window, tokens)
+
     def settings(self) -> dict[str, object]:
         """Return all settings that must be equal on all ranks, flat, with dotted names."""
         config = self.config
@@ -256,6 +263,7 @@ class RankProcess:
             num_blocks=self.num_blocks,
             block_size=self.config.cache.block_size,
             max_model_len=self.max_model_len,
+            window_blocks=self.kv_demand.window_blocks,
             memory_bytes={
                 "weights": self.weight_bytes(),
                 "kv_cache": self.num_blocks * self.block_bytes(),

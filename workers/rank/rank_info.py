@@ -28,7 +28,10 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The report of a rank when its engine is made. `stage_seconds` is the time of each stage of this epoch."""
+    """The report of a rank when its engine is made. `stage_seconds` is the time of each stage of this epoch.
+
+    window_blocks  blocks that a long request needs beside those of its tokens, for layers with a window
+    """
 
     rank: int
     backends: dict[str, str]
@@ -37,6 +40,12 @@ class RankInfo:
     max_model_len: int
     memory_bytes: dict[str, int] = field(default_factory=dict)
     stage_seconds: dict[str, float] = field(default_factory=dict)
+    window_blocks: int = 0
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens of the longest request that the cache holds."""
+        return (self.num_blocks - min(self.window_blocks, self.num_blocks // 2)) * self.block_size
 
 
 @dataclass(frozen=True)

@@ -45,20 +45,23 @@ _HEAVIEST_PROMPT = SamplingParams(max_tokens=1, prompt_logprobs=20)
 
 @dataclass(frozen=True)
 class WarmUpSteps:
-    """Warm-up steps. Collective: every rank runs one step at one time. `equal_tokens` as in PlanConfig."""
+    """Warm-up steps. Collective: every rank runs one step at one time. `equal_tokens` as in PlanConfig.
+
+    windows   layers have windows, and so blocks of their own
+    """
 
     dims: ParallelDims
     equal_tokens: bool
     max_model_len: int
     limits: SchedulerConfig
     block_size: int
+    windows: bool = False
 
     @property
     def num_blocks(self) -> int:
         """Number of KV blocks that suffices for each of these steps."""
-        return (
-            -(-2 * self.limits.max_num_batched_tokens // self.block_size) + self.limits.max_num_seqs
-        )
+        tokens = -(-2 * self.limits.max_num_batched_tokens // self.block_size)
+        return (1 + self.windows) * (tokens + self.limits.max_num_seqs + 2)
 
     def prefill(self, runner: ModelRunner, scheduler: Scheduler, num_tokens: int) -> None:
         """Run a prefill of about `num_tokens`, and a decode."""

@@ -4,7 +4,7 @@ All integers of a forward lie in one host array, so that one copy from pinned me
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from workers.engine.scheduler import ScheduledBatch
 from workers.engine.sequence import SequenceTable
 from workers.runner.forward_batch import ForwardBatch, resolve_pending
 
+_OF_WINDOWS = ("window_block_table", "window_slot_mapping")
 _ALIGNMENT = 16  # integers; kernels are compiled anew for fields that are not aligned
 
 
@@ -26,10 +27,18 @@ class _Staging:
     """
 
     def __init__(
-        self, batch_type: type[ForwardBatch], largest: Mapping[Axis, int], device: torch.device
+        self,
+        batch_type: type[ForwardBatch],
+        largest: Mapping[Axis, int],
+        device: torch.device,
+        omitted: Collection[str],
     ):
         declared = batch_type.shapes().items()
-        fields = [(name, axes) for name, axes in declared if not name.endswith("_cpu")]
+        fields = [
+            (name, axes)
+            for name, axes in declared
+            if not name.endswith("_cpu") and name not in omitted
+        ]
         fields.sort(key=lambda one: one[1][:1] not in ((), ("row",)))
         self._fields = [(name, axes[:1] == ("row",)) for name, axes in fields]
         size = sum(_aligned(math.prod(largest[axis] for axis in axes)) for _, axes in fields)
@@ -94,7 +103,8 @@ class ForwardBatchBuilder:
             "sample": max_num_seqs,
             "block": table.block_table.shape[1],
         }
-        self._staging = _Staging(ForwardBatch, largest, device)
+        omitted = _OF_WINDOWS if table.window_table is None else ()
+        self._staging = _Staging(ForwardBatch, largest, device, omitted)
 
     def build(self, batch: ScheduledBatch, num_rows: int, *, graph: bool = False) -> ForwardBatch:
         """Return the tensors of `batch`, padded to `num_rows` rows.
@@ -116,9 +126,15 @@ class ForwardBatchBuilder:
         max_blocks = -(-int(seq_lens.max(initial=1)) // table.block_size)
         sampling_rows = rows[batch.samples]
 
+        of_windows: dict[str, np.ndarray] = {}
+        if table.window_table is not None:
+            slots = table.window_table[row_of_token, blocks] * table.block_size + offsets
+            of_windows["window_slot_mapping"] = slots
+            of_windows["window_block_table"] = table.window_table[rows, :max_blocks]
         device: dict[str, Any] = self._staging.ship(
             num_rows,
-            {
+            of_windows
+            | {
                 "num_token_non_padded": np.array([num_tokens]),
                 "input_ids": table.token_ids[row_of_token, positions],
                 "positions": positions,

@@ -139,11 +139,11 @@ class EpochUbatches:
 
     def largest(self, scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
         """Return the tokens of the largest step of each phase that limits and cache allow."""
-        limits, block_size = self._config.scheduler, self._config.cache.block_size
+        limits = self._config.scheduler
         num_blocks = scheduler.pool.num_blocks
         context = tuning.decode_context(max_model_len - 2)
         # Measured decodes grow while the last ones' prompts are computed, by less than their context; none may preempt.
-        per_decode = -(-2 * context // block_size)
+        per_decode = scheduler.demand.blocks(2 * context)
         decodes = min(
             limits.max_num_seqs, limits.max_num_batched_tokens // 2, num_blocks // per_decode
         )
@@ -151,7 +151,7 @@ class EpochUbatches:
             "decode": decodes if context >= MIN_CONTEXT else 0,
             "prefill": min(
                 limits.max_num_batched_tokens,
-                num_blocks * block_size // 2,
+                scheduler.demand.tokens(num_blocks) // 2,
                 limits.max_num_seqs * (max_model_len - 2),
             ),
         }

@@ -75,12 +75,22 @@ _TOKENS = {
     "pad_token_id": NUM_BYTES + SPECIAL_TOKENS.index(END_OF_TEXT),
 }
 Quantization = Literal[
-    "fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block"
+    "fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block", "mxfp4"
 ]
 _FP8 = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
     "modules_to_not_convert": ["lm_head"],
+}
+
+_MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
 }
 
 
@@ -111,6 +121,7 @@ QUANTIZATIONS: dict[Quantization, dict[str, Any]] = {
     "compressed-tensor": _compressed("tensor"),
     "compressed-channel": _compressed("channel"),
     "compressed-block": _compressed("block"),
+    "mxfp4": _MXFP4,
 }
 
 
@@ -146,6 +157,7 @@ def make_checkpoint(
     experts; None, as of `head_dim` and `num_kv_heads`: the family's own. `config_fields` go into config.json as they
     are, e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
     `quantization`: projections are stored in FP8 in this form, all else in `dtype`; `fp8` is short for "fp8", blocks.
+    "mxfp4" is for the experts of gpt-oss.
     `expert_layout`: None is that of the family's releases.
     Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
     `overwrite`. Impossible values raise ValueError by name.

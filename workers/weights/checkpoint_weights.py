@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.block_fp8 import MAX_E4M3, quantise_blocks
+from kernels.mxfp4 import quantise_mxfp4
 from workers.models.registry import weight_map
 from workers.models.specs import ModelConfig
 from workers.weights.initial_weights import draw
@@ -38,6 +39,11 @@ class CheckpointTensor:
     def draw(self, config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
         """Return the tensor by its name, with its scales if it is in FP8."""
         drawn = [_draw(entry, config, seed) for entry in self.entries]
+        if self.entries[0].stacked:
+            return {
+                name: torch.stack([tensors[name] for tensors in drawn])
+                for name in self.entries[0].stacked_shapes
+            }
         if not self.fused:
             (found,) = drawn
             return found
@@ -103,6 +109,8 @@ def _draw(entry: WeightEntry, config: ModelConfig, seed: int) -> dict[str, torch
     """Return a tensor in the checkpoint's dtype by its name; or in FP8, with its scales."""
     tied = config.tie_word_embeddings
     tensor = draw(entry, tied=tied, seed=seed, generator=torch.Generator())
+    if entry.mxfp4:
+        return dict(zip(entry.stacked_shapes, quantise_mxfp4(tensor), strict=True))
     if entry.fp8 is None:
         return {entry.name: tensor.to(DTYPES[config.dtype])}
     if entry.fp8.scaling == Scaling.BLOCK:

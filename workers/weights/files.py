@@ -23,7 +23,8 @@ FLOATS = {
     "F64": torch.float64,
 }
 FP8 = "F8_E4M3"
-DTYPES = {**FLOATS, FP8: torch.float8_e4m3fn}
+BYTES = "U8"
+DTYPES = {**FLOATS, FP8: torch.float8_e4m3fn, BYTES: torch.uint8}
 MAX_NAMED = 20
 TIED_HEAD = (
     "lm_head.weight"  # not in the weight map of a tied checkpoint, which may hold it none the less
@@ -44,6 +45,12 @@ class StoredTensor:
     offset: int
     num_bytes: int
     columns: tuple[int, int] | None = None
+
+    def part(self, index: int) -> "StoredTensor":
+        """Return the part of this index of the first axis."""
+        num_bytes = self.num_bytes // self.shape[0]
+        at = self.offset + index * num_bytes
+        return StoredTensor(self.file, self.shape[1:], self.dtype, at, num_bytes)
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
@@ -104,12 +111,16 @@ def check_against_map(
     folder: Path, stored: Mapping[str, StoredTensor], entries: Iterable[WeightEntry]
 ) -> None:
     """Raise CheckpointError with every missing, surplus or misshaped tensor, and every tensor of a wrong dtype."""
-    expected: dict[str, tuple[tuple[tuple[int, ...], ...], bool]] = {}  # shapes, in FP8
+    expected: dict[str, tuple[tuple[tuple[int, ...], ...], str]] = {}  # shapes, kind of dtype
     unread = set()
     for entry in entries:
-        expected[entry.name] = ((entry.shape,), entry.fp8 is not None)
+        if entry.stacked:
+            kind = BYTES if entry.mxfp4 else ""
+            expected |= {name: ((shape,), kind) for name, shape in entry.stacked_shapes.items()}
+            continue
+        expected[entry.name] = ((entry.shape,), FP8 if entry.fp8 is not None else "")
         if entry.fp8 is not None:
-            expected[entry.scale_name] = (entry.scale_shapes, False)
+            expected[entry.scale_name] = (entry.scale_shapes, "")
             if entry.fp8.input_scale:
                 unread.add(entry.input_scale_name)
     both = [name for name in expected if name in stored]
@@ -126,12 +137,13 @@ def check_against_map(
             for name in both
             if not expected[name][1] and stored[name].dtype not in FLOATS
         ],
-        f"not {FP8}, as quantization_config says": [
+    }
+    for kind in (FP8, BYTES):
+        complaints[f"not {kind}, as quantization_config says"] = [
             f"{name} {stored[name].dtype}"
             for name in both
-            if expected[name][1] and stored[name].dtype != FP8
-        ],
-    }
+            if expected[name][1] == kind and stored[name].dtype != kind
+        ]
     found = [f"{len(names)} {kind}: {_some(names)}" for kind, names in complaints.items() if names]
     if found:
         raise CheckpointError(

@@ -38,7 +38,7 @@ def init_of(entry: WeightEntry, *, tied: bool) -> Init:
     if kind == WeightKind.HEAD or (tied and kind == WeightKind.EMBEDDING):
         # Ids beyond the bytes get small logits, because a random model would end by chance, which shortens the outputs
         # of a benchmark, or choose ids that decode to nothing.
-        return Init(LOGIT_STD / math.sqrt(entry.shape[1]), weak_from=NUM_BYTES)
+        return Init(LOGIT_STD / math.sqrt(entry.columns), weak_from=NUM_BYTES)
     if kind == WeightKind.EMBEDDING:
         return Init(1.0)
     if kind in (WeightKind.NORM, WeightKind.QK_NORM):
@@ -47,13 +47,15 @@ def init_of(entry: WeightEntry, *, tied: bool) -> Init:
         )  # not all ones, because tests must notice a loader that skips a norm
     if kind == WeightKind.BIAS:
         return Init(0.1)
-    return Init(GAINS.get(kind, 1.0) / math.sqrt(entry.shape[1]))
+    if kind == WeightKind.SINK:
+        return Init(1.0)
+    return Init(GAINS.get(kind, 1.0) / math.sqrt(entry.columns))
 
 
 def draw(entry: WeightEntry, *, tied: bool, seed: int, generator: torch.Generator) -> torch.Tensor:
     """Return float32 values of the entry's shape on the generator's device, which is seeded anew."""
     init = init_of(entry, tied=tied)
-    generator.manual_seed(zlib.crc32(f"{seed}/{entry.name}".encode()))
+    generator.manual_seed(zlib.crc32(f"{seed}/{entry.key}".encode()))
     tensor = torch.randn(entry.shape, generator=generator, device=generator.device)
     tensor.mul_(init.std).add_(init.mean)
     if init.weak_from is not None:
@@ -80,9 +82,9 @@ def draw_weights(
     generator = torch.Generator(device)
     entries = rank_weights(config, placement, rank, experts=experts)
     slots = model.weight_slots()
-    done, total = 0, sum(slots[entry.name].num_bytes for entry in entries)
+    done, total = 0, sum(slots[entry.key].num_bytes for entry in entries)
     for entry in entries:
-        slot, tied = slots[entry.name], config.tie_word_embeddings
+        slot, tied = slots[entry.key], config.tie_word_embeddings
         slot.fill(draw(entry, tied=tied, seed=0, generator=generator))
         done += slot.num_bytes
         if progress is not None:

@@ -57,10 +57,14 @@ def load_weights(
     slots = model.weight_slots()
     sources = []
     for entry in rank_weights(config, placement, rank, experts=experts):
-        parts = [stored[entry.name]]
-        if entry.fp8 is not None:
-            parts.append(stored[entry.scale_name])
-        sources.append(SlotSource(slots[entry.name], parts))
+        if entry.stacked:
+            assert entry.expert is not None
+            parts = [stored[name].part(entry.expert) for name in entry.stacked_shapes]
+        else:
+            parts = [stored[entry.name]]
+            if entry.fp8 is not None:
+                parts.append(stored[entry.scale_name])
+        sources.append(SlotSource(slots[entry.key], parts))
     fill_slots(sources, device, num_threads=torch.get_num_threads(), progress=progress)
     if tied_head is not None:
         name = next(entry.name for entry in entries if entry.kind == WeightKind.EMBEDDING)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
+from kernels.mxfp4 import dequantise_mxfp4
 from workers.layers.norm import RMSNorm
 from workers.weights.weight_map import WeightEntry
 
@@ -42,6 +43,13 @@ class WeightSlot:
 
         A vector may be stored as a matrix of one row.
         """
+        if entry.transposed or entry.interleaved:
+            if entry.interleaved:
+                target = torch.unflatten(target, 0, (2, -1)).transpose(0, 1)
+            if entry.transposed:
+                target = target.movedim(-1, 0)
+            assert target.numel() == entry.size, (entry, target.shape)
+            return cls(target, tuple(target.shape), scale)
         if entry.shape == (1, *target.shape):
             return cls(target, tuple(target.shape), scale)
         row_only = len(entry.shape) < target.dim()
@@ -71,8 +79,9 @@ class WeightSlot:
             self.target.mul_(self.scale)
 
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
-        """Copy the product of FP8 values [N, K] and their scales; see `dequantise`."""
-        self.fill(dequantise(values, scales))
+        """Copy the product of FP8 values [N, K] and their scales, see `dequantise`; or of packed MXFP4 values."""
+        packed = values.dtype == torch.uint8
+        self.fill(dequantise_mxfp4(values, scales) if packed else dequantise(values, scales))
 
 
 @dataclass(frozen=True)

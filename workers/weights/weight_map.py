@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
+MXFP4_GROUP = 32  # values with one scale, as in kernels.mxfp4
 FP8_BLOCK, FP8_SCALE_BYTES = 128, 4  # as in kernels.block_fp8, which needs torch
 
 
@@ -19,6 +20,7 @@ class WeightKind(StrEnum):
     NORM = "norm"
     QK_NORM = "qk norm"
     BIAS = "bias"
+    SINK = "sink"
     ROUTER = "router"
     GATE = "gate of a shared expert"
     PROJECTION = "projection"
@@ -51,9 +53,9 @@ class Fp8Form:
 
 @dataclass(frozen=True, slots=True)
 class WeightEntry:
-    """One tensor of a checkpoint.
+    """One tensor of a checkpoint, or one expert's part of a tensor that holds all experts.
 
-    name, shape   in the checkpoint
+    name, shape   in the checkpoint; of a stacked tensor the shape of one expert's part
     parameter     dotted path from the model to the parameter, with list indices: "layers.3.attention.qkv_QD"
     kind          its purpose
     rows          first row and end row in the parameter; None: all rows. A norm of one head fills every row
@@ -64,6 +66,10 @@ class WeightEntry:
     fp8           how the checkpoint holds it in FP8; None: in a floating dtype of 16 bits or more
     fused         name of the tensor that holds it for all experts, where the checkpoint has such tensors: [E, N, K],
                   or transposed [E, K, N], with `rows` of the N rows of each expert
+    stacked       experts of the tensor, its first axis; 0: the tensor holds no more than this entry
+    transposed    the checkpoint holds columns before rows
+    interleaved   rows of gate and rows of up alternate in the checkpoint; the parameter holds all of gate first
+    mxfp4         the checkpoint holds it in MXFP4: a tensor of packed values and a tensor of scales
     """
 
     name: str
@@ -76,6 +82,32 @@ class WeightEntry:
     fp8: Fp8Form | None = None
     rotary_dim: int = 0
     fused: str = ""
+    stacked: int = 0
+    transposed: bool = False
+    interleaved: bool = False
+    mxfp4: bool = False
+
+    @property
+    def key(self) -> str:
+        """A name for this entry alone."""
+        return f"{self.name}[{self.expert}]" if self.stacked else self.name
+
+    @property
+    def columns(self) -> int:
+        """Values that one output sums over, of a matrix."""
+        return self.shape[0 if self.transposed else 1]
+
+    @property
+    def stacked_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the stacked tensor, or of its packed values and its scales, by name."""
+        if not self.mxfp4:
+            return {self.name: (self.stacked, *self.shape)}
+        *rows, columns = self.shape
+        groups = (self.stacked, *rows, columns // MXFP4_GROUP)
+        return {
+            f"{self.name}_blocks": (*groups, MXFP4_GROUP // 2),
+            f"{self.name}_scales": groups,
+        }
 
     @property
     def size(self) -> int:

@@ -1,0 +1,93 @@
+"""Reads config.json of gpt-oss and maps its weights. Needs no torch; knows nothing of ranks."""
+
+from collections.abc import Iterator
+
+from kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150_000.0,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "attention_bias": True,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+}
+# transformers' rotary embedding where config.json has none.
+ROPE = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {
+    "attention_bias": True,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 24,
+    "swiglu_limit": SWIGLU_LIMIT,
+}
+CHECKPOINT_NAMES: dict[str, str | None] = {
+    "num_experts": "num_local_experts",
+    "moe_intermediate_size": "intermediate_size",
+    "intermediate_size": None,
+}
+NAMES = WeightNames(router="router.weight", stacked_experts=True)
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    heads, bias = read.integer("num_attention_heads"), read.boolean("attention_bias")
+    rope = read.rope()
+    if read.raw("rope_parameters") is None and read.raw("rope_scaling") is None:
+        rope = RopeSpec(rope_type="yarn", rope_theta=rope.rope_theta, scaling=ROPE)
+    experts = MoeSpec(
+        num_experts=read.integer("num_local_experts"),
+        width=read.integer("intermediate_size"),
+        activation="clamped_swiglu",
+        router=RouterSpec(
+            top_k=read.integer("num_experts_per_tok"), renormalise=True, logit_bias=True
+        ),
+        bias=True,
+    )
+    layers = tuple(
+        LayerSpec(
+            attention=GqaSpec(
+                num_heads=heads,
+                num_kv_heads=read.integer_or("num_key_value_heads", heads),
+                head_dim=read.integer_or("head_dim", max(1, read.integer("hidden_size") // heads)),
+                rope=rope,
+                qkv_bias=bias,
+                output_bias=bias,
+                window=window,
+                sinks=True,
+            ),
+            mlp=experts,
+        )
+        for window in read.windows()
+    )
+    read.fixed("hidden_act", "silu")
+    read.fixed("swiglu_alpha", SWIGLU_ALPHA, None)
+    read.fixed("swiglu_limit", SWIGLU_LIMIT, None)
+    read.fixed("experts_per_token", experts.router.top_k, None)
+    read.ignore("initial_context_length")  # the rotary embedding has it
+    return read.finish(layers, experts, mxfp4=read.mxfp4())
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint, the experts' tensors one expert at a time."""
+    return decoder_weights(config, NAMES)
