@@ -20,7 +20,7 @@ def allocate_kv_caches(
 
     Layers that share a cache get the same tensor.
     """
-    caches = {}
+    caches: dict[int, torch.Tensor] = {}
     for group in groups:
         for layers in group.caches:
             shared = _zeros(group.layout.shape(num_blocks, block_size), dtype, device)
