@@ -15,7 +15,7 @@ from workers.engine.scheduler import ScheduledBatch
 from workers.engine.sequence import SequenceTable
 from workers.runner.forward_batch import ForwardBatch, resolve_pending
 
-_OF_WINDOWS = ("window_block_table", "window_slot_mapping")
+OF_WINDOWS = ("window_block_table", "window_slot_mapping")
 _ALIGNMENT = 16  # integers; kernels are compiled anew for fields that are not aligned
 
 
@@ -103,7 +103,7 @@ class ForwardBatchBuilder:
             "sample": max_num_seqs,
             "block": table.block_table.shape[1],
         }
-        omitted = _OF_WINDOWS if table.window_table is None else ()
+        omitted = OF_WINDOWS if table.window_table is None else ()
         self._staging = _Staging(ForwardBatch, largest, device, omitted)
 
     def build(self, batch: ScheduledBatch, num_rows: int, *, graph: bool = False) -> ForwardBatch:
