@@ -184,7 +184,11 @@ def _penalise(at: Inputs) -> None:
 
 
 def _grouped_gemm(
-    at: Inputs, *, expected: int | None = None, activation: Activation = "silu"
+    at: Inputs,
+    *,
+    expected: int | None = None,
+    activation: Activation = "silu",
+    biases: bool = False,
 ) -> None:
     """`expected` rows, whatever their number, as the choice of kernels goes by."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
@@ -193,7 +197,9 @@ def _grouped_gemm(
     weights = torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.bfloat16, device=at.device)
     routed = ExpertInput(at.rows(WIDTH), routing.offs_e, None, routing)
     gemm = TritonGroupedGemm(num_sms=4, hopper=FOR_HOPPER)
-    gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation)
+    bias = torch.zeros(EXPERTS, 2 * WIDTH, dtype=torch.bfloat16, device=at.device)
+    added = (bias, bias[:, :WIDTH].contiguous()) if biases else None
+    gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation, added)
 
 
 def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
@@ -230,6 +236,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm": _grouped_gemm,
     "grouped_gemm_of_many": partial(_grouped_gemm, expected=EXPERTS * 1000),
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
+    "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
     "push": _push,
     "penalise": _penalise,
 }

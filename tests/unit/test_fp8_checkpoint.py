@@ -13,6 +13,7 @@ from kernels.activation import Activation
 from kernels.backends import select
 from kernels.backends.config import KernelsConfig
 from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
+from kernels.grouped_gemm.base import Biases
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
@@ -43,13 +44,14 @@ class Fp8Gemm(ReferenceGroupedGemm):
         w13: BlockWeights,
         w2: BlockWeights,
         activation: Activation = "silu",
+        biases: Biases | None = None,
     ) -> torch.Tensor:
         plain = (
             torch.stack([dequantise(w.values[e], w.scales[e]) for e in range(len(w.values))])
             for w in (w13, w2)
         )
         w13, w2 = (w.to(expert_input.x_RD.dtype) for w in plain)
-        return super().__call__(expert_input, w13, w2, activation)
+        return super().__call__(expert_input, w13, w2, activation, biases)
 
 
 def rewrite(path: Path, change: Any) -> None:
