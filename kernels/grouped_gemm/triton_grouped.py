@@ -94,7 +94,12 @@ class TritonGroupedGemm(GroupedGemm):
         )
 
     def _tiles(
-        self, routing: DeviceRouting, x: torch.Tensor, row_R: torch.Tensor | None, *, hopper: bool
+        self,
+        routing: DeviceRouting,
+        x: torch.Tensor,
+        row_R: torch.Tensor | None,
+        *,
+        hopper: bool = True,
     ) -> tuple[Any, Any]:
         """Return the tiles of the two products for the mean number of rows of an expert.
 
