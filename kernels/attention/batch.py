@@ -43,7 +43,7 @@ class AttentionBatch:
     block_table           int64 [B, max_blocks]: entries behind a sequence's blocks are 0
     slot_mapping          int64 [num_tokens]: block * block_size + offset of each new token; -1: K and V are not written
     window_block_table, window_slot_mapping   the same for layers with a window, whose old blocks are freed: their
-                          entries are 0; None: these layers share the blocks of the other layers
+                          entries are any; None: no layer has a window
     """
 
     num_tokens: int
@@ -73,9 +73,9 @@ class AttentionBatch:
 
     def blocks_of(self, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the block table and the slot mapping of layers with this window."""
-        if window is None or self.window_block_table is None:
+        if window is None:
             return self.block_table, self.slot_mapping
-        assert self.window_slot_mapping is not None
+        assert self.window_block_table is not None and self.window_slot_mapping is not None
         return self.window_block_table, self.window_slot_mapping
 
     @staticmethod

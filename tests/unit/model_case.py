@@ -25,6 +25,7 @@ from workers.weights.loader import load_weights
 
 BLOCK_SIZE = 8
 BLOCKS_PER_SEQ = 8
+MAX_SEQS = 8  # of a model with windows: then follow the blocks of layers with a window
 
 SMALL: dict[str, Any] = {
     "num_layers": 3,
@@ -64,6 +65,9 @@ def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) 
         positions=torch.tensor(positions + [0] * padding, dtype=torch.int64),
         slot_mapping=torch.tensor(slots, dtype=torch.int64),
         block_table=torch.from_numpy(table),
+        window_slot_mapping=torch.tensor(slots, dtype=torch.int64)
+        + MAX_SEQS * BLOCKS_PER_SEQ * BLOCK_SIZE,
+        window_block_table=torch.from_numpy(table + MAX_SEQS * BLOCKS_PER_SEQ),
         seq_lens_cpu=np.array([n + c for n, c in zip(lens, contexts, strict=True)], np.int32),
         query_start_loc_cpu=ends.astype(np.int32),
         logits_indices=torch.from_numpy(ends[1:] - 1),
@@ -80,7 +84,7 @@ class OneRank:
         self,
         path: Path,
         dtype: torch.dtype = torch.float32,
-        max_seqs: int = 8,
+        max_seqs: int = MAX_SEQS,
         device: str = "cpu",
         backend: type[Attention] | None = None,
         grouped_gemm: GroupedGemm | None = None,
@@ -94,7 +98,8 @@ class OneRank:
         backend = backend or (LatentAttention if latent else SdpaAttention)
         self.attention = backend(config.attention_specs, BLOCK_SIZE)
         groups = backend.kv_groups(config.attention_specs)
-        blocks = max_seqs * BLOCKS_PER_SEQ, BLOCK_SIZE
+        seqs = max_seqs if config.window is None else 2 * MAX_SEQS
+        blocks = seqs * BLOCKS_PER_SEQ, BLOCK_SIZE
         self.attention.bind(allocate_kv_caches(groups, *blocks, dtype, torch.device(device)))
         grouped_gemm = grouped_gemm or ReferenceGroupedGemm()
         backends = self.backends = Backends(
