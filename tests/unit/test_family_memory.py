@@ -56,7 +56,9 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         epoch = Epoch(process, Rendezvous("", 0, family), 5)
         epoch.load()
         info = epoch.start_engine(lambda *_: None, lambda _: None)
-        allocated = sum(cache.nbytes for cache in process.kv_caches)
+        # layers with a window share caches with the other layers
+        caches = {cache.data_ptr(): cache.nbytes for cache in process.kv_caches}
+        allocated = sum(caches.values())
         shape = backend_shape(config, model)
         (row,) = rank_rows(
             config, model, process.selection, shape, num_ubatches=0, graphs=GraphSizes()
@@ -69,6 +71,15 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         attention = model.attention.kernel_spec
         values = TINY.get(family, 2 * attention.num_kv_heads * attention.head_dim)
         assert allocated == BLOCKS * BLOCK_SIZE * model.num_layers * values * 4
+    elif family == "gpt_oss":
+        assert model.windows == (9, None, 9) and len(caches) == 2
+        assert allocated == BLOCKS * BLOCK_SIZE * 2 * (2 * 2 * 16) * 4
+
+
+def test_a_block_of_gpt_oss_counts_half_of_its_layers() -> None:
+    model = parse_model_config(PUBLISHED["gpt_oss"], {}, "config.json")
+    groups = group_layers(map(layout_of, model.attention_specs), model.windows)
+    assert kv_block_bytes(groups, 1, 2) == 18 * 2048
 
 
 @pytest.mark.parametrize("family", RELEASED)
