@@ -35,7 +35,14 @@ ALLOWED = {
 # share a level. The longest prefix of a path decides its unit.
 ORDER = {
     "kernels": (
-        ("activation.py", "gated_activation.py", "pending.py", "block_fp8.py", "triton"),
+        (
+            "activation.py",
+            "gated_activation.py",
+            "pending.py",
+            "block_fp8.py",
+            "mxfp4.py",
+            "triton",
+        ),
         ("host",),
         ("native", "fused.py"),
         ("routing",),
