@@ -116,6 +116,8 @@ class ServingTokenizer:
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages
             ]
+        if "message.thinking" in str(template):  # gpt-oss reads thoughts under this name
+            messages = [_with_thinking(message) for message in messages]
         if _reads_parts(str(template)):
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         try:
@@ -142,6 +144,14 @@ class ServingTokenizer:
 def _reads_parts(template: str) -> bool:
     """Whether a chat template takes contents only as lists of parts: it goes through them and tests no types."""
     return bool(_PARTS_LOOP.search(template)) and "is string" not in template
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its reasoning as `thinking` if it has calls and no content, where templates take it."""
+    reasoning = message.get("reasoning_content")
+    if not reasoning or not message.get("tool_calls") or message.get("content"):
+        return message
+    return {**message, "thinking": reasoning}
 
 
 def _parts(content: str) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.api.answer.message_parser import MessageParser
 from cluster.api.tools import FORMATS, choose_format
-from cluster.api.tools.base import Tool
+from cluster.api.tools.base import Thought, Tool
 
 WEATHER = {
     "type": "function",
@@ -42,7 +42,7 @@ def parse(name, pieces):
     content = "".join(item for item in found if isinstance(item, str))
     calls = []
     for item in found:
-        if isinstance(item, str):
+        if isinstance(item, str | Thought):
             continue
         if item.name is not None:
             assert item.index == len(calls)
@@ -277,6 +277,8 @@ RENDERED = {  # a call of get_weather for Rome
     "glm45": glm("get_weather", city="Rome"),
     "minimax_m2": minimax(M2_ROME),
     "granite": f"<|tool_call|>[{CALL}]",
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    + ROME[1],
     **{name: section(name, ROME) for name in SECTIONS},
 }
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from cluster.api.answer.reasoning import ReasoningSplitter
-from cluster.api.tools.base import CallDelta, CallParser, Piece
+from cluster.api.tools.base import CallDelta, CallParser, Piece, Thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class MessageParser:
     """Parses the text of one choice as it arrives. A choice without a parser shows all text as content.
 
     thoughts            splits reasoning from the rest; None = the model does not think
-    calls               finds tool calls; None = the request has no tools
+    calls               finds tool calls, and with channels reasoning; None = the request has no tools
+    has_channels        `calls` finds reasoning
     max_calls           further calls are dropped; None = no limit
     shows_reasoning     the message has the reasoning
     reports_calls       the finish reason after calls is tool_calls; it stays `stop` where the client named the tool
@@ -60,12 +61,14 @@ class MessageParser:
         max_calls: int | None = None,
         shows_reasoning: bool = True,
         reports_calls: bool = True,
+        has_channels: bool = False,
     ) -> None:
         self._thoughts = thoughts
         self._call_parser = calls
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
         self._reports_calls = reports_calls
+        self._has_channels = has_channels
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self.calls: list[ToolCall] = []
@@ -74,9 +77,7 @@ class MessageParser:
         """Return the parts that `text` completes, perhaps none; `last`: nothing is held back any more."""
         parts: list[MessagePart] = []
         for reasoning, content in self._split(text, last):
-            if reasoning and self._shows_reasoning:
-                self._reasoning.append(reasoning)
-                parts.append(Reasoning(reasoning))
+            parts += self._thought(reasoning)
             if content:
                 pieces: list[Piece] = (
                     [content] if self._call_parser is None else self._call_parser.push(content)
@@ -89,7 +90,7 @@ class MessageParser:
     @property
     def thinks(self) -> bool:
         """Whether the model thinks, so that a message has a field for reasoning."""
-        return self._thoughts is not None
+        return self._thoughts is not None or self._has_channels
 
     @property
     def reasoning(self) -> str:
@@ -118,11 +119,20 @@ class MessageParser:
 
     def _parts(self, pieces: list[Piece]) -> Iterator[MessagePart]:
         for piece in pieces:
-            if isinstance(piece, str):
+            if isinstance(piece, Thought):
+                yield from self._thought(piece.text)
+            elif isinstance(piece, str):
                 self._content.append(piece)
                 yield piece
             elif self._max_calls is None or piece.index < self._max_calls:
                 yield self._call_part(piece)
+
+    def _thought(self, text: str) -> list[MessagePart]:
+        """Return a part of the reasoning if there is one to show."""
+        if not text or not self._shows_reasoning:
+            return []
+        self._reasoning.append(text)
+        return [Reasoning(text)]
 
     def _call_part(self, piece: CallDelta) -> CallPart:
         if piece.name is not None:

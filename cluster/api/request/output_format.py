@@ -19,6 +19,7 @@ from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.api.tools import choose_format
 from cluster.api.tools.base import lark_string
+from cluster.api.tools.harmony import FINAL, answer_rules
 from cluster.errors import BadRequestError
 
 _THINKING_VARIABLES = ("enable_thinking", "reasoning_effort")
@@ -54,9 +55,12 @@ class OutputFormats:
         template = tokenizer.chat_template
         self._template_has_tools = "tools" in template
         self._format = choose_format(settings.tool_parser, template)
+        self._has_channels = self._format.has_channels
         parser = settings.reasoning_parser
         self._thinks = parser == "think" or (parser == "auto" and CLOSE in template)
-        self._can_stop_thinking = any(name in template for name in _THINKING_VARIABLES)
+        self._can_stop_thinking = not self._has_channels and any(
+            name in template for name in _THINKING_VARIABLES
+        )
         self._checker = GrammarChecker()
 
     async def for_completion(self, request: CompletionRequest) -> OutputFormat:
@@ -82,10 +86,10 @@ class OutputFormats:
         if "enable_thinking" in (request.chat_template_kwargs or {}):
             return  # variables are passed to the template unchecked
         off = request.template_variables.get("enable_thinking") is False
-        if off and self._thinks and not self._can_stop_thinking:
+        if off and (self._thinks or self._has_channels) and not self._can_stop_thinking:
             param = "reasoning_effort" if request.enable_thinking is None else "enable_thinking"
             raise BadRequestError(
-                f"{param}: this model always thinks, because its chat template has no enable_thinking; "
+                f"{param}: this model always thinks, because its chat template cannot turn it off; "
                 "leave the field out, or hide the thoughts with include_reasoning = false",
                 param=param,
                 code="always_thinks",
@@ -96,46 +100,59 @@ class OutputFormats:
     ) -> OutputFormat:
         """Return the format of the answers to `prompt`. Raises BadRequestError for a grammar that does not compile."""
         constraint = find_constraint(request, self._settings)
-        if constraint is None and tools is None and not self._thinks:
+        parses = self._thinks or self._has_channels
+        if constraint is None and tools is None and not parses:
             return PLAIN
         begins = Thinking.CLOSED
         if self._thinks:
             begins = thinking_after(prompt.end, prompt.unfinished)
         grammar = param = None
         if constraint is not None or (tools is not None and tools.required):
-            grammar = await self._grammar(constraint, tools, begins)
+            begun = prompt.unfinished is not None
+            grammar = await self._grammar(constraint, tools, begins, begun)
             param = "tools" if constraint is None else constraint.param
-        if tools is None and not self._thinks:
+        if tools is None and not parses:
             return OutputFormat(grammar, param)
         # The parser reads the echo too, because a thought may begin there.
         seen = Thinking.POSSIBLE if prompt.echo else begins
         markers: tuple[str, ...] = (OPEN, CLOSE) if self._thinks else ()
-        if tools is not None:
+        if tools is not None or self._has_channels:
             markers += self._format.markers
         hidden = any(self._tokenizer.is_hidden(marker) for marker in markers)
-        return OutputFormat(
-            grammar, param, lambda: self._parser(request, tools, seen), hidden, begins
-        )
+        new_parser = partial(self._parser, request, tools, seen, prompt.unfinished is not None)
+        return OutputFormat(grammar, param, new_parser, hidden, begins)
 
     def _parser(
-        self, request: ChatRequest, tools: ToolOptions | None, begins: Thinking
+        self, request: ChatRequest, tools: ToolOptions | None, begins: Thinking, begun: bool
     ) -> MessageParser:
+        """Return the parser of one choice; `begun`: the prompt has the beginning of its message."""
         thoughts = ReasoningSplitter(begins) if self._thinks else None
         shows = request.include_reasoning is not False
-        if tools is None:
+        if tools is None and not self._has_channels:
             return MessageParser(thoughts=thoughts, shows_reasoning=shows)
+        calls = self._format.parser([] if tools is None else tools.callable)
+        if self._has_channels and begun:
+            calls.push(FINAL)
         return MessageParser(
             thoughts=thoughts,
-            calls=self._format.parser(tools.callable),
-            max_calls=None if tools.parallel else 1,
+            calls=calls,
+            max_calls=None if tools is None or tools.parallel else 1,
             shows_reasoning=shows,
-            reports_calls=not tools.named,
+            reports_calls=tools is not None and not tools.named,
+            has_channels=self._has_channels,
         )
 
     async def _grammar(
-        self, constraint: Constraint | None, tools: ToolOptions | None, begins: Thinking
+        self,
+        constraint: Constraint | None,
+        tools: ToolOptions | None,
+        begins: Thinking,
+        begun: bool,
     ) -> str:
-        """Return the grammar of free thoughts, followed by calls or by the constrained answer, or by either."""
+        """Return the grammar of free thoughts, followed by calls or by the constrained answer, or by either.
+
+        begun   the prompt has the beginning of the answer's message: with channels, no header follows
+        """
         parts = {} if constraint is None else {"answer": constraint}
         if tools is not None and tools.required:
             parts = {}  # a call is required: text is no answer
@@ -150,7 +167,9 @@ class OutputFormats:
                 for name, (path, schema) in self._format.schemas(i, tool).items():
                     parts[name] = Constraint(where + path, node_of(schema), schema, node_of)
         nodes = {name: part.node for name, part in parts.items()}
-        if begins is Thinking.CLOSED and not lark:
+        if self._has_channels and (lark or not begun):
+            grammar = join_grammars(lark + answer_rules(ways, self._marker), nodes)
+        elif begins is Thinking.CLOSED and not lark:
             grammar = single_grammar(nodes["answer"])
         else:
             lark += f"start: {self._thought(begins)} answer\nanswer: {' | '.join(ways)}\n"

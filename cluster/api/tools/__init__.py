@@ -3,6 +3,7 @@
 from cluster.api.tools.base import CallFormat
 from cluster.api.tools.glm import GLM45, KEY
 from cluster.api.tools.granite import GRANITE
+from cluster.api.tools.harmony import CHANNEL, HARMONY
 from cluster.api.tools.hermes import HERMES, OPEN
 from cluster.api.tools.json_calls import JSON
 from cluster.api.tools.minimax import MINIMAX_M2
@@ -17,6 +18,7 @@ FORMATS = {
     "glm45": GLM45,
     "minimax_m2": MINIMAX_M2,
     "granite": GRANITE,
+    "harmony": HARMONY,
 }
 
 
@@ -29,6 +31,8 @@ def choose_format(name: str, chat_template: str) -> CallFormat:
 
 def _written_by(chat_template: str) -> str:
     """Return the format in which a chat template writes the calls of a conversation."""
+    if CHANNEL in chat_template:
+        return "harmony"
     if KIMI_K2.markers[0] in chat_template:
         return "kimi_k2"
     if DEEPSEEK_V3.markers[0] in chat_template:

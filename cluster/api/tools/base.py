@@ -36,8 +36,15 @@ class CallDelta:
     call_id: str | None = None
 
 
-Piece = str | CallDelta
-"""Content to show, or a part of a call."""
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A part of the reasoning, in formats with channels."""
+
+    text: str
+
+
+Piece = str | CallDelta | Thought
+"""Content to show, a part of a call, or a part of the reasoning."""
 
 
 class CallParser(Protocol):
@@ -73,12 +80,14 @@ class CallFormat:
              <tool_call> for the grammar, because some models have it as text and some as a token.
     markers  texts that occur in calls only
     schemas  the schemas of the grammars that the rules of tool number i refer to
+    has_channels   the parser splits reasoning and content too, and reads answers to requests without tools
     """
 
     parser: Callable[[Sequence[Tool]], CallParser]
     lark: Callable[[Sequence[Tool], bool, Callable[[str], str]], str]
     markers: tuple[str, ...] = ()
     schemas: Callable[[int, Tool], Schemas] = whole_arguments
+    has_channels: bool = False
 
 
 def lark_string(text: str) -> str:
