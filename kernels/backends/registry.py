@@ -29,6 +29,7 @@ GROUPED_GEMM = {
 ATTENTION = {
     "flashinfer": "kernels.attention.flashinfer.FlashInferAttention",
     "flashinfer_latent": "kernels.attention.flashinfer_latent.FlashInferLatentAttention",
+    "triton": "kernels.attention.triton_paged.TritonPagedAttention",
     "native": "kernels.attention.native.NativeAttention",
     "sdpa": "kernels.attention.sdpa.SdpaAttention",
     "latent": "kernels.attention.latent.LatentAttention",

@@ -1,0 +1,161 @@
+"""Attention over pages with sinks and sliding windows, for decodes and prompts: one launch a layer.
+
+A program computes the query rows of one tile: some new tokens of a sequence, with the G query heads that share a KV
+head. It reads no key before the window of its first token.
+
+T tokens, H query heads, h KV heads, G = H / h, d head dim, B sequences, N tiles.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+ROWS = 16  # fewest rows of a product of tensor cores
+KEYS = 64  # keys at a time
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("q_row", "table_ptr", "table_row", "seq_ptr", "first_ptr", "starts_ptr", "lens_ptr"),
+        "sinks_ptr",
+    ]
+)
+def paged_attention_kernel(
+    q_ptr,
+    q_row,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    table_row,
+    seq_ptr,
+    first_ptr,
+    starts_ptr,
+    lens_ptr,
+    sinks_ptr,
+    scale,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of up to TOKENS tokens, for one KV head. WINDOW 0: no window."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    seq, first = tl.load(seq_ptr + tile), tl.load(first_ptr + tile)
+    start = tl.load(starts_ptr + seq)
+    num_new = tl.load(starts_ptr + seq + 1) - start
+    context = tl.load(lens_ptr + seq) - num_new
+    row = tl.arange(0, ROWS)
+    token = first + row // GROUP
+    query_head = head * GROUP + row % GROUP
+    used = (row < TOKENS * GROUP) & (token < num_new)
+    position = context + token
+    value = tl.arange(0, HEAD_DIM_2)
+    inside = value < HEAD_DIM
+    at = (start + token).to(tl.int64)
+    q_at = q_ptr + at[:, None] * q_row + query_head[:, None] * HEAD_DIM + value[None, :]
+    q = tl.load(q_at, mask=used[:, None] & inside[None, :], other=0)
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if SINKS:
+        top = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32)
+        total += 1
+    out = tl.zeros((ROWS, HEAD_DIM_2), tl.float32)
+    end = tl.minimum(context + first + TOKENS, context + num_new)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(context + first + 1 - WINDOW, 0) // KEYS * KEYS
+    for key_0 in range(begin, end, KEYS):
+        key = key_0 + tl.arange(0, KEYS)
+        seen = key < end
+        if WINDOW:  # blocks before the window of the first row may be freed
+            seen = seen & (key > context + first - WINDOW)
+        block = tl.load(
+            table_ptr + seq.to(tl.int64) * table_row + key // BLOCK_SIZE, mask=seen, other=0
+        )
+        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+        key_at = (slot * HEADS + head)[:, None] * HEAD_DIM + value[None, :]
+        mask = seen[:, None] & inside[None, :]
+        k = tl.load(k_ptr + key_at, mask=mask, other=0)
+        v = tl.load(v_ptr + key_at, mask=mask, other=0)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        attends = seen[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            attends = attends & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(attends, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        floor = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+        weights = tl.exp(scores - floor[:, None])
+        decay = tl.exp(top - floor)
+        total = total * decay + tl.sum(weights, 1)
+        out = out * decay[:, None]
+        out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
+        top = new_top
+    out = out / tl.where(total == 0, 1.0, total)[:, None]
+    out_at = (at[:, None] * (HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + value[None, :]
+    tl.store(
+        out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=used[:, None] & inside[None, :]
+    )
+
+
+def tile_tokens(group_size: int, *, prompts: bool) -> int:
+    """Return the tokens of a tile for heads in groups of this size; of decodes it has one."""
+    return max(1, 4 * ROWS // group_size) if prompts else 1
+
+
+def paged_attention(
+    q_THd: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out_THd: torch.Tensor,
+    block_table: torch.Tensor,
+    tiles: tuple[torch.Tensor, torch.Tensor],
+    starts: torch.Tensor,
+    lens: torch.Tensor,
+    *,
+    tokens: int,
+    scale: float,
+    window: int | None,
+    sinks_H: torch.Tensor | None,
+) -> None:
+    """Write the attention of the tiles' rows to out_THd; K and V of the new tokens are in the cache already.
+
+    q             rows of contiguous heads, any stride between rows; out is contiguous
+    k, v cache    [num_blocks, block_size, h, d]
+    block_table   int64 [B, max_blocks]; entries before the first window may be any
+    tiles         int32 [N] each: the sequence of a tile, and the first of its up to `tokens` new tokens
+    starts, lens  int32 [B + 1] first row of a sequence, and [B] its context and new tokens
+    sinks         float32 [H]
+    """
+    num_heads, head_dim = q_THd.shape[1:]
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    assert q_THd.stride()[1:] == (head_dim, 1) and out_THd.is_contiguous()
+    seqs, firsts = tiles
+    if not len(seqs):
+        return
+    paged_attention_kernel[(len(seqs), num_kv_heads)](
+        *(q_THd, q_THd.stride(0), k_cache, v_cache, out_THd),
+        *(block_table, block_table.stride(0), seqs, firsts, starts, lens),
+        *(starts if sinks_H is None else sinks_H, scale),
+        WINDOW=window or 0,
+        SINKS=sinks_H is not None,
+        BLOCK_SIZE=block_size,
+        HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_2=max(16, triton.next_power_of_2(head_dim)),
+        TOKENS=tokens,
+        ROWS=max(ROWS, triton.next_power_of_2(tokens * group)),
+        KEYS=KEYS,
+        PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )
