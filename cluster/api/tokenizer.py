@@ -19,6 +19,7 @@ from cluster.errors import BadRequestError
 
 # {% for part in message.content %} and message['content']
 _PARTS_LOOP = re.compile(r"""{%-?\s*for\s+\w+\s+in\s+\w+(\.content|\[['"]content['"]\])""")
+_REASONING = ("reasoning", "reasoning_content")
 _SAMPLING_KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -116,8 +117,8 @@ class ServingTokenizer:
                 {**message, "role": "system"} if message["role"] == "developer" else message
                 for message in messages
             ]
-        if "message.thinking" in str(template):  # gpt-oss reads thoughts under this name
-            messages = [_with_thinking(message) for message in messages]
+        if "message.thinking" in str(template):
+            messages = [_without_thoughts_beside_content(message) for message in messages]
         if _reads_parts(str(template)):
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         try:
@@ -146,12 +147,11 @@ def _reads_parts(template: str) -> bool:
     return bool(_PARTS_LOOP.search(template)) and "is string" not in template
 
 
-def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning as `thinking` if it has calls and no content, where templates take it."""
-    reasoning = message.get("reasoning_content")
-    if not reasoning or not message.get("tool_calls") or message.get("content"):
+def _without_thoughts_beside_content(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message; without its reasoning if it has content and calls, which gpt-oss's template refuses."""
+    if not message.get("tool_calls") or not message.get("content"):
         return message
-    return {**message, "thinking": reasoning}
+    return {key: value for key, value in message.items() if key not in _REASONING}
 
 
 def _parts(content: str) -> list[dict[str, str]]:

@@ -138,8 +138,8 @@ def test_grammars_allow_reasoning_before_what_is_required(fields, good, bad):
         assert not accepts(grammar, text), text
 
 
-def test_thoughts_before_calls_reach_the_template(monkeypatch):
-    """gpt-oss's template refuses thoughts beside content."""
+def test_thoughts_reach_the_template(monkeypatch):
+    """gpt-oss's template refuses thoughts beside content and calls."""
     template = "{% for message in messages %}[{{ message.thinking }}]{% endfor %}"
     monkeypatch.setattr(tiny_tokenizer()._hf, "chat_template", template)
     call = {"type": "function", "function": {"name": "time.now", "arguments": {}}}
@@ -149,4 +149,4 @@ def test_thoughts_before_calls_reach_the_template(monkeypatch):
         thought | {"tool_calls": [call], "content": "Yes."},
         thought,
     ]
-    assert tiny_tokenizer().render_chat(messages, {}) == "[Hm.][][]"
+    assert tiny_tokenizer().render_chat(messages, {}) == "[Hm.][][Hm.]"
