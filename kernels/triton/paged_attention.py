@@ -14,6 +14,72 @@ ROWS = 16  # fewest rows of a product of tensor cores
 KEYS = 64  # keys at a time
 
 
+@triton.jit
+def _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM):
+    """Return where the values of each key of a KV head lie; `key` counts tokens of the table's sequence."""
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=seen, other=0)
+    slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
+    return (slot * HEADS + head)[:, None] * HEAD_DIM + value[None, :]
+
+
+@triton.jit
+def _merge(top, total, out, scores, v, PRECISION: tl.constexpr):
+    """Return the softmax so far merged with further scores; -inf: not attended to."""
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    floor = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+    weights = tl.exp(scores - floor[:, None])
+    decay = tl.exp(top - floor)
+    out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
+    return new_top, total * decay + tl.sum(weights, 1), out
+
+
+@triton.jit
+def _attend(
+    q,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    sinks,
+    begin,
+    end,
+    lowest,
+    position,
+    head,
+    value,
+    scale,
+    WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return float32 attention of the rows of q to keys `begin` to `end` - 1 from `lowest` on, with sinks."""
+    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    if SINKS:
+        top = sinks
+        total += 1
+    out = tl.zeros(q.shape, tl.float32)
+    for key_0 in range(begin, end, KEYS):
+        key = key_0 + tl.arange(0, KEYS)
+        seen = (key < end) & (
+            key >= lowest
+        )  # blocks before the window of the first row may be freed
+        at = _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM)
+        mask = seen[:, None] & (value < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + at, mask=mask, other=0)
+        v = tl.load(v_ptr + at, mask=mask, other=0)
+        attends = seen[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            attends = attends & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+        scores = tl.where(attends, scores, float("-inf"))
+        top, total, out = _merge(top, total, out, scores, v, PRECISION)
+    return out / tl.where(total == 0, 1.0, total)[:, None]
+
+
 @triton.jit(
     do_not_specialize=[
         *("q_row", "table_ptr", "table_row", "seq_ptr", "first_ptr", "starts_ptr", "lens_ptr"),
@@ -56,54 +122,22 @@ def paged_attention_kernel(
     token = first + row // GROUP
     query_head = head * GROUP + row % GROUP
     used = (row < TOKENS * GROUP) & (token < num_new)
-    position = context + token
     value = tl.arange(0, HEAD_DIM_2)
-    inside = value < HEAD_DIM
-    at = (start + token).to(tl.int64)
-    q_at = q_ptr + at[:, None] * q_row + query_head[:, None] * HEAD_DIM + value[None, :]
-    q = tl.load(q_at, mask=used[:, None] & inside[None, :], other=0)
-
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    mask = used[:, None] & (value < HEAD_DIM)[None, :]
+    at = (start + token).to(tl.int64)[:, None]
+    head_at = query_head[:, None] * HEAD_DIM + value[None, :]
+    q = tl.load(q_ptr + at * q_row + head_at, mask=mask, other=0)
+    sinks = tl.zeros((ROWS,), tl.float32)
     if SINKS:
-        top = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32)
-        total += 1
-    out = tl.zeros((ROWS, HEAD_DIM_2), tl.float32)
-    end = tl.minimum(context + first + TOKENS, context + num_new)
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(context + first + 1 - WINDOW, 0) // KEYS * KEYS
-    for key_0 in range(begin, end, KEYS):
-        key = key_0 + tl.arange(0, KEYS)
-        seen = key < end
-        if WINDOW:  # blocks before the window of the first row may be freed
-            seen = seen & (key > context + first - WINDOW)
-        block = tl.load(
-            table_ptr + seq.to(tl.int64) * table_row + key // BLOCK_SIZE, mask=seen, other=0
-        )
-        slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-        key_at = (slot * HEADS + head)[:, None] * HEAD_DIM + value[None, :]
-        mask = seen[:, None] & inside[None, :]
-        k = tl.load(k_ptr + key_at, mask=mask, other=0)
-        v = tl.load(v_ptr + key_at, mask=mask, other=0)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        attends = seen[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
-            attends = attends & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(attends, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        floor = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
-        weights = tl.exp(scores - floor[:, None])
-        decay = tl.exp(top - floor)
-        total = total * decay + tl.sum(weights, 1)
-        out = out * decay[:, None]
-        out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
-        top = new_top
-    out = out / tl.where(total == 0, 1.0, total)[:, None]
-    out_at = (at[:, None] * (HEADS * GROUP) + query_head[:, None]) * HEAD_DIM + value[None, :]
-    tl.store(
-        out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=used[:, None] & inside[None, :]
+        sinks = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32)
+    lowest = tl.maximum(context + first + 1 - WINDOW, 0) if WINDOW else 0
+    out = _attend(
+        *(q, k_ptr, v_ptr, table_ptr + seq.to(tl.int64) * table_row, sinks, lowest // KEYS * KEYS),
+        *(tl.minimum(context + first + TOKENS, context + num_new), lowest, context + token, head),
+        *(value, scale, WINDOW, SINKS, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION),
     )
+    out_at = at * (HEADS * GROUP * HEAD_DIM) + head_at
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def tile_tokens(group_size: int, *, prompts: bool) -> int:

@@ -156,7 +156,7 @@ def make_checkpoint(
     `moe_intermediate_size` is the width of an expert, `intermediate_size` the width of the dense MLP of layers without
     experts; None, as of `head_dim` and `num_kv_heads`: the family's own. `config_fields` go into config.json as they
     are, e.g. `attention_bias=True`, `norm_topk_prob=False`, `rope_theta=1e4`, `rope_scaling={...}`.
-    `quantization`: projections are stored in FP8 in this form ("mxfp4": experts of gpt-oss), all else in `dtype`; `fp8`: "fp8".
+    `quantization`: projections are stored in this form ("mxfp4": gpt-oss's experts), all else in `dtype`; `fp8`: "fp8".
     `expert_layout`: None is that of the family's releases.
     Without `weights` the folder is one for `model.weights: dummy`. A non-empty folder is refused unless
     `overwrite`. Impossible values raise ValueError by name.
