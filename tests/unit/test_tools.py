@@ -374,7 +374,9 @@ def draw(grammar, rng):
     while not matcher.is_accepting():
         mask = matcher.compute_bitmask()
         # of a text that may be anything, and of a section that may have any number of calls
-        ends = [b"</arg_value>", b"</parameter>", b"</minimax:tool_call>", b"<|end|>"]
+        ends = [b"</arg_value>", b"</parameter>", b"</minimax:tool_call>"]
+        if b"analysis" in answer and b"commentary" not in answer:
+            ends.append(b"<|end|>")
         possible = [end for end in map(list, ends) if matcher.validate_tokens(end) == len(end)]
         if possible and rng.random() < 0.3:
             end = rng.choice(possible)

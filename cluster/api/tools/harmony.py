@@ -52,7 +52,7 @@ class HarmonyParser:
         cut = self._in_call and CALL.startswith(rest)
         return [] if cut else [self._piece(rest)]
 
-    def _begin(self, _pieces: list[Piece]) -> bool:
+    def _begin(self, pieces: list[Piece]) -> bool:
         """State: nothing was read yet."""
         text = self._reader.text
         if not text or any(mark.startswith(text) and mark != text for mark in _BEGINNINGS):
