@@ -369,14 +369,12 @@ def test_calls_drawn_from_a_grammar_are_parsed_and_valid(name, choice):
 
 def draw(grammar, rng):
     """A random complete answer; it ends as soon as it may."""
-    matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
-    answer = bytearray()
+    matcher, answer = LLMatcher(TOKENIZER, grammar, log_level=0), bytearray()
     while not matcher.is_accepting():
         mask = matcher.compute_bitmask()
-        # of a text that may be anything, and of a section that may have any number of calls
-        ends = [b"</arg_value>", b"</parameter>", b"</minimax:tool_call>"]
-        if b"analysis" in answer and b"commentary" not in answer:
-            ends.append(b"<|end|>")
+        # of a text that may be anything, of a thought, and of a section that may have any number of calls
+        thinks = b"analysis" in answer and b"commentary" not in answer
+        ends = [b"</arg_value>", b"</parameter>", b"</minimax:tool_call>", b"<|end|>"][: 3 + thinks]
         possible = [end for end in map(list, ends) if matcher.validate_tokens(end) == len(end)]
         if possible and rng.random() < 0.3:
             end = rng.choice(possible)
