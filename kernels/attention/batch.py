@@ -42,7 +42,7 @@ class AttentionBatch:
     seq_lens_cpu          int32 [B]: context and new tokens
     block_table           int64 [B, max_blocks]: entries behind a sequence's blocks are 0
     slot_mapping          int64 [num_tokens]: block * block_size + offset of each new token; -1: K and V are not written
-    window_block_table, window_slot_mapping   the same for layers with a window, whose old blocks are freed: their
+    window_block_table, window_slot_mapping   the same for layers with a window, with old blocks freed: their
                           entries are any; None: no layer has a window
     """
 

@@ -14,7 +14,7 @@ from cluster.api.tools.reader import Reader
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 FUNCTIONS = "functions."
-FINAL = f"{CHANNEL}final{MESSAGE}"  # what an answer begins with whose message the prompt has begun
+FINAL = f"{CHANNEL}final{MESSAGE}"  # the header of a message that the prompt has begun
 _BEGINNINGS = (CHANNEL, START, MESSAGE, " to=", "to=")
 _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
