@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.group import placement
 from cluster.group.placement import RankLocation
@@ -22,6 +23,10 @@ from workers.rank.actor import RankActor
 MAX_PLACEMENT_S = 60.0
 ROOM_WAIT_S = 5.0
 """Time in which Ray reserves the place of one more process, if its node has room."""
+SPARE_DELAY_S = 1.0
+"""Time of service before a spare process starts, which takes processor time from the ranks."""
+SPARE_S = 0.2
+"""Time in which Ray begins to start a process, and in which no process has started."""
 # Variables that vendors' libraries read; they reach the ranks on every node, as in a process without Ray.
 FORWARDED_ENVIRONMENT = (
     *("NCCL_", "NVSHMEM_", "TORCH_", "GLOO_", "OMP_", "MKL_", "CUDA_", "HF_"),
@@ -49,6 +54,9 @@ class Launcher(Protocol):
     async def start(self, rank: int, config: RankConfig, bundle: int) -> RankHandle:
         """Create one more actor on the node of a bundle."""
 
+    async def start_spares(self) -> None:
+        """Let Ray start a process on each node before it is needed."""
+
     def has_room(self, bundle: int) -> bool:
         """Whether the bundle has a living node."""
 
@@ -60,6 +68,10 @@ class Launcher(Protocol):
 
     def kill(self) -> None:
         """End all actors."""
+
+
+class _Spare:
+    """An actor that is ended before it starts."""
 
 
 class RankLauncher:
@@ -143,15 +155,36 @@ class RankLauncher:
             options["num_cpus"] = beside.bundle_specs[0]["CPU"]
         name = f"{self._actor_prefix}{bundle}:{own}"
         options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
-        if self._environment:
-            options["runtime_env"] = {"env_vars": self._environment}
         actor_class: Any = ray.remote(RankActor)
-        handle = actor_class.options(**options).remote(rank, config)
+        handle = actor_class.options(**options, **self._runtime_env).remote(rank, config)
         handle.follow.remote(ray.get_runtime_context().current_actor)
         self._bundles[handle] = bundle
         if beside is not None:
             self._beside[handle] = beside
         return handle
+
+    async def start_spares(self) -> None:
+        """Let Ray start a process on each node of the ranks, in which the next actor there needs no start of Python.
+
+        Ray starts a process for an actor, and keeps the process for the next actor when this one ends first.
+        """
+        await asyncio.sleep(SPARE_DELAY_S)
+        found = [placement.node_of(self._group, b) for b in range(self._config.num_nodes)]
+        actor_class: Any = ray.remote(_Spare)
+        spares = []
+        for node in filter(None, found):
+            here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
+            spares.append(actor_class.options(**options, **self._runtime_env).remote())
+        try:
+            await asyncio.sleep(SPARE_S)
+        finally:
+            for spare in spares:
+                ray.kill(spare)
+
+    @property
+    def _runtime_env(self) -> dict[str, Any]:
+        return {"runtime_env": {"env_vars": self._environment}} if self._environment else {}
 
     async def _reserve_beside(self, config: RankConfig, bundle: int, own: str) -> PlacementGroup:
         name = self._name_beside(own)

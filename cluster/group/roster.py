@@ -14,7 +14,7 @@ from cluster.group import lost_nodes
 from cluster.group.failures import failure_message
 from cluster.group.launcher import ROOM_WAIT_S, Launcher, RankHandle
 from cluster.group.placement import PlacementError, RankLocation, resized
-from cluster.group.ray_calls import result
+from cluster.group.ray_calls import result, result_future
 from kernels.routing.placement import STANDBY
 from workers.config import RankConfig
 
@@ -75,7 +75,7 @@ class Roster:
         self.config = self.wanted = config
         self._launcher = launcher
         self._visible_gpus = visible_gpus
-        self._num_standby, self.may_shrink = num_standby, shrink
+        self._num_standby, self.may_shrink, self._spared = num_standby, shrink, False
         self._members: list[Member] = []
         self._bundles = list(range(config.num_nodes))  # by node of the group
         self._standbys: list[Standby] = []
@@ -84,6 +84,7 @@ class Roster:
         self._irreplaceable: set[int] = set()  # bundles on which a new process failed
         self._stock = asyncio.Event()
         self._stocking: asyncio.Task[None] | None = None
+        self._sparing: asyncio.Future[None] | None = None
 
     @property
     def ranks(self) -> list[RankHandle]:
@@ -129,6 +130,7 @@ class Roster:
         for handle in found:
             if handle not in seats.values():
                 self._launcher.end(handle, None)
+        self._spared = True
         used = sorted({self._launcher.bundle_of(handle) for handle in seats.values()})
         self._bundles = used if len(used) == config.num_nodes else list(range(config.num_nodes))
         self._members = []
@@ -177,7 +179,10 @@ class Roster:
             self._broken.add(self._members[rank])
 
     def serves(self) -> None:
-        """Note that the ranks serve; standbys that are missing start now."""
+        """Note that the ranks serve; standbys that are missing start now, or a spare process in place of a used one."""
+        if not self._num_standby and (self._new or not self._spared):
+            self._spared = True
+            self._sparing = result_future(self._launcher.start_spares())
         for noted in (self._new, self._broken, self._irreplaceable):
             noted.clear()
         if self._stocking is None and self._num_standby:
@@ -231,8 +236,8 @@ class Roster:
 
     def kill(self) -> None:
         """End all processes."""
-        if self._stocking is not None:
-            self._stocking.cancel()
+        for task in filter(None, (self._stocking, self._sparing)):
+            task.cancel()
         for standby in self._standbys:
             standby.release()
         self._standbys = []

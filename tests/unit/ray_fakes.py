@@ -199,7 +199,7 @@ class FakeLauncher:
         self.killed = 0
         self.replaced: list[int] = []
         self.standbys: list[FakeRank] = []
-        self.num_ended = 0
+        self.num_ended = self.num_spares = 0
         self.ended_at: list[RankLocation | None] = []
         self.full = False
         self.lost: set[int] = set()
@@ -239,6 +239,9 @@ class FakeLauncher:
             self.ended_at.append(location)
         handle.dead = handle.target.died = True
         handle.target.close()
+
+    async def start_spares(self) -> None:
+        self.num_spares += 1
 
     def has_room(self, bundle: int) -> bool:
         return bundle not in self.lost

@@ -85,6 +85,10 @@ def test_a_rank_that_fails_in_a_living_process_keeps_it():
         now.ranks[2].ended.set_exception(RankFailedError("KeyError: 7"))
         await now.serving(1)
         assert now.launcher.replaced == []
+        assert now.launcher.num_spares == 1, "the spare process of the start is still there"
+        now.kill(1)
+        await now.serving(2)
+        await until(lambda: now.launcher.num_spares == 2)
         await now.close()
 
     run(scenario())

@@ -1,0 +1,62 @@
+"""A new rank starts in a process that Ray has started before, over real Ray."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from cluster.group import placement
+from cluster.group.launcher import NAMESPACE, RankLauncher
+from tests.unit.ray_fakes import rank_config
+
+PATIENCE_S = 60.0
+
+
+class Host:
+    """In place of the supervisor."""
+
+    async def ping(self) -> None:
+        """As the supervisor's."""
+
+    async def replace(self) -> tuple[set[int], int]:
+        """The idle processes of Ray after the start of a rank, and the process of the rank that replaces it."""
+        config = rank_config(1)
+        launcher = RankLauncher(config, name="app:1", joined=False)
+        (first,) = await launcher.launch(PATIENCE_S)
+        before = placement.located(0, await first.describe.remote())
+        idle: set[int] = set()
+        async with asyncio.timeout(PATIENCE_S):
+            while not idle:
+                await launcher.start_spares()
+                for _ in range(50):
+                    await asyncio.sleep(0.1)
+                    idle = _idle_processes()
+                    if idle:
+                        break
+        launcher.end(first, before)
+        second = await launcher.start(0, config, 0)
+        pid = (await second.describe.remote())["pid"]
+        launcher.kill()
+        return idle, pid
+
+
+def _idle_processes() -> set[int]:
+    found = psutil.Process(os.getppid()).children()
+    return {process.pid for process in found if "ray::IDLE" in " ".join(process.cmdline())}
+
+
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
+    yield
+    ray.shutdown()
+
+
+def test_a_new_rank_takes_the_spare_process(local_ray: None) -> None:
+    host: Any = ray.remote(Host).options(num_cpus=0).remote()
+    idle, pid = ray.get(host.replace.remote(), timeout=2 * PATIENCE_S)
+    assert pid in idle, (idle, pid)
