@@ -166,7 +166,8 @@ class RankLauncher:
     async def start_spares(self) -> None:
         """Let Ray start a process on each node of the ranks, in which the next actor there needs no start of Python.
 
-        Ray starts a process for an actor, and keeps the process for the next actor when this one ends first.
+        Ray starts a process for an actor, and keeps the process for the next actor when this one ends first, if the
+        node has a free CPU.
         """
         await asyncio.sleep(SPARE_DELAY_S)
         found = [placement.node_of(self._group, b) for b in range(self._config.num_nodes)]

@@ -51,7 +51,7 @@ def _idle_processes() -> set[int]:
 
 @pytest.fixture
 def local_ray() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
     yield
     ray.shutdown()
 
