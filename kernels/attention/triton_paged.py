@@ -69,7 +69,7 @@ class TritonPagedAttention(Attention):
         firsts = (np.arange(len(prompt_seqs)) - before) * per_tile
         parts = (np.arange(decodes), np.zeros(decodes), prompt_seqs, firsts, starts, lens)
         packed = np.concatenate(parts).astype(np.int32)  # one copy to the device
-        cuts = torch.from_numpy(packed).to(device).split([len(part) for part in parts])
+        cuts = torch.from_numpy(packed).to(device).split_with_sizes([len(part) for part in parts])
         self._tiles = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
         self._starts, self._lens = cuts[4], cuts[5]
         self._num_tokens = batch.num_tokens
