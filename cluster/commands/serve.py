@@ -169,7 +169,7 @@ def _delete_application(config: PhalanxConfig) -> None:
             serve.delete(config.serve.app_name)
             status = serve.status()
             if not status.applications and not status.proxies:
-                serve.shutdown()
+                serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _hold_port(config: PhalanxConfig) -> socket.socket | None:

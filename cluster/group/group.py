@@ -264,7 +264,7 @@ class Group:
                 return
         if self.health.ended:
             return
-        if self._rebuild_attempts:
+        if 0 < self._rebuild_attempts < self._num_failures:
             reason += (
                 f" (after {self._rebuild_attempts} rebuilds in a row, cluster.rebuild_attempts)"
             )

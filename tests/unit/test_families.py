@@ -155,7 +155,7 @@ def test_random_weights_are_those_of_a_written_checkpoint(tmp_path: Path, family
     assert torch.equal(rank.logits(batch), expected)
 
 
-@pytest.mark.parametrize("family", VARIANTS.keys() - {"gpt_oss"})
+@pytest.mark.parametrize("family", sorted(VARIANTS.keys() - {"gpt_oss"}))
 def test_fp8_checkpoints_are_read(tmp_path: Path, family: str) -> None:
     """Every projection, also of a shared expert, is in FP8 on disk; router and gates are not."""
     path = make_checkpoint(
