@@ -3,6 +3,7 @@
 import json
 import logging
 import threading
+import weakref
 
 import pytest
 import zmq
@@ -123,6 +124,27 @@ def test_who_was_not_given_the_key_is_not_heard(inbox):
 
 def test_an_inbox_that_nobody_reads_can_be_closed():
     Inbox("127.0.0.1").close()
+
+
+def test_a_released_engine_is_freed_before_the_next_one_is_made(inbox):
+    """It holds the KV cache, for whose successor a GPU may have no room beside it."""
+    engine, sender = Engine(), InboxSender(inbox.address, 1)
+    inbox.deliver_to(engine, 1)
+    sender.wake(5)
+    assert engine.wait_for(1)
+    freed = weakref.ref(engine)
+    inbox.release()
+    sender.wake(6)
+    for _ in range(1000):
+        if inbox.num_stale:
+            break
+        threading.Event().wait(0.01)
+    del engine
+    assert freed() is None and inbox.num_stale == 1
+    later = Engine()
+    inbox.deliver_to(later, 1)
+    sender.wake(7)
+    assert later.wait_for(1) and later.delivered == [("wake", 7)]
 
 
 def test_messages_of_another_epoch_are_dropped_and_counted(inbox, caplog):

@@ -224,7 +224,6 @@ class RankActor:
         self._rank_info = None
         if self._logging is not None:
             self._logging.cancel()
-            self._logging = None
         if self._joining.locked():
             await asyncio.to_thread(self._end_waits)
         async with self._joining:
@@ -244,6 +243,7 @@ class RankActor:
 
     def _close_epoch(self) -> None:
         current, self._current = self._current, None
+        self._inbox.release()
         if current is None:
             return
         if self._step_loop is not None:

@@ -93,6 +93,10 @@ class Inbox:
         if self._error is not None:
             receiver.fail(self._error)
 
+    def release(self) -> None:
+        """Drop the receiver with all memory that it holds. Messages are stale until the next `deliver_to`."""
+        self._target = None
+
     def close(self) -> None:
         """Stop listening."""
         if self._thread is None:
@@ -108,14 +112,16 @@ class Inbox:
         except BaseException as error:
             logger.exception("the inbox failed: this rank receives no more messages")
             self._error = error
-            assert self._target is not None
-            self._target[0].fail(error)
+            if self._target is not None:
+                self._target[0].fail(error)
         finally:
             self._socket.close()
 
     def _deliver(self, data: bytes) -> None:
         """Deliver one message. A message that cannot be read is logged, and refused if it names its request."""
-        assert self._target is not None
+        if self._target is None:
+            self.num_stale += 1
+            return
         receiver, epoch = self._target
         message: Any = None
         try:
