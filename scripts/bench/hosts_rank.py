@@ -6,6 +6,7 @@ argv: the configuration and its settings, the rank, address and port of the stor
 requests in flight, and tokens in and out of each, as one JSON object.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -37,7 +38,9 @@ def vote_us(epoch: Epoch) -> float:
 
 def main() -> None:
     """Serve rounds until the end of stdin."""
-    given = json.loads(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("given", type=json.loads, help="settings and sizes, as JSON")
+    given = parser.parse_args().given
     bind_to_address(os.environ, address_towards(given["store"][0]))
     config = resolve_rank_config(load_config(given["config"], given["settings"]))
     address, port = given["store"]

@@ -34,7 +34,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
     (
         StepPart.ATTENTION,
         r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha"
-        r"|_expand_keys|_merge_attention",
+        r"|_expand_keys|_merge_attention|paged_attention",
     ),
     (StepPart.NORMS, r"_add_rms_norm|RMSNorm"),
     (StepPart.ROUTING, r"_route_(top_k|groups)|_forced_route"),

@@ -88,7 +88,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def run(command: list[str], cwd: Path) -> None:
     """Run a command to its end."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -192,6 +192,8 @@ def test_other_formats_are_refused() -> None:
 
 
 def test_every_written_form_is_read_without_complaint() -> None:
-    for config in QUANTIZATIONS.values():
+    for name, config in QUANTIZATIONS.items():
+        if name == "mxfp4":
+            continue  # read by its family alone
         problems: list[str] = []
         assert parse_quantization({"quantization_config": config}, problems) and not problems

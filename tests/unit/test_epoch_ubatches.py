@@ -9,6 +9,7 @@ import torch
 
 from kernels.all2all.allgather import AllGatherAllToAll
 from workers.config import OverlapConfig
+from workers.engine.kv_demand import KVDemand
 from workers.engine.step_sync import ForwardMode, GraphMode
 from workers.parallel import ParallelDims
 from workers.runner.graph_sizes import GraphKey, GraphSizes
@@ -121,7 +122,8 @@ class Tuned:
             drop_ubatches=lambda: setattr(self, "dropped", True),
             limit_all2all=lambda comm_sms: None,
         )
-        scheduler: Any = SimpleNamespace(pool=SimpleNamespace(num_blocks=1000))
+        pool = SimpleNamespace(num_blocks=1000)
+        scheduler: Any = SimpleNamespace(pool=pool, demand=KVDemand(16))
         epoch.tune(runner, scheduler, 512, {})
 
 

@@ -94,7 +94,7 @@ class Pages:
         needed = [-(-(context + new) // block_size) for context, new in seqs]
         self.num_blocks = 2 * sum(needed) + 3
         free = torch.randperm(self.num_blocks, generator=self.generator).tolist()
-        self.spoiled = free.pop()
+        self.spoiled = free.pop(-1 if free[-1] else -2)  # block 0 fills the tables
         self.block_table, self.slots_of, self.slots = self._place(free, needed)
         self.window_table, self.window_slots_of, self.window_slots = self._place(free, needed)
         windows = [spec.window for spec in specs if spec.window is not None]

@@ -141,6 +141,9 @@ def test_the_snapshot_of_a_real_rank_is_rendered_whole():
     assert snapshot["expert_balancedness"] is None  # nothing looked at yet: no sample
     found = parse(IngressMetrics().render([snapshot]))
     known = {"rank", "time", "step_seconds", "kinds", "histograms", "process"}
+    known.add(
+        "expert_balancedness_samples"
+    )  # a sum and its count, for the mean of an experiment's run
     assert snapshot.keys() - known <= RANK_GAUGES.keys() | COUNTERS.keys()
     assert "phalanx:expert_load_balancedness" not in found
     assert found["phalanx:iteration_tokens_total_count"]

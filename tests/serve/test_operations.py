@@ -1,0 +1,79 @@
+"""`phalanx restart`, `scale` and `drain` on a server with open streams, and a supervisor that dies between them."""
+
+import re
+import threading
+import time
+
+import httpx
+
+from cluster.commands.operate import post
+from tests.serve.open_streams import Stream
+from tests.serve.server import Server, left_running, running
+
+NUM_TOKENS = 490
+
+
+class Repeater(threading.Thread):
+    """A client with one stream open at any time; `texts` has those that ended."""
+
+    def __init__(self, server: Server):
+        super().__init__(daemon=True)
+        self.texts: list[str] = []
+        self.error = ""
+        self._server, self._ended = server, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self._ended.is_set():
+            stream = Stream(self._server, NUM_TOKENS)
+            stream.join(120)
+            if stream.is_alive() or stream.broken or '"length"' not in stream.lines[-2]:
+                self.error = f"{stream.broken}: {stream.lines[-2:]}"
+                return
+            self.texts.append(stream.text())
+
+    def end(self) -> None:
+        self._ended.set()
+        self.join(120)
+
+
+def operate(server: Server, operation: str, **body: object) -> None:
+    post(server.url, operation, body, "NO_KEY")
+
+
+def blocks(server: Server) -> list[int]:
+    """The KV blocks of each rank, once the HTTP process has the figures of the ranks of the new epoch."""
+    deadline = time.monotonic() + 30
+    while not (
+        found := re.findall(
+            r'cache_config_info{.*num_blocks="(\d+)"', httpx.get(f"{server.url}/metrics").text
+        )
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return [int(number) for number in found]
+
+
+def test_streams_outlive_the_changes_of_operators(tmp_path, checkpoint):
+    with running(tmp_path, checkpoint) as server:
+        client = Repeater(server)
+        first = server.ranks()
+        operate(server, "restart", set=["cache.num_blocks=200"])
+        assert blocks(server) == [200, 200] and not left_running(first, 10)
+        server.supervisor().kill()
+        server.wait_line("found 2 ranks again")
+        operate(server, "scale", ranks=1)
+        assert blocks(server) == [200]
+        operate(server, "restart")  # also with the settings of before the supervisor's end
+        assert blocks(server) == [200]
+        operate(server, "scale", ranks=2)
+        assert blocks(server) == [200, 200]
+        client.end()
+        assert not client.error and len(set(client.texts)) == 1, client.error or client.texts
+        family, stream = server.descendants(), Stream(server, NUM_TOKENS)
+        operate(server, "drain", timeout_s=60)
+        stream.join(60)
+        assert stream.lines[-1] == "data: [DONE]" and stream.text() == client.texts[0]
+        assert server.process.wait(60) == 0 and not left_running(family, 10)
+        printed = server.log.read_text().split("ready in")[1]
+        assert "Traceback" not in printed, printed
