@@ -101,10 +101,13 @@ def submit_a_job(bed: Bed) -> None:
     head = bed.hosts[0]
     started = time.monotonic()
     address = ("--address", "http://127.0.0.1:8265")
-    command = f"~/phalanx/venv/bin/phalanx serve {' '.join(settings())}".split()
-    job = ("--no-wait", "--submission-id", "phalanx", "--", *command)
+    command = f"exec ~/phalanx/venv/bin/phalanx serve {' '.join(settings())}"
+    job = ("--no-wait", "--submission-id", "phalanx", "--", "bash", "-c", command)
     ray_command(head, "job", "submit", *address, *job)
-    answers(head, 300)
+    try:
+        answers(head, 300)
+    except AssertionError as error:
+        raise AssertionError(ray_command(head, "job", "logs", *address, "phalanx")) from error
     print(f"ray job submit: {time.monotonic() - started:.1f} s")
     ray_command(head, "job", "stop", *address, "phalanx")
     wait_for(lambda: not any(ranks(bed)), 90, "the ranks end with the job")
