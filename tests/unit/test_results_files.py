@@ -12,7 +12,7 @@ RESULTS = sorted((ROOT / "docs" / "results").glob("*.json"))
 WITHOUT_TREE_STATE = {
     *("gpu-all2all", "gpu-attention", "gpu-experts", "gpu-loading", "gpu-overlap"),
     *("gpu-overlap-power", "gpu-overlap-streams", "gpu-overlap-turns"),
-    *("gpu-serving-pair", "guidellm", "vllm-comparison", "cpu-local", "ingress"),
+    *("gpu-serving-pair", "guidellm", "vllm-comparison"),
 }
 
 
