@@ -21,7 +21,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests that start processes and have time limits of their own run once more after a failure, and the summary lists
 # each of them: two cores that other work shares delay a process by seconds.
-WITH_PROCESSES = ("tests/serve/", "tests/clients/", "tests/distributed/")
+WITH_PROCESSES = (
+    *("tests/serve/", "tests/clients/", "tests/distributed/", "tests/cluster/"),
+    "tests/unit/",  # commands, threads and sockets
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
