@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from cluster.api.tools.base import CallDelta, CallFormat, Piece, Thought, Tool, lark_string
-from cluster.api.tools.reader import Reader
+from cluster.api.tools.marked_calls import StateParser
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -20,29 +20,19 @@ _RECIPIENT = re.compile(r"to=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class HarmonyParser:
+class HarmonyParser(StateParser):
     """Splits one answer, which follows <|start|>assistant, into reasoning, calls and content.
 
     Text that begins with no header is content. A message to an unknown function, or to a tool of the model's own, is
-    reasoning. A state is a method that returns whether it read something; it sets the next state.
+    reasoning.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
+        super().__init__(self._begin)
         self._names = frozenset(tool.name for tool in tools)
-        self._reader = Reader()
         self._header = ""
-        self._at = self._begin
         self._piece: Callable[[str], Piece] = str
-        self._num_calls = 0
         self._in_call = self._has_arguments = False
-
-    def push(self, text: str) -> list[Piece]:
-        """See CallParser."""
-        self._reader.text += text
-        pieces: list[Piece] = []
-        while self._at(pieces):
-            pass
-        return pieces
 
     def flush(self) -> list[Piece]:
         """See CallParser. A header without a message is left out."""

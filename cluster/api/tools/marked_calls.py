@@ -1,26 +1,24 @@
-"""Parsers of calls between markers: the states, the text that is held back, and the white space around calls.
+"""Parsers by states, and of calls between markers: the text that is held back, and the white space around calls.
 
 Knows nothing of particular formats.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from cluster.api.tools.base import Piece
 from cluster.api.tools.reader import Reader
 
 
-class MarkedCallParser(ABC):
-    """Splits content and calls. The text between calls is content, without the white space next to a call.
+class StateParser:
+    """Reads text in states. A state is a method that appends pieces and returns whether it read something.
 
-    A state is a method that reads up to the next marker, appends pieces, and returns whether it found one; it sets the
-    next state. White space behind the calls is left out.
+    A state sets the next state, `_at`.
     """
 
-    def __init__(self, opening: str) -> None:
-        self._opening = opening
+    def __init__(self, first: Callable[[list[Piece]], bool]) -> None:
         self._reader = Reader()
-        self._raw = ""  # of a section or call that was not returned yet; it becomes content if there is no call
-        self._at = self._content
+        self._at = first
         self._num_calls = 0
 
     def push(self, text: str) -> list[Piece]:
@@ -30,6 +28,18 @@ class MarkedCallParser(ABC):
         while self._at(pieces):
             pass
         return pieces
+
+
+class MarkedCallParser(StateParser, ABC):
+    """Splits content and calls. The text between calls is content, without the white space next to a call.
+
+    A state reads up to the next marker, and returns whether it found one. White space behind the calls is left out.
+    """
+
+    def __init__(self, opening: str) -> None:
+        super().__init__(self._content)
+        self._opening = opening
+        self._raw = ""  # of a section or call that was not returned yet; it becomes content if there is no call
 
     def flush(self) -> list[Piece]:
         """See CallParser."""
