@@ -44,6 +44,8 @@ class AttentionBatch:
     slot_mapping          int64 [num_tokens]: block * block_size + offset of each new token; -1: K and V are not written
     window_block_table, window_slot_mapping   the same for layers with a window, with old blocks freed: their
                           entries are any; None: no layer has a window
+    state_slots           int64 [B]: slot of each sequence in the pools of linear attention; a sequence with context has
+                          a state there. None: no layer has linear attention
     """
 
     num_tokens: int
@@ -55,6 +57,7 @@ class AttentionBatch:
     slot_mapping: Annotated[torch.Tensor, Shape("token")]
     window_block_table: Annotated[torch.Tensor | None, Shape("seq", "block")] = None
     window_slot_mapping: Annotated[torch.Tensor | None, Shape("token")] = None
+    state_slots: Annotated[torch.Tensor | None, Shape("seq")] = None
 
     _shapes: ClassVar[Mapping[str, tuple[Axis, ...]]]
 

@@ -90,14 +90,22 @@ class SequenceTable:
     token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed int64 [rows].
     window_table, of the shape of block_table, has the blocks of layers with a window, with anything in place of blocks
     that the window has left behind; None: no layer has a window.
+    states: layers have a state a sequence; row r has slot r + 1 of their pools, because slot 0 is that of padding.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number.
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, *, windows: bool = False
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        *,
+        windows: bool = False,
+        states: bool = False,
     ):
         self.block_size = block_size
+        self.states = states
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int64)

@@ -16,6 +16,7 @@ from workers.engine.sequence import SequenceTable
 from workers.runner.forward_batch import ForwardBatch, resolve_pending
 
 OF_WINDOWS = ("window_block_table", "window_slot_mapping")
+OF_STATES = ("state_slots",)
 _ALIGNMENT = 16  # integers; kernels are compiled anew for fields that are not aligned
 
 
@@ -103,7 +104,9 @@ class ForwardBatchBuilder:
             "sample": max_num_seqs,
             "block": table.block_table.shape[1],
         }
-        omitted = OF_WINDOWS if table.window_table is None else ()
+        omitted = (() if table.window_table is not None else OF_WINDOWS) + (
+            () if table.states else OF_STATES
+        )
         self._staging = _Staging(ForwardBatch, largest, device, omitted)
 
     def build(self, batch: ScheduledBatch, num_rows: int, *, graph: bool = False) -> ForwardBatch:
@@ -126,14 +129,16 @@ class ForwardBatchBuilder:
         max_blocks = -(-int(seq_lens.max(initial=1)) // table.block_size)
         sampling_rows = rows[batch.samples]
 
-        of_windows: dict[str, np.ndarray] = {}
+        further: dict[str, np.ndarray] = {}
+        if table.states:
+            further["state_slots"] = rows + 1
         if table.window_table is not None:
             slots = table.window_table[row_of_token, blocks] * table.block_size + offsets
-            of_windows["window_slot_mapping"] = slots
-            of_windows["window_block_table"] = table.window_table[rows, :max_blocks]
+            further["window_slot_mapping"] = slots
+            further["window_block_table"] = table.window_table[rows, :max_blocks]
         device: dict[str, Any] = self._staging.ship(
             num_rows,
-            of_windows
+            further
             | {
                 "num_token_non_padded": np.array([num_tokens]),
                 "input_ids": table.token_ids[row_of_token, positions],
