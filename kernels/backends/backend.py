@@ -1,6 +1,7 @@
 """The declarations of every backend: where it runs, what it refuses and when `auto` takes it.
 
-Each seam (all-to-all, grouped GEMM, attention) adds its own conditions and costs. Knows nothing of particular backends.
+Each seam (all-to-all, grouped GEMM, attention, linear attention) adds its own conditions and costs. Knows nothing of
+particular backends.
 """
 
 from abc import ABC
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.attention.spec import AttentionSpec
+from kernels.linear_attention.spec import LinearAttentionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class BackendShape:
     num_experts      of the model, top_k of them for a token
     max_num_tokens   most rows of one rank in a step
     attention_specs  one entry a layer; empty where every attention serves the model
+    linear_specs     one entry a layer of linear attention; empty where the model has none
     fp8_checkpoint   whether the checkpoint stores the experts in FP8
     expert_bias      whether the experts' products have biases
     """
@@ -36,6 +39,7 @@ class BackendShape:
     top_k: int
     max_num_tokens: int
     attention_specs: tuple[AttentionSpec, ...] = ()
+    linear_specs: tuple[LinearAttentionSpec, ...] = ()
     fp8_checkpoint: bool = False
     expert_bias: bool = False
 

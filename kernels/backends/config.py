@@ -4,16 +4,18 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from kernels.backends.registry import ALL2ALL, ATTENTION, GROUPED_GEMM
+from kernels.backends.registry import ALL2ALL, ATTENTION, GROUPED_GEMM, LINEAR_ATTENTION
 
 if TYPE_CHECKING:
     All2AllName = str
     GroupedGemmName = str
     AttentionName = str
+    LinearAttentionName = str
 else:
     All2AllName = Literal[("auto", *ALL2ALL)]
     GroupedGemmName = Literal[("auto", *GROUPED_GEMM)]
     AttentionName = Literal[("auto", *ATTENTION)]
+    LinearAttentionName = Literal[("auto", *LINEAR_ATTENTION)]
 
 
 class KernelsConfig(BaseModel):
@@ -28,3 +30,7 @@ class KernelsConfig(BaseModel):
         "it for checkpoints in FP8.",
     )
     attention: AttentionName = Field("auto", description="Attention over the paged KV cache.")
+    linear_attention: LinearAttentionName = Field(
+        "auto",
+        description="Linear attention (gated delta nets); only for models with such layers.",
+    )

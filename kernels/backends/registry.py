@@ -34,7 +34,15 @@ ATTENTION = {
     "sdpa": "kernels.attention.sdpa.SdpaAttention",
     "latent": "kernels.attention.latent.LatentAttention",
 }
-SEAMS = {"all2all": ALL2ALL, "grouped_gemm": GROUPED_GEMM, "attention": ATTENTION}
+LINEAR_ATTENTION = {
+    "torch": "kernels.linear_attention.torch_chunked.TorchLinearAttention",
+}
+SEAMS = {
+    "all2all": ALL2ALL,
+    "grouped_gemm": GROUPED_GEMM,
+    "attention": ATTENTION,
+    "linear_attention": LINEAR_ATTENTION,
+}
 
 
 def backend_class(seam: str, name: str) -> type[Any]:

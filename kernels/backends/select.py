@@ -18,6 +18,7 @@ from kernels.backends.context import BackendContext
 from kernels.backends.registry import SEAMS, backend_class
 from kernels.backends.unavailable import Unavailable
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.linear_attention.base import LinearAttention
 from kernels.routing.expert_load import ExpertLoad
 
 
@@ -45,11 +46,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class Selection:
-    """One backend of each seam."""
+    """One backend of each seam; of linear attention only for models that have it."""
 
     all2all: Choice
     grouped_gemm: Choice
     attention: Choice
+    linear_attention: Choice | None = None
 
     @property
     def all2all_class(self) -> type[AllToAll]:
@@ -64,6 +66,18 @@ class Selection:
         return backend_class("attention", self.attention.name)
 
     @property
+    def linear_attention_class(self) -> type[LinearAttention] | None:
+        if self.linear_attention is None:
+            return None
+        return backend_class("linear_attention", self.linear_attention.name)
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """Seam to choice, without the seams that the model does not use."""
+        chosen = {seam: getattr(self, seam) for seam in SEAMS}
+        return {seam: choice for seam, choice in chosen.items() if choice is not None}
+
+    @property
     def fp8_experts(self) -> bool:
         """Whether the experts' weights are held in FP8."""
         return self.grouped_gemm_class.fp8_weights
@@ -71,23 +85,24 @@ class Selection:
     @property
     def graph_unsupported_reason(self) -> str | None:
         """Why CUDA graphs cannot hold a step of these backends, or None."""
-        chosen: dict[str, type[Backend]] = {
+        chosen: dict[str, type[Backend] | None] = {
             "attention": self.attention_class,
             "all2all": self.all2all_class,
             "grouped_gemm": self.grouped_gemm_class,
+            "linear_attention": self.linear_attention_class,
         }
         for seam, backend in chosen.items():
-            if not backend.graph:
+            if backend is not None and not backend.graph:
                 return f"kernels.{seam} is {backend.name}, whose steps cannot be captured"
         return None
 
     def names(self) -> dict[str, str]:
         """Seam to backend name."""
-        return {seam: getattr(self, seam).name for seam in SEAMS}
+        return {seam: choice.name for seam, choice in self.choices.items()}
 
     def reasons(self) -> dict[str, str]:
         """Seam to why."""
-        return {seam: getattr(self, seam).reason for seam in SEAMS}
+        return {seam: choice.reason for seam, choice in self.choices.items()}
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,7 @@ class Backends:
     all2all: AllToAll
     grouped_gemm: GroupedGemm
     attention: Attention
+    linear_attention: LinearAttention | None = None
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
     stream: torch.cuda.Stream | None = None
 
@@ -154,7 +170,9 @@ def select(config: KernelsConfig, unavailable: Mapping[str, str], shape: Backend
         return refusal("grouped_gemm", name) or wrong_layout
 
     grouped_gemm = choose("grouped_gemm", config.grouped_gemm, gemm_refusal)
-    return Selection(all2all, grouped_gemm, choose("attention", config.attention))
+    attention = choose("attention", config.attention)
+    linear = choose("linear_attention", config.linear_attention) if shape.linear_specs else None
+    return Selection(all2all, grouped_gemm, attention, linear)
 
 
 def _choose(
@@ -196,9 +214,20 @@ def build(selection: Selection, context: BackendContext) -> Backends:
         )
     )
     assert all2all.layout in grouped_gemm.layouts, selection.names()
-    return Backends(all2all, grouped_gemm, build_attention(selection, context))
+    return Backends(
+        all2all,
+        grouped_gemm,
+        build_attention(selection, context),
+        build_linear_attention(selection, context),
+    )
 
 
 def build_attention(selection: Selection, context: BackendContext) -> Attention:
     """Construct the chosen attention, without caches."""
     return selection.attention_class(context.shape.attention_specs, context.block_size)
+
+
+def build_linear_attention(selection: Selection, context: BackendContext) -> LinearAttention | None:
+    """Construct the chosen linear attention, without states; None for models without it."""
+    chosen = selection.linear_attention_class
+    return None if chosen is None else chosen(context.shape.linear_specs)

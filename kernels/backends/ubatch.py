@@ -1,4 +1,4 @@
-"""The backends of a step's ubatches: those of the whole step, with an all-to-all, attention and streams for each."""
+"""The backends of a step's ubatches: those of the whole step, with own all-to-all, attentions and streams."""
 
 from dataclasses import replace
 
@@ -6,7 +6,13 @@ import torch
 
 from kernels.all2all.comm_stream import comm_streams
 from kernels.backends.context import BackendContext
-from kernels.backends.select import Backends, Selection, build, build_attention
+from kernels.backends.select import (
+    Backends,
+    Selection,
+    build,
+    build_attention,
+    build_linear_attention,
+)
 
 
 def build_ubatch_backends(
@@ -15,14 +21,18 @@ def build_ubatch_backends(
     """Return backends for `num_ubatches` ubatches; `whole` are the backends of whole steps. Collective.
 
     A ubatch has at most 1 / num_ubatches of the context's max_num_tokens, rounded up. The caller binds each attention
-    to the caches. On GPUs each ubatch has a stream for its all-to-all. All but the first have a stream to compute on in
-    CUDA graphs, so that kernels of one ubatch use the SMs that kernels of another leave idle.
+    to the caches and states. On GPUs each ubatch has a stream for its all-to-all. All but the first have a stream to
+    compute on in CUDA graphs, so that kernels of one ubatch use the SMs that kernels of another leave idle.
     """
     share = context.with_max_num_tokens(-(-context.shape.max_num_tokens // num_ubatches))
     ubatches = []
     for _ in range(num_ubatches):
         if selection.all2all_class.ubatch_shareable:
-            own = replace(whole, attention=build_attention(selection, context))
+            own = replace(
+                whole,
+                attention=build_attention(selection, context),
+                linear_attention=build_linear_attention(selection, context),
+            )
         else:
             own = build(selection, share)
         ubatches.append(

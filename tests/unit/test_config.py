@@ -74,6 +74,7 @@ def test_every_key_of_the_interface_exists() -> None:
         "kernels.all2all",
         "kernels.grouped_gemm",
         "kernels.attention",
+        "kernels.linear_attention",
         "serve.host",
         "serve.port",
         "serve.replicas",

@@ -17,6 +17,8 @@ from kernels.backends.context import BackendContext
 from kernels.backends.registry import SEAMS, backend_class
 from kernels.backends.select import BackendChoiceError
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.linear_attention.base import LinearAttention
+from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.routing.placement import ExpertPlacement
 
 HEADS_OF_96 = AttentionSpec(4, 2, 96, 1.0)
@@ -32,7 +34,12 @@ CPU = BackendShape(
     attention_specs=(AttentionSpec(4, 2, 128, 1.0),),
 )
 CUDA = replace(CPU, device="cuda")
-BASES = {"all2all": AllToAll, "grouped_gemm": GroupedGemm, "attention": Attention}
+BASES = {
+    "all2all": AllToAll,
+    "grouped_gemm": GroupedGemm,
+    "attention": Attention,
+    "linear_attention": LinearAttention,
+}
 
 
 def choose(
@@ -179,6 +186,24 @@ def test_named_backends_are_taken():
     expected = {"all2all": "allgather", "grouped_gemm": "reference", "attention": "sdpa"}
     assert selection.names() == expected
     assert set(selection.reasons().values()) == {"named in the configuration"}
+
+
+def test_linear_attention_is_chosen_for_models_that_have_it():
+    plain = choose(CUDA)
+    assert plain.linear_attention is None and plain.linear_attention_class is None
+    assert "linear_attention" not in plain.names()
+    assert select.build_linear_attention(plain, context(1)) is None
+    spec = LinearAttentionSpec(2, 4, 16, 16, 4)
+    torch_alone = {f"linear_attention.{x}": "absent" for x in SEAMS["linear_attention"]}
+    del torch_alone["linear_attention.torch"]
+    hybrid = choose(CUDA, torch_alone, linear_specs=(spec, spec))
+    assert hybrid.names()["linear_attention"] == "torch"
+    assert "linear_attention is torch" in str(hybrid.graph_unsupported_reason)
+    with_shape = replace(context(1), shape=replace(CPU, num_ranks=1, linear_specs=(spec, spec)))
+    built = select.build(choose(num_ranks=1, linear_specs=(spec, spec)), with_shape)
+    assert built.linear_attention is not None and built.linear_attention.specs == (spec, spec)
+    with pytest.raises(BackendChoiceError, match="3 value heads are not a multiple of 2"):
+        choose(linear_specs=(replace(spec, num_value_heads=3),))
 
 
 def test_probe_refuses_shared_memory_where_it_is_unsafe(monkeypatch: pytest.MonkeyPatch):

@@ -47,10 +47,16 @@ ORDER = {
         ("native", "fused.py"),
         ("routing",),
         # The data that the configuration reads without torch, and that every backend class is declared by.
-        ("attention/spec.py", "attention/kv_layout.py", "backends/registry.py"),
+        (
+            "attention/spec.py",
+            "attention/kv_layout.py",
+            "linear_attention/spec.py",
+            "backends/registry.py",
+        ),
         ("backends/config.py", "backends/unavailable.py", "backends/backend.py"),
         ("backends/context.py",),
         ("attention",),
+        ("linear_attention",),
         ("all2all",),
         ("grouped_gemm",),
         ("backends",),

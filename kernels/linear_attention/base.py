@@ -1,0 +1,143 @@
+"""Linear attention over slots of constant size: the interface of its backends.
+
+The layers are gated delta nets (Yang, Kautz and Hatamizadeh, "Gated Delta Networks", 2024). Of a token, the state S
+[k, v] of each value head becomes
+
+    S <- exp(g) S;  S <- S + k (beta (v - S^T k))^T;  o = S^T q
+
+T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.attention.batch import AttentionBatch
+from kernels.backends.backend import Backend, BackendShape
+from kernels.linear_attention.spec import LinearAttentionSpec
+
+NORM_EPS = 1e-6  # of the norms of q and k
+
+
+@dataclass(frozen=True)
+class LinearStates:
+    """The pool of one layer. Slot 0 is the null slot: padding rows write it, no sequence owns it.
+
+    conv    [slots, w-1, C] in the dtype of the hidden states: the last rows before the convolution, oldest first
+    state   [slots, V, k, v], float32
+    """
+
+    conv: torch.Tensor
+    state: torch.Tensor
+
+
+class LinearAttention(Backend):
+    """The linear layers of a model: `plan` once a forward, then one call a layer, which updates the slots in place.
+
+    A sequence has a state where it has context. Without context its slot is overwritten and never read. Calls wait for
+    the previous ubatch before they read a state, because a sequence may straddle the border of two ubatches.
+    Where `graph` is true, decodes can be captured: `reserve_graphs` once, `plan_graph` before capture and replay.
+    """
+
+    def __init__(self, specs: Sequence[LinearAttentionSpec]):
+        """Take one spec for each linear layer, in order; a call's `layer` is an index of it."""
+        self.specs = tuple(specs)
+        self.states: Sequence[LinearStates] = ()
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        for spec in shape.linear_specs:
+            if spec.num_value_heads % spec.num_key_heads:
+                return (
+                    f"{spec.num_value_heads} value heads are not a multiple of "
+                    f"{spec.num_key_heads} key heads"
+                )
+        return None
+
+    @classmethod
+    def slot_bytes(cls, specs: Iterable[LinearAttentionSpec], dtype: torch.dtype) -> int:
+        """Return the bytes of one slot of all these layers."""
+        return sum(spec.slot_bytes(dtype.itemsize) for spec in specs)
+
+    @classmethod
+    def allocate(
+        cls,
+        specs: Iterable[LinearAttentionSpec],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> list[LinearStates]:
+        """Return zeroed pools, one a layer; num_slots includes the null slot."""
+        return [
+            LinearStates(
+                torch.zeros(spec.conv_shape(num_slots), dtype=dtype, device=device),
+                torch.zeros(spec.state_shape(num_slots), dtype=torch.float32, device=device),
+            )
+            for spec in specs
+        ]
+
+    def bind(self, states: Sequence[LinearStates]) -> None:
+        """Use these pools from now on, one a layer, as `allocate` returns them; none: release the old ones."""
+        assert len(states) in (0, len(self.specs)), (len(states), len(self.specs))
+        self.states = states
+
+    def copy_slots(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots of all layers; no target is a source."""
+        if not sources or not self.states:
+            return
+        device = self.states[0].state.device
+        pairs = torch.tensor((tuple(sources), tuple(targets)), dtype=torch.int64).to(device)
+        for pool in self.states:
+            for slots in (pool.conv, pool.state):
+                slots[pairs[1]] = slots[pairs[0]]
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare what all layers of this forward share. Without `state_slots` all sequences use the null slot."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        mixed_TC: torch.Tensor,
+        a_TV: torch.Tensor,
+        b_TV: torch.Tensor,
+        layer: int,
+        conv_weight_Cw: torch.Tensor,
+        neg_exp_a_V: torch.Tensor,
+        dt_bias_V: torch.Tensor,
+    ) -> torch.Tensor:
+        """Advance each sequence by its new tokens; return o_TVv, contiguous, in the dtype of mixed.
+
+        q and k get norms of 1, q is scaled by 1 / sqrt(k). Rows of padding return zeros.
+
+        mixed        q of all heads, k of all heads, v of all heads, before convolution and SiLU; rows may be strided
+        a, b         the gates' projections: g = neg_exp_a * softplus(a + dt_bias), beta = sigmoid(b); rows may be
+                     strided
+        conv_weight  the newest token has the last weight
+        neg_exp_a    float32: -exp(A_log)
+        dt_bias      float32
+        """
+
+    def reserve_graphs(self, max_rows: int) -> None:
+        """Allocate for graphs of up to `max_rows` rows; graphs captured before must not be replayed after."""
+        raise NotImplementedError(f"{self.name} has no graphs")
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int) -> None:
+        """Plan decodes for a graph of `num_rows` rows; rows behind the batch's sequences use the null slot."""
+        raise NotImplementedError(f"{self.name} has no graphs")
+
+
+def fresh_sequences(batch: AttentionBatch) -> np.ndarray:
+    """Return bool [B]: the sequences without context, which have no state."""
+    fresh: np.ndarray = batch.seq_lens_cpu == np.diff(batch.query_start_loc_cpu)
+    return fresh
+
+
+def state_slots(batch: AttentionBatch, device: torch.device) -> torch.Tensor:
+    """Return int64 [B]: each sequence's slot."""
+    if batch.state_slots is not None:
+        return batch.state_slots
+    return torch.zeros(batch.num_seqs, dtype=torch.int64, device=device)

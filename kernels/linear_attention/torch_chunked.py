@@ -1,0 +1,252 @@
+"""Gated delta nets by torch's operators: runs everywhere, and is the reference of other backends.
+
+Prompts go in chunks of 64 tokens. Within a chunk the delta rule is one triangular system (the WY form of products of
+Householder matrices; Yang et al., "Parallelizing Linear Transformers with the Delta Rule", 2024), so all chunks are
+solved at once. Then one step a chunk carries the states on, for all prompts together.
+
+T tokens, C channels, V value heads, K key heads, G = V / K, k key dim, v value dim, w conv width, N chunks, L tokens
+of a chunk, B sequences, n prompts.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from kernels.attention.batch import AttentionBatch
+from kernels.linear_attention.base import (
+    NORM_EPS,
+    LinearAttention,
+    LinearStates,
+    fresh_sequences,
+    state_slots,
+)
+from kernels.linear_attention.chunks import Chunks
+from kernels.linear_attention.spec import LinearAttentionSpec
+from kernels.pending import wait_previous_ubatch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The inputs of some rows, with the layer's weights."""
+
+    mixed: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    conv_weight: torch.Tensor
+    neg_exp_a: torch.Tensor
+    dt_bias: torch.Tensor
+
+    def cut(self, start: int, end: int) -> "Rows":
+        """Return the rows from `start` to `end`."""
+        rows = (x[start:end] for x in (self.mixed, self.a, self.b))
+        return Rows(*rows, self.conv_weight, self.neg_exp_a, self.dt_bias)
+
+    def gates(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return g and beta, float32 [T, V]."""
+        g = self.neg_exp_a * F.softplus(self.a.float() + self.dt_bias)
+        return g, self.b.float().sigmoid()
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """Sequences of one kind on the device.
+
+    slots   int64 [B]
+    fresh   bool [B]: no state; None: all have one
+    """
+
+    slots: torch.Tensor
+    fresh: torch.Tensor | None
+
+    def load(self, pool: torch.Tensor) -> torch.Tensor:
+        """Return copies of the slots; zeros for fresh sequences, because their slots may hold anything."""
+        loaded = pool[self.slots]
+        if self.fresh is not None:
+            loaded[self.fresh] = 0
+        return loaded
+
+
+@dataclass(frozen=True, eq=False)
+class Prompts:
+    """The prompts of a batch, in the order of their chunks.
+
+    tails    [n, w-1] and rows [tokens]: the places of the convolution's inputs, where each prompt's tail comes before
+             its tokens
+    last     [n, w-1]: the places of each prompt's new tail
+    """
+
+    sequences: Sequences
+    steps: tuple[int, ...]
+    rows_NL: torch.Tensor
+    real_NL: torch.Tensor
+    places: torch.Tensor
+    tail_places: torch.Tensor
+    row_places: torch.Tensor
+    last_places: torch.Tensor
+
+
+class TorchLinearAttention(LinearAttention):
+    """Decodes in one batched step, prompts in chunks; float32 whatever the dtype of the inputs."""
+
+    name = "torch"
+    auto = "torch's operators run everywhere"
+
+    def plan(self, batch: AttentionBatch) -> None:
+        device = batch.block_table.device
+        slots, fresh = state_slots(batch, device), fresh_sequences(batch)
+        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
+        decodes = batch.num_decodes
+        self._decodes = Sequences(slots[:decodes], _flags(fresh[:decodes], device))
+        self._prompts: dict[int, Prompts] = {}
+        if batch.num_seqs > decodes:
+            lengths = np.diff(batch.query_start_loc_cpu)[decodes:].astype(np.int64)
+            chunks = Chunks.cut(lengths)
+            for width in {spec.conv_width for spec in self.specs}:
+                self._prompts[width] = _prompts(
+                    chunks, lengths, slots[decodes:], fresh[decodes:], width
+                )
+
+    def __call__(
+        self,
+        mixed_TC: torch.Tensor,
+        a_TV: torch.Tensor,
+        b_TV: torch.Tensor,
+        layer: int,
+        conv_weight_Cw: torch.Tensor,
+        neg_exp_a_V: torch.Tensor,
+        dt_bias_V: torch.Tensor,
+    ) -> torch.Tensor:
+        spec, pool = self.specs[layer], self.states[layer]
+        rows = Rows(mixed_TC, a_TV, b_TV, conv_weight_Cw, neg_exp_a_V, dt_bias_V)
+        out_TVv = mixed_TC.new_empty(mixed_TC.shape[0], spec.num_value_heads, spec.value_dim)
+        out_TVv[self._num_tokens :] = 0
+        wait_previous_ubatch()
+        cut = self._num_decodes
+        if cut:
+            self._decode(rows.cut(0, cut), spec, pool, out_TVv[:cut])
+        if self._prompts:
+            prompts = self._prompts[spec.conv_width]
+            part = rows.cut(cut, self._num_tokens)
+            out_TVv[cut : self._num_tokens] = _advance_prompts(part, spec, pool, prompts)
+        return out_TVv
+
+    def _decode(
+        self, rows: Rows, spec: LinearAttentionSpec, pool: LinearStates, out_BVv: torch.Tensor
+    ) -> None:
+        """Advance each decode by its token."""
+        sequences = self._decodes
+        window_BwC = torch.cat((sequences.load(pool.conv), rows.mixed.unsqueeze(1)), 1)
+        pool.conv[sequences.slots] = window_BwC[:, 1:]
+        mixed_BC = (window_BwC.float() * rows.conv_weight.float().T).sum(1)
+        q_BKk, k_BKk, v_BVv = _heads(_activated(mixed_BC, rows.mixed.dtype), spec)
+        q_BVk, k_BVk = (x.repeat_interleave(spec.group_size, 1) for x in (q_BKk, k_BKk))
+        g_BV, beta_BV = rows.gates()
+        state_BVkv = sequences.load(pool.state).mul_(g_BV.exp()[..., None, None])
+        delta_BVv = v_BVv - torch.einsum("bhkv,bhk->bhv", state_BVkv, k_BVk)
+        delta_BVv *= beta_BV.unsqueeze(-1)
+        state_BVkv.addcmul_(k_BVk.unsqueeze(-1), delta_BVv.unsqueeze(-2))
+        pool.state[sequences.slots] = state_BVkv
+        out_BVv.copy_(torch.einsum("bhkv,bhk->bhv", state_BVkv, q_BVk))
+
+
+def _flags(fresh: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    return torch.from_numpy(fresh).to(device) if fresh.any() else None
+
+
+def _prompts(
+    chunks: Chunks, lengths: np.ndarray, slots: torch.Tensor, fresh: np.ndarray, width: int
+) -> Prompts:
+    device, order, tail = slots.device, chunks.order, width - 1
+    ends = np.cumsum(lengths + tail)
+    tails = (ends - lengths - tail)[order, None] + np.arange(tail)
+    last = (ends - tail)[order, None] + np.arange(tail)
+    before = np.repeat(tail * np.arange(1, len(lengths) + 1), lengths)
+    rows = np.arange(int(lengths.sum())) + before
+
+    def on_device(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x)).to(device)
+
+    return Prompts(
+        Sequences(slots[on_device(order)], _flags(fresh[order], device)),
+        chunks.steps,
+        *map(on_device, (chunks.rows, chunks.real, chunks.places, tails, rows, last)),
+    )
+
+
+def _activated(mixed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return SiLU of the convolution's output, rounded to the dtype of the hidden states, in float32."""
+    return F.silu(mixed).to(dtype).float()
+
+
+def _heads(
+    mixed_TC: torch.Tensor, spec: LinearAttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q [T, K, k] with norms of 1 / sqrt(k), k [T, K, k] with norms of 1, and v [T, V, v]."""
+    q, k, v = mixed_TC.split((spec.key_size, spec.key_size, spec.value_size), -1)
+    q, k = (x.unflatten(-1, (spec.num_key_heads, spec.key_dim)) for x in (q, k))
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
+    return q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.num_value_heads, spec.value_dim))
+
+
+def _convolve(
+    rows: Rows, spec: LinearAttentionSpec, pool: LinearStates, prompts: Prompts
+) -> torch.Tensor:
+    """Return the convolution's output of each token, after SiLU, float32 [T, C]; update the tails."""
+    tail, (num_tokens, channels) = spec.conv_width - 1, rows.mixed.shape
+    inputs = rows.mixed.new_empty(num_tokens + prompts.tail_places.numel(), channels)
+    inputs[prompts.tail_places] = prompts.sequences.load(pool.conv)
+    inputs[prompts.row_places] = rows.mixed
+    pool.conv[prompts.sequences.slots] = inputs[prompts.last_places]
+    count = len(inputs) - tail
+    weight_wC = rows.conv_weight.float().T
+    sums = inputs[:count].float() * weight_wC[0]
+    for shift in range(1, spec.conv_width):
+        sums.addcmul_(inputs[shift : shift + count].float(), weight_wC[shift])
+    return _activated(sums[prompts.row_places - tail], rows.mixed.dtype)
+
+
+def _advance_prompts(
+    rows: Rows, spec: LinearAttentionSpec, pool: LinearStates, prompts: Prompts
+) -> torch.Tensor:
+    """Return o [T, V, v], float32."""
+    mixed_TC = _convolve(rows, spec, pool, prompts)
+    g_TV, beta_TV = rows.gates()
+    places, real_NL = prompts.rows_NL, prompts.real_NL
+    q, k, v = (x[places].transpose(1, 2) for x in _heads(mixed_TC, spec))
+    heads = (spec.num_key_heads, spec.group_size)
+    q_NKLk, k_NKLk = q.unsqueeze(2), k.unsqueeze(2)
+    v_NKGLv = v.unflatten(1, heads)
+    # A place without a token changes no state: it has no decay and no weight.
+    g, beta = (
+        (x[places] * real_NL.unsqueeze(-1)).transpose(1, 2).unflatten(1, heads)
+        for x in (g_TV, beta_TV)
+    )
+    decay_NKGL = g.cumsum(-1)
+    size = decay_NKGL.shape[-1]
+    pairs = (decay_NKGL.unsqueeze(-1) - decay_NKGL.unsqueeze(-2)).masked_fill_(
+        torch.ones(size, size, dtype=torch.bool, device=g.device).triu(1), float("-inf")
+    )
+    pairs.exp_()
+    system = (k_NKLk @ k_NKLk.transpose(-1, -2)) * pairs * beta.unsqueeze(-1)
+    scores = (q_NKLk @ k_NKLk.transpose(-1, -2)) * pairs
+    grown = decay_NKGL.exp().unsqueeze(-1)
+    known = torch.cat((v_NKGLv, k_NKLk * grown), -1) * beta.unsqueeze(-1)
+    solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+    values, keys = solved.split((spec.value_dim, spec.key_dim), -1)
+    total = decay_NKGL[..., -1:]
+    q_NKGLk = q_NKLk * grown
+    # Keys of places without a token count for nothing because their values are 0.
+    k_NKGkL = (k_NKLk * (total - decay_NKGL).exp().unsqueeze(-1)).transpose(-1, -2)
+    out = torch.empty_like(values)
+    state = prompts.sequences.load(pool.state).unflatten(1, heads)
+    first = 0
+    for count in prompts.steps:
+        part = slice(first, first + count)
+        new = values[part] - keys[part] @ state[:count]
+        out[part] = q_NKGLk[part] @ state[:count] + scores[part] @ new
+        state[:count] = state[:count] * total[part].exp().unsqueeze(-1) + k_NKGkL[part] @ new
+        first += count
+    pool.state[prompts.sequences.slots] = state.flatten(1, 2)
+    return out.flatten(1, 2).transpose(1, 2).flatten(0, 1)[prompts.places]
