@@ -37,7 +37,7 @@ def page(report: dict[str, Any], _name: str) -> str:
         *_steps(report),
     ]
     if "against" in report:
-        lines += ["", *_against(report)]
+        lines += ["", *against_table(report)]
     return "\n".join(lines) + "\n"
 
 
@@ -50,7 +50,7 @@ def _loads(report: dict[str, Any]) -> list[str]:
     ]
     for load in report["loads"]:
         result, floor = load["result"], load["floor"]
-        key = (load["in_flight"], load["input_len"], load["output_len"])
+        key = load["in_flight"], load["input_len"], load["output_len"]
         step = floor["decode_step"]
         cells = [
             f"{result['output_tokens_per_s']:,.0f}",
@@ -64,7 +64,7 @@ def _loads(report: dict[str, Any]) -> list[str]:
             str(sum(result["errors"].values())),
             PEER.get(key, "-"),
         ]
-        lines.append(f"| {' / '.join(map(str, key))} | " + " | ".join(cells) + " |")
+        lines.append(f"| {label_of(load)} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -78,24 +78,22 @@ def _a_gpu(report: dict[str, Any]) -> list[str]:
         result, of_rank = load["result"], load["in_flight"] / report["ranks"]
         between_ms = result["itl_ms"]["p50"]
         total = f"{result['total_tokens_per_s'] / report['ranks']:,.0f}"
-        label = f"{load['in_flight']} / {load['input_len']} / {load['output_len']}"
         decode = f"{between_ms:.1f} | {1e3 * of_rank / between_ms:,.0f}" if between_ms else "- | -"
-        lines.append(f"| {label} | {total} | {decode} |")
+        lines.append(f"| {label_of(load)} | {total} | {decode} |")
     return [*lines, ""]
 
 
-def _against(report: dict[str, Any]) -> list[str]:
-    """Both servers' tokens a second."""
+def against_table(report: dict[str, Any]) -> list[str]:
+    """Return a table of both servers' tokens a second."""
     other = report["against"]
     lines = [
         f"| in flight / in / out: total tok/s | here | with {', '.join(other['settings'])} | here / there |",
         "|---|---:|---:|---:|",
     ]
     for load, there in zip(report["loads"], other["loads"], strict=True):
-        key = " / ".join(str(load[name]) for name in ("in_flight", "input_len", "output_len"))
         rates = [one["result"]["total_tokens_per_s"] for one in (load, there)]
         ratio = rates[0] / rates[1]
-        lines.append(f"| {key} | {rates[0]:,.0f} | {rates[1]:,.0f} | {ratio:.3f} |")
+        lines.append(f"| {label_of(load)} | {rates[0]:,.0f} | {rates[1]:,.0f} | {ratio:.3f} |")
     return lines
 
 
@@ -114,9 +112,13 @@ def _steps(report: dict[str, Any]) -> list[str]:
     for load in report["loads"]:
         rank = load["ranks"][0]
         parts = " | ".join(f"{rank['ms_per_step'][name]:.3f}" for name in names)
-        label = f"{load['in_flight']} / {load['input_len']} / {load['output_len']}"
-        lines.append(f"| {label} | {rank['steps']} | {parts} | {rank['preemptions']} |")
+        lines.append(f"| {label_of(load)} | {rank['steps']} | {parts} | {rank['preemptions']} |")
     return lines
+
+
+def label_of(load: dict[str, Any]) -> str:
+    """Return `in flight / in / out` of a load."""
+    return f"{load['in_flight']} / {load['input_len']} / {load['output_len']}"
 
 
 def _pair(latency: dict[str, float | None]) -> str:

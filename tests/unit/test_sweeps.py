@@ -18,6 +18,7 @@ from scripts.bench import (
     all2all_report,
     experts,
     experts_report,
+    gpu_families,
     gpu_serving_report,
     results,
 )
@@ -276,3 +277,9 @@ def test_a_second_server_is_compared_load_by_load():
     report["against"] = {"settings": ["overlap.mode=off"], "loads": slower}
     page = gpu_serving_report.page(report, "gpu-serving")
     assert page.count("| 1.250 |") == len(slower) and "with overlap.mode=off" in page
+
+
+def test_the_page_of_released_shapes_is_drawn_from_its_files():
+    page = gpu_families.page(gpu_families.reports(gpu_families.RESULTS))
+    assert gpu_families.PAGE.read_text().startswith(page)
+    assert page.count("| deepseek-v3 | FP8 | 8 |") == 2 and "| 8,084 | 7,118 / 8,542 |" in page

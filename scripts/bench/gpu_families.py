@@ -1,0 +1,189 @@
+"""The page of all released shapes that were served on GPUs: rates beside floors and bars.
+
+    python -m scripts.bench.gpu_families
+
+It draws docs/results/gpu-families.md from the files gpu-families-*.json beside it, which bench_gpu_serving writes with
+`--shape` and `--out`. Measures nothing.
+"""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.bench.roofline import Floor, floor_of
+from scripts.bench import ROOT
+from scripts.bench.gpu_serving_report import against_table, label_of
+from scripts.bench.released_shapes import model_folder
+from scripts.bench.results import devices, kept_notes, load
+from workers.models.registry import load_model_config
+
+RESULTS = ROOT / "docs" / "results"
+PAGE = RESULTS / "gpu-families.md"
+PREFILL_RATIO = 64  # a load with this many prompt tokens for each answer token measures prefill
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """What a shape must reach and should reach on four GPUs: (must, aim).
+
+    layers       layers of the shape that the bars are for
+    prefill      tokens/s of a GPU
+    decode       answer tokens/s of a GPU, at the median time between two tokens
+    output       answer tokens/s of all GPUs
+    of_floor     shares of the floor, of prefill and of decode, in place of rates
+    """
+
+    layers: int
+    prefill: tuple[float, float] = (0.0, 0.0)
+    decode: tuple[float, float] = (0.0, 0.0)
+    output: tuple[float, float] | None = None
+    of_floor: tuple[tuple[float, float], tuple[float, float]] | None = None
+
+
+BARS_RANKS = 4
+BARS = {
+    ("deepseek-v3", False): Bars(16, prefill=(20_000, 24_000), decode=(3_600, 4_000)),
+    ("deepseek-v3", True): Bars(16, prefill=(27_000, 34_000), decode=(6_000, 7_200)),
+    ("gpt-oss-120b", False): Bars(36, output=(11_000, 16_000)),
+    ("glm-4.5-air", True): Bars(46, of_floor=((0.6, 0.7), (0.7, 0.8))),
+}
+
+
+def main() -> None:
+    """Draw the page again; its notes stay."""
+    notes = kept_notes(PAGE.read_text()) if PAGE.exists() else ""
+    PAGE.write_text(page(reports(RESULTS)) + notes)
+    print(PAGE.read_text())
+
+
+def reports(folder: Path) -> dict[str, Report]:
+    """Return the reports by file name, in the order of shapes, then of names."""
+    found = {path.stem: load(path) for path in sorted(folder.glob("gpu-families-*.json"))}
+    order = list(dict.fromkeys(shape for shape, _ in BARS))
+    return dict(sorted(found.items(), key=lambda one: order.index(one[1]["shape"][0])))
+
+
+def page(found: dict[str, Report]) -> str:
+    """Return all of the page but its notes."""
+    first = next(iter(found.values()))
+    assumed = first["assumed_hardware"]
+    lines = [
+        "# Released shapes served on GPUs",
+        "",
+        f"{devices(first)}. Layer shapes of released models, random weights, uniform routing; through HTTP, random "
+        "prompts, answers of full length. Each file in the last table has the commit and all versions.",
+        f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
+        f"{assumed['fp8_flops'] / 1e12:g} TFLOP/s in FP8, {assumed['link_bytes'] / 1e9:g} GB/s of links, "
+        "all overlapped, nothing else.",
+        "",
+        "| shape | weights | layers | in flight / in / out | tok/s a GPU | output tok/s | of the floor "
+        "| between tokens p50 (ms) | decode tok/s a GPU | must / aim | errors |",
+        "|---|---|---:|---|" + "---:|" * 7,
+    ]
+    for report in found.values():
+        lines += [_load_row(report, one) for one in report["loads"]]
+    lines += [
+        "",
+        "| shape | weights | start to first answer (s) | kernels (s) | graphs (s) | exchange ",
+    ]
+    lines[-1] += "| grouped GEMM | attention | commit | figures |"
+    lines += ["|---|---|---:|---:|---:|---|---|---|---|---|"]
+    lines += [_start_row(name, report) for name, report in found.items()]
+    for report in found.values():
+        if "against" in report:
+            lines += ["", f"{_shape(report)[0]}, {_shape(report)[1]}:", "", *against_table(report)]
+    return "\n".join(lines) + "\n"
+
+
+def _shape(report: Report) -> tuple[str, str, int]:
+    shape, layers, fp8 = report["shape"]
+    return shape, "FP8" if fp8 else "bf16", layers
+
+
+def _load_row(report: Report, one: Report) -> str:
+    result, floor, ranks = one["result"], one["floor"], report["ranks"]
+    share = result["total_tokens_per_s"] / floor["total_tokens_per_s"]
+    prefill = is_prefill(one)
+    cells = [
+        *map(str, _shape(report)),
+        label_of(one),
+        f"{result['total_tokens_per_s'] / ranks:,.0f}",
+        f"{result['output_tokens_per_s']:,.0f}",
+        f"{share:.0%}",
+        "-" if prefill else f"{result['itl_ms']['p50']:.1f}",
+        "-" if prefill else f"{decode_rate(report, one):,.0f}",
+        bar_text(report, one),
+        str(sum(result["errors"].values())),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def is_prefill(one: Report) -> bool:
+    """Return whether this load measures prefill."""
+    ratio: float = one["input_len"] / one["output_len"]
+    return ratio >= PREFILL_RATIO
+
+
+def decode_rate(report: Report, one: Report) -> float:
+    """Return tokens/s of a GPU at the median time between two tokens."""
+    rate: float = 1e3 * one["in_flight"] / report["ranks"] / one["result"]["itl_ms"]["p50"]
+    return rate
+
+
+def bar_text(report: Report, one: Report) -> str:
+    """Return what this load must and should reach with the layers and GPUs of the report.
+
+    Rates are those of four GPUs, times the floor here, through the floor there at equal requests of a GPU.
+    """
+    shape, _, fp8 = report["shape"]
+    bars, prefill = BARS[shape, fp8], is_prefill(one)
+    if bars.of_floor is not None:
+        return " / ".join(f"{share:.0%}" for share in bars.of_floor[not prefill]) + " of the floor"
+    here, there = one["floor"], floor_of_bars(report, one, bars.layers)
+    if bars.output is not None:
+        ratio = here["output_tokens_per_s"] / there.output_tokens_per_s
+        return " / ".join(f"{rate * ratio:,.0f}" for rate in bars.output) + " output"
+    if prefill:
+        of_gpu = BARS_RANKS / report["ranks"]
+        ratio = of_gpu * here["total_tokens_per_s"] / there.total_tokens_per_s
+        return " / ".join(f"{rate * ratio:,.0f}" for rate in bars.prefill)
+    ratio = there.decode_step.floor_s / max(here["decode_step"].values())
+    return " / ".join(f"{rate * ratio:,.0f}" for rate in bars.decode)
+
+
+def floor_of_bars(report: Report, one: Report, layers: int) -> Floor:
+    """Return the floor of this load on four GPUs with all layers of the bars; a GPU has as many requests."""
+    shape, _, fp8 = report["shape"]
+    with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
+        model = load_model_config(model_folder(shape, layers, Path(folder), fp8=fp8))
+    scheduler = report["resolved"]["config"]["scheduler"]
+    return floor_of(
+        model,
+        BARS_RANKS,
+        in_flight=one["in_flight"] * BARS_RANKS // report["ranks"],
+        input_len=one["input_len"],
+        output_len=one["output_len"],
+        max_num_batched_tokens=scheduler["max_num_batched_tokens"],
+        fp8_experts=fp8,
+    )
+
+
+def _start_row(name: str, report: Report) -> str:
+    shape, weights, _ = _shape(report)
+    stages, backends = report["start_stages_s"], report["resolved"]["backends"]
+    cells = [
+        shape,
+        weights,
+        f"{report['start_to_first_answer_s']:.1f}",
+        *(f"{stages.get(stage, 0.0):.1f}" for stage in ("kernels", "CUDA graphs")),
+        *(backends[family]["name"] for family in ("all2all", "grouped_gemm", "attention")),
+        f"{report['commit']}, {report['date'][:10]}",
+        f"[{name.removeprefix('gpu-families-')}]({name}.json)",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
