@@ -22,7 +22,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Tests that start processes and have time limits of their own run once more after a failure, and the summary lists
 # each of them: two cores that other work shares delay a process by seconds.
 WITH_PROCESSES = (
-    *("tests/serve/", "tests/clients/", "tests/distributed/", "tests/cluster/"),
+    *("tests/serve/", "tests/clients/", "tests/distributed/", "tests/cluster/test_"),
     "tests/unit/",  # commands, threads and sockets
 )
 

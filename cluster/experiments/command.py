@@ -108,15 +108,14 @@ def _run(
     found: "Experiment", folder: "ResultsFolder", clock: "Clock", report: "MachineReport"
 ) -> None:
     """Run what is left, write the report, and exit with the matching code."""
+    from cluster.experiments.cluster_lock import experiment_lock
     from cluster.experiments.origin import origin
-    from cluster.experiments.results_folder import cluster_lock
     from cluster.experiments.runner import Runner
 
     source = origin()
     head = {**found.head(), "origin": source}
-    address = found.cells[0].config.cluster.ray_address
     failed, interrupted = 0, False
-    with cluster_lock(address), folder.open(head, found.path):
+    with experiment_lock(found.cells[0].config), folder.open(head, found.path):
         try:
             with signals_as_ctrl_c(), _progress() as (say, show):
                 start, resolved = _starter(found), report.resolved

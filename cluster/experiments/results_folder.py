@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -201,14 +200,4 @@ def locked(path: Path, what: str) -> Iterator[None]:
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
-        yield
-
-
-@contextmanager
-def cluster_lock(address: str | None) -> Iterator[None]:
-    """Hold this machine's ranks, or a Ray cluster as seen from this machine, for one experiment."""
-    name = "local" if address is None else address.replace("/", "_").replace(":", "_")
-    folder = Path(tempfile.gettempdir()) / f"phalanx-experiments-{os.getuid()}"
-    what = "this machine" if address is None else f"the Ray cluster {address}"
-    with locked(folder / f"{name}.lock", what):
         yield

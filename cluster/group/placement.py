@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.group.room import NodeRoom, bundle, node_rooms, suffices, table
 from workers.config import RankConfig
 
-SHORTAGE_S = 8.0
+SHORTAGE_S = 5.0
 ANSWER_S = 1.0
 """Seconds in which a node accepts a connection."""
 

@@ -113,9 +113,10 @@ class Host:
         self, *arguments: object, environment: Mapping[str, str] | None = None
     ) -> list[str]:
         """Return a command line of this machine that runs `arguments` on the host, in its home folder."""
-        enter = ["nsenter", "--target", str(self.pid), "--all", f"--wd={HOME}"]
+        enter = ["nsenter", "--target", str(self.pid), "--all"]
         variables = [f"{key}={value}" for key, value in (environment or {}).items()]
-        return [*enter, "env", *variables, *map(str, arguments)]
+        # nsenter's own --wd would be the home folder of the machine, which it opens before it enters.
+        return [*enter, "env", f"--chdir={HOME}", *variables, *map(str, arguments)]
 
     def run(
         self, *arguments: object, timeout: float = 60, environment: Mapping[str, str] | None = None

@@ -19,7 +19,7 @@ def test_hosts_are_apart_and_a_cable_can_be_pulled(tmp_path: Path) -> None:
         command = "hostname; echo $COLOUR; ls -A /dev/shm; ls ~/.ssh 2>&1"
         answer = one.run(*ssh, f"root@{other.address}", command)
         assert "host2\ndeep blue\nls: cannot access" in answer.stdout, answer.stdout
-        one.run("touch", "/dev/shm/mine", "/tmp/mine", hosts.HOME / "mine")
+        one.run("touch", "/dev/shm/mine", "/tmp/mine", "mine")
         for folder in ("/dev/shm", "/tmp", str(hosts.HOME)):
             assert "mine" in one.run("ls", folder).stdout.split()
             assert "mine" not in other.run("ls", folder).stdout.split()

@@ -1,11 +1,18 @@
-"""The client part of experiments of kind http, against the shared server."""
+"""The client part of experiments of kind http, against the shared server and its Ray."""
+
+import os
+import re
+from pathlib import Path
 
 import pytest
 
 from cluster.config.demo import DEMO
 from cluster.config.load import load_config
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.experiments.cluster_lock import experiment_lock
 from cluster.experiments.metrics import known_metrics, metrics_of
 from cluster.experiments.planned_load import plan_load
+from cluster.experiments.results_folder import FolderError
 from cluster.experiments.server_target import ServerClient, check_epochs, on_port
 from cluster.experiments.target import EngineError, Job
 from cluster.experiments.workload_section import RequestWorkload
@@ -32,6 +39,28 @@ def test_servers_of_one_ray_have_names_of_their_own() -> None:
     first, second = (on_port(config, 1234).serve for _ in range(2))
     assert (first.host, first.port) == ("127.0.0.1", 1234)
     assert len({first.app_name, second.app_name, config.serve.app_name}) == 3
+
+
+def test_one_experiment_for_a_ray_cluster(server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever machine it is started on; the next experiment can begin when it has ended."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    raylet = next(
+        p.cmdline() for p in server.descendants() if Path(p.cmdline()[0]).name == "raylet"
+    )
+    address = re.search(r"--gcs-address=(\S+)", " ".join(raylet))
+    assert address is not None
+    config = PhalanxConfig(model={"path": "nowhere"}, cluster={"ray_address": address[1]})
+    expected = (
+        f"the Ray cluster {address[1]} is in use by another experiment, process {os.getpid()} on"
+    )
+    with (
+        experiment_lock(config),
+        pytest.raises(FolderError, match=re.escape(expected)),
+        experiment_lock(config),
+    ):
+        pass
+    with experiment_lock(config):
+        pass
 
 
 def test_a_rebuilt_group_has_no_figures() -> None:

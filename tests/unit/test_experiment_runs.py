@@ -14,13 +14,15 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.experiments import drawing, machine_load, report, results_folder, runner
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.experiments import cluster_lock, drawing, machine_load, report, results_folder, runner
+from cluster.experiments.cluster_lock import experiment_lock
 from cluster.experiments.command import signals_as_ctrl_c
 from cluster.experiments.comparison import Results
 from cluster.experiments.experiment import load_experiment
 from cluster.experiments.machine_load import busy_share
 from cluster.experiments.parent_death import stop_with_parent
-from cluster.experiments.results_folder import FolderError, ResultsFolder, cluster_lock, locked
+from cluster.experiments.results_folder import FolderError, ResultsFolder, locked
 from cluster.experiments.target import EngineError, Job
 from tests.unit.experiment_case import FakeEngines, head_of, make_base, run_with, write
 
@@ -161,12 +163,14 @@ def test_one_writer_for_a_folder_and_one_experiment_for_a_machine(
         pytest.raises(FolderError, match=f"in use by another experiment, process {os.getpid()}"),
     ):
         run_with(FakeEngines(), file, tmp_path / "out")
-    monkeypatch.setattr(results_folder.tempfile, "gettempdir", lambda: str(tmp_path))
-    with cluster_lock(None):
-        with cluster_lock("10.0.0.1:6379"):
-            pass
-        with pytest.raises(FolderError, match="this machine is in use"), cluster_lock(None):
-            pass
+    monkeypatch.setattr(cluster_lock.tempfile, "gettempdir", lambda: str(tmp_path))
+    config = PhalanxConfig(model={"path": "nowhere"})
+    with (
+        experiment_lock(config),
+        pytest.raises(FolderError, match="this machine is in use"),
+        experiment_lock(config),
+    ):
+        pass
 
 
 def test_a_full_disk_ends_the_run_and_leaves_no_part_of_a_line(

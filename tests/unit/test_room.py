@@ -109,9 +109,9 @@ class FakePlacementGroup:
 @pytest.mark.parametrize(
     ("taken", "ready_at", "waits"),
     [
-        (0, 1, [8.0]),  # placed at once
-        (0, 2, [8.0, 52.0]),  # a slow cluster with room gets the whole time
-        (8, 2, [8.0, 0]),  # the resources came back while the table was made
+        (0, 1, [5.0]),  # placed at once
+        (0, 2, [5.0, 55.0]),  # a slow cluster with room gets the whole time
+        (8, 2, [5.0, 0]),  # the resources came back while the table was made
     ],
 )
 def test_ranks_with_room_are_waited_for(
@@ -134,4 +134,4 @@ def test_a_shortage_is_an_error_within_ten_seconds(monkeypatch: pytest.MonkeyPat
     group = FakePlacementGroup(99)
     with pytest.raises(PlacementError, match=r"3 GPU\(s\) taken"):
         wait_ready(wanted, group, 600.0)
-    assert sum(group.waits) < 10
+    assert sum(group.waits) < 6, "the rest is the start of the command"
