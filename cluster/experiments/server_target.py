@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ from cluster.experiments.workload_section import RequestWorkload
 POLL_S = 0.1
 STOP_S = 20.0
 READY_TIMEOUT_S = 5.0
+WATCH_S = 2.0
+"""Time between two looks at the state of the ranks during a run."""
 PROGRAM = """import signal
 from cluster.experiments.parent_death import stop_with_parent
 stop_with_parent({parent}, signal.SIGINT)
@@ -55,12 +58,50 @@ class ServerClient:
         before = self._ranks()
         round_ = Round()
         try:
-            run(asyncio.wait_for(self._send(job, round_), timeout_s))
+            run(asyncio.wait_for(self._send_watched(job, round_), timeout_s))
         except TimeoutError:
             raise EngineError(f"the requests took longer than {timeout_s:g} s") from None
         after = self._ranks()
         check_epochs(before, after)
         return Measured(round_.answers, _figures(before, after), round_.client_cpu_s)
+
+    async def _send_watched(self, job: Job, into: Round) -> None:
+        """Send a load. Raises EngineError when a rank is lost, because figures with the pause are of no use."""
+        tasks = [asyncio.create_task(work) for work in (self._send(job, into), self._watch())]
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        """Raise EngineError when a group does not serve."""
+        while True:
+            await asyncio.sleep(WATCH_S)
+            for group in await asyncio.to_thread(self._groups):
+                if group["state"] != "serving":
+                    raise EngineError(
+                        f"a rank was lost in the run; {group['error'] or 'no reason'}"
+                    )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the states of the groups; [] if nothing answers."""
+        try:
+            with self._get("/ready") as answer:
+                text = answer.read()
+        except urllib.error.HTTPError as refused:
+            with refused:
+                text = refused.read()
+        except OSError:
+            return []
+        try:
+            groups: list[dict[str, Any]] = json.loads(text)["groups"]
+        except (ValueError, KeyError, TypeError):
+            return []
+        return groups
 
     async def _send(self, job: Job, into: Round) -> None:
         load, workload = job.load, job.workload

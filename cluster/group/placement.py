@@ -9,10 +9,13 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.group.room import NodeRoom, bundle, node_rooms, suffices, table
+from cluster.group.room import NodeRoom, bundle, large_enough, node_rooms, suffices, table
 from workers.config import RankConfig
 
-SHORTAGE_S = 5.0
+MISSING_S = 2.0
+"""Time in which nodes that are about to join may join."""
+SHORTAGE_S = 4.0
+"""Time in which resources of a server that has just ended come back."""
 ANSWER_S = 1.0
 """Seconds in which a node accepts a connection."""
 
@@ -147,9 +150,12 @@ def resized(config: RankConfig, *, num_ranks: int, num_nodes: int) -> RankConfig
 def wait_ready(config: RankConfig, group: PlacementGroup, timeout_s: float) -> None:
     """Return when the group has its resources. Raises PlacementError with a line a node where they are not there.
 
-    Resources of a server that has just ended come back within SHORTAGE_S; a slow cluster with room gets `timeout_s`.
+    Nodes that are missing or too small are an error after MISSING_S, resources that other processes hold after
+    SHORTAGE_S; a slow cluster with room gets `timeout_s`.
     """
-    if group.wait(min(SHORTAGE_S, timeout_s)):
+    if group.wait(min(MISSING_S, timeout_s)):
+        return
+    if large_enough(config, rooms(config)) and group.wait(SHORTAGE_S - MISSING_S):
         return
     found = rooms(config)
     if suffices(config, found) and group.wait(max(0.0, timeout_s - SHORTAGE_S)):

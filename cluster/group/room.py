@@ -11,6 +11,7 @@ from typing import Any
 from workers.config import RankConfig
 
 ACCELERATOR = "accelerator_type:"
+DEAD = "dead"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,16 @@ def node_rooms(
 def suffices(config: RankConfig, rooms: Sequence[NodeRoom]) -> bool:
     """Whether the ranks have room."""
     return sum(not room.lack for room in rooms) >= config.num_nodes
+
+
+def large_enough(config: RankConfig, rooms: Sequence[NodeRoom]) -> bool:
+    """Whether the ranks would have room if nothing else ran on the nodes."""
+    needed = demand(config)
+    fitting = (
+        room.lack != DEAD and all(room.total[name] >= needed[name] for name in needed)
+        for room in rooms
+    )
+    return sum(fitting) >= config.num_nodes
 
 
 def bundle(config: RankConfig, rooms: Sequence[NodeRoom]) -> dict[str, float]:
@@ -112,7 +123,7 @@ def _room(
 
 def _lack(node: Mapping[str, Any], free: Mapping[str, float], needed: Mapping[str, float]) -> str:
     if not node["Alive"]:
-        return "dead"
+        return DEAD
     lacks = []
     for name, count in needed.items():
         has, unused = node["Resources"].get(name, 0.0), free.get(name, 0.0)
@@ -130,6 +141,6 @@ def _with_lack(room: NodeRoom, lack: str) -> NodeRoom:
 
 
 def _counts(room: NodeRoom, resources: Sequence[str]) -> list[str]:
-    if room.lack == "dead":
+    if room.lack == DEAD:
         return ["-" for _ in resources]
     return [f"{room.free[name]:g} of {room.total[name]:g}" for name in resources]

@@ -1,7 +1,10 @@
 """The client part of experiments of kind http, against the shared server and its Ray."""
 
+import json
 import os
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from cluster.config.demo import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
+from cluster.experiments import server_target
 from cluster.experiments.cluster_lock import experiment_lock
 from cluster.experiments.metrics import known_metrics, metrics_of
 from cluster.experiments.planned_load import plan_load
@@ -68,6 +72,40 @@ def test_a_rebuilt_group_has_no_figures() -> None:
     check_epochs(before, before)
     with pytest.raises(EngineError, match=r"a rank was lost in the run.*\(epoch 1 to 2\)"):
         check_epochs(before, [{"epoch": 2}, {"epoch": 2}])
+
+
+class Rebuilding(BaseHTTPRequestHandler):
+    """A server whose ranks are being rebuilt, with requests that get no answer."""
+
+    def do_GET(self) -> None:
+        ready = self.path == "/ready"
+        group = {"state": "rebuilding", "error": "rank 1: its process died"}
+        body = {"groups": [group]} if ready else {"ranks": [{"epoch": 0}]}
+        text = json.dumps(body).encode()
+        self.send_response(503 if ready else 200)
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_POST(self) -> None:
+        self.rfile.read()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_lost_rank_ends_a_run_though_its_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group may wait for its node for as long as cluster.start_timeout_s."""
+    monkeypatch.setattr(server_target, "WATCH_S", 0.01)
+    workload = RequestWorkload(requests=1)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Rebuilding) as fake:
+        fake.daemon_threads = True
+        threading.Thread(target=fake.serve_forever, daemon=True).start()
+        client = ServerClient(f"http://127.0.0.1:{fake.server_port}", "tiny", {})
+        expected = "a rank was lost in the run; rank 1: its process died"
+        with pytest.raises(EngineError, match=expected):
+            client.run(Job(workload, plan_load(workload, 0, 1), "", 0), 60)
+        fake.shutdown()
 
 
 def test_a_server_that_is_not_there() -> None:

@@ -109,9 +109,9 @@ class FakePlacementGroup:
 @pytest.mark.parametrize(
     ("taken", "ready_at", "waits"),
     [
-        (0, 1, [5.0]),  # placed at once
-        (0, 2, [5.0, 55.0]),  # a slow cluster with room gets the whole time
-        (8, 2, [5.0, 0]),  # the resources came back while the table was made
+        (0, 1, [2.0]),  # placed at once
+        (0, 3, [2.0, 2.0, 56.0]),  # a slow cluster with room gets the whole time
+        (8, 3, [2.0, 2.0, 0]),  # the resources came back while the table was made
     ],
 )
 def test_ranks_with_room_are_waited_for(
@@ -126,12 +126,22 @@ def test_ranks_with_room_are_waited_for(
     assert group.waits == waits
 
 
-def test_a_shortage_is_an_error_within_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [node("1", 8)]
+@pytest.mark.parametrize(
+    ("gpus", "taken", "waits", "expected"),
+    [
+        (8, 3, [2.0, 2.0, 0], r"3 GPU\(s\) taken"),  # which may come back
+        (4, 0, [2.0, 0], r"has 4 GPU\(s\)"),
+    ],
+)
+def test_a_shortage_is_an_error_within_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, taken: int, waits: list[float], expected: str
+) -> None:
+    """Six of them are for the start of Python and Ray, and the end."""
+    nodes = [node("1", gpus)]
     wanted = config(8, 1)
-    found = node_rooms(wanted, nodes, free_of(nodes, n1=3))
+    found = node_rooms(wanted, nodes, free_of(nodes, n1=taken))
     monkeypatch.setattr("cluster.group.placement.rooms", lambda config: found)
     group = FakePlacementGroup(99)
-    with pytest.raises(PlacementError, match=r"3 GPU\(s\) taken"):
+    with pytest.raises(PlacementError, match=expected):
         wait_ready(wanted, group, 600.0)
-    assert sum(group.waits) < 6, "the rest is the start of the command"
+    assert group.waits == waits
