@@ -21,6 +21,7 @@ class FusedKernels:
 
     add_rms_norm: Callable[..., torch.Tensor]
     norm_rotate: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], None]
+    gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     route_top_k: Callable[..., Tensors]
     route_groups: Callable[..., Tensors]
 
@@ -30,9 +31,10 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
     """Return the kernels, or None where they cannot run and the caller must use torch's operators."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
+    from kernels.triton.gated_norm import gated_rms_norm
     from kernels.triton.norm import add_rms_norm
     from kernels.triton.qk_rope import norm_rotate
     from kernels.triton.route import route_top_k
     from kernels.triton.route_groups import route_groups
 
-    return FusedKernels(add_rms_norm, norm_rotate, route_top_k, route_groups)
+    return FusedKernels(add_rms_norm, norm_rotate, gated_rms_norm, route_top_k, route_groups)

@@ -35,6 +35,7 @@ ATTENTION = {
     "latent": "kernels.attention.latent.LatentAttention",
 }
 LINEAR_ATTENTION = {
+    "triton": "kernels.linear_attention.triton_delta.TritonLinearAttention",
     "torch": "kernels.linear_attention.torch_chunked.TorchLinearAttention",
 }
 SEAMS = {

@@ -8,11 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
+from kernels.attention.batch import AttentionBatch
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton.device import DEVICE, FOR_HOPPER
@@ -102,6 +104,37 @@ def _norm(at: Inputs) -> None:
     add_rms_norm(x, at.rows(WIDTH), weight, 1e-6)
     parts, wide = at.rows(2, WIDTH).view(2, at.size, WIDTH), at.rows(2 * WIDTH)
     add_rms_norm(x, parts, weight, 1e-6, wide[:, :WIDTH])
+
+
+def _linear_attention(at: Inputs, *, prompts: bool) -> None:
+    """Rows of a projection that holds the gates too, as they are in a model; then the gated norm."""
+    from kernels.linear_attention.spec import LinearAttentionSpec
+    from kernels.linear_attention.triton_delta import TritonLinearAttention
+    from kernels.triton.gated_norm import gated_rms_norm
+
+    spec = LinearAttentionSpec(2, HEADS, HEAD_DIM, HEAD_DIM, 4)
+    subject, new = TritonLinearAttention([spec]), 65 if prompts else 1
+    device = torch.device(at.device)
+    subject.bind(subject.allocate([spec], 2, torch.bfloat16, device))
+    batch = AttentionBatch.dummy_decodes(at.size, device)
+    starts = new * batch.query_start_loc_cpu
+    counts = {"num_tokens": new * at.size, "num_decodes": 0 if prompts else at.size}
+    subject.plan(
+        replace(
+            batch,
+            **counts,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=np.full(at.size, 2 * new, dtype=np.int32),
+            state_slots=at.slice(),
+        )
+    )
+    width = spec.channels + 2 * HEADS
+    whole = torch.zeros(at.offset + new * at.size, width, dtype=torch.bfloat16, device=device)
+    mixed, a, b = whole[at.offset :].split([spec.channels, HEADS, HEADS], 1)
+    weight, gates = whole.new_zeros(spec.channels, 4), torch.zeros(HEADS, device=device)
+    out = subject(mixed, a, b, 0, weight, gates, gates)
+    gate = whole[at.offset :, : HEADS * HEAD_DIM].unflatten(1, (HEADS, HEAD_DIM))
+    gated_rms_norm(out, gate, weight.view(-1)[:HEAD_DIM], 1e-6)
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:
@@ -226,6 +259,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "rotate_part_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
     "latents": _latents,
     "norm": _norm,
+    "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
+    "linear_attention_of_prompts": partial(_linear_attention, prompts=True),
     "route": partial(_route, on_device=False),
     "route_in_graphs": partial(_route, on_device=True),
     "route_groups": partial(_route_groups, on_device=False),

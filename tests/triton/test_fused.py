@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from kernels.all2all.base import sum_partials
 from kernels.fused import FusedKernels, fused_kernels
+from kernels.triton.gated_norm import gated_rms_norm
 from kernels.triton.norm import add_rms_norm
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
 from kernels.triton.route import route_top_k
@@ -45,7 +46,7 @@ def head_norm(x_TNd: torch.Tensor, weight_Nd: torch.Tensor) -> torch.Tensor:
 
 def test_gpus_have_them():
     assert fused_kernels("cuda") == FusedKernels(
-        add_rms_norm, norm_rotate, route_top_k, route_groups
+        add_rms_norm, norm_rotate, gated_rms_norm, route_top_k, route_groups
     )
 
 
@@ -196,3 +197,15 @@ def test_equal_and_odd_logits_give_valid_experts():
     assert ids[0].tolist() == [0, 1, 2, 3] and ids[3].tolist() == [4, 5, 6, 7]
     for row in ids.tolist():
         assert len(set(row)) == 4 and all(0 <= expert < 16 for expert in row)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(
+    ("rows", "heads", "width"), [(0, 4, 16), (3, 4, 16), (2, 9, 24), *compiled_only((300, 32, 128))]
+)
+def test_gated_rms_norm(rows: int, heads: int, width: int, dtype: torch.dtype):
+    x, wide = randn(rows, heads, width, dtype=dtype), randn(rows, 2 * heads * width, dtype=dtype)
+    gate = wide[:, heads * width :].unflatten(1, (heads, width))
+    weight = randn(width, dtype=dtype)
+    normed = F.rms_norm(x.float(), (width,), None, 1e-6) * weight.float()
+    close(gated_rms_norm(x, gate, weight, 1e-6), normed * F.silu(gate.float()))

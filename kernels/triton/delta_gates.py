@@ -1,0 +1,21 @@
+"""Functions that the Triton kernels of gated delta nets share: gates and activation."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def decay_and_beta(a_f32, b_f32, neg_exp_a, dt_bias):
+    """Return g = neg_exp_a * softplus(a + dt_bias) and beta = sigmoid(b)."""
+    x = a_f32 + dt_bias
+    e = tl.exp(tl.minimum(x, 20.0))
+    # log(1 + e) has lost the digits of a small e.
+    small = e * (1.0 - e * (0.5 - e * 0.33333334))
+    softplus = tl.where(x > 20.0, x, tl.where(e < 0.01, small, tl.log(1.0 + e)))
+    return neg_exp_a * softplus, tl.sigmoid(b_f32)
+
+
+@triton.jit
+def silu_rounded(x_f32, dtype: tl.constexpr):
+    """Return SiLU, rounded to the dtype of the hidden states, in float32."""
+    return (x_f32 * tl.sigmoid(x_f32)).to(dtype).to(tl.float32)

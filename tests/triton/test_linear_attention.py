@@ -1,0 +1,110 @@
+"""Gated delta nets in Triton against the recurrence over single tokens in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.linear_attention.spec import LinearAttentionSpec
+from kernels.linear_attention.triton_delta import TritonLinearAttention
+from tests.linear_case import BATCHES, SPECS, LinearCase, check
+from tests.triton.device import DEVICE, compiled_only
+
+REAL = LinearAttentionSpec(16, 32, 128, 128, 4)  # of Qwen3.6-35B-A3B
+# Products of prompts have operands in bfloat16, keys and queries too.
+PRODUCTS = {torch.float32: None, torch.bfloat16: 3e-4}
+DTYPES = [torch.float32, *compiled_only(torch.bfloat16)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@torch.inference_mode()
+def test_batches(batch: str, dtype: torch.dtype):
+    specs = [SPECS["two_value_heads"]]
+    check(TritonLinearAttention, specs, BATCHES[batch], PRODUCTS[dtype], dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@torch.inference_mode()
+def test_shapes_of_heads_and_convolutions(spec: str):
+    seqs = [(3, 1), (0, 1), (0, 70), (5, 2)]
+    check(TritonLinearAttention, [SPECS[spec]], seqs, device=DEVICE)
+
+
+@pytest.mark.parametrize("dtype", compiled_only(*DTYPES))
+@pytest.mark.parametrize("batch", ["decodes", "mixed"])
+@torch.inference_mode()
+def test_real_heads(batch: str, dtype: torch.dtype):
+    check(
+        TritonLinearAttention, [REAL], BATCHES[batch], PRODUCTS[dtype], dtype=dtype, device=DEVICE
+    )
+
+
+@pytest.mark.parametrize("dtype", compiled_only(torch.bfloat16))
+@torch.inference_mode()
+def test_decodes_round_only_their_outputs(dtype: torch.dtype):
+    """States of decodes stay float32, whatever the dtype of the hidden states."""
+    check(TritonLinearAttention, [REAL], [(300, 1), (0, 1)], dtype=dtype, device=DEVICE)
+
+
+@torch.inference_mode()
+def test_a_ubatch_continues_a_sequence_that_straddles_the_cut():
+    case = LinearCase(
+        [SPECS["two_value_heads"]], [(3, 1), (0, 90), (5, 4)], padding=2, device=DEVICE
+    )
+    batch, (mixed, a, b) = case.batch(), case.rows(0)
+    weights, outs = case.layers[0].weights(DEVICE), []
+    for start, end in ((0, 1), (1, 30), (30, 31), (31, 94), (94, 97)):
+        subject = TritonLinearAttention(case.specs)
+        subject.bind(case.states)
+        subject.plan(batch.ubatch(start, end))
+        rows = slice(start, end)
+        outs.append(subject(mixed[rows], a[rows], b[rows], 0, *weights))
+    case.check(0, torch.cat(outs))
+
+
+@torch.inference_mode()
+def test_steps_of_fixed_rows_leave_the_slots_of_padding_alone():
+    """As graphs are replayed: rows behind the sequences return zeros and write no slot, the null slot neither."""
+    case = LinearCase([SPECS["two_value_heads"]], [(4, 1), (0, 1)], padding=3, device=DEVICE)
+    subject = TritonLinearAttention(case.specs)
+    subject.bind(case.states)
+    subject.reserve_graphs(8)
+    idle = replace(case.batch(), num_tokens=0, num_seqs=0, num_decodes=0)
+    starts, lens = idle.query_start_loc_cpu[:1], idle.seq_lens_cpu[:0]
+    assert idle.state_slots is not None
+    idle = replace(
+        idle, query_start_loc_cpu=starts, seq_lens_cpu=lens, state_slots=idle.state_slots[:0]
+    )
+    subject.plan_graph(idle, 5)
+    states = [pool.state.clone() for pool in case.states]
+    assert not case.run(subject, 0).any()
+    assert torch.equal(case.states[0].state.nan_to_num(-1), states[0].nan_to_num(-1))
+    subject.plan_graph(case.batch(), 5)
+    case.check(0, case.run(subject, 0))
+
+
+@torch.inference_mode()
+def test_warm_up_without_slots_writes_no_slot():
+    case = LinearCase([SPECS["two_value_heads"]], [(0, 1), (0, 5)], device=DEVICE)
+    subject = TritonLinearAttention(case.specs)
+    subject.bind(case.states)
+    subject.plan(replace(case.batch(), state_slots=None))
+    assert case.run(subject, 0).isfinite().all()
+    assert case.states[0].state.isnan().all() and case.states[0].conv.isnan().all()
+
+
+@torch.inference_mode()
+def test_equal_keys_without_decay():
+    """The worst systems: each token's value depends on all before it with a weight near 1."""
+    case = LinearCase([SPECS["two_value_heads"]], [(0, 130)], device=DEVICE)
+    layer = case.layers[0]
+    layer.mixed[0][:, : 2 * case.specs[0].key_size] = 1.0
+    layer.conv_weight.fill_(1.0)
+    layer.neg_exp_a.fill_(-1e-6)
+    layer.b[0].fill_(6.0)
+    case.expect()
+    subject = TritonLinearAttention(case.specs)
+    subject.bind(case.states)
+    subject.plan(case.batch())
+    case.check(0, case.run(subject, 0), 1e-8)
