@@ -1,5 +1,6 @@
 """Functions that the Triton kernels of gated delta nets share: gates and activation."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,3 +20,8 @@ def decay_and_beta(a_f32, b_f32, neg_exp_a, dt_bias):
 def silu_rounded(x_f32, dtype: tl.constexpr):
     """Return SiLU, rounded to the dtype of the hidden states, in float32."""
     return (x_f32 * tl.sigmoid(x_f32)).to(dtype).to(tl.float32)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Return how products round float32 operands, for hidden states of a dtype: three products keep all digits."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"

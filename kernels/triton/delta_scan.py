@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.delta_conv import CHUNK
+from kernels.triton.delta_gates import precision
 
 BLOCK_V = 32
 
@@ -120,7 +121,7 @@ def scan_chunks(
         VALUE_DIM=value_dim,
         SIZE=CHUNK,
         BLOCK=block,
-        PRECISION="ieee" if k_TKk.dtype == torch.float32 else "tf32",
+        PRECISION=precision(k_TKk.dtype),
         num_warps=num_warps,
         num_stages=num_stages,
     )

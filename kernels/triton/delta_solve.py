@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.delta_conv import CHUNK
-from kernels.triton.delta_gates import decay_and_beta
+from kernels.triton.delta_gates import decay_and_beta, precision
 
 BLOCK = 16  # of the four blocks that the kernel spells out
 
@@ -241,7 +241,6 @@ def solve_chunks(
     u, w = torch.empty_like(v_TVv), k_TKk.new_empty(num_tokens, num_heads, key_dim)
     scores = k_TKk.new_empty(num_chunks, num_heads, CHUNK, CHUNK)
     decay = torch.empty(num_tokens, num_heads, dtype=torch.float32, device=k_TKk.device)
-    exact = k_TKk.dtype == torch.float32
     _solve[(num_heads, num_chunks)](
         q_TKk,
         k_TKk,
@@ -264,8 +263,8 @@ def solve_chunks(
         VALUE_HEADS=num_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        PRECISION="ieee" if exact else "tf32",
-        EXACT="ieee" if exact else "tf32x3",
+        PRECISION=precision(k_TKk.dtype),
+        EXACT="tf32x3",
         SIZE=BLOCK,
         num_warps=num_warps,
     )

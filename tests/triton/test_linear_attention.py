@@ -8,7 +8,7 @@ import torch
 from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.linear_attention.triton_delta import TritonLinearAttention
 from tests.linear_case import BATCHES, SPECS, LinearCase, check
-from tests.triton.device import DEVICE, compiled_only
+from tests.triton.device import COMPILED, DEVICE, compiled_only
 
 REAL = LinearAttentionSpec(16, 32, 128, 128, 4)  # of Qwen3.6-35B-A3B
 # Products of prompts have operands in bfloat16, keys and queries too.
@@ -31,8 +31,8 @@ def test_shapes_of_heads_and_convolutions(spec: str):
     check(TritonLinearAttention, [SPECS[spec]], seqs, device=DEVICE)
 
 
-@pytest.mark.parametrize("dtype", compiled_only(*DTYPES))
-@pytest.mark.parametrize("batch", ["decodes", "mixed"])
+@pytest.mark.parametrize("dtype", compiled_only(torch.bfloat16))
+@pytest.mark.parametrize("batch", ["decodes", "mixed", "borders"])
 @torch.inference_mode()
 def test_real_heads(batch: str, dtype: torch.dtype):
     check(
@@ -107,4 +107,4 @@ def test_equal_keys_without_decay():
     subject = TritonLinearAttention(case.specs)
     subject.bind(case.states)
     subject.plan(case.batch())
-    case.check(0, case.run(subject, 0), 1e-8)
+    case.check(0, case.run(subject, 0), 1e-5 if COMPILED else 1e-8)

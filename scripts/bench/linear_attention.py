@@ -1,0 +1,148 @@
+"""Times linear attention of one layer: decodes by their number, prompts by their length, against floors of the device.
+
+    python -m scripts.bench.linear_attention --out linear.json
+
+Shapes are Qwen3.6-35B-A3B's. The floor of decodes is one read and one write of each state; that of prompts is one read
+of the inputs and one write of the outputs, or the products, whichever is longer. Floors need `--gb-per-s` and
+`--tflops`. On a CPU:
+
+    python -m scripts.bench.linear_attention --device cpu --heads 4 8 --dim 32 --decodes 1 8 --prompts 1x64 --out x.json
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kernels.attention.batch import AttentionBatch
+from kernels.backends.registry import LINEAR_ATTENTION, backend_class
+from kernels.backends.select import probe
+from kernels.linear_attention.base import LinearAttention
+from kernels.linear_attention.chunks import MAX_CHUNK
+from kernels.linear_attention.spec import LinearAttentionSpec
+
+LAYERS = 3  # one after the other, so that no state of a few decodes stays in a cache
+ROUNDS = 15
+
+
+def _batch(num_seqs: int, new: int, device: torch.device) -> AttentionBatch:
+    """Sequences with states, each with `new` tokens."""
+    return AttentionBatch(
+        num_tokens=num_seqs * new,
+        num_seqs=num_seqs,
+        num_decodes=num_seqs if new == 1 else 0,
+        query_start_loc_cpu=np.arange(num_seqs + 1, dtype=np.int32) * np.int32(new),
+        seq_lens_cpu=np.full(num_seqs, new + 1, dtype=np.int32),
+        block_table=torch.zeros(num_seqs, 1, dtype=torch.int64, device=device),
+        slot_mapping=torch.zeros(num_seqs * new, dtype=torch.int64, device=device),
+        state_slots=torch.arange(1, num_seqs + 1, device=device),
+    )
+
+
+def _calls(
+    subject: LinearAttention, spec: LinearAttentionSpec, num_tokens: int, dtype: torch.dtype
+) -> Callable[[], object]:
+    """Return one call of each layer, with random inputs."""
+    device, heads = subject.states[0].state.device, spec.num_value_heads
+    mixed = torch.randn(num_tokens, spec.channels, dtype=dtype, device=device)
+    gates = torch.randn(2, num_tokens, heads, dtype=dtype, device=device)
+    weight = torch.randn(spec.channels, spec.conv_width, dtype=dtype, device=device)
+    neg_exp_a, dt_bias = -torch.rand(heads, device=device), torch.randn(heads, device=device)
+
+    def calls() -> None:
+        for layer in range(LAYERS):
+            subject(mixed, gates[0], gates[1], layer, weight, neg_exp_a, dt_bias)
+
+    return calls
+
+
+def _median_us(calls: Callable[[], object], *, cuda: bool, graph: bool) -> float:
+    """Return the median microseconds of one layer."""
+    calls()
+    if graph:
+        torch.cuda.synchronize()
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            calls()
+        calls = captured.replay
+    times = []
+    for _ in range(ROUNDS + 2):
+        if cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        calls()
+        if cuda:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:]) / LAYERS * 1e6
+
+
+def _flops(spec: LinearAttentionSpec, num_tokens: int) -> int:
+    """Multiplications and additions of the products of prompts, those within chunks included."""
+    inner = spec.key_dim + spec.value_dim
+    within = MAX_CHUNK * (2 * spec.key_dim + inner + spec.value_dim)
+    across = 3 * spec.key_dim * spec.value_dim
+    return 2 * num_tokens * spec.num_value_heads * (within + across)
+
+
+def _measure(args: argparse.Namespace, name: str, num_seqs: int, new: int) -> dict[str, object]:
+    spec = LinearAttentionSpec(*args.heads, args.dim, args.dim, args.conv_width)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    backend = backend_class("linear_attention", name)
+    subject = backend([spec] * LAYERS)
+    subject.bind(subject.allocate(subject.specs, num_seqs + 1, dtype, device))
+    batch, decodes = _batch(num_seqs, new, device), new == 1
+    graph = decodes and backend.graph
+    if graph:
+        subject.reserve_graphs(num_seqs)
+        subject.plan_graph(batch, num_seqs)
+    else:
+        subject.plan(batch)
+    calls = _calls(subject, spec, num_seqs * new, dtype)
+    us = _median_us(calls, cuda=device.type == "cuda", graph=graph)
+    found: dict[str, object] = {"backend": name, "sequences": num_seqs, "new_tokens": new, "us": us}
+    if args.gb_per_s:
+        row = (spec.channels + spec.value_size) * dtype.itemsize
+        moved = num_seqs * (2 * spec.slot_bytes(dtype.itemsize) + new * row)
+        flops = 0 if decodes else _flops(spec, num_seqs * new)
+        floor_us = max(moved / args.gb_per_s / 1e3, flops / args.tflops / 1e6)
+        found |= {"floor_us": floor_us, "of_floor": floor_us / us}
+    return found
+
+
+def main() -> None:
+    """Measure every backend that runs here; write and print one line a case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--backends", nargs="+", help="by default all that run here")
+    parser.add_argument("--heads", nargs=2, type=int, default=(16, 32), help="of keys, of values")
+    parser.add_argument("--dim", type=int, default=128, help="of keys and of values")
+    parser.add_argument("--conv-width", type=int, default=4)
+    parser.add_argument("--decodes", nargs="*", type=int, default=(8, 32, 128, 512))
+    parser.add_argument("--prompts", nargs="*", default=("1x8192", "8x1024", "1x32768", "8x4096"))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"))
+    parser.add_argument("--gb-per-s", type=float, help="memory bandwidth of the device")
+    parser.add_argument("--tflops", type=float, default=989.0, help="of the device, in bfloat16")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
+    cases = [(count, 1) for count in args.decodes]
+    cases += [(int(count), int(new)) for count, new in (x.split("x") for x in args.prompts)]
+    absent = probe(args.device)
+    names = args.backends or [x for x in LINEAR_ATTENTION if f"linear_attention.{x}" not in absent]
+    found = []
+    with torch.inference_mode():
+        for name in names:
+            for num_seqs, new in cases:
+                found.append(_measure(args, name, num_seqs, new))
+                print(json.dumps(found[-1]), flush=True)
+                args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
