@@ -36,6 +36,7 @@ ATTENTION = {
 }
 LINEAR_ATTENTION = {
     "triton": "kernels.linear_attention.triton_delta.TritonLinearAttention",
+    "native": "kernels.linear_attention.native.NativeLinearAttention",
     "torch": "kernels.linear_attention.torch_chunked.TorchLinearAttention",
 }
 SEAMS = {

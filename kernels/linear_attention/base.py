@@ -141,3 +141,11 @@ def state_slots(batch: AttentionBatch, device: torch.device) -> torch.Tensor:
     if batch.state_slots is not None:
         return batch.state_slots
     return torch.zeros(batch.num_seqs, dtype=torch.int64, device=device)
+
+
+def signed_slots(batch: AttentionBatch, device: torch.device) -> torch.Tensor:
+    """Return int64 [B], contiguous: each sequence's slot, negative for sequences without a state."""
+    slots, fresh = state_slots(batch, device), fresh_sequences(batch)
+    if fresh.any():
+        slots = slots * torch.from_numpy(1 - 2 * fresh.astype(np.int64)).to(device)
+    return slots.contiguous()

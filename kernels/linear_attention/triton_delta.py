@@ -18,8 +18,7 @@ from kernels.host.triton_version import triton_unavailable
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
-    fresh_sequences,
-    state_slots,
+    signed_slots,
 )
 from kernels.linear_attention.chunks import MAX_CHUNK
 from kernels.linear_attention.spec import LinearAttentionSpec
@@ -66,7 +65,7 @@ class TritonLinearAttention(LinearAttention):
         return None
 
     def plan(self, batch: AttentionBatch) -> None:
-        slots = _signed_slots(batch, batch.block_table.device)
+        slots = signed_slots(batch, batch.block_table.device)
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
         self._decode_slots = slots[: batch.num_decodes]
         self._prompt_slots = slots[batch.num_decodes :]
@@ -91,7 +90,7 @@ class TritonLinearAttention(LinearAttention):
     def plan_graph(self, batch: AttentionBatch, num_rows: int) -> None:
         assert batch.num_decodes == batch.num_seqs <= num_rows <= len(self._graph_slots)
         slots = self._graph_slots[:num_rows]
-        slots[: batch.num_seqs] = _signed_slots(batch, slots.device)
+        slots[: batch.num_seqs] = signed_slots(batch, slots.device)
         slots[batch.num_seqs :] = 0
         self._num_tokens = self._num_decodes = num_rows
         self._decode_slots, self._prompt_slots = slots, slots[:0]
@@ -133,11 +132,3 @@ class TritonLinearAttention(LinearAttention):
             )
             self._scan_chunks(q, k, solved, self._prompts, slots, pool.state, out_TVv[cut:end])
         return out_TVv
-
-
-def _signed_slots(batch: AttentionBatch, device: torch.device) -> torch.Tensor:
-    """Return each sequence's slot, negative for sequences without a state."""
-    slots, fresh = state_slots(batch, device), fresh_sequences(batch)
-    if fresh.any():
-        slots = slots * torch.from_numpy(1 - 2 * fresh.astype(np.int64)).to(device)
-    return slots

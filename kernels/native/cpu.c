@@ -425,3 +425,99 @@ void sum_slots(const float *sums, int64_t stride, int64_t ranks, int64_t count, 
         for (int64_t i = 0; i < count; i++)
             out[i] += sums[r * stride + i];
 }
+
+#define STATE_COLUMNS 32 /* of a head's state: 128 rows of them stay in the first cache between both passes */
+
+/* Sum of a causal convolution of C channels, then SiLU; the tail [width-1, C] moves on by the token x [C].
+ * weight [C, width], the token itself has the last one. */
+static inline __attribute__((always_inline)) void convolve(const float *x, const float *weight, int64_t C,
+                                                           const int64_t width, float *tail, float *out)
+{
+    for (int64_t c = 0; c < C; c++) {
+        float sum = x[c] * weight[c * width + width - 1], m;
+        for (int64_t t = 0; t < width - 1; t++)
+            sum += tail[t * C + c] * weight[c * width + t];
+        m = exp_negative(sum < 0 ? sum : -sum);
+        out[c] = sum * (sum < 0 ? m : 1.0f) / (1.0f + m);
+    }
+    if (width > 1) {
+        memmove(tail, tail + C, (width - 2) * C * sizeof *tail);
+        memcpy(tail + (width - 2) * C, x, C * sizeof *tail);
+    }
+}
+
+/* x[d] *= factor / sqrt(sum of squares + eps) */
+static void scale_to_length(float *x, int64_t d, float factor, float eps)
+{
+    float sum = eps;
+    for (int64_t i = 0; i < d; i++)
+        sum += x[i] * x[i];
+    sum = factor / sqrtf(sum);
+    for (int64_t i = 0; i < d; i++)
+        x[i] *= sum;
+}
+
+/* One token's update of some columns of a state, rows of `stride` floats: S <- decay S + k (beta (v - decay S^T k))^T,
+ * out = S^T q of the new S, which follows from the old one by `product`, k . q. */
+static inline __attribute__((always_inline)) void advance_columns(float *state, int64_t stride, const int64_t columns,
+                                                                  int64_t d, const float *q, const float *k,
+                                                                  float product, float decay, float beta,
+                                                                  const float *v, float *out)
+{
+    float by_k[STATE_COLUMNS] = {0}, by_q[STATE_COLUMNS] = {0};
+    for (int64_t i = 0; i < d; i++)
+        for (int64_t j = 0; j < columns; j++) {
+            by_k[j] += state[i * stride + j] * k[i];
+            by_q[j] += state[i * stride + j] * q[i];
+        }
+    for (int64_t j = 0; j < columns; j++) {
+        by_k[j] = beta * (v[j] - decay * by_k[j]);
+        out[j] = decay * by_q[j] + product * by_k[j];
+    }
+    for (int64_t i = 0; i < d; i++)
+        for (int64_t j = 0; j < columns; j++)
+            state[i * stride + j] = decay * state[i * stride + j] + k[i] * by_k[j];
+}
+
+/* One token of a gated delta net for each of B sequences. K key heads, each of G value heads; k, v their dims.
+ * mixed rows hold C = 2 K k + K G v channels: q, k, v. a and b rows hold the gates' projections of the value heads.
+ * slots: a slot with a state, or minus a slot without one, which is cleared first; 0 is the null slot, cleared too.
+ * conv [slots, width-1, C], states [slots, K G, k, v], out [B, K G, v]; scratch holds C floats. */
+void delta_decode(const float *mixed, int64_t mixed_stride, const float *a, int64_t a_stride, const float *b,
+                  int64_t b_stride, const float *conv_weight, const float *neg_exp_a, const float *dt_bias,
+                  const int64_t *slots, int64_t B, int64_t K, int64_t G, int64_t k, int64_t v, int64_t width, float eps,
+                  float *conv, float *states, float *out, float *scratch)
+{
+    int64_t V = K * G, C = 2 * K * k + V * v, size = V * k * v;
+    for (int64_t r = 0; r < B; r++) {
+        int64_t slot = slots[r] < 0 ? -slots[r] : slots[r];
+        float *tail = conv + slot * (width - 1) * C, *state = states + slot * size;
+        if (slots[r] <= 0) {
+            memset(tail, 0, (width - 1) * C * sizeof *tail);
+            memset(state, 0, size * sizeof *state);
+        }
+        if (width == 4)
+            convolve(mixed + r * mixed_stride, conv_weight, C, 4, tail, scratch);
+        else
+            convolve(mixed + r * mixed_stride, conv_weight, C, width, tail, scratch);
+        for (int64_t h = 0; h < V; h++) {
+            float *query = scratch + h / G * k, *key = query + K * k, *value = scratch + 2 * K * k + h * v;
+            float x = a[r * a_stride + h] + dt_bias[h], product = 0;
+            float decay = expf(neg_exp_a[h] * (x > 20.0f ? x : log1pf(expf(x))));
+            float beta = 1.0f / (1.0f + expf(-b[r * b_stride + h]));
+            if (h % G == 0) {
+                scale_to_length(query, k, 1.0f / sqrtf((float)k), eps);
+                scale_to_length(key, k, 1.0f, eps);
+            }
+            for (int64_t i = 0; i < k; i++)
+                product += query[i] * key[i];
+            for (int64_t first = 0; first < v; first += STATE_COLUMNS) {
+                float *part = state + h * k * v + first, *result = out + (r * V + h) * v + first;
+                if (v - first >= STATE_COLUMNS)
+                    advance_columns(part, v, STATE_COLUMNS, k, query, key, product, decay, beta, value + first, result);
+                else
+                    advance_columns(part, v, v - first, k, query, key, product, decay, beta, value + first, result);
+            }
+        }
+    }
+}
