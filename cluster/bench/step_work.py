@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kernels.attention.kv_layout import group_layers, kv_block_bytes, layout_of
+from kernels.attention.kv_layout import layout_of
 from kernels.routing.placement import ExpertPlacement
 from workers.models.specs import GqaSpec, LatentSpec, ModelConfig
 from workers.weights.tensors import DTYPE_BYTES, rank_weights
@@ -87,11 +87,14 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
         layers * (2 * dim + values.projected) + moe * (dim + model.num_experts)
     )
     dense_values += shape.sampled * (dim + model.vocab_size)
-    layouts = group_layers(layout_of(spec) for spec in model.attention_specs)
+    # Layers with a window read its keys alone.
+    specs, context = model.attention_specs, max(1.0, shape.context)
+    seen = [min(1.0, (spec.window or context) / context) for spec in specs]
+    cached = sum(of * layout_of(spec).block_values(1) for of, spec in zip(seen, specs, strict=True))
     return {
         StepPart.ATTENTION: Work(
-            memory_bytes=shape.kv_reads * kv_block_bytes(layouts, 1, width),
-            flops=2.0 * layers * tokens * values.of_pair * shape.context,
+            memory_bytes=shape.kv_reads * width * cached,
+            flops=2.0 * sum(seen) * tokens * values.of_pair * shape.context,
             activation_bytes=width * layers * tokens * values.attended,
         ),
         StepPart.QK_NORM: Work(

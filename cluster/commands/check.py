@@ -32,7 +32,7 @@ from kernels.backends.registry import SEAMS, backend_class
 from workers.config import RankConfig, not_for_answers
 from workers.models.registry import load_model_config
 from workers.models.specs import ModelConfig
-from workers.rank.backend_choice import backend_shape
+from workers.rank.backend_choice import backend_shape, fp8_is_not_kept
 from workers.rank.device_memory import size
 
 
@@ -137,6 +137,7 @@ def _warnings(
         if too_little := too_little_on_gpu(rank_config, ranks):
             yield too_little
         yield from slow_for_want_of_graphs(rank_config.scheduler, selection)
+        yield from fp8_is_not_kept(model, selection)
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
     yield from never_reached(config.overlap, rank_config.scheduler)

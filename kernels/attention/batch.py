@@ -84,14 +84,18 @@ class AttentionBatch:
     @staticmethod
     def dummy_decodes(count: int, device: torch.device) -> "AttentionBatch":
         """Return `count` decodes to plan attention for a capture; their K and V are not written."""
+        block_table = torch.zeros(count, 1, dtype=torch.int64, device=device)
+        slot_mapping = torch.full((count,), -1, dtype=torch.int64, device=device)
         return AttentionBatch(
             num_tokens=count,
             num_seqs=count,
             num_decodes=count,
             query_start_loc_cpu=np.arange(count + 1, dtype=np.int32),
             seq_lens_cpu=np.ones(count, dtype=np.int32),
-            block_table=torch.zeros(count, 1, dtype=torch.int64, device=device),
-            slot_mapping=torch.full((count,), -1, dtype=torch.int64, device=device),
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            window_block_table=block_table,
+            window_slot_mapping=slot_mapping,
         )
 
     def ubatch(self, start: int, end: int) -> Self:

@@ -1,43 +1,89 @@
-"""Attention with sinks and sliding windows by our Triton kernel, which reads the pages where they lie.
+"""Attention with sinks and sliding windows by our Triton kernels, which read the pages where they lie.
 
-For models that flashinfer's wrappers here do not serve. Steps are not captured in CUDA graphs. Knows nothing of
-scheduling.
+For models that flashinfer's wrappers here do not serve. Decodes are cut into chunks of keys where a GPU would idle
+otherwise, and can be captured in CUDA graphs; steps with prompts are not captured. Knows nothing of scheduling.
 
 T tokens, H query heads, h KV heads, d head dim, B sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.attention.base import Attention, AttentionBatch
+from kernels.attention.base import AttentionBatch, GraphAttention, GraphForm
+from kernels.attention.decode_chunks import (
+    WHOLE_KEYS,
+    DecodeChunks,
+    cut_rows,
+    leaves_whole,
+    max_chunks,
+    read_keys,
+    whole_rows,
+)
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.backend import BackendShape
 from kernels.host.capability import too_old_gpu
 from kernels.host.triton_version import triton_unavailable
 from kernels.pending import wait_previous_ubatch
 
+PROGRAMS_PER_SM = 4  # of decodes, at a time
 
-class TritonPagedAttention(Attention):
-    """One launch for decodes and one for prompts, each layer."""
+
+@dataclass(frozen=True)
+class _Layers:
+    """What the layers with one window read: where new rows go, where blocks are, and the chunks of decodes."""
+
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    chunks: Any  # kernels.triton.paged_decode.Chunks
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Tiles of the sequences behind the decodes, rows and lengths of all sequences."""
+
+    tiles: tuple[torch.Tensor, torch.Tensor]
+    starts: torch.Tensor
+    lens: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _GraphBuffers:
+    """What captured forwards read, at fixed addresses; block table and slots of each window."""
+
+    integers: torch.Tensor
+    block_tables: Mapping[int | None, torch.Tensor]
+    slots: Mapping[int | None, torch.Tensor]
+
+
+class TritonPagedAttention(GraphAttention):
+    """One launch for decodes, or two where they are cut, and one for prompts, each layer."""
 
     name = "triton"
     devices = ("cuda",)
-    auto = "our kernel serves sinks and sliding windows"
+    auto = "our kernels serve sinks and sliding windows"
     windows = sinks = True
     distributions = ("triton",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
-        from kernels.triton import paged_attention
+        from kernels.triton import paged_attention, paged_decode
         from kernels.triton.paged import store_kv
 
-        self._kernel, self._store_kv = paged_attention, store_kv
+        self._prompt_kernel, self._decode_kernel = paged_attention, paged_decode
+        self._store_kv = store_kv
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
+        self._kv_heads = min((spec.num_kv_heads for spec in specs), default=1)
         groups = {spec.group_size for spec in specs}
         assert len(groups) <= 1, f"layers have groups of {sorted(groups)} heads"
         self._group = max(groups, default=1)
+        self._num_decodes = self._num_tokens = self._programs = 0
+        self._layers: dict[int | None, _Layers] = {}
+        self._prompts: _Prompts | None = None
+        self._graphs: _GraphBuffers | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -57,23 +103,57 @@ class TritonPagedAttention(Attention):
         special = any(spec.sinks or spec.window is not None for spec in shape.attention_specs)
         return super().auto_reason(shape) if special else None
 
+    def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
+        super().bind(kv_caches)
+        self._graphs = None
+        if kv_caches:
+            self._device = kv_caches[0].device
+            self._programs = PROGRAMS_PER_SM * _multiprocessors(self._device) // self._kv_heads
+
     def plan(self, batch: AttentionBatch) -> None:
-        device = batch.block_table.device
-        starts, lens = batch.query_start_loc_cpu, batch.seq_lens_cpu
-        decodes, new = batch.num_decodes, np.diff(starts)
-        self._tokens = [self._kernel.tile_tokens(self._group, prompts=p) for p in (False, True)]
-        per_tile = self._tokens[1]
-        counts = -(-new[decodes:] // per_tile)
-        prompt_seqs = np.repeat(np.arange(decodes, batch.num_seqs), counts)
+        decodes = batch.num_decodes
+        seq_lens = batch.seq_lens_cpu[:decodes]
+        cuts = not self._whole(seq_lens, decodes)
+        chunks = [self._chunks(seq_lens, window, decodes, cuts=cuts) for window in self._windows]
+        arrays = [array for one in chunks for array in one.arrays]
+        arrays += self._prompt_arrays(batch)
+        packed = np.concatenate(arrays).astype(np.int32)  # one copy to the device
+        integers = torch.from_numpy(packed).to(self._device)
+        *found, seqs, firsts, starts, lens = integers.split_with_sizes([len(it) for it in arrays])
+        self._prompts = _Prompts((seqs, firsts), starts, lens)
+        self._num_decodes, self._num_tokens = decodes, batch.num_tokens
+        self._layers = {}
+        for window in self._windows:
+            parts, found = found[:4], found[4:]
+            table, slots = batch.blocks_of(window)
+            decoded = self._decode_kernel.Chunks(*parts, table, cut=self._cut(window, cuts))
+            self._layers[window] = _Layers(slots[: batch.num_tokens], table, decoded)
+
+    def _prompt_arrays(self, batch: AttentionBatch) -> list[np.ndarray]:
+        """Sequence and first token of each tile; first row and length of each sequence."""
+        decodes, starts = batch.num_decodes, batch.query_start_loc_cpu
+        per_tile = self._prompt_kernel.tile_tokens(self._group)
+        counts = -(-np.diff(starts)[decodes:] // per_tile)
+        seqs = np.repeat(np.arange(decodes, batch.num_seqs), counts)
         before = np.repeat(np.cumsum(counts) - counts, counts)
-        firsts = (np.arange(len(prompt_seqs)) - before) * per_tile
-        parts = (np.arange(decodes), np.zeros(decodes), prompt_seqs, firsts, starts, lens)
-        packed = np.concatenate(parts).astype(np.int32)  # one copy to the device
-        cuts = torch.from_numpy(packed).to(device).split_with_sizes([len(part) for part in parts])
-        self._tiles = [(cuts[0], cuts[1]), (cuts[2], cuts[3])]
-        self._starts, self._lens = cuts[4], cuts[5]
-        self._num_tokens = batch.num_tokens
-        self._blocks = {window: batch.blocks_of(window) for window in self._windows}
+        return [seqs, (np.arange(len(seqs)) - before) * per_tile, starts, batch.seq_lens_cpu]
+
+    def _whole(self, seq_lens: np.ndarray, num_rows: int) -> bool:
+        """Return whether no layer's decodes are worth a cut."""
+        most = max_chunks(num_rows, self._programs)
+        keys = (read_keys(seq_lens, window) for window in self._windows)
+        return all(leaves_whole(of, num_rows, most) for of in keys)
+
+    def _cut(self, window: int | None, cuts: bool) -> bool:
+        """Return whether a plan with cuts cuts layers with this window: no more keys than a few tiles are cut."""
+        return cuts and (window is None or window > WHOLE_KEYS)
+
+    def _chunks(
+        self, seq_lens: np.ndarray, window: int | None, num_rows: int, *, cuts: bool
+    ) -> DecodeChunks:
+        if self._cut(window, cuts):
+            return cut_rows(seq_lens, window, num_rows, max_chunks(num_rows, self._programs))
+        return whole_rows(seq_lens, window, num_rows)
 
     def __call__(
         self,
@@ -85,17 +165,77 @@ class TritonPagedAttention(Attention):
     ) -> torch.Tensor:
         spec = self.specs[layer]
         k_cache, v_cache = self.kv_caches[layer].unbind(0)
-        table, slots = self._blocks[spec.window]
-        self._store_kv(k_Thd, v_Thd, slots[: self._num_tokens], k_cache, v_cache)
+        layers, rows = self._layers[spec.window], self._num_decodes
+        self._store_kv(k_Thd, v_Thd, layers.slots, k_cache, v_cache)
         wait_previous_ubatch()
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-        out_THd[self._num_tokens :] = 0
-        for tiles, tokens in zip(self._tiles, self._tokens, strict=True):
-            self._kernel.paged_attention(
-                *(q_THd, k_cache, v_cache, out_THd, table, tiles, self._starts, self._lens),
-                tokens=tokens,
+        if self._num_tokens < len(q_THd):
+            out_THd[self._num_tokens :] = 0
+        self._decode_kernel.paged_decode(
+            *(q_THd[:rows], k_cache, v_cache, out_THd[:rows], layers.chunks),
+            scale=spec.scale,
+            sinks_H=sinks_H,
+        )
+        if self._prompts is not None:
+            self._prompt_kernel.paged_attention(
+                *(q_THd, k_cache, v_cache, out_THd, layers.block_table),
+                *(self._prompts.tiles, self._prompts.starts, self._prompts.lens),
                 scale=spec.scale,
                 window=spec.window,
                 sinks_H=sinks_H,
             )
         return out_THd
+
+    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
+        of_window = 3 * max_chunks(max_rows, self._programs) + max_rows + 1
+        new: dict[str, Any] = {"device": self._device}
+        self._graphs = _GraphBuffers(
+            torch.zeros(len(self._windows) * of_window, dtype=torch.int32, **new),
+            {
+                window: torch.zeros(max_seqs, max_blocks, dtype=torch.int64, **new)
+                for window in self._windows
+            },
+            {window: torch.zeros(max_rows, dtype=torch.int64, **new) for window in self._windows},
+        )
+
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        assert not prompts, "steps with prompts are not captured"
+        return GraphForm.EVEN_DECODES, GraphForm.DECODES
+
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        even, general = self.forms(num_rows, prompts=prompts)
+        return even if self._whole(batch.seq_lens_cpu, num_rows) else general
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        graphs = self._graphs
+        assert graphs is not None, "reserve_graphs comes first"
+        assert batch.num_decodes == batch.num_seqs == batch.num_tokens <= num_rows
+        cuts = form == GraphForm.DECODES
+        chunks = [
+            self._chunks(batch.seq_lens_cpu, window, num_rows, cuts=cuts)
+            for window in self._windows
+        ]
+        arrays = [array for one in chunks for array in one.arrays]
+        packed = torch.from_numpy(np.concatenate(arrays))
+        integers = graphs.integers[: len(packed)]
+        integers.copy_(packed, non_blocking=True)
+        found = list(integers.split_with_sizes([len(it) for it in arrays]))
+        self._prompts, self._num_decodes, self._num_tokens = None, num_rows, num_rows
+        self._layers = {}
+        for window in self._windows:
+            parts, found = found[:4], found[4:]
+            table, slots = graphs.block_tables[window], graphs.slots[window][:num_rows]
+            new_table, new_slots = batch.blocks_of(window)
+            rows, columns = new_table.shape
+            assert columns <= table.shape[1], "reserve_graphs was given fewer blocks"
+            table[:rows, :columns].copy_(new_table)
+            slots[:rows].copy_(new_slots)
+            slots[rows:].fill_(-1)
+            decoded = self._decode_kernel.Chunks(*parts, table, cut=self._cut(window, cuts))
+            self._layers[window] = _Layers(slots, table, decoded)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Attention over pages with sinks and sliding windows, for decodes and prompts: one launch a layer.
+"""Attention over pages with sinks and sliding windows for prompts, and the loop over keys that decodes share.
 
 A program computes the query rows of one tile: some new tokens of a sequence, with the G query heads that share a KV
 head. It reads no key before the window of its first token.
@@ -34,12 +34,13 @@ def _merge(top, total, out, scores, v, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _attend(
+def attend(
     q,
     k_ptr,
     v_ptr,
     table_ptr,
-    sinks,
+    top,
+    total,
     begin,
     end,
     lowest,
@@ -48,19 +49,16 @@ def _attend(
     value,
     scale,
     WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Return float32 attention of the rows of q to keys `begin` to `end` - 1 from `lowest` on, with sinks."""
-    top = tl.full((q.shape[0],), float("-inf"), tl.float32)
-    total = tl.zeros((q.shape[0],), tl.float32)
-    if SINKS:
-        top = sinks
-        total += 1
+    """Attend from the rows of q to keys `begin` to `end` - 1 from `lowest` on.
+
+    Return maximum, sum and unscaled output of the softmax in float32; top and total are those of the sinks.
+    """
     out = tl.zeros(q.shape, tl.float32)
     for key_0 in range(begin, end, KEYS):
         key = key_0 + tl.arange(0, KEYS)
@@ -77,7 +75,7 @@ def _attend(
         scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
         scores = tl.where(attends, scores, float("-inf"))
         top, total, out = _merge(top, total, out, scores, v, PRECISION)
-    return out / tl.where(total == 0, 1.0, total)[:, None]
+    return top, total, out
 
 
 @triton.jit(
@@ -127,22 +125,26 @@ def paged_attention_kernel(
     at = (start + token).to(tl.int64)[:, None]
     head_at = query_head[:, None] * HEAD_DIM + value[None, :]
     q = tl.load(q_ptr + at * q_row + head_at, mask=mask, other=0)
-    sinks = tl.zeros((ROWS,), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     if SINKS:
-        sinks = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32)
+        top = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32)
+        total += 1
     lowest = tl.maximum(context + first + 1 - WINDOW, 0) if WINDOW else 0
-    out = _attend(
-        *(q, k_ptr, v_ptr, table_ptr + seq.to(tl.int64) * table_row, sinks, lowest // KEYS * KEYS),
-        *(tl.minimum(context + first + TOKENS, context + num_new), lowest, context + token, head),
-        *(value, scale, WINDOW, SINKS, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION),
+    top, total, out = attend(
+        *(q, k_ptr, v_ptr, table_ptr + seq.to(tl.int64) * table_row, top, total),
+        *(lowest // KEYS * KEYS, tl.minimum(context + first + TOKENS, context + num_new), lowest),
+        *(context + token, head, value, scale),
+        *(WINDOW, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION),
     )
+    out = out / tl.where(total == 0, 1.0, total)[:, None]
     out_at = at * (HEADS * GROUP * HEAD_DIM) + head_at
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def tile_tokens(group_size: int, *, prompts: bool) -> int:
-    """Return the tokens of a tile for heads in groups of this size; of decodes it has one."""
-    return max(1, 4 * ROWS // group_size) if prompts else 1
+def tile_tokens(group_size: int) -> int:
+    """Return the tokens of a tile for heads in groups of this size."""
+    return max(1, 4 * ROWS // group_size)
 
 
 def paged_attention(
@@ -155,7 +157,6 @@ def paged_attention(
     starts: torch.Tensor,
     lens: torch.Tensor,
     *,
-    tokens: int,
     scale: float,
     window: int | None,
     sinks_H: torch.Tensor | None,
@@ -165,13 +166,14 @@ def paged_attention(
     q             rows of contiguous heads, any stride between rows; out is contiguous
     k, v cache    [num_blocks, block_size, h, d]
     block_table   int64 [B, max_blocks]; entries before the first window may be any
-    tiles         int32 [N] each: the sequence of a tile, and the first of its up to `tokens` new tokens
+    tiles         int32 [N] each: the sequence of a tile, and the first of its up to `tile_tokens` new tokens
     starts, lens  int32 [B + 1] first row of a sequence, and [B] its context and new tokens
     sinks         float32 [H]
     """
     num_heads, head_dim = q_THd.shape[1:]
     _, block_size, num_kv_heads, _ = k_cache.shape
     group = num_heads // num_kv_heads
+    tokens = tile_tokens(group)
     assert q_THd.stride()[1:] == (head_dim, 1) and out_THd.is_contiguous()
     seqs, firsts = tiles
     if not len(seqs):

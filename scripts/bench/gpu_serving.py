@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--waves", type=int, default=2, help="requests for each one in flight")
     parser.add_argument("--loads", default="0,1,2", help="which of the loads, from 0")
     parser.add_argument("--shape", choices=released_shapes.SHAPES, help="in place of the model")
-    parser.add_argument("--layers", type=int, default=8, help="of the shape")
+    parser.add_argument("--layers", type=int, help="of the shape; default: all")
     parser.add_argument("--fp8", action="store_true", help="the shape as a checkpoint in FP8")
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
     parser.add_argument(
@@ -84,6 +84,7 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
         if options.shape is None:
             tokenizer = published_tokenizer(options, Path(folder))
             return measure_with(options, log, tokenizer, bool(tokenizer))
+        options.layers = options.layers or released_shapes.SHAPES[options.shape]["num_layers"]
         shape = released_shapes.model_folder(
             options.shape, options.layers, Path(folder), fp8=options.fp8
         )

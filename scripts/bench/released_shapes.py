@@ -1,4 +1,4 @@
-"""Model folders with the layer sizes of published models, cut to a few layers, for random weights."""
+"""Model folders with the layer sizes of published models, whole or cut to a few layers, for random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from workers.weights.checkpoint import make_checkpoint
 # The first layer is dense, all others have experts: in short models the published three would weigh too much.
 DEEPSEEK_V3: dict[str, Any] = {
     "family": "deepseek_v3",
+    "num_layers": 61,
     "hidden_size": 7168,
     "num_experts": 256,
     "num_experts_per_tok": 8,
@@ -34,11 +35,57 @@ DEEPSEEK_V3: dict[str, Any] = {
         "mscale_all_dim": 1.0,
     },
 }
-SHAPES = {"deepseek-v3": DEEPSEEK_V3}
+GPT_OSS_120B: dict[str, Any] = {
+    "family": "gpt_oss",
+    "num_layers": 36,
+    "hidden_size": 2880,
+    "num_experts": 128,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 2880,
+    "num_heads": 64,
+    "num_kv_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "sliding_window": 128,
+    "rope_theta": 150_000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+GLM_4_5_AIR: dict[str, Any] = {
+    "family": "glm4_moe",
+    "num_layers": 46,
+    "hidden_size": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408,
+    "intermediate_size": 10944,
+    "num_heads": 96,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.0,
+    "use_qk_norm": False,
+}
+SHAPES = {
+    "deepseek-v3": DEEPSEEK_V3,
+    "gpt-oss-120b": GPT_OSS_120B,
+    "glm-4.5-air": GLM_4_5_AIR,
+}
 
 
-def model_folder(shape: str, num_layers: int, parent: Path, *, fp8: bool) -> Path:
-    """Write config.json and a tokenizer; fp8: as a checkpoint with weights in FP8 blocks."""
-    path = parent / f"{shape}-{num_layers}-layers{'-fp8' if fp8 else ''}"
-    sizes = {**SHAPES[shape], "num_layers": num_layers, "dtype": "bfloat16"}
+def model_folder(shape: str, num_layers: int | None, parent: Path, *, fp8: bool) -> Path:
+    """Write config.json and a tokenizer; None: all layers; fp8: as a checkpoint with weights in FP8 blocks."""
+    sizes = {**SHAPES[shape], "dtype": "bfloat16"}
+    if num_layers is not None:
+        sizes["num_layers"] = num_layers
+    path = parent / f"{shape}-{sizes['num_layers']}-layers{'-fp8' if fp8 else ''}"
     return make_checkpoint(path, weights=False, fp8=fp8, **sizes)

@@ -32,6 +32,7 @@ LARGE = (
     "hopper_grouped_gemm_kernel",
     "push_rows_kernel",
     "push_sums_kernel",
+    "paged_decode_kernel",
 )
 
 

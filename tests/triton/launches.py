@@ -235,6 +235,35 @@ def _grouped_gemm(
     gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation, added)
 
 
+def _decodes(at: Inputs, *, cut: bool, sinks: bool = True) -> None:
+    """Decodes of 8 query heads for each KV head."""
+    from kernels.triton.paged_decode import Chunks, paged_decode
+
+    q, (k, v) = at.rows(8 * HEADS, HEAD_DIM), at.caches()
+    parts = (at.size, at.size, at.size, at.size + 1)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
+    of_heads = torch.zeros(at.offset + 8 * HEADS, device=at.device)[at.offset :]
+    paged_decode(
+        q, k, v, torch.empty_like(q), chunks, scale=0.1, sinks_H=of_heads if sinks else None
+    )
+
+
+def _prompts(at: Inputs, *, window: int | None) -> None:
+    from kernels.triton.paged_attention import paged_attention
+
+    q, (k, v) = at.rows(8 * HEADS, HEAD_DIM), at.caches()
+    parts = (at.size, at.size, at.size + 1, at.size)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    seqs, firsts, starts, lens = whole[at.offset :].split(parts)
+    paged_attention(
+        *(q, k, v, torch.empty_like(q), at.slice(at.size), (seqs, firsts), starts, lens),
+        scale=0.1,
+        window=window,
+        sinks_H=None,
+    )
+
+
 def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
     routed = exchange.dispatch(at.rows(width), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
     y_RD = torch.zeros(
@@ -274,6 +303,11 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
     "push": _push,
     "penalise": _penalise,
+    "decodes": partial(_decodes, cut=False),
+    "decodes_without_sinks": partial(_decodes, cut=False, sinks=False),
+    "decodes_in_chunks": partial(_decodes, cut=True),
+    "prompts": partial(_prompts, window=None),
+    "prompts_with_a_window": partial(_prompts, window=128),
 }
 
 
@@ -298,10 +332,20 @@ def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:
     return [-(-exchange._limit // 132)] * 2
 
 
+def _decode_programs() -> list[int]:
+    """Launch both forms of decodes; how many programs an SM shall hold."""
+    from kernels.attention.triton_paged import PROGRAMS_PER_SM
+
+    for cut in (False, True):
+        _decodes(Inputs(DEVICE, 16, 0), cut=cut)
+    return [PROGRAMS_PER_SM] * 2
+
+
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
     "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
     **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
+    "decodes": _decode_programs,
 }

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.attention.spec import AttentionSpec
 from kernels.attention.triton_paged import TritonPagedAttention
 from tests.triton.device import DEVICE, compiled_only
-from tests.unit.test_kernels_attention import BATCHES, check
+from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs, check, check_layer
 
 LAYERS = (
     AttentionSpec(8, 1, 16, 0.3, window=9, sinks=True),
@@ -31,3 +32,64 @@ def test_equals_dense_attention(label: str, dtype: torch.dtype):
         backend=TritonPagedAttention,
         device=DEVICE,
     )
+
+
+DECODES: dict[str, tuple[Seqs, GraphForm]] = {
+    "even": ([(5, 1), (0, 1), (90, 1)], GraphForm.EVEN_DECODES),
+    "one_long": ([(3, 1), (1300, 1), (70, 1)], GraphForm.DECODES),
+    "all_long": ([(640, 1), (600, 1)], GraphForm.EVEN_DECODES),
+    "none": ([], GraphForm.EVEN_DECODES),
+}
+GRAPH_ROWS = 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16)])
+@pytest.mark.parametrize("label", DECODES)
+@torch.inference_mode()
+def test_plans_of_graphs_equal_dense_attention(label: str, dtype: torch.dtype):
+    """Padded rows are zero and their slots are not written; the general form serves any batch."""
+    seqs, form = DECODES[label]
+    for chosen in {form, GraphForm.DECODES}:
+        pages = Pages(seqs, LAYERS, 16, dtype, GRAPH_ROWS - len(seqs))
+        pages.move(DEVICE)
+        attention = TritonPagedAttention(LAYERS, 16)
+        attention.bind(pages.caches)
+        attention.reserve_graphs(GRAPH_ROWS, GRAPH_ROWS, 100)
+        batch = pages.batch()
+        if DEVICE == "cpu":  # the cut depends on the GPU's size
+            assert attention.form(batch, GRAPH_ROWS, prompts=False) == form
+        attention.plan_graph(batch, GRAPH_ROWS, chosen)
+        for number, layer in enumerate(pages.layers):
+            out = attention(layer.q, layer.k, layer.v, number, layer.sinks)
+            check_layer(pages, layer, out)
+
+
+@torch.inference_mode()
+def test_plans_of_one_graph_share_addresses_and_launches():
+    found = []
+    attention = TritonPagedAttention(LAYERS, 16)
+    first = Pages([(5, 1)], LAYERS, 16, torch.float32, 0)
+    first.move(DEVICE)
+    attention.bind(first.caches)
+    attention.reserve_graphs(GRAPH_ROWS, GRAPH_ROWS, 100)
+    batches = [
+        AttentionBatch.dummy_decodes(GRAPH_ROWS, torch.device(DEVICE)),
+        *(Pages(seqs, LAYERS, 16, torch.float32, 0) for seqs, _ in DECODES.values()),
+    ]
+    for batch in batches:
+        if isinstance(batch, Pages):
+            batch.move(DEVICE)
+            batch = batch.batch()
+        attention.plan_graph(batch, GRAPH_ROWS, GraphForm.DECODES)
+        found.append({window: addresses(it) for window, it in attention._layers.items()})
+    assert all(one == found[0] for one in found)
+
+
+def addresses(layers: object) -> list[object]:
+    """Address and shape of every tensor that a captured forward reads, and all launch constants."""
+    chunks = layers.chunks
+    tensors = (
+        *(layers.slots, layers.block_table, chunks.block_table),
+        *(chunks.seqs, chunks.firsts, chunks.ends, chunks.starts),
+    )
+    return [chunks.cut, *((it.data_ptr(), it.shape, it.stride()) for it in tensors)]

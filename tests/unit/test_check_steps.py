@@ -16,7 +16,7 @@ from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from tests.distributed import deep_ep_fake
 from workers.runner.graph_sizes import GraphsUnavailableError
-from workers.weights.checkpoint import make_checkpoint
+from workers.weights.checkpoint import Quantization, make_checkpoint
 
 GPUS = ["cluster.device=cuda", "cluster.ranks=2", "model.dtype=bfloat16"]
 
@@ -215,3 +215,24 @@ def test_the_generation_of_deepep_is_told(
     too_old = dict.fromkeys(("all2all.deepep", "all2all.deepep_low_latency"), "too old")
     monkeypatch.setattr(check_module, "probe_or_assume", lambda device: (too_old, ""))
     assert checked(yaml_path).packages == {}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "backend", "says"),
+    [
+        ("compressed-channel", "auto", "triton holds them in model.dtype"),
+        ("compressed-channel", "deepgemm_fp8", "deepgemm_fp8 rounds them once more"),
+        ("compressed-block", "auto", None),
+    ],
+)
+def test_warns_of_fp8_experts_that_are_not_kept(
+    tmp_path: Path, quantization: Quantization, backend: str, says: str | None
+) -> None:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_layers": 1}
+    make_checkpoint(tmp_path / "tiny", quantization=quantization, weights=False, **sizes)
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {path: tiny, weights: dummy}\n")
+    report = checked(path, f"kernels.grouped_gemm={backend}")
+    found = [warning for warning in report.warnings if "in FP8 with one scale a row" in warning]
+    assert len(found) == (says is not None)
+    assert says is None or says in found[0]

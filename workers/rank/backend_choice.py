@@ -1,15 +1,16 @@
 """The shape that a rank's backends are chosen for, and forced routing. Builds nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 
 from kernels.backends.backend import BackendShape
+from kernels.backends.select import Selection
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
 from workers.models.specs import ModelConfig
-from workers.weights.tensors import stores_fp8_experts
+from workers.weights.tensors import experts_with_row_scales, stores_fp8_experts
 
 
 def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
@@ -28,6 +29,23 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         fp8_checkpoint=stores_fp8_experts(model),
         expert_bias=model.moe.bias,
     )
+
+
+def fp8_is_not_kept(model: ModelConfig, selection: Selection) -> Iterator[str]:
+    """Yield a warning where no product computes with the checkpoint's FP8 weights of experts as they are."""
+    if not experts_with_row_scales(model):
+        return
+    name = selection.grouped_gemm.name
+    found = (
+        "the checkpoint's experts are in FP8 with one scale a row, with which no backend computes"
+    )
+    if selection.fp8_experts:
+        yield f"{found}: kernels.grouped_gemm {name} rounds them once more, to one scale for 128 x 128"
+    else:
+        yield (
+            f"{found}: kernels.grouped_gemm {name} holds them in model.dtype, in twice the memory or more; "
+            "deepgemm_fp8 keeps them in FP8, but rounds them once more"
+        )
 
 
 def forced_routing(

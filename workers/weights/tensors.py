@@ -21,6 +21,12 @@ def stores_fp8_experts(config: ModelConfig) -> bool:
     )
 
 
+def experts_with_row_scales(config: ModelConfig) -> bool:
+    """Return whether the checkpoint has experts in FP8 with one scale a row."""
+    experts = (entry.fp8 for entry in weight_map(config) if entry.expert is not None)
+    return any(fp8 is not None and fp8.scaling == Scaling.CHANNEL for fp8 in experts)
+
+
 def rank_weights(
     config: ModelConfig,
     placement: ExpertPlacement,
