@@ -7,6 +7,7 @@ import pytest
 
 from cluster.bench.roofline import Hardware, floor_of, step_floor, step_floors
 from cluster.bench.step_work import StepPart, StepShape
+from scripts.bench.released_shapes import model_folder
 from workers.models.registry import load_model_config
 
 QWEN3 = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
@@ -103,3 +104,15 @@ def test_a_head_that_is_the_embedding_is_read(model) -> None:
     shape = StepShape(tokens=1, context=1, kv_reads=1, sampled=1)
     tied = replace(model, tie_word_embeddings=True)
     assert step_floor(tied, 4, shape) == step_floor(model, 4, shape)
+
+
+def test_layers_with_a_window_read_its_keys_alone(tmp_path: Path) -> None:
+    model = load_model_config(model_folder("gpt-oss-120b", None, tmp_path, fp8=False))
+    found = step_floors(
+        model, 4, StepShape(tokens=32, context=1024, kv_reads=32 * 1024, sampled=32)
+    )
+    keys = 32 * 18 * (1024 + 128)
+    attention = found[StepPart.ATTENTION]
+    read = keys * 2 * 8 * 64 * 2 + 2 * 36 * 32 * (2 * 64 + 2 * 8) * 64
+    assert attention.memory_s == pytest.approx(read / 4.0e12)
+    assert attention.compute_s == pytest.approx(2 * keys * 2 * 64 * 64 / 750e12)
