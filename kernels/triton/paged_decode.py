@@ -48,7 +48,7 @@ def paged_decode_kernel(
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One chunk for one KV head. PARTIAL: a row has several chunks, whose results are merged afterwards."""
+    """One chunk for one KV head. PARTIAL: rows may have several chunks, which a merge follows."""
     chunk, head = tl.program_id(0), tl.program_id(1)
     seq = tl.load(seq_ptr + chunk)
     if seq < 0:
