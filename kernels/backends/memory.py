@@ -12,7 +12,8 @@ class BackendMemory:
 
     kept      what the backends of whole steps hold from their start to their end
     ubatches  the same of the backends of all ubatches
-    step      rows, sums and the experts' activations of one full step, cut into ubatches or not
+    step      of one full step, cut into ubatches or not: rows, sums and the experts' activations, or what a layer of
+              linear attention allocates, whichever is more
     """
 
     kept: int
@@ -38,4 +39,7 @@ def backend_memory(
         share = replace(shape, max_num_tokens=-(-shape.max_num_tokens // num_ubatches))
         ubatches += num_ubatches * all2all.kept_bytes(share)
     step = all2all.step_bytes(shape) + gemm.step_bytes(shape, all2all.expert_rows(shape))
+    linear = selection.linear_attention_class
+    if linear is not None:  # a layer's linear attention has ended before its experts begin
+        step = max(step, linear.step_bytes(shape))
     return BackendMemory(workspace + all2all.kept_bytes(shape), ubatches, step)

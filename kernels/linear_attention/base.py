@@ -58,6 +58,11 @@ class LinearAttention(Backend):
         return None
 
     @classmethod
+    @abstractmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        """Return the bytes that one layer allocates for a full step of prompts, its output included."""
+
+    @classmethod
     def slot_bytes(cls, specs: Iterable[LinearAttentionSpec], dtype: torch.dtype) -> int:
         """Return the bytes of one slot of all these layers."""
         return sum(spec.slot_bytes(dtype.itemsize) for spec in specs)

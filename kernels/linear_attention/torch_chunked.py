@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.batch import AttentionBatch
+from kernels.backends.backend import BackendShape
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
@@ -22,7 +23,7 @@ from kernels.linear_attention.base import (
     fresh_sequences,
     state_slots,
 )
-from kernels.linear_attention.chunks import Chunks
+from kernels.linear_attention.chunks import MAX_CHUNK, Chunks
 from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.pending import wait_previous_ubatch
 
@@ -93,6 +94,10 @@ class TorchLinearAttention(LinearAttention):
     name = "torch"
     auto = "torch's operators run everywhere"
 
+    @classmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        return shape.max_num_tokens * max(map(_token_bytes, shape.linear_specs), default=0)
+
     def plan(self, batch: AttentionBatch) -> None:
         device = batch.block_table.device
         slots, fresh = state_slots(batch, device), fresh_sequences(batch)
@@ -149,6 +154,13 @@ class TorchLinearAttention(LinearAttention):
         state_BVkv.addcmul_(k_BVk.unsqueeze(-1), delta_BVv.unsqueeze(-2))
         pool.state[sequences.slots] = state_BVkv
         out_BVv.copy_(torch.einsum("bhkv,bhk->bhv", state_BVkv, q_BVk))
+
+
+def _token_bytes(spec: LinearAttentionSpec) -> int:
+    """Bytes of a prompt's token: its channels three times; of a value head right sides and solutions, grown queries and
+    decayed keys, values and outputs twice, and three rows of a matrix between the tokens of a chunk."""
+    head = 4 * spec.key_dim + 4 * spec.value_dim + 3 * MAX_CHUNK
+    return (3 * spec.channels + spec.num_value_heads * head) * 4
 
 
 def _flags(fresh: np.ndarray, device: torch.device) -> torch.Tensor | None:

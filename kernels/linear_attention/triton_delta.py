@@ -64,6 +64,11 @@ class TritonLinearAttention(LinearAttention):
                     return f"it takes heads of {HEAD_DIMS} values, the model has {dim}"
         return None
 
+    @classmethod
+    def step_bytes(cls, shape: BackendShape) -> int:
+        tokens = (_token_bytes(spec, shape.dtype.itemsize) for spec in shape.linear_specs)
+        return shape.max_num_tokens * max(tokens, default=0)
+
     def plan(self, batch: AttentionBatch) -> None:
         slots = signed_slots(batch, batch.block_table.device)
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
@@ -132,3 +137,9 @@ class TritonLinearAttention(LinearAttention):
             )
             self._scan_chunks(q, k, solved, self._prompts, slots, pool.state, out_TVv[cut:end])
         return out_TVv
+
+
+def _token_bytes(spec: LinearAttentionSpec, itemsize: int) -> int:
+    """Bytes of a prompt's token: q, k and v, u, w and output, a row of scores and the decay of each value head."""
+    head = spec.key_dim + 2 * spec.value_dim + MAX_CHUNK
+    return (spec.channels + spec.num_value_heads * head) * itemsize + 4 * spec.num_value_heads

@@ -9,7 +9,9 @@ from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.attention.flashinfer import WORKSPACE_BYTES
 from kernels.backends.backend import BackendShape
 from kernels.backends.memory import BackendMemory, backend_memory
+from kernels.backends.registry import backend_class
 from kernels.backends.select import Choice, Selection
+from kernels.linear_attention.spec import LinearAttentionSpec
 
 GPU = BackendShape(
     device="cuda",
@@ -81,6 +83,20 @@ def test_ubatches_hold_an_exchange_and_a_workspace_each():
     half = of(chosen, 4, 128)
     assert half.kept > WORKSPACE_BYTES and cut.ubatches == 2 * half.kept
     assert of(chosen, 4, 255, num_ubatches=2).ubatches == cut.ubatches, "the larger half decides"
+
+
+def test_a_step_needs_the_experts_or_the_linear_attention():
+    spec = LinearAttentionSpec(16, 32, 128, 128, 4)
+    hybrid = replace(QWEN, linear_specs=(spec,) * 3)
+    for name in ("torch", "triton"):
+        chosen = replace(selection("symm"), linear_attention=Choice(name, ""))
+        plain, found = of(chosen, 1, 4096, shape=QWEN), of(chosen, 1, 4096, shape=hybrid)
+        linear = backend_class("linear_attention", name).step_bytes
+        expected = linear(replace(hybrid, max_num_tokens=4096))
+        assert expected >= 4096 * 2 * (spec.channels + spec.value_size)
+        assert found.step == max(expected, plain.step) and found.kept == plain.kept
+        wide = replace(hybrid, expert_width=2**20)
+        assert of(chosen, 1, 4096, shape=wide).step > expected
 
 
 @pytest.mark.parametrize("name", ["shm", "torch_dist", "allgather"])

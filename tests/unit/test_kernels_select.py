@@ -202,6 +202,15 @@ def test_linear_attention_is_chosen_for_models_that_have_it():
     with_shape = replace(context(1), shape=replace(CPU, num_ranks=1, linear_specs=(spec, spec)))
     built = select.build(choose(num_ranks=1, linear_specs=(spec, spec)), with_shape)
     assert built.linear_attention is not None and built.linear_attention.specs == (spec, spec)
+    on_gpus = choose(CUDA, linear_specs=(spec, spec))
+    assert on_gpus.names()["linear_attention"] == "triton"
+    assert on_gpus.graph_unsupported_reason is None
+    on_cpu = choose(linear_specs=(spec,), dtype=torch.float32)
+    assert on_cpu.names()["linear_attention"] == "native"
+    for odd, says in ((replace(spec, conv_width=5), "5"), (replace(spec, key_dim=96), "96")):
+        assert choose(CUDA, linear_specs=(odd,)).names()["linear_attention"] == "torch"
+        with pytest.raises(BackendChoiceError, match=f"the model has {says}.*auto or torch"):
+            choose(CUDA, linear_specs=(odd,), linear_attention="triton")
     with pytest.raises(BackendChoiceError, match="3 value heads are not a multiple of 2"):
         choose(linear_specs=(replace(spec, num_value_heads=3),))
 
