@@ -12,7 +12,7 @@ from kernels.attention.base import GraphForm
 from kernels.backends.select import Choice, Selection
 from tests.unit.test_step_sync import rows, vote
 from workers.config import SchedulerConfig
-from workers.engine.step_sync import ForwardMode, GraphMode, PlanConfig, decide
+from workers.engine.step_sync import ForwardMode, GraphMode, PlanConfig, StepPlan, decide
 from workers.runner import cuda_graphs
 from workers.runner.graph_sizes import (
     GraphKey,
@@ -21,6 +21,7 @@ from workers.runner.graph_sizes import (
     graphs_to_capture,
     mixed_sizes,
 )
+from workers.runner.model_runner import ModelRunner
 from workers.ubatch.epoch_ubatches import ubatch_graphs
 from workers.ubatch.policy import never
 
@@ -109,8 +110,9 @@ def test_what_is_captured():
     assert not sizes("auto", device=cpu)
 
 
-def test_only_what_has_not_run_yet_is_run_before_it_is_captured(monkeypatch):
-    """The largest first. A second form of a size differs in attention alone, which has run in that form by then."""
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch):
+    """Graphs whose captures are recorded; attention has two forms, of fewer than 66 rows one."""
     cuda = SimpleNamespace(
         empty_cache=lambda: None,
         synchronize=lambda device: None,
@@ -119,29 +121,97 @@ def test_only_what_has_not_run_yet_is_run_before_it_is_captured(monkeypatch):
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     graphs = object.__new__(cuda_graphs.StepGraphs)
     graphs._graphs, graphs._model = {}, SimpleNamespace(device="cuda")
-    graphs._attention = SimpleNamespace(
+    graphs._postponed, graphs._ran_forms, graphs.on_demand = set(), set(), False
+    graphs._expert_load = SimpleNamespace(watching=False)
+    graphs._attention = graphs._ubatches = SimpleNamespace(
         forms=lambda rows, prompts: tuple(
             GraphForm(2 * prompts + form) for form in range(rows < 66, 2)
         )
     )
-    order = []
+    order: list[tuple[object, ...]] = []
 
     def capture(key, form, *, run):
+        graphs._expert_load.watching = False
         order.append((*key, form.name, run))
 
     monkeypatch.setattr(graphs, "_capture", capture)
-    graphs.capture(GraphSizes((64, 80, 96), (96,)).whole_steps())
-    decode, mixed = GraphMode.DECODE, GraphMode.MIXED
+    return graphs, order
+
+
+DECODE, MIXED = GraphMode.DECODE, GraphMode.MIXED
+
+
+def test_only_what_has_not_run_yet_is_run_before_it_is_captured(recorded):
+    """The largest first. A second form of a size differs in attention alone, which has run in that form by then."""
+    graphs, order = recorded
+    graphs.provide(GraphSizes((64, 80, 96), (96,)).whole_steps())
     assert order == [
-        (decode, 96, False, "DECODES", True),
-        (decode, 96, False, "EVEN_DECODES", True),
-        (mixed, 96, False, "MIXED", True),
-        (mixed, 96, False, "NEW_PROMPTS", True),
-        (decode, 80, False, "DECODES", True),
-        (decode, 80, False, "EVEN_DECODES", False),
-        (decode, 64, False, "DECODES", True),
+        (DECODE, 96, False, "DECODES", True),
+        (DECODE, 96, False, "EVEN_DECODES", True),
+        (MIXED, 96, False, "MIXED", True),
+        (MIXED, 96, False, "NEW_PROMPTS", True),
+        (DECODE, 80, False, "DECODES", True),
+        (DECODE, 80, False, "EVEN_DECODES", False),
+        (DECODE, 64, False, "DECODES", True),
     ]
     assert graphs.count(graphs.captured()) == len(order)
+    assert not graphs.capture_next()
+
+
+def test_on_demand_each_graph_is_captured_once_when_a_step_or_an_idle_group_wants_it(recorded):
+    graphs, order = recorded
+    graphs.on_demand = True
+    sizes = GraphSizes((64, 80, 96), (80, 96))
+    graphs.provide(sizes.whole_steps())
+    graphs.provide([GraphKey(DECODE, rows, True) for rows in (80, 96)])
+    largest = [(DECODE, 96, False), (MIXED, 96, False), (DECODE, 96, True)]
+    assert list(dict.fromkeys(one[:3] for one in order)) == largest
+
+    graphs._expert_load.watching = True
+    for _ in range(2):
+        graphs.require(GraphKey(DECODE, 64))
+    graphs.require(GraphKey(DECODE, 96))
+    assert graphs._expert_load.watching, "the step samples the load of its experts"
+    assert order[6:] == [(DECODE, 64, False, "DECODES", True)]
+    while graphs.capture_next():
+        pass
+    idle = [(DECODE, 80, True), (DECODE, 80, False), (MIXED, 80, False)]
+    assert list(dict.fromkeys(one[:3] for one in order[7:])) == idle
+    assert all(run for *key, form, run in order[7:] if form in ("DECODES", "MIXED"))
+    assert len(order) == len(set(order)) == graphs.count(graphs.captured())
+    assert graphs.captured() >= set(sizes.whole_steps())
+
+
+def test_graphs_that_were_discarded_or_closed_are_not_captured_later(recorded):
+    graphs, order = recorded
+    graphs.on_demand = True
+    keys = [GraphKey(DECODE, rows, cut) for rows in (64, 80, 96) for cut in (False, True)]
+    graphs.provide(keys)
+    graphs.drop_ubatches()
+    graphs.discard([GraphKey(DECODE, 64)])
+    del order[:]
+    assert graphs.capture_next() and not graphs.capture_next()
+    assert {one[:3] for one in order} == {(DECODE, 80, False)}
+    graphs.provide(keys[:4:2])
+    graphs.close()
+    assert not graphs.capture_next()
+
+
+def test_a_step_gets_its_graph_before_its_batch_is_built():
+    """A capture overwrites the buffers of batches."""
+    runner = object.__new__(ModelRunner)
+    order: list[object] = []
+
+    def build(*_: object, **__: object) -> None:
+        order.append("build")
+        raise InterruptedError
+
+    runner.graphs = SimpleNamespace(require=order.append)
+    runner._builder, runner._rank = SimpleNamespace(build=build), 0
+    plan = StepPlan(True, (3,), 4, DECODE, ubatch=True)
+    with pytest.raises(InterruptedError):
+        runner.launch(SimpleNamespace(admitted=[]), plan)
+    assert order == [GraphKey(DECODE, 4, True), "build"]
 
 
 def small(most: int) -> st.SearchStrategy:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernels.attention.dummy import DummyAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.attention.spec import AttentionSpec
 from workers.config import RankConfig
+from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous
@@ -52,7 +54,7 @@ def test_a_dummy_returns_zeros_in_the_shape_of_the_query() -> None:
 
 @pytest.fixture
 def epoch(tmp_path: Path) -> Iterator[Epoch]:
-    folder = make_checkpoint(tmp_path / "tiny", num_layers=2, hidden_size=32)
+    folder = make_checkpoint(tmp_path / "tiny", num_layers=4, hidden_size=32)
     config = RankConfig(
         model={"path": str(folder), "dtype": "float32", "max_model_len": 64},
         scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 16},
@@ -74,6 +76,14 @@ def test_steps_run_before_attention_is_compiled(
 ) -> None:
     compiled: Future[None] = Future()
     epoch._attention_compiled = compiled
+    layers: set[int] = set()
+    attend = DummyAttention.__call__
+
+    def attend_and_look(self: DummyAttention, *args: Any) -> torch.Tensor:
+        layers.add(args[3])
+        return attend(self, *args)
+
+    monkeypatch.setattr(DummyAttention, "__call__", attend_and_look)
     attention: Attention = epoch.backends.attention
     order: list[str] = []
 
@@ -97,6 +107,14 @@ def test_steps_run_before_attention_is_compiled(
     epoch.run_stage(KERNELS, lambda done, total: None)
     assert order.index("attention") == len(order) - 1 > 6, order
     assert epoch._attention_compiled is None
+    assert layers == {0, 1}, "the other layers have the same kernels"
+
+
+def test_few_layers_are_two_of_each_spec() -> None:
+    model = object.__new__(Qwen3MoeForCausalLM)
+    model.config, model.layers = SimpleNamespace(layers="abaabbc"), list(range(7))
+    assert model.with_few_layers().layers == [0, 1, 2, 4, 6]
+    assert model.layers == list(range(7))
 
 
 def test_the_forward_with_a_dummy_is_finite(epoch: Epoch) -> None:

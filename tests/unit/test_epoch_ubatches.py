@@ -48,6 +48,8 @@ class FakeGraphs:
         self.keys |= set(keys)
         return BYTES * count
 
+    provide = capture
+
 
 def make_epoch(overlap: RankOverlap, *, mode: Any = "auto", sm_choices: Any = ()) -> EpochUbatches:
     """An epoch on CPU with two fake ubatch backends; none where `overlap` cuts nothing."""

@@ -87,6 +87,9 @@ class FakeGraphs:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._marks
 
+    def require(self, key: GraphKey) -> None:
+        assert key in self
+
     def discard(self, keys: Iterable[GraphKey]) -> None:
         for key in set(keys):
             self._marks.pop(key, None)

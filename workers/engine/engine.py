@@ -182,7 +182,7 @@ class Engine:
         repeater.start()
         try:
             while not (plan := self.step()).stop:
-                if not plan.run:
+                if not plan.run and not (self._graph_sizes and self.runner.capture_next()):
                     self._sleep()
         finally:
             self._ended.set()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -195,6 +196,7 @@ class Epoch:
         """Run all kernels that compile at first use, at every step size with its own kernels. Collective.
 
         Attention's kernels take longest. They are compiled in the background while DummyAttention takes their place.
+        Few layers run in place of all, because the host takes most of the time of an eager step.
         """
         if self._warm:
             return
@@ -205,7 +207,8 @@ class Epoch:
         dummy = DummyAttention(self.backends.attention)
         with memory_for("a step"):
             dummy.bind(self.process.caches(1))
-            runner, scheduler = self.make(steps.num_blocks, dummy)
+            make = replace(self.make, model=self.model.with_few_layers())
+            runner, scheduler = make(steps.num_blocks, dummy)
             for done, size in enumerate(sizes):
                 report_progress(done, total)
                 steps.prefill(runner, scheduler, size)
@@ -246,7 +249,10 @@ class Epoch:
             self._tune(None)
 
     def capture_graphs(self, progress: Progress | None = None) -> None:
-        """Capture the forwards of steps, if the backends can and the configuration wants it. Collective."""
+        """Capture the forwards of steps, if the backends can and the configuration wants it. Collective.
+
+        A rebuild captures the largest alone, because open requests wait for it.
+        """
         process, sizes = self.process, self.graph_sizes
         if not sizes:
             if process.device.type == "cuda" and process.rank == 0:
@@ -254,9 +260,10 @@ class Epoch:
                 logger.info("no CUDA graphs: %s", graphs_off(wanted, process.selection, "cuda"))
             return
         with memory_for("CUDA graphs"):
-            graphs = self.runner.make_graphs(sizes)
-            self._graph_bytes = graphs.capture(sizes.whole_steps(), progress)
-        logger.info("captured CUDA graphs of %s: %.2f GB", sizes, self._graph_bytes / 1e9)
+            graphs = self.runner.make_graphs(sizes, on_demand=self.rendezvous.epoch > 0)
+            self._graph_bytes = graphs.provide(sizes.whole_steps(), progress)
+        captured = "captures on demand" if graphs.on_demand else "captured"
+        logger.info("%s CUDA graphs of %s: %.2f GB", captured, sizes, self._graph_bytes / 1e9)
         self._tune(progress)
 
     def _tune(self, progress: Progress | None) -> None:

@@ -5,8 +5,11 @@ Attention is planned before each replay; the graph reads tokens and their number
 requests or votes.
 """
 
+import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -23,9 +26,18 @@ from workers.runner.forward_batch import ForwardBatch
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.ubatch.wrapper import UBatchWrapper
 
+logger = logging.getLogger(__name__)
+
 Progress = Callable[[int, int], None]
 
 _IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device, one because cuBLAS keeps a workspace for each stream."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 class GraphPlanner(Protocol):
@@ -71,7 +83,10 @@ class StepGraphs:
     """The graphs of one rank, of up to `sizes.largest` rows, for sequences of up to `max_blocks` KV blocks.
 
     All graphs share one memory pool. The largest is captured first, so that smaller ones fit into its memory.
-    `ubatches` runs the model for the graphs of steps in ubatches.
+
+    ubatches    runs the model for the graphs of steps in ubatches
+    on_demand   `provide` captures the largest graphs alone; a step that needs another graph, or an idle group,
+                captures it
     """
 
     def __init__(
@@ -84,8 +99,9 @@ class StepGraphs:
         max_seqs: int,
         max_blocks: int,
         ubatches: UBatchWrapper | None,
+        on_demand: bool = False,
     ):
-        self.sizes = sizes
+        self.sizes, self.on_demand = sizes, on_demand
         self._model, self._ubatches = model, ubatches
         # Graphs are captured only where `Attention.graph` is true.
         self._attention = cast(GraphAttention, backends.attention)
@@ -93,7 +109,9 @@ class StepGraphs:
         self._builder = builder
         self._max_seqs = max_seqs
         self._graphs: dict[tuple[GraphKey, GraphForm], ForwardGraph] = {}
-        self._stream: torch.cuda.Stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._postponed: set[GraphKey] = set()
+        self._ran_forms: set[tuple[bool, GraphForm]] = set()
+        self._stream = _capture_stream(model.device)
         planners: list[GraphPlanner] = [self._attention]
         if ubatches is not None:
             planners.append(ubatches)
@@ -115,23 +133,56 @@ class StepGraphs:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self.captured()
 
+    def provide(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> int:
+        """Capture these graphs, or on demand the largest of each mode; return the bytes of those. Collective.
+
+        The largest fill the memory pool, and run every form of attention before a step has to.
+        """
+        now = set(keys)
+        if self.on_demand:
+            largest = {(key.mode, key.ubatch): key for key in sorted(now)}
+            self._postponed |= now
+            now = set(largest.values())
+        return self.capture(now, progress)
+
+    def require(self, key: GraphKey) -> None:
+        """Capture the graph of a step if it was postponed. Collective: all ranks run the step, with one key."""
+        if key not in self._postponed:
+            return
+        watching = self._expert_load.watching
+        started = time.perf_counter()
+        self.capture([key])
+        self._expert_load.watching = watching
+        spent = time.perf_counter() - started
+        logger.debug("captured %s in %.2f s, %d are left", key, spent, len(self._postponed))
+
+    def capture_next(self) -> bool:
+        """Capture the largest postponed graph; return False if none is left. Collective."""
+        if not self._postponed:
+            return False
+        self.require(max(self._postponed, key=lambda key: (key.rows, key)))
+        return True
+
     @torch.inference_mode()
     def capture(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> int:
         """Capture these graphs and return the bytes that they take. Collective."""
+        # A step in flight reads the buffers of batches, which a capture overwrites.
+        torch.cuda.synchronize(self._model.device)
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._model.device)
+        keys = set(keys)
+        self._postponed -= keys
         forms = [(key, form) for key in keys for form in self._forms(key)]
-        forms.sort(key=lambda one: (one[0].rows, one[0].mode, one[1]), reverse=True)
+        forms.sort(key=lambda one: (one[0].rows, *one), reverse=True)
         ran: set[GraphKey] = set()
-        ran_forms: set[tuple[bool, GraphForm]] = set()
         for done, (key, form) in enumerate(forms):
             if progress is not None:
                 progress(done, len(forms))
             # Forms of one size differ only in attention's kernel, which takes any number of rows.
-            known = key in ran and (key.ubatch, form) in ran_forms
+            known = key in ran and (key.ubatch, form) in self._ran_forms
             self._graphs[key, form] = self._capture(key, form, run=not known)
             ran.add(key)
-            ran_forms.add((key.ubatch, form))
+            self._ran_forms.add((key.ubatch, form))
         torch.cuda.synchronize(self._model.device)
         torch.cuda.empty_cache()
         if progress is not None:
@@ -139,13 +190,14 @@ class StepGraphs:
         return free - torch.cuda.mem_get_info(self._model.device)[0]
 
     def discard(self, keys: Iterable[GraphKey]) -> None:
-        """Discard these graphs if they were captured."""
+        """Discard these graphs if they were captured or postponed."""
         gone = set(keys)
+        self._postponed -= gone
         self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] not in gone}
 
     def discard_ubatches(self) -> None:
         """Discard all ubatched graphs."""
-        self.discard(key for key in self.captured() if key.ubatch)
+        self.discard(key for key in self.captured() | self._postponed if key.ubatch)
 
     def drop_ubatches(self) -> None:
         """Discard all ubatched graphs and the wrapper: no step will be cut."""
@@ -156,6 +208,7 @@ class StepGraphs:
         """Discard all graphs. Call it before the communicator is left, because NCCL waits for the end of its graphs."""
         torch.cuda.synchronize(self._model.device)
         self._graphs.clear()
+        self._postponed.clear()
 
     def plan(self, batch: ForwardBatch, key: GraphKey) -> ForwardGraph:
         """Plan attention for a replay; the batch was built with `key.rows` rows. Returns the graph to replay."""

@@ -83,11 +83,12 @@ class ModelRunner:
         Call it on every rank in every step that runs, with tokens or without. Wait for the outputs in order; at most
         one output may be outstanding when the next step is launched.
         """
+        key = self._graph_key(plan)
         started = time.perf_counter()
         self._admit(scheduled)
         num_rows = plan.tokens_to_run(self._rank)
-        batch = self._builder.build(scheduled, num_rows, graph=bool(plan.graph_mode))
-        forward = self._plan(batch, plan)
+        batch = self._builder.build(scheduled, num_rows, graph=key is not None)
+        forward = self._plan(batch, plan, key)
         mask = self._start_mask(scheduled) if self._met_grammar else None
         prepare = time.perf_counter() - started
         clock = StepClock(self._device)
@@ -145,7 +146,7 @@ class ModelRunner:
             self._prompt_logprobs.admit(seq)
             self._met_grammar |= seq.grammar is not None
 
-    def make_graphs(self, sizes: GraphSizes) -> StepGraphs:
+    def make_graphs(self, sizes: GraphSizes, *, on_demand: bool = False) -> StepGraphs:
         """Return graphs of these sizes, still to be captured; plans with a `graph_mode` replay them."""
         self.graphs = StepGraphs(
             self.model,
@@ -155,8 +156,13 @@ class ModelRunner:
             max_seqs=self._max_num_seqs,
             max_blocks=self._max_blocks,
             ubatches=self.ubatches,
+            on_demand=on_demand,
         )
         return self.graphs
+
+    def capture_next(self) -> bool:
+        """Capture a postponed graph; return False if none is left. Collective: call it when all ranks are idle."""
+        return self.graphs is not None and self.graphs.capture_next()
 
     def limit_all2all(self, comm_sms: int | None) -> None:
         """Set the SMs of the all-to-alls beside ubatches; discard ubatched graphs, which keep their own limit."""
@@ -176,11 +182,21 @@ class ModelRunner:
         if self.graphs is not None:
             self.graphs.close()
 
-    def _plan(self, batch: ForwardBatch, plan: StepPlan) -> Callable[[], Forwarded]:
+    def _graph_key(self, plan: StepPlan) -> GraphKey | None:
+        """Return the graph that the step replays, captured by now; None for an eager step."""
+        if not plan.graph_mode:
+            return None
+        assert self.graphs is not None, "a step replays graphs, but there are none"
+        key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
+        self.graphs.require(key)
+        return key
+
+    def _plan(
+        self, batch: ForwardBatch, plan: StepPlan, key: GraphKey | None
+    ) -> Callable[[], Forwarded]:
         """Plan attention and return the function that runs the forward."""
-        if plan.graph_mode:
-            assert self.graphs is not None, "a step replays graphs, but none were captured"
-            key = GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch)
+        if key is not None:
+            assert self.graphs is not None
             return partial(self._replay, self.graphs.plan(batch, key), batch)
         if not plan.ubatch:
             self._attention.plan(batch)

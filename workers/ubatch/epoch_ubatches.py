@@ -230,7 +230,7 @@ class EpochUbatches:
                 run(phase, size, True)
 
     def _capture(self, graphs: StepGraphs, progress: Progress | None) -> None:
-        """Capture the ubatched graphs that the policy can replay and discard all other ubatched ones.
+        """Provide the ubatched graphs that the policy can replay and discard all other ubatched ones.
 
         In `progress` they come after the graphs of whole steps.
         """
@@ -243,7 +243,7 @@ class EpochUbatches:
             if progress is not None:
                 progress(before + done, before + total)
 
-        self.graph_bytes += graphs.capture(sorted(wanted - captured), report_progress)
+        self.graph_bytes += graphs.provide(sorted(wanted - captured), report_progress)
         if self.graph_bytes and self._rank == 0:
             logger.info("captured CUDA graphs of ubatches: %.2f GB", self.graph_bytes / 1e9)
 
