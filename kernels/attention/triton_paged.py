@@ -73,7 +73,8 @@ class TritonPagedAttention(GraphAttention):
         from kernels.triton import paged_attention, paged_decode
         from kernels.triton.paged import store_kv
 
-        self._prompt_kernel, self._decode_kernel = paged_attention, paged_decode
+        self._prompt_kernel: Any = paged_attention
+        self._decode_kernel: Any = paged_decode
         self._store_kv = store_kv
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
         self._kv_heads = min((spec.num_kv_heads for spec in specs), default=1)

@@ -22,7 +22,7 @@ SHARED, RESERVED, REGISTERS, THREADS = 228 * 1024, 1024, 64 * 1024, 2048
 def compiled() -> dict[str, Any]:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.triton.compile"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
 
