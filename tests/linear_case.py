@@ -55,9 +55,9 @@ class LayerInputs:
 
 
 def recurrence(
-    spec: LinearAttentionSpec, inputs: LayerInputs, seq: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o [T, V, v] of one sequence and its states [T + 1, V, k, v] before and after each token, in float64."""
+    spec: LinearAttentionSpec, inputs: LayerInputs, seq: int, context: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return o [T, V, v] of one sequence, its state [V, k, v] after `context` tokens and its last one, in float64."""
     rows = torch.nn.functional.pad(inputs.mixed[seq].double(), (0, 0, spec.conv_width - 1, 0))
     windows_TCw = rows.unfold(0, spec.conv_width, 1)
     mixed_TC = torch.nn.functional.silu((windows_TCw * inputs.conv_weight.double()).sum(-1))
@@ -73,15 +73,16 @@ def recurrence(
     decay = (inputs.neg_exp_a.double() * torch.nn.functional.softplus(dt)).exp()
     beta = inputs.b[seq].double().sigmoid()
     state = torch.zeros(spec.state_shape(1)[1:], dtype=torch.float64)
-    states, outs = [state], []
+    kept, outs = state, []
     for token in range(len(v)):
         state = state * decay[token, :, None, None]
         read = torch.einsum("hkv,hk->hv", state, k[token])
         delta = beta[token, :, None] * (v[token] - read)
         state = state + torch.einsum("hk,hv->hkv", k[token], delta)
         outs.append(torch.einsum("hkv,hk->hv", state, q[token]))
-        states.append(state)
-    return torch.stack(outs), torch.stack(states)
+        if token + 1 == context:
+            kept = state
+    return torch.stack(outs), kept, state
 
 
 class LinearCase:
@@ -109,7 +110,7 @@ class LinearCase:
     def expect(self) -> None:
         """Compute what the inputs lead to, and fill the slots; again after a change of the inputs."""
         self.expected = [
-            [recurrence(spec, layer, seq) for seq in range(len(self.seqs))]
+            [recurrence(spec, layer, seq, context) for seq, (context, _) in enumerate(self.seqs)]
             for spec, layer in zip(self.specs, self.layers, strict=True)
         ]
         self.states = [self._states(layer) for layer in range(len(self.specs))]
@@ -145,7 +146,7 @@ class LinearCase:
         for seq, ((context, _), slot) in enumerate(zip(self.seqs, self.slots, strict=True)):
             if context:
                 pool.conv[slot] = self.tail(layer, seq, context)
-                pool.state[slot] = self.expected[layer][seq][1][context].float()
+                pool.state[slot] = self.expected[layer][seq][1].float()
         return LinearStates(pool.conv.to(self.device), pool.state.to(self.device))
 
     def batch(self) -> AttentionBatch:
@@ -190,9 +191,9 @@ class LinearCase:
         assert not found[num_tokens:].any()
         start = 0
         for seq, ((context, new), slot) in enumerate(zip(self.seqs, self.slots, strict=True)):
-            outs, states = self.expected[layer][seq]
+            outs, _, state = self.expected[layer][seq]
             assert calc_diff(found[start : start + new], outs[context:]) < tolerance, seq
-            assert calc_diff(pool.state[slot].cpu(), states[-1]) < tolerance, seq
+            assert calc_diff(pool.state[slot].cpu(), state) < tolerance, seq
             assert torch.equal(pool.conv[slot].cpu(), self.tail(layer, seq, context + new)), seq
             start += new
         others = torch.ones(self.num_slots, dtype=torch.bool)
