@@ -41,8 +41,8 @@ class Rows:
 
     def cut(self, start: int, end: int) -> "Rows":
         """Return the rows from `start` to `end`."""
-        rows = (x[start:end] for x in (self.mixed, self.a, self.b))
-        return Rows(*rows, self.conv_weight, self.neg_exp_a, self.dt_bias)
+        mixed, a, b = (x[start:end] for x in (self.mixed, self.a, self.b))
+        return Rows(mixed, a, b, self.conv_weight, self.neg_exp_a, self.dt_bias)
 
     def gates(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return g and beta, float32 [T, V]."""
@@ -196,10 +196,15 @@ def _heads(
     mixed_TC: torch.Tensor, spec: LinearAttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q [T, K, k] with norms of 1 / sqrt(k), k [T, K, k] with norms of 1, and v [T, V, v]."""
-    q, k, v = mixed_TC.split((spec.key_size, spec.key_size, spec.value_size), -1)
-    q, k = (x.unflatten(-1, (spec.num_key_heads, spec.key_dim)) for x in (q, k))
+    q, k, v = mixed_TC.split_with_sizes((spec.key_size, spec.key_size, spec.value_size), -1)
+    q, k = (x.view(-1, spec.num_key_heads, spec.key_dim) for x in (q, k))
     q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
-    return q * spec.key_dim**-0.5, k, v.unflatten(-1, (spec.num_value_heads, spec.value_dim))
+    return q * spec.key_dim**-0.5, k, v.view(-1, spec.num_value_heads, spec.value_dim)
+
+
+def _grouped(x_NV: torch.Tensor, spec: LinearAttentionSpec) -> torch.Tensor:
+    """Return x [N, V, ...] as [N, K, G, ...]."""
+    return x_NV.view(len(x_NV), spec.num_key_heads, spec.group_size, *x_NV.shape[2:])
 
 
 def _convolve(
@@ -227,13 +232,11 @@ def _advance_prompts(
     g_TV, beta_TV = rows.gates()
     places, real_NL = prompts.rows_NL, prompts.real_NL
     q, k, v = (x[places].transpose(1, 2) for x in _heads(mixed_TC, spec))
-    heads = (spec.num_key_heads, spec.group_size)
     q_NKLk, k_NKLk = q.unsqueeze(2), k.unsqueeze(2)
-    v_NKGLv = v.unflatten(1, heads)
+    v_NKGLv = _grouped(v, spec)
     # A place without a token changes no state: it has no decay and no weight.
     g, beta = (
-        (x[places] * real_NL.unsqueeze(-1)).transpose(1, 2).unflatten(1, heads)
-        for x in (g_TV, beta_TV)
+        _grouped((x[places] * real_NL.unsqueeze(-1)).transpose(1, 2), spec) for x in (g_TV, beta_TV)
     )
     decay_NKGL = g.cumsum(-1)
     size = decay_NKGL.shape[-1]
@@ -246,13 +249,13 @@ def _advance_prompts(
     grown = decay_NKGL.exp().unsqueeze(-1)
     known = torch.cat((v_NKGLv, k_NKLk * grown), -1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
-    values, keys = solved.split((spec.value_dim, spec.key_dim), -1)
+    values, keys = solved.split_with_sizes((spec.value_dim, spec.key_dim), -1)
     total = decay_NKGL[..., -1:]
     q_NKGLk = q_NKLk * grown
     # Keys of places without a token count for nothing because their values are 0.
     k_NKGkL = (k_NKLk * (total - decay_NKGL).exp().unsqueeze(-1)).transpose(-1, -2)
     out = torch.empty_like(values)
-    state = prompts.sequences.load(pool.state).unflatten(1, heads)
+    state = _grouped(prompts.sequences.load(pool.state), spec)
     first = 0
     for count in prompts.steps:
         part = slice(first, first + count)
