@@ -202,6 +202,13 @@ def streams_go_on(streams: list[Stream], expected: str, since: float, what: str)
         assert text_of(events) == expected, "no token is lost, doubled or other"
 
 
+def counts_at_rest(streams: list[Stream]) -> list[int] | None:
+    """The numbers of events when none has come for half a second; the last ones are on their way before."""
+    before = [len(stream.events()) for stream in streams]
+    time.sleep(0.5)
+    return before if before == [len(stream.events()) for stream in streams] else None
+
+
 def ranks(bed: Bed) -> list[str]:
     """The process of each host's rank."""
     return [host.run("pgrep", "-f", "ray::RankActor").stdout.strip() for host in bed.hosts]
@@ -212,9 +219,9 @@ def pull_a_cable_for_a_while(bed: Bed, server: Server, expected: str, seconds: f
     before = ranks(bed)
     streams = open_streams(server)
     bed.pull_cable(bed.hosts[1])
-    time.sleep(1)
-    counts = [len(stream.events()) for stream in streams]
-    time.sleep(seconds - 1)
+    pulled = time.monotonic()
+    counts = wait_for(lambda: counts_at_rest(streams), 20, "the streams pause")
+    time.sleep(max(0.0, pulled + seconds - time.monotonic()))
     assert [len(s.events()) for s in streams] == counts, "no step without a host"
     print(f"state after {seconds:g} s: {server.group()['state']}")
     bed.plug_cable(bed.hosts[1])
@@ -259,11 +266,15 @@ def end_the_cluster(bed: Bed, path: Path) -> None:
     assert [line for line in head.processes() if not line.startswith(ssh_master)] == []
 
     def rest() -> list[str]:
-        return [
-            line for line in other.processes() if "log_monitor.py" not in line
-        ]  # `ray stop` ends it
+        lines = other.processes()
+        return [line for line in lines if "log_monitor.py" not in line]  # `ray stop` ends it
 
-    wait_for(lambda: not rest(), 150, "the other machine has ended Ray")
+    started = time.monotonic()
+    try:
+        wait_for(lambda: not rest(), 240, "the other machine has ended Ray")
+        print(f"the other machine has ended Ray after {time.monotonic() - started:.1f} s")
+    except AssertionError as error:
+        raise AssertionError("\n".join(rest())) from error
 
 
 def test_a_cluster_from_up_to_down(bed: Bed) -> None:
