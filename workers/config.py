@@ -84,6 +84,18 @@ class SchedulerConfig(Section):
     max_num_seqs: int = Field(64, ge=1, description="Sequences running at once on a rank.")
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens of one step on a rank.")
     chunked_prefill: bool = Field(True, description="Split long prompts over several steps.")
+    max_prefill_tokens_with_decodes: Auto | PositiveInt = Field(
+        "auto",
+        description="Most prompt tokens of a rank in a step in which any rank decodes, because prompts delay the "
+        "tokens of all ranks; auto = adapted in service, so that p99 of the gap between tokens stays under "
+        "target_itl_ms.",
+    )
+    target_itl_ms: float = Field(
+        50.0,
+        gt=0,
+        description="Milliseconds between two tokens of a request, for which max_prefill_tokens_with_decodes = auto "
+        "limits prompts. Prompts get at least half of the time, and at least 128 tokens a step.",
+    )
     async_scheduling: Auto | bool = Field(
         "auto",
         description="Launch each step before the tokens of the one before are read; auto = on cuda.",

@@ -22,15 +22,16 @@ class Latency:
     p50: float | None
     p90: float | None
     p99: float | None
+    max: float | None
 
     @classmethod
     def of(cls, seconds: Figures) -> "Latency":
         """Compute the statistics of all samples; percentiles are interpolated."""
         known = [value for value in seconds if value is not None]
         if not known:
-            return cls(None, None, None, None)
+            return cls(None, None, None, None, None)
         values = np.asarray(known) * MILLISECONDS
-        figures = (values.mean(), *np.percentile(values, [50, 90, 99]))
+        figures = (values.mean(), *np.percentile(values, [50, 90, 99, 100]))
         return cls(*(round(float(value), 3) for value in figures))
 
 
@@ -39,7 +40,8 @@ class RoundResult:
     """One round against one server; all latencies count from the moment a request was due.
 
     ttft: time to the first output. tpot: time per output token after the first,
-    (e2e - ttft) / (tokens - 1). itl: time between two chunks with output. e2e: to the last byte.
+    (e2e - ttft) / (tokens - 1). itl: time between two chunks with output. worst_gap: the longest such time of each
+    answer. e2e: to the last byte.
     send_lag: from when a request was due to when it was sent. Tokens are None where the server
     sent no usage. unfinished: requests cut off by the end of an interrupted round; no other figure has them.
     """
@@ -59,6 +61,7 @@ class RoundResult:
     ttft_ms: Latency
     tpot_ms: Latency
     itl_ms: Latency
+    worst_gap_ms: Latency
     e2e_ms: Latency
     send_lag_ms: Latency
     goodput: Goodput | None
@@ -99,6 +102,7 @@ def summarise(
         ttft_ms=Latency.of([answer.ttft for answer in good]),
         tpot_ms=Latency.of([answer.tpot for answer in good]),
         itl_ms=Latency.of(np.concatenate(gaps).tolist() if gaps else []),
+        worst_gap_ms=Latency.of([float(each.max()) for each in gaps]),
         e2e_ms=Latency.of([answer.e2e for answer in good]),
         send_lag_ms=Latency.of([answer.sent - answer.started for answer in ended]),
         goodput=measure_goodput(ended, limits or {}, duration),

@@ -15,6 +15,8 @@ COMPARED: tuple[tuple[str, str | None, str], ...] = (
     ("tpot_ms", "p50", "time per output token, p50"),
     ("itl_ms", "p50", "between chunks, p50"),
     ("itl_ms", "p99", "between chunks, p99"),
+    ("worst_gap_ms", "p50", "worst gap of a stream, p50"),
+    ("worst_gap_ms", "p99", "worst gap of a stream, p99"),
     ("e2e_ms", "p50", "whole answer, p50"),
 )
 

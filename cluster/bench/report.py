@@ -20,6 +20,7 @@ LATENCIES = {
     "ttft_ms": "time to first token",
     "tpot_ms": "time per output token",
     "itl_ms": "between chunks",
+    "worst_gap_ms": "worst gap of a stream",
     "e2e_ms": "whole answer",
 }
 RATES = {
@@ -153,7 +154,7 @@ def _add_figures(table: Table, load: Mapping[str, Any], medians: list[dict[str, 
         rates = (_number(goodput["requests_per_s"], 1) for goodput in goodputs)
         table.add_row("goodput requests/s", *rates)
     for key, label in LATENCIES.items():
-        for part in ("mean", "p50", "p90", "p99"):
+        for part in ("mean", "p50", "p90", "p99", "max"):
             table.add_row(f"{label}, {part} (ms)", *(_number(m[key][part]) for m in medians))
     for key in ("prompt_tokens", "cached_tokens", "output_tokens", "max_in_flight"):
         table.add_row(key.replace("_", " "), *(_number(m[key], 0) for m in medians))

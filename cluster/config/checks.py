@@ -55,6 +55,15 @@ def _check_cluster(config: PhalanxConfig) -> Iterator[Problem]:
 
 
 def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
+    if (
+        config.scheduler.max_prefill_tokens_with_decodes != "auto"
+        and not config.scheduler.chunked_prefill
+    ):
+        yield Problem(
+            "scheduler.max_prefill_tokens_with_decodes",
+            "a limit needs scheduler.chunked_prefill = true, because it splits prompts; expected auto",
+            ("scheduler.chunked_prefill",),
+        )
     seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     if seqs == "auto" or tokens == "auto":
         return  # an auto limit is chosen to fit the other limit

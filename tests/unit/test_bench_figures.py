@@ -32,11 +32,12 @@ def test_closed_loop_by_known_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     for latency, expected in (
         (result.ttft_ms, 50.0),
         (result.itl_ms, 10.0),
+        (result.worst_gap_ms, 10.0),
         (result.tpot_ms, 10.0),
         (result.e2e_ms, 120.0),
         (result.send_lag_ms, 0.0),
     ):
-        for part in (latency.mean, latency.p50, latency.p90, latency.p99):
+        for part in (latency.mean, latency.p50, latency.p90, latency.p99, latency.max):
             assert part == pytest.approx(expected, abs=1e-3)
     assert result.duration_s == pytest.approx(3 * 0.12)
     assert (result.completed, result.errors, result.unfinished) == (12, {}, 0)
@@ -46,6 +47,20 @@ def test_closed_loop_by_known_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.requests_per_s == pytest.approx(12 / 0.36, abs=1e-3)
     assert result.output_tokens_per_s == pytest.approx(96 / 0.36, abs=0.1)
     assert result.total_tokens_per_s == pytest.approx((96 + 240) / 0.36, abs=0.1)
+
+
+def test_the_worst_gap_counts_once_for_each_answer() -> None:
+    """Two streams with one long gap each among short ones: no percentile of all gaps shows how each stream fared."""
+
+    def answer(*times: float) -> Answer:
+        return Answer(0.0, ended=times[-1], chunk_times=list(times))
+
+    even = [1 + 0.01 * number for number in range(200)]
+    answers = [answer(*even, 3.08), answer(*even, 3.03), answer(1.0)]
+    result = summarise(answers, 0.0)
+    assert result.itl_ms.p50 == pytest.approx(10) and result.itl_ms.p99 == pytest.approx(10)
+    assert result.itl_ms.max == result.worst_gap_ms.max == pytest.approx(90)
+    assert result.worst_gap_ms.p50 == pytest.approx(65)
 
 
 def test_tokens_come_from_usage_whatever_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

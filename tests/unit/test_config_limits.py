@@ -50,6 +50,13 @@ def test_a_step_holds_the_longest_prompt_that_is_not_cut(yaml_path: Path) -> Non
     assert resolve_scheduler(scheduler, "cpu", 40_960).max_num_batched_tokens == 40_960
 
 
+def test_a_limit_of_prompts_beside_decodes_needs_prompts_that_are_split(yaml_path: Path) -> None:
+    limit = "scheduler.max_prefill_tokens_with_decodes=512"
+    assert load_config(yaml_path, [limit]).scheduler.max_prefill_tokens_with_decodes == 512
+    with pytest.raises(ConfigError, match=r"a limit needs scheduler.chunked_prefill = true"):
+        load_config(yaml_path, [limit, "scheduler.chunked_prefill=false"])
+
+
 def test_more_ranks_than_this_machine_can_ever_hold_are_refused(yaml_path, monkeypatch):
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}  # 8.2 GB
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)

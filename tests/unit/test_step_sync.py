@@ -92,6 +92,14 @@ def test_ranks_without_tokens_run_along_in_ubatches():
     assert plan.ubatch and plan.padded_tokens == 8
 
 
+def test_one_rank_that_decodes_next_caps_the_prompts_of_all():
+    decodes = vote(3, prefill_cap=256)
+    prompts = vote(900, prefill_tokens=900)
+    plan = decide(rows(prompts, decodes, vote(4, prefill_cap=300)), RAGGED)
+    assert (plan.prefill_cap, plan.prefill_tokens) == (256, 900)
+    assert decide(rows(prompts, vote()), RAGGED).prefill_cap == 0
+
+
 def test_stop_beats_work():
     plan = decide(rows(vote(5), vote(wants_stop=1)), EQUAL)
     assert plan.stop and not plan.run
@@ -142,6 +150,8 @@ votes = st.builds(
     st.integers(0, 8),
     st.integers(0, 8),
     wants_ubatch=st.integers(0, 1),
+    prefill_tokens=st.integers(0, 50),
+    prefill_cap=st.sampled_from([0, 0, 5, 128, 8192]),
     wants_stop=st.sampled_from([0, 0, 0, 1]),
 )
 
@@ -156,6 +166,9 @@ def test_plans_are_safe(group, equal):
     assert plan.run == (any(tokens) and not any(v.wants_stop for v in group))
     if not plan.run:
         return
+    caps = [v.prefill_cap for v in group if v.prefill_cap]
+    assert plan.prefill_cap == (min(caps) if caps else 0)
+    assert plan.prefill_tokens == max(v.prefill_tokens for v in group)
     run = [plan.tokens_to_run(rank) for rank in range(len(group))]
     assert all(r >= max(1, t) for r, t in zip(run, tokens, strict=True))
     if equal or plan.ubatch or plan.graph_mode:

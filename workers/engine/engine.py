@@ -19,6 +19,7 @@ from typing import Literal
 from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
+from workers.engine.prefill_cap import PrefillCap
 from workers.engine.scheduler import ScheduledBatch, Scheduler
 from workers.engine.step_sync import (
     HEALTHY,
@@ -51,12 +52,13 @@ REPEAT_WAKE_S = 0.5
 
 @dataclass(frozen=True)
 class InFlightStep:
-    """A step that is launched and not committed."""
+    """A step that is launched and not committed. prefill_cap: cap of its prompt tokens, 0 = no rank decodes in it."""
 
     batch: ScheduledBatch
     plan: StepPlan
     output: Pending[StepOutput]
     times: HostTimes
+    prefill_cap: int
 
 
 class Engine:
@@ -68,6 +70,7 @@ class Engine:
     asynchronous                  commit a step after the next one is launched; the runner must be asynchronous too
     overlap                       decides when this rank wants its steps in ubatches; the runner must have `ubatches`
     graph_sizes                   sizes of the runner's graphs
+    prefill_cap                   prompt tokens of steps with decodes; without it, no limit
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Engine:
         asynchronous: bool = False,
         overlap: OverlapPolicy | None = None,
         graph_sizes: GraphSizes | None = None,
+        prefill_cap: PrefillCap | None = None,
     ):
         self.scheduler = scheduler
         self.runner = runner
@@ -95,6 +99,9 @@ class Engine:
         self._publish = publish
         self._wake_peers = wake_peers
         self._graph_sizes = graph_sizes or GraphSizes()
+        self._prefill_cap = prefill_cap
+        self._next_cap = 0  # of prompt tokens in the next step
+        self._committed_at = 0.0  # time of the last commit; 0 = the group has slept since
         self._max_in_flight = int(asynchronous)
         self._overlap = overlap or never("this engine has none")
         self._in_flight: deque[InFlightStep] = deque()
@@ -204,7 +211,8 @@ class Engine:
             output = self.runner.launch(batch, plan)
             self.scheduler.launched(batch)
             times = HostTimes(schedule_s, voted - scheduled)
-            self._in_flight.append(InFlightStep(batch, plan, output, times))
+            self._in_flight.append(InFlightStep(batch, plan, output, times, self._next_cap))
+        self._next_cap = plan.prefill_cap
         try:
             self._commit(self._max_in_flight if plan.run else 0)
             self._publish_and_record()
@@ -236,10 +244,10 @@ class Engine:
         """
         if self._in_flight and self.scheduler.needs_tokens:
             self._commit(0)
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self._next_cap)
         if self._in_flight and not batch.seqs:
             self._commit(0)
-            batch = self.scheduler.schedule()
+            batch = self.scheduler.schedule(self._next_cap)
         return batch
 
     def _vote(self, batch: ScheduledBatch | None) -> StepPlan:
@@ -252,6 +260,8 @@ class Engine:
             num_tokens=num_tokens,
             **self._graph_sizes.vote(mode, num_tokens),
             wants_ubatch=self._overlap.wants(mode, num_tokens),
+            prefill_tokens=batch.prefill_tokens if batch else 0,
+            prefill_cap=self._cap_of(batch),
             has_work=self.scheduler.has_work,
             wants_stop=self._stopping,
             health=UNHEALTHY if failure else HEALTHY,
@@ -267,6 +277,19 @@ class Engine:
             reasons = gather_reasons(self._vote_transport, own)
             raise LockstepError(f"rank {error.rank}: {reasons[error.rank]}") from failure
 
+    def _cap_of(self, batch: ScheduledBatch | None) -> int:
+        """Return this rank's `Vote.prefill_cap`."""
+        if self._prefill_cap is None or batch is None or not batch.decodes_next:
+            return 0
+        return self._prefill_cap.tokens
+
+    def _note_gap(self, step: InFlightStep) -> None:
+        """Observe the time since the commit before, if decodes were in the step."""
+        now, before = time.perf_counter(), self._committed_at
+        self._committed_at = now
+        if self._prefill_cap is not None and step.prefill_cap and before:
+            self._prefill_cap.observe(now - before, step.plan.prefill_tokens, step.prefill_cap)
+
     def _commit(self, max_in_flight: int) -> None:
         """Read the outputs of all but the last `max_in_flight` steps and enter them in the scheduler."""
         started = time.perf_counter()
@@ -276,6 +299,7 @@ class Engine:
             if self._aborted:
                 raise AbortedError
             self._in_flight.popleft()
+            self._note_gap(launched)
             committed = self.scheduler.commit(launched.batch, output)
             generated = self.stats.requests.num_tokens(committed)
             if self._arrivals.fresh:
@@ -327,6 +351,7 @@ class Engine:
             self.fail(error)
         with self._changed:
             self._asleep = True
+            self._committed_at = 0.0
             self._changed.wait_for(self._must_vote)
             self._asleep = False
             woken_by_peer = self._woken_by_peer()

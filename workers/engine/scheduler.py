@@ -43,6 +43,7 @@ class ScheduledBatch:
 
     samples[i]   sequence i reaches its last token in this step and gets a new token
     admitted     sequences that moved into their rows since the last launched step
+    decodes_next a sequence with a new token may go on, and so decodes in the next step
     """
 
     seqs: list[Sequence]
@@ -51,6 +52,12 @@ class ScheduledBatch:
     num_decodes: int
     samples: np.ndarray
     admitted: list[Sequence]
+    decodes_next: bool
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of sequences that compute more than one."""
+        return self.num_tokens - self.num_decodes
 
     @property
     def forward_mode(self) -> ForwardMode:
@@ -145,21 +152,26 @@ class Scheduler:
         """Whether a running sequence needs the tokens of the launched steps before its next step."""
         return any(seq.num_pending and seq.needs_last_token for seq in self.running)
 
-    def schedule(self) -> ScheduledBatch:
+    def schedule(self, prefill_cap: int = 0) -> ScheduledBatch:
         """Choose this step's sequences and allocate their blocks.
+
+        prefill_cap   most tokens of prompts, 0 = as many as fit; prompts that are not split have no cap
 
         While tokens are pending the batch may be empty although there is work: then `commit` comes first.
         """
         budget = self._config.max_num_batched_tokens
+        prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
         work: list[tuple[Sequence, int]] = []
         preempted = False
         index = 0
         while index < len(self.running) and budget:
             seq = self.running[index]
-            if seq.ends_with_pending:
+            num_new = seq.num_remaining
+            is_prompt = num_new > 1
+            if seq.ends_with_pending or (is_prompt and not prompts):
                 index += 1
                 continue
-            num_new = min(seq.num_remaining, budget)
+            num_new = min(num_new, budget, prompts if is_prompt else 1)
             if self._window is not None:
                 self._leave_behind(seq)
             while not self._grow(seq, seq.num_computed + num_new):
@@ -169,10 +181,11 @@ class Scheduler:
             else:
                 work.append((seq, num_new))
                 budget -= num_new
+                prompts -= num_new if is_prompt else 0
                 index += 1
         # Admitting right after a preemption would only undo it.
         if not preempted:
-            self._admit(budget, work)
+            self._admit(min(budget, prompts), work)
         return _batch(work, self._admitted.copy())
 
     def launched(self, batch: ScheduledBatch) -> None:
@@ -345,4 +358,9 @@ def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> Schedu
     num_new = np.array([num_new for _, num_new in ordered], dtype=np.int64)
     samples = np.array([num_new == seq.num_remaining for seq, num_new in ordered], dtype=bool)
     num_tokens = sum(count for _, count in work)
-    return ScheduledBatch(seqs, num_new, num_tokens, len(decodes), samples, admitted)
+    decodes_next = any(
+        seq.num_tokens + seq.num_pending + 1 < seq.max_num_tokens
+        for seq, drawn in zip(seqs, samples.tolist(), strict=True)
+        if drawn
+    )
+    return ScheduledBatch(seqs, num_new, num_tokens, len(decodes), samples, admitted, decodes_next)

@@ -44,6 +44,9 @@ class Vote:
                   every graph fits a rank without tokens
     mixed_rows    rows of the smallest MIXED graph that fits, 0 if none fits
     wants_ubatch  the rank gains from two ubatches
+    prefill_tokens  tokens of prompts among num_tokens
+    prefill_cap   most prompt tokens that a rank may run in the next step, because this rank decodes in it; 0 if it does
+                  not
     has_work      requests wait or run on the rank, scheduled or not
     health        HEALTHY, or another number: then the group stops with the rank's number and reason
     """
@@ -54,6 +57,8 @@ class Vote:
     decode_rows: int = 0
     mixed_rows: int = 0
     wants_ubatch: int = 0
+    prefill_tokens: int = 0
+    prefill_cap: int = 0
     has_work: int = 0
     wants_stop: int = 0
     health: int = HEALTHY
@@ -83,6 +88,8 @@ class StepPlan:
     run                   the ranks run a forward; otherwise the group sleeps
     num_tokens_across_dp  tokens of each rank, without padding
     padded_tokens         rows that every rank runs, or 0 if the step runs ragged
+    prefill_tokens        most prompt tokens of a rank
+    prefill_cap           most prompt tokens of a rank in the next step, because a rank decodes in it; 0 = no rank does
     """
 
     run: bool
@@ -91,6 +98,8 @@ class StepPlan:
     graph_mode: GraphMode = GraphMode.NONE
     ubatch: bool = False
     stop: bool = False
+    prefill_tokens: int = 0
+    prefill_cap: int = 0
 
     def tokens_to_run(self, rank: int) -> int:
         """Return the rows of `rank`'s forward with padding; at least one, because idle ranks run along."""
@@ -146,7 +155,15 @@ def decide(rows: np.ndarray, config: PlanConfig) -> StepPlan:
         min(filter(None, num_tokens)), padded, config.num_ubatches
     )
     equal = config.equal_tokens or graph_mode > GraphMode.NONE or ubatch
-    return StepPlan(True, tuple(num_tokens), padded if equal else 0, graph_mode, ubatch)
+    return StepPlan(
+        True,
+        tuple(num_tokens),
+        padded if equal else 0,
+        graph_mode,
+        ubatch,
+        prefill_tokens=max(columns["prefill_tokens"]),
+        prefill_cap=min(filter(None, columns["prefill_cap"]), default=0),
+    )
 
 
 def _graph(columns: dict[str, list[int]]) -> tuple[GraphMode, int]:

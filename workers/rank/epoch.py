@@ -300,6 +300,7 @@ class Epoch:
                 asynchronous=process.asynchronous,
                 graph_sizes=self.graph_sizes,
                 overlap=self.ubatches.policy,
+                prefill_cap=process.prefill_cap,
             )
         process.warm = True
         graph_bytes = self._graph_bytes + self.ubatches.graph_bytes

@@ -25,6 +25,7 @@ from workers.config import RankConfig, not_for_answers
 from workers.engine.block_pool import BlockPool
 from workers.engine.kv_caches import allocate_kv_caches
 from workers.engine.kv_demand import KVDemand
+from workers.engine.prefill_cap import PrefillCap
 from workers.models.causal_lm import CausalLM
 from workers.models.registry import load_model_config, model_class
 from workers.models.specs import ModelConfig
@@ -62,6 +63,7 @@ class RankProcess:
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
+    prefill_cap  prompt tokens of steps with decodes
     epoch        the last epoch
     """
 
@@ -85,6 +87,7 @@ class RankProcess:
         self.pool = BlockPool(0)
         self.warm = False
         self.pace = Pace()
+        self.prefill_cap = PrefillCap(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
 
     def _configure(self, rank: int, config: RankConfig) -> None:
