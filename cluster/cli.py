@@ -238,6 +238,25 @@ def trace(
         run(settings, mode, tokens, out, layers, typer.echo)
 
 
+@app.command("compile")
+def compile_(
+    config: ConfigPath = DEMO,
+    overrides: Overrides = None,
+    *,
+    out: Annotated[Path, typer.Option(help="New folder for the compiled kernels.")],
+) -> None:
+    """Compile the kernels of a configuration into a folder, for kernels.cache. On GPUs its ranks start, and end."""
+    settings = _load(config, overrides)
+    from rich.console import Console
+
+    from cluster.commands.compile import compile_kernels
+    from cluster.commands.start import ServerError
+
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    with _user_errors(ServerError, code=1), _user_errors(ValueError, OSError):
+        compile_kernels(settings, out, console, typer.echo)
+
+
 @app.command()
 def schema() -> None:
     """Print the JSON schema of the YAML."""

@@ -29,6 +29,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
 from kernels.backends import select
 from kernels.backends.registry import SEAMS, backend_class
+from kernels.host.cache_folder import use_cache_folder
 from workers.config import RankConfig, not_for_answers
 from workers.models.registry import load_model_config
 from workers.models.specs import ModelConfig
@@ -67,6 +68,7 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
     cannot be, ApiKeyError when the keys cannot be used, ConfigError when traces are wanted and their library is
     missing, overlap.comm_sms leaves nothing of the GPU, or the ranks are too many for this machine.
     """
+    use_cache_folder(config.kernels.cache)
     check_tracing(config.serve.tracing)
     check_num_ranks(config)
     if num_api_keys is None:

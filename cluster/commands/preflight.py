@@ -86,7 +86,7 @@ def run() -> None:
     """Run in the process: read (configuration, number of API keys) from stdin, write the outcome to stdout."""
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     config, num_api_keys = pickle.load(sys.stdin.buffer)
-    cuda_environment.prepare(os.environ)
+    cuda_environment.prepare(os.environ, config.kernels.cache)
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # the output of libraries must not mix with the outcome
         report, outcome = _check(config, num_api_keys)

@@ -70,6 +70,7 @@ def _fill_derived(source: ConfigSource, folder: Path) -> None:
         serve["model_name"] = model_name
     _make_absolute(source, folder, "serve", "api_keys_file")
     _make_absolute(source, folder, "serve", "chat_template")
+    _make_absolute(source, folder, "kernels", "cache")
 
 
 def _resolve_revision(config: PhalanxConfig) -> tuple[PhalanxConfig, list[Problem]]:

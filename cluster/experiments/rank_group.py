@@ -28,7 +28,7 @@ class RankGroup(Engine):
     """Started ranks. They live until `close`, or until one of them fails."""
 
     def __init__(self, config: PhalanxConfig, folder: Path, start_s: float):
-        cuda_environment.prepare(os.environ)
+        cuda_environment.prepare(os.environ, config.kernels.cache)
         self._config = config
         self._num_ranks = config.cluster.ranks
         self.logs = [folder / f"rank-{rank}.log" for rank in range(self._num_ranks)]

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ import torch
 from kernels.attention.spec import AttentionSpec
 from kernels.host.cuda_environment import share_compiled_kernels
 from kernels.host.hopper import on_hopper
+
+LIBRARY = ".so"
+NOTHING_TO_BUILD = "build all: phony\ndefault all\n"
 
 
 @functools.cache
@@ -47,6 +51,21 @@ def compile_missing(found: Iterable[Any]) -> None:
     missing = [module for module in found if not module.is_compiled]
     with ThreadPoolExecutor(max(1, len(missing))) as pool:
         list(pool.map(lambda module: module.build(verbose=False), missing))
+
+
+def seal_modules(cache: Path) -> int:
+    """Make the compiled modules below a cache folder load at any path; return their number.
+
+    flashinfer runs ninja before it loads a module. In a folder that was copied ninja would compile again, because paths
+    and times of sources differ, so each module gets a build file with nothing to do. Intermediate files are deleted.
+    """
+    folders = [file.parent for file in cache.glob(f"**/cached_ops/*/*{LIBRARY}")]
+    for folder in folders:
+        for file in folder.iterdir():
+            if file.suffix != LIBRARY:
+                file.unlink()
+        (folder / "build.ninja").write_text(NOTHING_TO_BUILD)
+    return len(folders)
 
 
 def modules(dtype: torch.dtype, head_dim: int) -> list[Any]:

@@ -34,3 +34,9 @@ class KernelsConfig(BaseModel):
         "auto",
         description="Linear attention (gated delta nets); only for models with such layers.",
     )
+    cache: str | None = Field(
+        None,
+        min_length=1,
+        description="Folder of compiled kernels, on every node, such as `phalanx compile` writes; relative to the "
+        "YAML's folder; null = ~/.cache/phalanx.",
+    )

@@ -3,8 +3,17 @@
 import os
 from pathlib import Path
 
+_chosen: Path | None = None
+
+
+def use_cache_folder(folder: str | None) -> None:
+    """Keep the compiled kernels of this process in `folder`, if given. Call it before a kernel is compiled."""
+    global _chosen
+    if folder is not None:
+        _chosen = Path(folder)
+
 
 def cache_folder() -> Path:
-    """Return the folder below the user's cache folder; it may not exist yet."""
+    """Return the chosen folder, else one below the user's cache folder; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "phalanx"
+    return _chosen or Path(base) / "phalanx"

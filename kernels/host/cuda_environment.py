@@ -6,7 +6,7 @@ leave a host's GPUs unusable for all programs. Compiled kernels go to one folder
 
 from collections.abc import Mapping, MutableMapping
 
-from kernels.host.cache_folder import cache_folder
+from kernels.host.cache_folder import cache_folder, use_cache_folder
 
 MULTICAST_OFF = {
     "NCCL_NVLS_ENABLE": "0",
@@ -33,21 +33,25 @@ def check_multicast_off(environment: Mapping[str, str]) -> None:
         )
 
 
-def prepare(environment: MutableMapping[str, str]) -> None:
+def prepare(environment: MutableMapping[str, str], cache: str | None = None) -> None:
     """Prepare a process that starts ranks itself: no multicast, and compiled kernels in the shared folder."""
     environment.update(MULTICAST_OFF)
-    share_compiled_kernels(environment)
+    share_compiled_kernels(environment, cache)
 
 
-def share_compiled_kernels(environment: MutableMapping[str, str]) -> None:
-    """Set the folders of kernels that compile at first use, below the cache folder; set variables stay.
+def share_compiled_kernels(environment: MutableMapping[str, str], cache: str | None = None) -> None:
+    """Set the folders of kernels that compile at first use, below the cache folder.
+
+    cache   the cache folder, whatever variables are set; None = the one of this process, and set variables stay
 
     flashinfer reads its variable once, at import; DeepGEMM and Triton read theirs at each compilation.
     """
+    use_cache_folder(cache)
     folder = cache_folder()
     for name, place in (
         ("DG_JIT_CACHE_DIR", "deep_gemm"),
         ("FLASHINFER_WORKSPACE_BASE", "flashinfer"),
         ("TRITON_CACHE_DIR", "triton"),
     ):
-        environment.setdefault(name, str(folder / place))
+        if cache is not None or name not in environment:
+            environment[name] = str(folder / place)

@@ -70,13 +70,8 @@ def load() -> ctypes.CDLL:
 
     Raises NativeUnavailableError without a working C compiler. Calls release the interpreter lock.
     """
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None:
-        raise NativeUnavailableError("no C compiler (cc) is on the PATH")
-    path = cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
+    path = compiled_library()
     try:
-        if not path.is_file():
-            _compile(compiler, path)
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailableError(f"{path}: {error}") from error
@@ -84,6 +79,20 @@ def load() -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, _RESULTS.get(name)
     return library
+
+
+def compiled_library() -> Path:
+    """Return the library in the cache folder, compiled if it is missing. Raises NativeUnavailableError."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        raise NativeUnavailableError("no C compiler (cc) is on the PATH")
+    path = cache_folder() / f"cpu-{_fingerprint(compiler)}.so"
+    try:
+        if not path.is_file():
+            _compile(compiler, path)
+    except OSError as error:
+        raise NativeUnavailableError(f"{path}: {error}") from error
+    return path
 
 
 @functools.cache

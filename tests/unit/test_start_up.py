@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cluster.commands.start import progress_line
+from kernels.host import cache_folder
 from kernels.host.cuda_environment import (
     MULTICAST_OFF,
     MulticastError,
@@ -60,6 +61,22 @@ def test_compiled_kernels_go_where_told_or_to_one_folder(monkeypatch: pytest.Mon
         "DG_JIT_CACHE_DIR": "/caches/phalanx/deep_gemm",
         "FLASHINFER_WORKSPACE_BASE": "/caches/phalanx/flashinfer",
     }
+
+
+def test_a_configured_folder_of_kernels_comes_before_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache_folder, "_chosen", None)
+    environment = {"TRITON_CACHE_DIR": "/mine"}
+    share_compiled_kernels(environment, "/shipped")
+    assert environment == {
+        "TRITON_CACHE_DIR": "/shipped/triton",
+        "DG_JIT_CACHE_DIR": "/shipped/deep_gemm",
+        "FLASHINFER_WORKSPACE_BASE": "/shipped/flashinfer",
+    }
+    assert cache_folder.cache_folder() == Path("/shipped")
+    cache_folder.use_cache_folder(None)
+    assert cache_folder.cache_folder() == Path("/shipped"), "later readers find the same folder"
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -63,7 +63,7 @@ class RankActor:
     def __init__(self, rank: int, config: RankConfig):
         if config.device == "cuda":
             check_multicast_off(os.environ)
-            share_compiled_kernels(os.environ)
+            share_compiled_kernels(os.environ, config.kernels.cache)
         self._index, self._config = rank, config
         self._set_up_logging()
         self._fence = Fence(rank)

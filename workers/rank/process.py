@@ -18,6 +18,7 @@ from kernels.attention.dummy import DummyAttention
 from kernels.attention.kv_layout import KVGroup, kv_block_bytes
 from kernels.backends import select
 from kernels.backends.context import BackendContext
+from kernels.host.cache_folder import use_cache_folder
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.routing.forced_routing import ForcedRouting
@@ -68,6 +69,7 @@ class RankProcess:
     """
 
     def __init__(self, rank: int, config: RankConfig):
+        use_cache_folder(config.kernels.cache)
         self.model_config: ModelConfig = load_model_config(config.model.folder)
         self.device = torch.device(config.device)
         if config.device == "cuda":
