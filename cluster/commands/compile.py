@@ -46,7 +46,7 @@ def summary(folder: Path) -> list[str]:
     counts = Counter(KINDS[file.suffix] for file in files if file.suffix in KINDS)
     found = ", ".join(f"{kind}: {counts[kind]}" for kind in KINDS.values() if counts[kind])
     size = sum(file.stat().st_size for file in files)
-    return [f"{found}, {size / 1e6:.1f} MB", f"kernels.cache: {folder}"]
+    return [f"{found}, {size / 1e6:.2f} MB", f"kernels.cache: {folder}"]
 
 
 def _compiling(config: PhalanxConfig, folder: Path) -> PhalanxConfig:

@@ -216,6 +216,7 @@ class EngineClient(OperatorCalls):
             pinned=None if (request.pinned or 0) >= self.num_ranks else request.pinned,
         )
         request.router, request.place = self._router, self._router.place(request.rank)
+        request.begin_prefill(self._router.picked_prefill)
         self._open[request.wire_id] = request
         group, rank = request.place
         self._groups[group].submit(rank, request.to_engine())
@@ -228,6 +229,7 @@ class EngineClient(OperatorCalls):
         """Release what `_submit` took."""
         if self._open.pop(request.wire_id, None) is not None:
             request.router.release(request.rank, request.num_tokens)
+            request.end_prefill()
 
     def _deliver(
         self, lease: str, group: int, rank: int, load_of_others: int, outputs: list[RequestOutput]

@@ -18,6 +18,7 @@ class OpenRequest:
     whole    `get` waits for the last output, because a wait for each output takes most of the time of an output
     rank     the rank that has the request, numbered over all groups by `router`
     place    its group, and its number there
+    prefill_tokens  prompt tokens that count at the router until the first token
     attempt  how often the request was submitted; a rank must not see one request id twice
     emitted  every token that came, whether the client has it or not
 
@@ -41,6 +42,7 @@ class OpenRequest:
     rank: int = 0
     place: tuple[int, int] = (0, 0)
     router: Router = field(init=False)
+    prefill_tokens: int = 0
     attempt: int = 0
     emitted: list[int] = field(default_factory=list)
     fresh: bool = True
@@ -82,6 +84,7 @@ class OpenRequest:
                 self.begun = True
                 return
             self.fresh = self.begun = self.on_trial = False
+            self.end_prefill()
             self.failures = self.trial_failures = 0
         if self.attempt > 1 and self.emitted:
             # The first output of this attempt repeats what came with the first output of the request.
@@ -92,6 +95,17 @@ class OpenRequest:
         if self._waiter is None or self._waiter.done() or (self.whole and not self.finished):
             return
         self._waiter.set_result(None)
+
+    def begin_prefill(self, num_tokens: int) -> None:
+        """Count tokens of the prompt at the router, until the first token of this attempt."""
+        self.prefill_tokens = num_tokens
+        self.router.begin_prefill(self.rank, num_tokens)
+
+    def end_prefill(self) -> None:
+        """Count the prompt no longer."""
+        if self.prefill_tokens:
+            self.router.end_prefill(self.rank, self.prefill_tokens)
+            self.prefill_tokens = 0
 
     async def get(self) -> RequestOutput:
         """All outputs since the last `get`, merged: a slow ingress writes larger pieces, not more pieces."""

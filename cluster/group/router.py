@@ -4,6 +4,10 @@ The ranks of all groups are numbered one after another. A rank's load is the num
 output, of its unfinished requests. The load that this ingress sent is counted here, at once and exactly, so that a
 burst cannot pile up on one rank while reports of it are on their way.
 
+A prompt without a first token counts `PREFILL_WEIGHT` times more, without the part that its rank may hold: the next
+prompt of the rank waits for it, and in lockstep the rank with the most prompts delays the tokens of all. Prompts of
+other ingresses do not count so, because their reports would come too late.
+
 Each rank reports the load of the other ingresses with every message of its token stream; the report is late. If each
 of k ingresses took it for exact, each would fill the whole gap of a rank that was empty a moment ago, and together they
 would fill it k times. So an ingress evens out its k-th part: its own tokens count in full, those of other ingresses
@@ -30,6 +34,14 @@ LEAD = 4
 
 Simulated with 20 shared prefixes over 4 ranks: a lead of 2 found 90 to 95 % of the prefixes, 4 finds 91 to 97 %. The
 most loaded rank had 19 % instead of 15 % more than the mean with 24 requests in flight, 2 % more in a burst of 400.
+"""
+
+PREFILL_WEIGHT = 2
+"""Outstanding tokens that a prompt token without a first token counts for, beside itself.
+
+Simulated with log-normal prompts behind 8 shared prefixes over 4 ranks in lockstep at 40 and 80 requests/s: p99 of the
+time to the first token is 3 to 4 % shorter with 2 than without, and no other figure is worse; 1, 4 and prompts first of
+all are within 1 % of it.
 """
 
 MAX_CHUNKS = 32_768
@@ -59,6 +71,9 @@ class Router:
         self._numbers = {place: number for number, place in enumerate(self._places)}
         num_ranks = len(self._places)
         self._outstanding = [0] * num_ranks
+        self._prefill = [0] * num_ranks
+        self.picked_prefill = 0
+        """Prompt tokens of the last picked request without those that its rank may hold."""
         self._others = [0] * num_ranks
         self._num_replicas = num_replicas
         self._next = start % num_ranks
@@ -69,6 +84,11 @@ class Router:
     def outstanding(self) -> tuple[int, ...]:
         """The outstanding tokens of this ingress by rank."""
         return tuple(self._outstanding)
+
+    @property
+    def outstanding_prefill(self) -> tuple[int, ...]:
+        """The prompt tokens of this ingress's requests without a first token, by rank."""
+        return tuple(self._prefill)
 
     def place(self, number: int) -> tuple[int, int]:
         """(group, rank in the group) of a rank."""
@@ -96,8 +116,19 @@ class Router:
         if rank is None:
             rank = self._choose(chunks, len(prompt_token_ids), num_tokens)
         self._outstanding[rank] += num_tokens
+        self.picked_prefill = len(prompt_token_ids) - CHUNK * self._num_held(rank, chunks)
         self._remember(rank, chunks)
         return rank
+
+    def begin_prefill(self, rank: int, num_tokens: int) -> None:
+        """Count a prompt that the rank has to compute, until `end_prefill`: the next prompt would wait for it."""
+        self._prefill[rank] += num_tokens
+
+    def end_prefill(self, rank: int, num_tokens: int) -> None:
+        """Note that the rank has computed a prompt, or that its request has ended."""
+        left = self._prefill[rank] - num_tokens
+        assert left >= 0, f"rank {rank} has {self._prefill[rank]} prompt tokens, not {num_tokens}"
+        self._prefill[rank] = left
 
     def release(self, rank: int, num_tokens: int) -> None:
         """Subtract the tokens of a request that has ended."""
@@ -114,6 +145,10 @@ class Router:
     def _choose(self, chunks: list[int], prompt_len: int, num_tokens: int) -> int:
         both = zip(self._outstanding, self._others, strict=True)
         costs = [own + others / self._num_replicas for own, others in both]
+        costs = [
+            cost + PREFILL_WEIGHT * tokens
+            for cost, tokens in zip(costs, self._prefill, strict=True)
+        ]
         num_ranks = len(costs)
         if chunks:
             lead = LEAD * num_tokens * CHUNK / prompt_len  # of a chunk

@@ -70,6 +70,10 @@ class Scene:
     def outstanding(self) -> tuple[int, ...]:
         return self.client._router.outstanding
 
+    @property
+    def outstanding_prefill(self) -> tuple[int, ...]:
+        return self.client._router.outstanding_prefill
+
 
 @asynccontextmanager
 async def scene(**serve: Any):

@@ -96,6 +96,9 @@ def client_of(
         pick=lambda prompt, *_, **__: prompt[0],
         place=lambda rank: (0, rank),
         release=lambda *_: None,
+        picked_prefill=0,
+        begin_prefill=lambda *_: None,
+        end_prefill=lambda *_: None,
     )
 
     def submit(rank: int, request: EngineRequest) -> None:

@@ -24,9 +24,12 @@ def test_tokens_arrive_and_their_load_is_released():
             assert now.client.health() == (True, "")
             assert (now.client.max_model_len, now.client.max_request_tokens) == (64, 8 * 16)
             asked = now.ask("a", rank=1)
+            await until(lambda: "a" in now.ranks[1].requests)
+            assert now.outstanding_prefill == (0, 3)
             await now.ranks[1].emit("a", 0, 2)
             await until(lambda: now.answers["a"] == [100, 101])
             assert now.outstanding == (0, 3 + 8) and not asked.done()
+            assert now.outstanding_prefill == (0, 0)
             await now.ranks[1].emit("a", 2, 1, finish=True)
             await asked
             assert now.answers["a"] == [100, 101, 102] and now.outstanding == (0, 0)
@@ -82,12 +85,12 @@ def test_a_lost_lease_costs_no_token(caplog):
             assert again.ingress_id == now.client._lease_id != old
             other = now.ranks[1].requests["b~2"]
             assert (other.cache_salt, other.priority, other.emitted_token_ids) == ("s", 2, [])
-            assert now.outstanding == (11, 11)
+            assert now.outstanding == (11, 11) and now.outstanding_prefill == (3, 3)
             await now.ranks[0].emit("a~2", 3, 2, finish=True)
             await now.ranks[1].emit("b~2", 0, 1, finish=True)
             await asyncio.gather(asked, fresh)
             assert now.answers == {"a": [100, 101, 102, 103, 104], "b": [100]}
-            assert now.outstanding == (0, 0)
+            assert now.outstanding == now.outstanding_prefill == (0, 0)
             assert now.client.health() == (True, "")
             later = now.ask("c", rank=1)
             await now.ranks[1].emit("c", 0, 1, finish=True)
@@ -127,7 +130,7 @@ def test_a_failed_group_ends_every_request_with_its_reason(caplog):
             with pytest.raises(EngineDeadError, match="rank 1: its process died"):
                 await asked
             assert now.client.health() == (False, "rank 1: its process died")
-            assert now.outstanding == (0, 0)
+            assert now.outstanding == now.outstanding_prefill == (0, 0)
             with pytest.raises(EngineDeadError, match="rank 1"):
                 await now.ask("b")
             with pytest.raises(EngineDeadError, match="rank 1"):

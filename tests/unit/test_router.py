@@ -161,6 +161,68 @@ def test_news_of_others_counts_and_is_replaced():
     assert [router.pick([0], 9) for _ in range(3)] == [0, 0, 0]
 
 
+def test_a_prompt_that_waits_counts_more_than_tokens_that_are_computed():
+    router = Router([2])
+    router.pick([0] * 1000, 2000, pinned=0)
+    router.pick([0] * 2000, 0, pinned=1)
+    router.begin_prefill(1, router.picked_prefill)
+    assert router.outstanding_prefill == (0, 2000)
+    assert router.pick([0], 9) == 0, "rank 1 has fewer tokens, but a prompt in front of this one"
+    router.end_prefill(1, 2000)
+    assert router.pick([0], 9) == 1
+    with pytest.raises(AssertionError, match="rank 1 has 0 prompt tokens"):
+        router.end_prefill(1, 1)
+
+
+def test_what_a_rank_may_hold_of_a_prompt_is_not_to_be_computed():
+    router = Router([2], cache_tokens=ROOM)
+    router.pick(prompt(1, 2), 0, pinned=0)
+    assert router.picked_prefill == 2 * CHUNK
+    router.pick([*prompt(1, 2, 3), 7], 0, pinned=0)
+    assert router.picked_prefill == CHUNK + 1
+    router.pick(prompt(1, 2, 3), 0, pinned=1)
+    assert router.picked_prefill == 3 * CHUNK
+
+
+def waits_of_prompts(counts_prompts: bool, seed: int) -> list[int]:
+    """Ticks to the first token: 4 ranks compute 1,000 prompt tokens a tick, and one prompt in eight is long."""
+    chance = random.Random(seed)
+    router = Router([4])
+    queues: list[list[list[int]]] = [[] for _ in range(4)]  # tokens that are left, arrival, prompt
+    decoding: list[tuple[int, int, int]] = []  # end, rank, tokens
+    waits = []
+    for tick in range(1500):
+        for _ in range(chance.choice([0, 1, 2, 3])):
+            length = 8000 if chance.random() < 0.125 else chance.randint(50, 600)
+            rank = router.pick([0] * length, 200)
+            if counts_prompts:
+                router.begin_prefill(rank, router.picked_prefill)
+            queues[rank].append([length, tick, length])
+        for rank, queue in enumerate(queues):
+            budget = 1000
+            while queue and budget:
+                done = min(budget, queue[0][0])
+                queue[0][0] -= done
+                budget -= done
+                if not queue[0][0]:
+                    _, arrival, length = queue.pop(0)
+                    waits.append(tick - arrival)
+                    decoding.append((tick + chance.randint(20, 120), rank, length + 200))
+                    if counts_prompts:
+                        router.end_prefill(rank, length)
+        for ended in [entry for entry in decoding if entry[0] <= tick]:
+            decoding.remove(ended)
+            router.release(ended[1], ended[2])
+    return waits
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_of_uneven_lengths_wait_less_where_waiting_prompts_count(seed):
+    counted, uncounted = (sorted(waits_of_prompts(counts, seed)) for counts in (True, False))
+    assert sum(counted) < 0.8 * sum(uncounted)
+    assert counted[len(counted) * 95 // 100] <= uncounted[len(uncounted) * 95 // 100]
+
+
 class Cluster:
     """Ranks without a model behind several ingresses. Ranks tell their load every `news_every` requests, one late."""
 

@@ -52,7 +52,7 @@ class ScheduledBatch:
     num_decodes: int
     samples: np.ndarray
     admitted: list[Sequence]
-    decodes_next: bool
+    decodes_next: bool = False
 
     @property
     def prefill_tokens(self) -> int:
