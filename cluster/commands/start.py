@@ -23,8 +23,12 @@ if TYPE_CHECKING:
 
 # Read when Ray starts; a variable that the operator has set is kept. Ray starts workers at niceness 15, where any other
 # process of the machine slows the ranks down. Serve's controller checks its replicas ten times a second, which takes
-# 5 % of a core; three times are enough because the replicas rarely change.
-RAY_ENVIRONMENT = {"RAY_worker_niceness": "0", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3"}
+# 5 % of a core; three times are enough because the replicas rarely change. A spare process imports torch as it starts.
+RAY_ENVIRONMENT = {
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    "RAY_preload_python_modules": "cluster.group.preload",
+}
 # Ray logs at every start that its token authentication is on, which is the default.
 AUTH_LOGGER = "ray._private.authentication.authentication_token_setup"
 OBJECT_STORE_BYTES = 128 * 1024 * 1024  # only small messages travel

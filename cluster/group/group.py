@@ -7,8 +7,8 @@ Knows nothing of ingresses beyond the names of their streams, and nothing of HTT
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from cluster.errors import SHUTDOWN_REASON
 from cluster.group import epoch_watch, placement
@@ -30,7 +30,6 @@ from workers.config import RankConfig
 from workers.trace.spans import RankTrace
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 STOP_TIMEOUT_S = 3.0
 STABLE_S = 5.0
@@ -192,18 +191,21 @@ class Group:
         self._failed, self._hang = set(ended.failed), ended.hang
         return ended.reason
 
-    async def change(self, config: RankConfig, reason: str, *, anew: bool = False) -> None:
+    async def change(
+        self, config: RankConfig, reason: str, *, anew: bool = False, avoided: Collection[int] = ()
+    ) -> None:
         """Go on with `config` in a new epoch, which the open requests wait for; processes start before the pause.
 
         Raises ValueError if that is impossible; the group then serves as before.
 
         anew: replace the processes of all ranks
+        avoided: bundles in which no process starts before the pause
         """
         if self.status.state != "serving":
             raise ValueError(f"the group is {self.status.state}; it can be changed while it serves")
         with self._change.request(config, reason, anew=anew) as change:
             try:
-                await self._roster.provide(config, anew=anew)
+                await self._roster.provide(config, anew=anew, avoided=avoided)
             except PlacementError as error:
                 if not anew:
                     raise
@@ -288,6 +290,28 @@ class Group:
     def _may_wait(self, began: float) -> bool:
         """Return whether a rebuild that has begun then may wait for the checkpoint."""
         return time.monotonic() - began < self._formation.start_timeout_s
+
+    async def leave_draining_nodes(self) -> float | None:
+        """Move the ranks away from nodes that Ray drains, in a new epoch, while the group serves.
+
+        Returns the seconds until the end of such a node if its ranks have no other place and the group cannot go on
+        without them, otherwise None.
+        """
+        if self.status.state != "serving":
+            return None
+        stuck, moved = await self._roster.leave_draining()
+        if stuck and not self._roster.can_leave_out(stuck):
+            return min(stuck.values())
+        if stuck or moved:
+            try:
+                await self.change(
+                    self._roster.wanted, "leaving a node that Ray drains", avoided=stuck
+                )
+            except Exception as error:  # a process that does not start fails in many ways
+                logger.warning(
+                    "the ranks stay on a node that Ray drains: %s", failure_message(error)
+                )
+        return None
 
     def close_stream(self, stream_id: str) -> None:
         """Let every rank forget the requests and the stream of an ingress that is gone."""

@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.group import placement
+from cluster.group import placement, spare_imports
 from cluster.group.placement import RankLocation
 from kernels.host.cuda_environment import MULTICAST_OFF
 from workers.config import RankConfig
@@ -63,6 +63,15 @@ class Launcher(Protocol):
     async def answers(self, bundle: int) -> bool:
         """Whether the bundle has a living node that can be reached."""
 
+    async def draining(self) -> dict[int, float]:
+        """Seconds until the end of each bundle's node, if Ray drains it."""
+
+    async def move(self, bundle: int) -> bool:
+        """Reserve another node for a bundle. Returns False if none has room."""
+
+    def in_place(self, handle: RankHandle) -> bool:
+        """Whether an actor runs where its bundle is now."""
+
     def end(self, handle: RankHandle, location: RankLocation | None) -> None:
         """End one actor. `location`: of its process, if known."""
 
@@ -81,6 +90,8 @@ class RankLauncher:
     it again, with its bundle. So do the placement groups. When the supervisor's actor has ended for good, the ranks
     remove them.
 
+    A bundle may move to another node: its place then is a placement group of its own, with the address in its name.
+
     name: unique among the groups of the Ray cluster, also among those that have ended.
     joined: whether Ray is a running cluster that `phalanx serve` joined; otherwise it is local and has no other nodes.
     """
@@ -91,8 +102,10 @@ class RankLauncher:
         self._joined = joined
         self._placement_group: PlacementGroup | None = None
         self._environment: dict[str, str] = {}
-        self._free: list[int] = []  # places without a process, by bundle
         self._bundles: dict[RankHandle, int] = {}
+        self._moved: dict[int, PlacementGroup] = {}  # by bundle: its place after it has left a node
+        self._addresses: dict[int, str] = {}  # of the nodes of these places
+        self._places: dict[RankHandle, PlacementGroup] = {}  # those of their bundles at their start
         self._beside: dict[RankHandle, PlacementGroup] = {}
 
     async def launch(self, timeout_s: float) -> list[RankHandle]:
@@ -105,7 +118,6 @@ class RankLauncher:
         wait_s = min(timeout_s, MAX_PLACEMENT_S)
         await asyncio.to_thread(placement.wait_ready, config, group, wait_s)
         self._environment = self._rank_environment()
-        self._free = [config.dims.ranks_per_node] * config.num_nodes
         return [
             await self.start(rank, config, config.dims.node(rank)) for rank in config.dims.ranks()
         ]
@@ -119,7 +131,6 @@ class RankLauncher:
         if self._placement_group is None:
             return []
         self._environment = self._rank_environment()
-        self._free = [self._config.dims.ranks_per_node] * self._config.num_nodes
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._actor_prefix):
                 with suppress(ValueError):  # it has died since
@@ -127,12 +138,15 @@ class RankLauncher:
         return list(self._bundles)
 
     def _take(self, name: str, handle: RankHandle) -> None:
-        bundle, own = name.removeprefix(self._actor_prefix).split(":")
-        self._bundles[handle] = int(bundle)
+        number, _, own = name.removeprefix(self._actor_prefix).partition(":")
+        self._bundles[handle] = bundle = int(number)
+        address = own.partition("@")[2]
+        moved = placement.find(self._name_on(address)) if address else None
+        if moved is not None:
+            self._moved[bundle], self._addresses[bundle] = moved, address
+        self._places[handle] = self._group if moved is None else moved
         beside = placement.find(self._name_beside(own))
-        if beside is None:
-            self._free[int(bundle)] -= 1
-        else:
+        if beside is not None:
             self._beside[handle] = beside
 
     def bundle_of(self, handle: RankHandle) -> int:
@@ -144,11 +158,12 @@ class RankLauncher:
 
         rank: of its first epoch, or STANDBY.
         """
-        own = uuid.uuid4().hex
-        beside = None
-        if self._free[bundle]:
-            self._free[bundle] -= 1
-            options = placement.actor_options(config, self._group, bundle)
+        own, beside = uuid.uuid4().hex, None
+        place, index = self._place(bundle)
+        if bundle in self._moved:
+            own += "@" + self._addresses[bundle]
+        if self._has_free_place(bundle):
+            options = placement.actor_options(config, place, index)
         else:
             beside = await self._reserve_beside(config, bundle, own)
             options = placement.actor_options(config, beside, 0)
@@ -158,22 +173,36 @@ class RankLauncher:
         actor_class: Any = ray.remote(RankActor)
         handle = actor_class.options(**options, **self._runtime_env).remote(rank, config)
         handle.follow.remote(ray.get_runtime_context().current_actor)
-        self._bundles[handle] = bundle
+        self._bundles[handle], self._places[handle] = bundle, place
         if beside is not None:
             self._beside[handle] = beside
         return handle
+
+    def _place(self, bundle: int) -> tuple[PlacementGroup, int]:
+        """The placement group that has the place of `bundle` now, and its index there."""
+        moved = self._moved.get(bundle)
+        return (self._group, bundle) if moved is None else (moved, 0)
+
+    def _node(self, bundle: int) -> placement.Node | None:
+        return placement.node_of(*self._place(bundle))
+
+    def _has_free_place(self, bundle: int) -> bool:
+        inside = [handle for handle in self._bundles if handle not in self._beside]
+        taken = [h for h in inside if self._bundles[h] == bundle and self.in_place(h)]
+        return len(taken) < self._config.dims.ranks_per_node
 
     async def start_spares(self) -> None:
         """Let Ray start a process on each node of the ranks, in which the next actor there needs no start of Python.
 
         Ray starts a process for an actor, and keeps the process for the next actor when this one ends first, if the
-        node has a free CPU.
+        node has a free CPU. In a local Ray the process also imports the modules of a rank.
         """
         await asyncio.sleep(SPARE_DELAY_S)
-        found = [placement.node_of(self._group, b) for b in range(self._config.num_nodes)]
+        found = map(self._node, range(self._config.num_nodes))
         actor_class: Any = ray.remote(_Spare)
         spares = []
         for node in filter(None, found):
+            await asyncio.to_thread(spare_imports.request, node["NodeID"])
             here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
             spares.append(actor_class.options(**options, **self._runtime_env).remote())
@@ -189,7 +218,7 @@ class RankLauncher:
 
     async def _reserve_beside(self, config: RankConfig, bundle: int, own: str) -> PlacementGroup:
         name = self._name_beside(own)
-        beside = placement.create_beside(config, self._group, bundle, name, joined=self._joined)
+        beside = placement.create_beside(config, self._node(bundle), name, joined=self._joined)
         if await asyncio.to_thread(beside.wait, ROOM_WAIT_S):
             return beside
         remove_placement_group(beside)
@@ -199,19 +228,58 @@ class RankLauncher:
     def _actor_prefix(self) -> str:
         return f"rank:{self._name}:"
 
+    def _name_on(self, address: str) -> str:
+        return f"{self._name}:on:{address}"
+
     def _name_beside(self, own: str) -> str:
         return f"{self._name}:beside:{own}"
 
     def has_room(self, bundle: int) -> bool:
         """Whether the node of `bundle` lives, or Ray has found another node for the bundle."""
-        return placement.node_of(self._group, bundle) is not None
+        return self._node(bundle) is not None
 
     async def answers(self, bundle: int) -> bool:
         """Whether the bundle has a node, and this node can be reached now. A local Ray has one node."""
-        node = placement.node_of(self._group, bundle)
+        node = self._node(bundle)
+        if node is None and bundle in self._moved:  # Ray may have a node for its first place
+            remove_placement_group(self._moved.pop(bundle))
+            node = self._node(bundle)
         if node is None or not self._joined:
             return node is not None
         return await asyncio.to_thread(placement.answers, node)
+
+    async def draining(self) -> dict[int, float]:
+        """Seconds until the end of each bundle's node, if Ray drains it; infinite without a deadline."""
+        ends = await asyncio.to_thread(placement.draining_nodes) if self._joined else {}
+        nodes = {b: self._node(b) for b in range(self._config.num_nodes)} if ends else {}
+        return {
+            bundle: ends[node["NodeID"]]
+            for bundle, node in nodes.items()
+            if node is not None and node["NodeID"] in ends
+        }
+
+    async def move(self, bundle: int) -> bool:
+        """Reserve another node for a bundle; actors that run stay where they are. Returns False if no node has room.
+
+        Ray keeps the reservation on the node that is left as long as the node lives.
+        """
+        nodes = map(self._node, range(self._config.num_nodes))
+        taken = {node["NodeManagerAddress"] for node in nodes if node is not None}
+        address = placement.other_node(self._config, taken)
+        if address is None:
+            return False
+        name = self._name_on(address)
+        place = placement.find(name) or placement.create_on(self._config, address, name)
+        if not await asyncio.to_thread(place.wait, ROOM_WAIT_S):
+            remove_placement_group(place)
+            return False
+        self._moved[bundle], self._addresses[bundle] = place, address
+        return True
+
+    def in_place(self, handle: RankHandle) -> bool:
+        """Whether an actor runs where its bundle is now."""
+        bundle = self._bundles.get(handle)  # None: it was ended
+        return bundle is not None and self._places[handle] == self._place(bundle)[0]
 
     def end(self, handle: RankHandle, location: RankLocation | None) -> None:
         """End an actor and free its place; one that was ended is ignored.
@@ -223,19 +291,22 @@ class RankLauncher:
             with suppress(OSError):  # it has ended
                 os.kill(location.pid, signal.SIGKILL)
         ray.kill(handle)
-        bundle = self._bundles.pop(handle, None)
-        beside = self._beside.pop(handle, None)
-        if beside is not None:
-            remove_placement_group(beside)
-        elif bundle is not None:
-            self._free[bundle] += 1
+        self._bundles.pop(handle, None)
+        left = [self._beside.pop(handle, None)]
+        place = self._places.pop(handle, None)
+        present = (self._placement_group, *self._moved.values(), *self._places.values())
+        left.append(None if place in present else place)
+        for group in filter(None, left):
+            remove_placement_group(group)
 
     def kill(self) -> None:
         """End the processes and give back their resources. Does nothing the second time."""
         for handle in self._bundles:
             ray.kill(handle)
-        groups = [*self._beside.values(), *filter(None, [self._placement_group])]
-        self._bundles, self._beside, self._placement_group = {}, {}, None
+        groups = {*self._beside.values(), *self._moved.values(), *self._places.values()}
+        groups.update(filter(None, [self._placement_group]))
+        self._bundles, self._beside, self._moved, self._places = {}, {}, {}, {}
+        self._placement_group = None
         for group in groups:
             remove_placement_group(group)
 

@@ -1,4 +1,4 @@
-"""Which nodes of a group cannot be reached, and the wait until they can.
+"""Which nodes of a group cannot be reached or are drained, and the wait for nodes.
 
 Knows nothing of processes: their ranks are names in messages.
 """
@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping
 
-from cluster.group.launcher import Launcher
+from cluster.group.launcher import ROOM_WAIT_S, Launcher
 from cluster.group.placement import NodeLostError
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,28 @@ async def silent(launcher: Launcher, bundles: Collection[int]) -> set[int]:
     """Return those of `bundles` without a node that can be reached."""
     found = await asyncio.gather(*map(launcher.answers, bundles))
     return {bundle for bundle, answers in zip(bundles, found, strict=True) if not answers}
+
+
+async def leave_draining(launcher: Launcher, bundles: Collection[int]) -> dict[int, float]:
+    """Move those of `bundles` that are on nodes that Ray drains to other nodes.
+
+    Returns the bundles for which no other node has room, with the seconds until the end of their nodes.
+    """
+    found = await launcher.draining()
+    return {
+        bundle: left_s
+        for bundle, left_s in found.items()
+        if bundle in bundles and not await launcher.move(bundle)
+    }
+
+
+async def wait_for_room(launcher: Launcher, num_nodes: int) -> None:
+    """Give Ray time to find nodes for the bundles of lost nodes."""
+    deadline = time.monotonic() + ROOM_WAIT_S
+    while time.monotonic() < deadline:
+        if all(map(launcher.has_room, range(num_nodes))):
+            return
+        await asyncio.sleep(POLL_S)
 
 
 async def wait_for_nodes(

@@ -1,7 +1,9 @@
 """Places ranks: one bundle per node with all its ranks, numbered by (node, device), verified afterwards."""
 
+import math
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.group.room import NodeRoom, bundle, large_enough, node_rooms, suffices, table
+from cluster.group.room import NodeRoom, bundle, demand, large_enough, node_rooms, suffices, table
 from workers.config import RankConfig
 
 MISSING_S = 2.0
@@ -84,10 +86,9 @@ def find(name: str) -> PlacementGroup | None:
 
 
 def create_beside(
-    config: RankConfig, group: PlacementGroup, bundle: int, name: str, *, joined: bool
+    config: RankConfig, node: Node | None, name: str, *, joined: bool
 ) -> PlacementGroup:
-    """Reserve the place of one more process on the node of a bundle. A local Ray counts no CPUs for it."""
-    node = node_of(group, bundle)
+    """Reserve the place of one more process on a node. A local Ray counts no CPUs for it."""
     resources = {"CPU": 1.0 if joined else LOCAL_CPU}
     if config.device == "cuda":
         resources["GPU"] = 1.0
@@ -97,6 +98,35 @@ def create_beside(
         [resources], strategy="STRICT_PACK", name=name, lifetime="detached"
     )
     return beside
+
+
+def create_on(config: RankConfig, address: str, name: str) -> PlacementGroup:
+    """Reserve the place of the ranks of one node on the node of this address."""
+    resources = demand(config) | {f"node:{address}": NODE_SHARE}
+    group: PlacementGroup = placement_group(
+        [resources], strategy="STRICT_PACK", name=name, lifetime="detached"
+    )
+    return group
+
+
+def other_node(config: RankConfig, taken: Collection[str]) -> str | None:
+    """Return the address of a node with room for the ranks of one node, beside the nodes with addresses `taken`.
+
+    It has GPUs of the same kind as those nodes. None: there is no such node
+    """
+    found = rooms(config)
+    kinds = {room.kind for room in found if room.address in taken}
+    free = (room for room in found if not room.lack and room.address not in taken)
+    return next((room.address for room in free if not kinds or room.kind in kinds), None)
+
+
+def draining_nodes() -> dict[str, float]:
+    """Return the seconds until the end of each node that Ray drains, by its id; infinite without a deadline."""
+    found: dict[str, int] = ray._private.state.state.get_draining_nodes()
+    return {
+        node_id: end_ms / 1000 - time.time() if end_ms else math.inf
+        for node_id, end_ms in found.items()
+    }
 
 
 def no_room_beside(config: RankConfig) -> PlacementError:
@@ -136,7 +166,7 @@ def check_gpus(config: RankConfig, nodes: Sequence[Node]) -> None:
 def rooms(config: RankConfig) -> list[NodeRoom]:
     """What each node of the Ray cluster has free for the ranks."""
     free = ray._private.state.available_resources_per_node()  # type: ignore[no-untyped-call]
-    return node_rooms(config, nodes(), free)
+    return node_rooms(config, nodes(), free, draining_nodes())
 
 
 def resized(config: RankConfig, *, num_ranks: int, num_nodes: int) -> RankConfig:

@@ -4,7 +4,7 @@ Knows nothing of placement groups. Entries of nodes and of free resources are th
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,20 +39,29 @@ def node_rooms(
     config: RankConfig,
     nodes: Sequence[Mapping[str, Any]],
     free: Mapping[str, Mapping[str, float]],
+    draining: Collection[str] = (),
 ) -> list[NodeRoom]:
     """Judge every node. Dead nodes are listed unless a living node has their address.
+
+    draining: ids of nodes that Ray drains
 
     Ranks compute in lockstep, so GPUs of one kind take them: the kind that most nodes with room have.
     """
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     listed = [node for node in nodes if node["Alive"] or node["NodeManagerAddress"] not in alive]
     rooms = [_room(node, free.get(node["NodeID"], {}), demand(config)) for node in listed]
+    rooms = [
+        _with_lack(room, "draining") if node["NodeID"] in draining and not room.lack else room
+        for node, room in zip(listed, rooms, strict=True)
+    ]
     kinds = Counter(room.kind for room in rooms if not room.lack)
     if len(kinds) < 2 or config.device != "cuda":
         return rooms
     common = kinds.most_common(1)[0][0]
     return [
-        room if room.lack or room.kind == common else _with_lack(room, f"not {common} as elsewhere")
+        room
+        if room.lack or room.kind == common
+        else _with_lack(room, f"{room.kind}, not {common} as elsewhere")
         for room in rooms
     ]
 
@@ -135,9 +144,7 @@ def _lack(node: Mapping[str, Any], free: Mapping[str, float], needed: Mapping[st
 
 
 def _with_lack(room: NodeRoom, lack: str) -> NodeRoom:
-    return NodeRoom(
-        room.name, room.address, room.total, room.free, room.kind, f"{room.kind}, {lack}"
-    )
+    return NodeRoom(room.name, room.address, room.total, room.free, room.kind, lack)
 
 
 def _counts(room: NodeRoom, resources: Sequence[str]) -> list[str]:

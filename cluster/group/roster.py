@@ -1,18 +1,16 @@
-"""The processes of a group: its ranks in order, standbys that wait to become ranks, and the nodes of both.
+"""Seats the ranks of each epoch: processes that stay, standbys, new processes, and the nodes of all.
 
 Knows nothing of epochs, stages or requests.
 """
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.group import lost_nodes
-from cluster.group.failures import failure_message
-from cluster.group.launcher import ROOM_WAIT_S, Launcher, RankHandle
+from cluster.group.launcher import Launcher, RankHandle
+from cluster.group.members import Member, Standby, live, note_end
 from cluster.group.placement import PlacementError, RankLocation, resized
 from cluster.group.ray_calls import result, result_future
 from kernels.routing.placement import STANDBY
@@ -20,38 +18,10 @@ from workers.config import RankConfig
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.2
 RESTOCK_S = 5.0
 """Seconds before a standby that ended is replaced."""
 REPLACEMENT_S = 30.0
 """Time of a new process to answer, before a group that may shrink goes on without it."""
-
-
-@dataclass(eq=False)
-class Member:
-    """A process, the bundle that it runs in, the settings that it was started with, and its place once it answers."""
-
-    handle: RankHandle
-    bundle: int
-    config: RankConfig
-    location: RankLocation | None = field(default=None, kw_only=True)
-
-
-@dataclass(eq=False)
-class Standby(Member):
-    """A process without a rank. `ready` ends when it has loaded, `life` when its process has ended."""
-
-    ready: asyncio.Task[None]
-    life: asyncio.Task[None]
-
-    @property
-    def ended(self) -> bool:
-        return self.life.done()
-
-    def release(self) -> None:
-        """Stop watching it."""
-        self.ready.cancel()
-        self.life.cancel()
 
 
 class Roster:
@@ -148,21 +118,21 @@ class Roster:
 
         anew: replace all processes
         """
+        drained = await lost_nodes.leave_draining(self._launcher, range(target.num_nodes))
+        full = set(drained) if self.may_shrink else set()
         stay: list[Member | None] = []
         for member, lives in zip(self._members, living, strict=True):
             works = lives and member not in self._broken
-            kept = works and not anew and not member.config.differs_for_process(target)
+            kept = works and not anew and member.bundle not in full and self._stays(member, target)
             if not works and member in self._new:
                 self._irreplaceable.add(member.bundle)
             if not kept:
                 self._end(member)
             stay.append(member if kept else None)
         if self.may_shrink:
-            await self._wait_for_room(target)
+            await lost_nodes.wait_for_room(self._launcher, target.num_nodes)
         while True:
-            config, bundles = await self._fit(
-                target, [member for member in stay if member is not None]
-            )
+            config, bundles = await self._fit(target, [m for m in stay if m is not None], full)
             self._members = await self._seat(config, bundles, stay)
             self.config, self._bundles = config, bundles
             late = await self._late() if self.may_shrink else []
@@ -188,22 +158,26 @@ class Roster:
         if self._stocking is None and self._num_standby:
             self._stocking = asyncio.create_task(self._keep_stock())
         self._stock.set()
-        usable = [s for s in self._standbys if not s.config.differs_for_process(self.config)]
+        usable = [s for s in self._standbys if self._stays(s, self.config)]
         for standby in self._standbys[:]:
             if standby not in usable[: self._num_standby]:
                 self._discard(standby)
 
-    async def provide(self, target: RankConfig, *, anew: bool = False) -> None:
+    async def provide(
+        self, target: RankConfig, *, anew: bool = False, avoided: Collection[int] = ()
+    ) -> None:
         """Start and load the processes that `target` needs beside the present ones, as standbys.
 
         Raises PlacementError when a node has no room for them.
+
+        avoided: bundles that the group leaves
         """
         started: list[Standby] = []
         needed: list[Standby] = []
         try:
-            for bundle in range(target.num_nodes):
+            for bundle in set(range(target.num_nodes)).difference(avoided):
                 stay = [] if anew else [m for m in self._members if m.bundle == bundle]
-                stay = [m for m in stay if not m.config.differs_for_process(target)]
+                stay = [m for m in stay if self._stays(m, target)]
                 missing = max(0, target.dims.ranks_per_node - len(stay))
                 usable = self._usable(bundle, target)[:missing]
                 while len(usable) < missing:
@@ -216,9 +190,31 @@ class Roster:
                 self._discard(standby)
             raise
 
+    def _stays(self, member: Member, config: RankConfig) -> bool:
+        """Whether a process can be a rank of `config` where it is."""
+        return not member.config.differs_for_process(config) and self._launcher.in_place(
+            member.handle
+        )
+
+    async def leave_draining(self) -> tuple[dict[int, float], bool]:
+        """Reserve other nodes in place of those that Ray drains; the processes follow in the next epoch.
+
+        Returns the bundles for which no node has room, with the seconds until the end of their nodes, and whether a
+        process has to follow.
+        """
+        bundles = {member.bundle for member in self._members}
+        stuck = await lost_nodes.leave_draining(self._launcher, bundles)
+        return stuck, not all(self._launcher.in_place(m.handle) for m in self._members)
+
+    def can_leave_out(self, bundles: Collection[int]) -> bool:
+        """Whether the group may go on without the ranks of `bundles`, and has other ranks."""
+        return self.may_shrink and any(m.bundle not in bundles for m in self._members)
+
     async def has_room_to_grow(self) -> bool:
-        """Whether every node that the wanted ranks need can be reached."""
-        return not await lost_nodes.silent(self._launcher, range(self.wanted.num_nodes))
+        """Whether every node that the wanted ranks need can be reached, and stays."""
+        bundles = range(self.wanted.num_nodes)
+        draining = bool(await lost_nodes.leave_draining(self._launcher, bundles))
+        return not draining and not await lost_nodes.silent(self._launcher, bundles)
 
     async def cut_off(self, ranks: Collection[int]) -> set[int]:
         """Return those of `ranks` with nodes that cannot be reached; their processes may live."""
@@ -243,14 +239,19 @@ class Roster:
         self._standbys = []
         self._launcher.kill()
 
-    async def _fit(self, target: RankConfig, stay: list[Member]) -> tuple[RankConfig, list[int]]:
-        """The largest layout that can be seated: equally many ranks on some nodes. Returns it with their bundles."""
+    async def _fit(
+        self, target: RankConfig, stay: list[Member], full: set[int]
+    ) -> tuple[RankConfig, list[int]]:
+        """The largest layout that can be seated: equally many ranks on some nodes. Returns it with their bundles.
+
+        full: bundles without room for a new process, beside those known here
+        """
         per_node = target.dims.ranks_per_node
         bundles = list(range(target.num_nodes))
         if not self.may_shrink:
             return target, bundles
         room = dict.fromkeys(bundles, per_node)
-        full = self._irreplaceable | await lost_nodes.silent(self._launcher, bundles)
+        full = full | self._irreplaceable | await lost_nodes.silent(self._launcher, bundles)
         for bundle in full.intersection(bundles):
             room[bundle] = sum(member.bundle == bundle for member in stay)
         layouts = [
@@ -310,16 +311,8 @@ class Roster:
     def _usable(self, bundle: int, config: RankConfig) -> list[Standby]:
         """The standbys of a bundle that can become ranks of `config`, first those that have loaded."""
         found = [s for s in self._standbys if s.bundle == bundle and not s.ended]
-        found = [s for s in found if not s.config.differs_for_process(config)]
+        found = [s for s in found if self._stays(s, config)]
         return sorted(found, key=lambda standby: not standby.ready.done())
-
-    async def _wait_for_room(self, target: RankConfig) -> None:
-        """Give Ray time to find nodes for the bundles of lost nodes."""
-        deadline = time.monotonic() + ROOM_WAIT_S
-        while time.monotonic() < deadline:
-            if all(map(self._launcher.has_room, range(target.num_nodes))):
-                return
-            await asyncio.sleep(POLL_S)
 
     async def _late(self) -> list[Member]:
         """The new processes that do not answer in time."""
@@ -339,8 +332,8 @@ class Roster:
     async def _start_standby(self, bundle: int, config: RankConfig) -> Standby:
         handle = await self._launcher.start(STANDBY, config, bundle)
         ready = asyncio.create_task(self._prepare(handle))
-        life = asyncio.create_task(_live(ready, handle))
-        life.add_done_callback(_note_end)
+        life = asyncio.create_task(live(ready, handle))
+        life.add_done_callback(note_end)
         standby = Standby(handle, bundle, config, ready, life)
         self._standbys.append(standby)
         return standby
@@ -386,15 +379,3 @@ class Roster:
     def _end(self, member: Member) -> None:
         self._new.discard(member)
         self._launcher.end(member.handle, member.location)
-
-
-async def _live(ready: "asyncio.Task[None]", handle: RankHandle) -> None:
-    """Return when a standby has joined a group. Raises when its process has failed."""
-    await ready
-    await result(handle.joined.remote())
-
-
-def _note_end(life: "asyncio.Task[None]") -> None:
-    error = None if life.cancelled() else life.exception()
-    if error is not None:
-        logger.warning("a standby rank failed: %s", failure_message(error))

@@ -33,6 +33,8 @@ from workers.trace.spans import RankTrace
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+NODES_S = 2.0
+"""Interval between two looks for nodes that Ray drains."""
 LAUNCHER_LEASE_S = 60.0
 """Time without a heartbeat of `phalanx serve` after which its server ends."""
 
@@ -178,8 +180,8 @@ class Supervisor:
         self._run()
 
     def _run(self) -> None:
-        jobs = [group.run() for group in self._groups]
-        self._tasks = [asyncio.create_task(job) for job in (*jobs, self._watch_leases())]
+        jobs = [*(group.run() for group in self._groups), self._watch_leases(), self._watch_nodes()]
+        self._tasks = [asyncio.create_task(job) for job in jobs]
 
     async def status(self) -> list[GroupStatus]:
         """Every group with its progress, for people."""
@@ -319,6 +321,20 @@ class Supervisor:
                 self._close_streams(lease_id)
         logger.info("the server ends")
         await self.exit()
+
+    async def _watch_nodes(self) -> None:
+        """Let the groups leave nodes that Ray drains. Drain the server when a group has no other place."""
+        while not self._draining.is_set():
+            await asyncio.sleep(NODES_S)
+            for group in self._groups:
+                try:
+                    left_s = await group.leave_draining_nodes()
+                except Exception as error:  # Ray's GCS may start anew
+                    logger.warning("Ray does not name the nodes that it drains: %s", error)
+                    continue
+                if left_s is not None:
+                    logger.warning("Ray drains a node of the ranks, and no other node has room")
+                    await self.drain(max(0.0, min(left_s, self._config.serve.drain_timeout_s)))
 
     def _close_streams(self, lease_id: str) -> None:
         for group in self._groups:

@@ -1,4 +1,4 @@
-"""A new rank starts in a process that Ray has started before, over real Ray."""
+"""A new rank starts in a process that Ray has started before, which has imported torch, over real Ray."""
 
 import asyncio
 import os
@@ -9,6 +9,7 @@ import psutil
 import pytest
 import ray
 
+from cluster.commands.start import RAY_ENVIRONMENT
 from cluster.group import placement
 from cluster.group.launcher import NAMESPACE, RankLauncher
 from tests.unit.ray_fakes import rank_config
@@ -28,7 +29,7 @@ class Host:
         launcher = RankLauncher(config, name="app:1", joined=False)
         (first,) = await launcher.launch(PATIENCE_S)
         before = placement.located(0, await first.describe.remote())
-        idle: set[int] = set()
+        idle: set[int] = set()  # with torch
         async with asyncio.timeout(PATIENCE_S):
             while not idle:
                 await launcher.start_spares()
@@ -45,12 +46,20 @@ class Host:
 
 
 def _idle_processes() -> set[int]:
+    """The processes without an actor that have imported torch."""
     found = psutil.Process(os.getppid()).children()
-    return {process.pid for process in found if "ray::IDLE" in " ".join(process.cmdline())}
+    return {
+        process.pid
+        for process in found
+        if "ray::IDLE" in " ".join(process.cmdline())
+        and any("libtorch" in area.path for area in process.memory_maps())
+    }
 
 
 @pytest.fixture
-def local_ray() -> Iterator[None]:
+def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in RAY_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, namespace=NAMESPACE)
     yield
     ray.shutdown()

@@ -204,7 +204,10 @@ class FakeLauncher:
         self.full = False
         self.lost: set[int] = set()
         self.cut: set[int] = set()
-        self.drained: set[int] = set()
+        self.drained: dict[int, float] = {}
+        self.num_free_nodes = 0
+        self._nodes: dict[int, str] = {}  # of bundles that have moved
+        self._left: set[FakeHandle] = set()
         self.make: Callable[[FakeRank], None] = lambda rank: None  # changes each new process
         self.error: Exception | None = None
 
@@ -223,7 +226,7 @@ class FakeLauncher:
         if self.full:
             raise PlacementError("no free CPU")
         process = FakeRank(rank)
-        process.node_id = f"node {bundle}"
+        process.node_id = self._nodes.get(bundle, f"node {bundle}")
         self.make(process)
         handle = FakeHandle(process)
         self.all.append(handle)
@@ -249,8 +252,21 @@ class FakeLauncher:
     async def answers(self, bundle: int) -> bool:
         return bundle not in self.lost | self.cut
 
-    def draining(self, bundle: int) -> bool:
-        return bundle in self.drained
+    async def draining(self) -> dict[int, float]:
+        return self.drained.copy()
+
+    async def move(self, bundle: int) -> bool:
+        if not self.num_free_nodes:
+            return False
+        self.num_free_nodes -= 1
+        del self.drained[bundle]
+        before = self._nodes.get(bundle, f"node {bundle}")
+        self._left |= {handle for handle in self.all if handle.target.node_id == before}
+        self._nodes[bundle] = f"{before}, moved"
+        return True
+
+    def in_place(self, handle: FakeHandle) -> bool:
+        return handle not in self._left
 
     @property
     def handles(self) -> list[FakeHandle]:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from cluster.group import roster
+from cluster.group import lost_nodes, roster
 from cluster.group.placement import PlacementError, resized
 from cluster.group.roster import Roster
 from kernels.backends.config import KernelsConfig
@@ -14,8 +14,8 @@ from workers.config import RankConfig
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "POLL_S", 0.001)
-    monkeypatch.setattr(roster, "ROOM_WAIT_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
+    monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.01)
     monkeypatch.setattr(roster, "REPLACEMENT_S", 0.05)
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from cluster.group import group, lost_nodes, placement, roster
+from cluster.group import group, lost_nodes, placement
 from tests.unit.ray_fakes import until
 from tests.unit.test_rebuild import Scene, run
 
@@ -14,7 +14,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
     monkeypatch.setattr(group, "GROW_S", 0.01)
     monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
-    monkeypatch.setattr(roster, "ROOM_WAIT_S", 0.02)
+    monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)
 
 
 def cut(now: Scene, rank: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import group, roster
+from cluster.group import group, lost_nodes, roster
 from cluster.group.placement import PlacementError
 from kernels.routing.placement import STANDBY
 from tests.unit.ray_fakes import FakeRank, rank_config, until
@@ -19,8 +19,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group, "STOP_TIMEOUT_S", 0.02)
     monkeypatch.setattr(group, "GROW_S", 0.01)
     monkeypatch.setattr(group, "CHECKPOINT_RETRY_S", 0.01)
-    monkeypatch.setattr(roster, "POLL_S", 0.001)
-    monkeypatch.setattr(roster, "ROOM_WAIT_S", 0.02)
+    monkeypatch.setattr(lost_nodes, "POLL_S", 0.001)
+    monkeypatch.setattr(lost_nodes, "ROOM_WAIT_S", 0.02)
     monkeypatch.setattr(roster, "RESTOCK_S", 0.01)
 
 
