@@ -15,11 +15,11 @@ TAIL_BLOCK = 1024
 
 @triton.jit
 def _head(
-    mixed_ptr,
-    mixed_row,
+    x_ptr,
+    x_row,
     tail_ptr,
     weight_ptr,
-    row,
+    place,
     start,
     end,
     known,
@@ -27,19 +27,24 @@ def _head(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Return the convolution of some channels of some rows after SiLU, float32; rows from `end` on are any."""
-    sums = tl.zeros([row.shape[0], column.shape[1]], tl.float32)
+    """Return the convolution of some channels of a chunk's rows after SiLU, float32; rows from `end` on are any.
+
+    start, end    the rows of the prompt, counted from the chunk's first row, which x_ptr points to
+    """
+    sums = tl.zeros([place.shape[0], column.shape[1]], tl.float32)
     for tap in tl.static_range(WIDTH):
-        source = row + (tap - WIDTH + 1)
+        source = place + (tap - WIDTH + 1)
         inside = (source >= start) & (source < end)
-        x_at = mixed_ptr + source * mixed_row + column
+        x_at = x_ptr + source * x_row + column
         x = tl.load(x_at, mask=inside & (column >= 0), other=0.0).to(tl.float32)
-        if tap < WIDTH - 1:
-            before = (source < start) & known
-            tail_at = tail_ptr + (source - start + WIDTH - 1) * CHANNELS + column
-            x += tl.load(tail_at, mask=before & (column >= 0), other=0.0).to(tl.float32)
         sums += x * tl.load(weight_ptr + column * WIDTH + tap).to(tl.float32)
-    return silu_rounded(sums, mixed_ptr.dtype.element_ty)
+    if known & (start == 0):
+        for tap in tl.static_range(WIDTH - 1):
+            before = place + tap < WIDTH - 1
+            tail_at = tail_ptr + (place + tap) * CHANNELS + column
+            x = tl.load(tail_at, mask=before & (column >= 0), other=0.0).to(tl.float32)
+            sums += x * tl.load(weight_ptr + column * WIDTH + tap).to(tl.float32)
+    return silu_rounded(sums, x_ptr.dtype.element_ty)
 
 
 @triton.jit(
@@ -73,33 +78,37 @@ def _convolve(
     value_size: tl.constexpr = VALUE_HEADS * VALUE_DIM
     channels: tl.constexpr = 2 * key_size + value_size
     prompt = tl.load(chunks_ptr + chunk)
-    row = (tl.load(chunks_ptr + num_chunks + chunk).to(tl.int64) + tl.arange(0, ROWS))[:, None]
-    start, end = tl.load(prompts_ptr + prompt), tl.load(prompts_ptr + num_prompts + prompt)
+    first, place = tl.load(chunks_ptr + num_chunks + chunk), tl.arange(0, ROWS)[:, None]
+    start = tl.load(prompts_ptr + prompt) - first
+    end = tl.load(prompts_ptr + num_prompts + prompt) - first
+    first, real = first.to(tl.int64), place < end
+    x_ptr = mixed_ptr + first * mixed_row
+    q_ptr, k_ptr = q_ptr + first * key_size, k_ptr + first * key_size
+    v_ptr = v_ptr + first * value_size
     signed = tl.load(slots_ptr + prompt)
     known, tail_ptr = signed > 0, conv_ptr + tl.abs(signed) * ((WIDTH - 1) * channels)
-    real = row < end
     if head < 2 * KEY_HEADS:
         dim = tl.arange(0, KEY_DIM)[None, :]
         column = head * KEY_DIM + dim
         x = _head(
-            *(mixed_ptr, mixed_row, tail_ptr, weight_ptr, row, start, end, known),
+            *(x_ptr, mixed_row, tail_ptr, weight_ptr, place, start, end, known),
             *(column, channels, WIDTH),
         )
         x = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + eps)
         if head < KEY_HEADS:
-            q_at = q_ptr + row * key_size + column
+            q_at = q_ptr + place * key_size + column
             tl.store(q_at, (x * scale).to(q_ptr.dtype.element_ty), mask=real & (dim >= 0))
         else:
-            k_at = k_ptr + row * key_size + column - key_size
+            k_at = k_ptr + place * key_size + column - key_size
             tl.store(k_at, x.to(k_ptr.dtype.element_ty), mask=real & (dim >= 0))
     else:
         value = (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)[None, :]
         channel = 2 * key_size + value
         v = _head(
-            *(mixed_ptr, mixed_row, tail_ptr, weight_ptr, row, start, end, known),
+            *(x_ptr, mixed_row, tail_ptr, weight_ptr, place, start, end, known),
             *(channel, channels, WIDTH),
         )
-        v_at = v_ptr + row * value_size + value
+        v_at = v_ptr + place * value_size + value
         tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=real & (value >= 0))
 
 

