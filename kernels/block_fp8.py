@@ -7,6 +7,7 @@ N rows, K columns; leading dimensions are those of the caller.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -16,12 +17,24 @@ MAX_E4M3 = 448.0
 MIN_AMAX = 1e-4  # as in kernels.triton.fp8
 
 
+class Fp8Rows(NamedTuple):
+    """Rows for a product with BlockWeights: e4m3 [N, K] and float32 scales [N, K / 128], contiguous along N."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+
 @dataclass(frozen=True)
 class BlockWeights:
     """e4m3 [..., N, K] with float32 scales [..., ceil(N / 128), ceil(K / 128)]."""
 
     values: torch.Tensor
     scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the values."""
+        return self.values.shape
 
     @classmethod
     def empty(cls, *shape: int, device: torch.device | str) -> "BlockWeights":
@@ -38,11 +51,12 @@ class BlockWeights:
         self.scales[kept].copy_(source.scales[at])
 
     def __getitem__(self, index: int | slice) -> "BlockWeights":
-        """Return a view of one matrix of several, or of the rows of a matrix between two multiples of 128."""
+        """Return a view of one matrix of several, or of rows of a matrix that are whole blocks."""
         if isinstance(index, int):
             return BlockWeights(self.values[index], self.scales[index])
-        assert index.start % BLOCK == index.stop % BLOCK == 0, index
-        blocks = slice(index.start // BLOCK, index.stop // BLOCK)
+        assert index.start % BLOCK == 0, index
+        assert index.stop % BLOCK == 0 or index.stop == len(self.values), index
+        blocks = slice(index.start // BLOCK, num_blocks(index.stop))
         return BlockWeights(self.values[index], self.scales[blocks])
 
 

@@ -2,7 +2,7 @@
 
 FP8 weights have a scale for each block of 128 x 128, from the checkpoint or rounded while they are loaded. Rows are
 quantised here, with a scale for each 128 values. DeepGEMM compiles its kernels at first use, into a folder that all
-ranks of a host share.
+ranks of a host share. In FP8 a Triton kernel multiplies an expert's few rows, which DeepGEMM pads to 128.
 
 R permuted rows, D hidden, I expert width, e local experts, M rows of an expert's array.
 """
@@ -21,6 +21,7 @@ from kernels.all2all.base import ExpertInput, MaskedInput
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, BlockWeights
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
+from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.host.cache_folder import cache_folder
 from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
@@ -28,6 +29,7 @@ from kernels.pending import wait_previous_ubatch
 DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm")
 FITS = "sgl-deep-gemm 0.1.4.post1 is for torch 2.11, each release for one torch"
 NEEDED = (
+    "fp8_gemm_nt",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
     "m_grouped_fp8_gemm_nt_contiguous",
@@ -113,13 +115,14 @@ class DeepGemm(GroupedGemm):
 
         self._deep_gemm = load_deep_gemm()
         self._gated_activation: Callable[..., Any] = gated_activation
+        self._all_sms = torch.cuda.get_device_properties().multi_processor_count
+        self._num_sms = self._all_sms
         self.row_alignment = int(self._deep_gemm.get_mk_alignment_for_contiguous_layout())
 
     def set_num_sms(self, num_sms: int | None) -> None:
         """See GroupedGemm. The limit holds for the whole process; a new number may compile kernels."""
-        if num_sms is None:
-            num_sms = torch.cuda.get_device_properties().multi_processor_count
-        self._deep_gemm.set_num_sms(num_sms)
+        self._num_sms = min(num_sms or self._all_sms, self._all_sms)
+        self._deep_gemm.set_num_sms(self._num_sms)
 
     def __call__(
         self,
@@ -179,6 +182,7 @@ class DeepGemmFp8(DeepGemm):
     auto = "the checkpoint's experts are in FP8, and are computed with as they are"
     width_multiple = BLOCK
     fp8_weights = True
+    fp8_dense = True
     masked_fp8 = True
 
     @classmethod
@@ -192,6 +196,21 @@ class DeepGemmFp8(DeepGemm):
         from kernels.triton.scatter_fp8 import scatter_fp8
 
         self._scatter, self._gated_activation = scatter_fp8, gated_activation_fp8
+        self._few_rows = FewRowsFp8()
+
+    def __call__(
+        self,
+        expert_input: ExpertInput | MaskedInput,
+        w13_e2ID: Any,
+        w2_eDI: Any,
+        activation: Activation = "silu",
+        biases: Biases | None = None,
+    ) -> torch.Tensor:
+        if isinstance(expert_input, ExpertInput) and self._few_rows.takes(expert_input):
+            assert biases is None, "unsupported_reason refuses biases"
+            weights = (w13_e2ID, w2_eDI)
+            return self._few_rows(expert_input, *weights, activation, num_sms=self._num_sms)
+        return super().__call__(expert_input, w13_e2ID, w2_eDI, activation, biases)
 
     def empty_weights(
         self,

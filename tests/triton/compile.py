@@ -29,6 +29,7 @@ from tests.triton.launches import CASES, LAUNCHES, OFFSETS, SIZES, Inputs
 # The others' programs are small and do not wait for each other.
 LARGE = (
     "grouped_gemm_kernel",
+    "grouped_gemm_fp8_kernel",
     "hopper_grouped_gemm_kernel",
     "push_rows_kernel",
     "push_sums_kernel",

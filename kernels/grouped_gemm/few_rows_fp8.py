@@ -1,0 +1,74 @@
+"""The experts' MLP in FP8 for few rows of each expert, in three launches of Triton kernels.
+
+Rows are quantised once each, in the order in which they arrived; the products read them through the routing, as
+`triton` does in bfloat16, so that rows of an expert need no alignment. The first product activates and quantises.
+
+R permuted rows, D hidden, I expert width, e local experts.
+"""
+
+from typing import Any
+
+import torch
+
+from kernels.activation import Activation
+from kernels.all2all.base import ExpertInput
+from kernels.block_fp8 import BlockWeights
+from kernels.pending import wait_previous_ubatch
+from kernels.routing.device_routing import DeviceRouting
+
+# With more rows of an expert on average, DeepGEMM's product is faster.
+MOST_ROWS = 48
+
+
+class FewRowsFp8:
+    """The products of up to MOST_ROWS rows of an expert."""
+
+    def __init__(self) -> None:
+        from kernels.triton import grouped_gemm_fp8
+        from kernels.triton.quantise_rows import quantise_rows
+
+        self._kernel, self._quantise = grouped_gemm_fp8, quantise_rows
+
+    @staticmethod
+    def takes(expert_input: ExpertInput) -> bool:
+        """Return whether there are rows, and few of them."""
+        routing = expert_input.device_routing()
+        return bool(routing.num_permuted) and _mean_rows(routing) <= MOST_ROWS
+
+    def __call__(
+        self,
+        expert_input: ExpertInput,
+        w13_e2ID: BlockWeights,
+        w2_eDI: BlockWeights,
+        activation: Activation = "silu",
+        *,
+        num_sms: int,
+    ) -> torch.Tensor:
+        """Return y_RD in bfloat16; unused permuted rows are undefined. A row and a permuted row at least."""
+        routing = expert_input.device_routing()
+        row_R = routing.row_R if expert_input.routing else None
+        bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
+        up, down = self.tiles(_mean_rows(routing))
+        product, rows = self._kernel.grouped_gemm_fp8, self._quantise(expert_input.x_RD)
+        h_RI = product(
+            *(rows, row_R, w13_e2ID, bounds), activation=activation, tile=up, num_sms=num_sms
+        )
+        wait_previous_ubatch()
+        y_RD, _ = product(
+            *(h_RI, None, w2_eDI, bounds), activation=None, tile=down, num_sms=num_sms
+        )
+        return y_RD
+
+    def tiles(self, mean: float) -> tuple[Any, Any]:
+        """Return the tiles of the two products for the mean number of rows of an expert."""
+        Fp8Tile = self._kernel.Fp8Tile
+        if mean <= 10:
+            return Fp8Tile(16, 128, 4, 3, 2), Fp8Tile(16, 128, 4, 4, 2)
+        if mean <= 20:
+            return Fp8Tile(32, 128, 4, 2, 2), Fp8Tile(32, 128, 4, 4, 2)
+        return Fp8Tile(64, 128, 8, 2, 2), Fp8Tile(64, 128, 8, 4, 2)
+
+
+def _mean_rows(routing: DeviceRouting) -> float:
+    """Return the mean number of rows of an expert if routing were even."""
+    return routing.expected / max(1, len(routing.ends_e))

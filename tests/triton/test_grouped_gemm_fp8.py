@@ -1,0 +1,117 @@
+"""The FP8 products of few rows, and rows quantised for them, against float32 of the values that FP8 holds."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels.activation import ACTIVATIONS, Activation
+from kernels.all2all.base import ExpertInput
+from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
+from kernels.gated_activation import gated_activation
+from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
+from kernels.routing.device_routing import DeviceRouting, route_on_device
+from kernels.triton.grouped_gemm_fp8 import Fp8Tile, grouped_gemm_fp8
+from kernels.triton.quantise_rows import quantise_rows
+from tests.closeness import calc_diff
+from tests.triton.device import COMPILED, DEVICE
+from tests.triton.test_rows import check_quantised, randn
+
+# The interpreter's of what lies at unused places.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+EXPERTS, TOP_K = 6, 2
+TILES = [Fp8Tile(16, 128, 4, 3, 2), Fp8Tile(32, 128, 4, 2, 2), Fp8Tile(64, 128, 8, 2, 2)]
+# Of rounding the activated rows to e4m3, where the interpreter loses carries.
+ROUNDED = 2e-3 if COMPILED else 3e-2
+
+
+def routed(num_rows: int, alignment: int) -> DeviceRouting:
+    """Routing to experts 1 to 4 of 6, of which expert 3 gets no row."""
+    generator = torch.Generator().manual_seed(num_rows)
+    scores = torch.rand(num_rows, EXPERTS, generator=generator)
+    scores[:, 3] = -1
+    ids_NK = scores.topk(TOP_K).indices.to(DEVICE)
+    experts = range(1, EXPERTS - 1)
+    return route_on_device(ids_NK, experts, num_experts=EXPERTS, alignment=alignment)
+
+
+def weights(*shape: int) -> tuple[BlockWeights, torch.Tensor]:
+    """FP8 weights whose blocks differ in scale, and their float32 values."""
+    drawn = randn(*shape) * (1 + torch.arange(shape[1], device=DEVICE)[None, :, None] // 128)
+    rounded = quantise_blocks(drawn / shape[2] ** 0.5)
+    matrices = zip(rounded.values, rounded.scales, strict=True)
+    return rounded, torch.stack([dequantise(values, scales) for values, scales in matrices])
+
+
+def spread(x_ND: torch.Tensor) -> torch.Tensor:
+    """Rows and groups of 128 of different sizes."""
+    rows, columns = (torch.arange(size, device=DEVICE) for size in x_ND.shape)
+    return x_ND * (1 + rows[:, None] % 5) * (1 + columns[None] // 128)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "groups"), [(0, 1), (1, 3), (6, 35)])
+def test_quantise_rows(num_rows: int, groups: int, dtype: torch.dtype) -> None:
+    """Strided rows; the scales of a group are contiguous and begin at 16 bytes."""
+    x = spread(randn(num_rows, groups * 128 + 8))[:, : groups * 128].to(dtype)
+    values, scales = quantise_rows(x)
+    assert values.dtype == torch.float8_e4m3fn and values.is_contiguous()
+    assert scales.stride(0) == 1 and scales.stride(1) % 4 == 0
+    check_quantised(values, scales, x.float())
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(("alignment", "indexed"), [(1, True), (128, True), (128, False)])
+@pytest.mark.parametrize("num_rows", [1, 40])
+@torch.inference_mode()
+def test_product_equals_float32(num_rows: int, alignment: int, indexed: bool, tile: Fp8Tile):
+    """Widths that end inside a tile, and rows of more than a tile."""
+    hidden, width = 256, 192
+    routing, (held, exact) = routed(num_rows, alignment), weights(EXPERTS - 2, width, hidden)
+    num_x = num_rows if indexed else routing.num_permuted
+    values, scales = quantise_rows(spread(randn(num_x, hidden, dtype=torch.bfloat16)))
+    row_R = routing.row_R if indexed else None
+    bounds = routing.starts_e, routing.ends_e, routing.num_permuted
+    y_RD, none = grouped_gemm_fp8(
+        Fp8Rows(values, scales), row_R, held, bounds, activation=None, tile=tile, num_sms=3
+    )
+    assert y_RD.dtype == torch.bfloat16 and none.numel() == 0
+    x_ND = values.float() * scales.repeat_interleave(128, 1)
+    num_seen = 0
+    for local, (start, end) in enumerate(zip(routing.starts_e, routing.ends_e, strict=True)):
+        rows = routing.row_R[start:end].long() if indexed else slice(start, end)
+        expected = F.linear(x_ND[rows], exact[local])
+        num_seen += len(expected)
+        if len(expected):
+            assert calc_diff(y_RD[start:end], expected) < 2e-5
+    assert num_seen == int(routing.offs_e[-1]) and (num_rows == 1 or num_seen)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("num_rows", [1, 50, 90])
+@torch.inference_mode()
+def test_experts_equal_float32(num_rows: int, activation: Activation) -> None:
+    """All products, with each number of rows that a tile is for."""
+    hidden, width = 256, 128
+    routing = routed(num_rows, 128)
+    w13, exact13 = weights(EXPERTS - 2, 2 * width, hidden)
+    w2, exact2 = weights(EXPERTS - 2, hidden, width)
+    x_ND = randn(num_rows, hidden, dtype=torch.bfloat16)
+    expert_input = ExpertInput(x_ND, routing.offs_e, None, routing)
+    y_RD = FewRowsFp8()(expert_input, w13, w2, activation, num_sms=3)
+    assert y_RD.shape == (routing.num_permuted, hidden)
+    for local, (start, end) in enumerate(zip(routing.starts_e, routing.ends_e, strict=True)):
+        x_RD = x_ND[routing.row_R[start:end].long()].float()
+        h_RI = gated_activation(F.linear(x_RD, exact13[local]), activation)
+        if len(x_RD):
+            assert calc_diff(y_RD[start:end], F.linear(h_RI, exact2[local])) < ROUNDED
+
+
+@torch.inference_mode()
+def test_takes_few_rows_alone() -> None:
+    """By the mean of even routing; no row is no work of a kernel."""
+    x = randn(300, 128, dtype=torch.bfloat16)
+    for num_rows, taken in ((0, False), (1, True), (140, True), (300, False)):
+        routing = routed(num_rows, 128)
+        routed_input = ExpertInput(x[:num_rows], routing.offs_e, None, routing)
+        assert FewRowsFp8.takes(routed_input) == taken, num_rows
