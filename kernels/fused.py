@@ -12,6 +12,8 @@ from importlib.util import find_spec
 
 import torch
 
+from kernels.block_fp8 import Fp8Rows
+
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -20,6 +22,7 @@ class FusedKernels:
     """Functions of `kernels/triton`; see there for arguments and results."""
 
     add_rms_norm: Callable[..., torch.Tensor]
+    add_rms_norm_fp8: Callable[..., Fp8Rows]
     norm_rotate: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], None]
     gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     route_top_k: Callable[..., Tensors]
@@ -32,9 +35,11 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
     if device_type != "cuda" or find_spec("triton") is None:
         return None
     from kernels.triton.gated_norm import gated_rms_norm
-    from kernels.triton.norm import add_rms_norm
+    from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
     from kernels.triton.qk_rope import norm_rotate
     from kernels.triton.route import route_top_k
     from kernels.triton.route_groups import route_groups
 
-    return FusedKernels(add_rms_norm, norm_rotate, gated_rms_norm, route_top_k, route_groups)
+    return FusedKernels(
+        add_rms_norm, add_rms_norm_fp8, norm_rotate, gated_rms_norm, route_top_k, route_groups
+    )

@@ -75,7 +75,12 @@ def rank_rows(
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
             experts=_expert_range(placement.local_experts(rank)),
             weight_bytes=rank_weight_bytes(
-                model, placement, rank, dtype, fp8_experts=selection.fp8_experts
+                model,
+                placement,
+                rank,
+                dtype,
+                fp8_experts=selection.fp8_experts,
+                fp8_dense=selection.fp8_dense,
             ),
             kv_bytes=None,
             buffer_bytes=held.kept + step,

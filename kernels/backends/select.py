@@ -83,6 +83,11 @@ class Selection:
         return self.grouped_gemm_class.fp8_weights
 
     @property
+    def fp8_dense(self) -> bool:
+        """Whether weights of dense products that the checkpoint stores in FP8 are held in FP8."""
+        return self.grouped_gemm_class.fp8_dense
+
+    @property
     def graph_unsupported_reason(self) -> str | None:
         """Why CUDA graphs cannot hold a step of these backends, or None."""
         chosen: dict[str, type[Backend] | None] = {

@@ -23,6 +23,8 @@ class GroupedGemm(Backend):
     compiles_by_rows   any new number of rows may compile another kernel; otherwise the kernel changes at most once
                        before the number doubles
     fp8_weights        it computes with weights in FP8
+    fp8_dense          beside it, dense products with weights that the checkpoint stores in FP8 run in FP8 too, by
+                       `kernels.dense_fp8`
     adds_biases        it adds the biases of experts
     """
 
@@ -32,6 +34,7 @@ class GroupedGemm(Backend):
     masked_fp8: bool = False
     compiles_by_rows: bool = False
     fp8_weights: bool = False
+    fp8_dense: bool = False
     adds_biases: bool = False
 
     @classmethod

@@ -1,24 +1,32 @@
-"""Triton kernel for a residual addition followed by a root-mean-square norm. R rows of D values."""
+"""Triton kernel for a residual addition followed by a root-mean-square norm. R rows of D values, S = D / 128."""
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.block_fp8 import Fp8Rows
+from kernels.triton.fp8 import GROUP, quantise
+from kernels.triton.quantise_rows import empty_scales
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["scale_group"])
 def _add_rms_norm(
     x_ptr,
     delta_ptr,
     weight_ptr,
     out_ptr,
+    scale_ptr,
     eps,
     x_row,
     delta_row,
     delta_part,
     out_row,
+    scale_group,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    FP8: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -36,8 +44,17 @@ def _add_rms_norm(
     x_f32 = x.to(tl.float32)
     factor = tl.rsqrt(tl.sum(x_f32 * x_f32) / WIDTH + eps)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    out = (x_f32 * factor * weight).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * out_row + column, out, mask=mask)
+    out = x_f32 * factor * weight
+    if FP8:
+        groups = tl.arange(0, BLOCK // GROUP)
+        # The norm is rounded to the dtype of x first, as separate operators round it.
+        rounded = out.to(x_ptr.dtype.element_ty).to(tl.float32)
+        values, scale = quantise(tl.reshape(rounded, (BLOCK // GROUP, GROUP)))
+        tl.store(out_ptr + row * out_row + column, tl.reshape(values, (BLOCK,)), mask=mask)
+        scale_at = scale_ptr + groups.to(tl.int64) * scale_group + row
+        tl.store(scale_at, scale, mask=groups < WIDTH // GROUP)
+    else:
+        tl.store(out_ptr + row * out_row + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def add_rms_norm(
@@ -52,9 +69,33 @@ def add_rms_norm(
     delta_RD    or partial sums [P, R, D], which are added in order, in float32
     out_RD      receives the result; its rows may be strided, and it may be x. None: a new contiguous tensor
     """
-    num_rows, width = x_RD.shape
     if out_RD is None:
-        out_RD = torch.empty((num_rows, width), dtype=x_RD.dtype, device=x_RD.device)
+        out_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
+    _launch(x_RD, delta_RD, weight_D, eps, out_RD, None)
+    return out_RD
+
+
+def add_rms_norm_fp8(
+    x_RD: torch.Tensor, delta_RD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+) -> Fp8Rows:
+    """As `add_rms_norm`, with the result in FP8. D is a multiple of 128."""
+    num_rows, width = x_RD.shape
+    assert width % GROUP == 0, width
+    values_RD = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x_RD.device)
+    scale_RS = empty_scales(num_rows, width // GROUP, x_RD.device)
+    _launch(x_RD, delta_RD, weight_D, eps, values_RD, scale_RS)
+    return Fp8Rows(values_RD, scale_RS)
+
+
+def _launch(
+    x_RD: torch.Tensor,
+    delta_RD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    out_RD: torch.Tensor,
+    scale_RS: torch.Tensor | None,
+) -> None:
+    num_rows, width = x_RD.shape
     parts = 0 if delta_RD is None else delta_RD.shape[0] if delta_RD.dim() == 3 else 1
     delta_RD = x_RD if delta_RD is None else delta_RD
     assert delta_RD.shape[-2:] == out_RD.shape == x_RD.shape
@@ -66,14 +107,17 @@ def add_rms_norm(
             delta_RD,
             weight_D,
             out_RD,
+            out_RD if scale_RS is None else scale_RS,
             eps,
             x_RD.stride(0),
             delta_RD.stride(-2),
             delta_RD.stride(0) if parts > 1 else 0,
             out_RD.stride(0),
+            0 if scale_RS is None else scale_RS.stride(1),
             WIDTH=width,
             BLOCK=block,
             PARTS=parts,
+            FP8=scale_RS is not None,
+            GROUP=GROUP,
             num_warps=max(1, min(16, block // 512)),
         )
-    return out_RD

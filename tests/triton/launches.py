@@ -15,6 +15,8 @@ from kernels.activation import Activation
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.attention.batch import AttentionBatch
+from kernels.block_fp8 import BlockWeights
+from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from tests.triton.device import DEVICE, FOR_HOPPER
@@ -98,10 +100,11 @@ def _latents(at: Inputs) -> None:
 
 
 def _norm(at: Inputs) -> None:
-    from kernels.triton.norm import add_rms_norm
+    from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
 
     x, weight = at.rows(WIDTH), at.rows(WIDTH)[0]
     add_rms_norm(x, at.rows(WIDTH), weight, 1e-6)
+    add_rms_norm_fp8(at.rows(256), None, at.rows(256)[0], 1e-6)
     parts, wide = at.rows(2, WIDTH).view(2, at.size, WIDTH), at.rows(2 * WIDTH)
     add_rms_norm(x, parts, weight, 1e-6, wide[:, :WIDTH])
 
@@ -264,6 +267,23 @@ def _prompts(at: Inputs, *, window: int | None) -> None:
     )
 
 
+def _dense_fp8(at: Inputs) -> None:
+    """Rows and activated rows of a dense product in FP8."""
+    from kernels.dense_fp8 import activate, quantise
+
+    quantise(at.rows(256))
+    activate(at.rows(512), "silu")
+
+
+def _few_rows_fp8(at: Inputs) -> None:
+    """Rows in FP8 of an expert's few."""
+    routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS, alignment=128)
+    weights = BlockWeights.empty(EXPERTS, 256, 128, device=at.device)
+    down = BlockWeights.empty(EXPERTS, 128, 128, device=at.device)
+    routed = ExpertInput(at.rows(128), routing.offs_e, None, routing)
+    FewRowsFp8()(routed, weights, down, num_sms=4)
+
+
 def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
     routed = exchange.dispatch(at.rows(width), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
     y_RD = torch.zeros(
@@ -301,6 +321,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_of_many": partial(_grouped_gemm, expected=EXPERTS * 1000),
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
+    "dense_fp8": _dense_fp8,
+    "few_rows_fp8": _few_rows_fp8,
     "push": _push,
     "penalise": _penalise,
     "decodes": partial(_decodes, cut=False),
@@ -321,6 +343,19 @@ def _tiles(rows_per_expert: int, activation: Activation = "silu") -> list[int]:
     weights = torch.zeros(EXPERTS, 1536, 2048, **new), torch.zeros(EXPERTS, 2048, 768, **new)
     gemm(ExpertInput(x, routing.offs_e, None, routing), *weights, activation)
     return [tile.programs_per_sm for tile in gemm._tiles(routing, x, routing.row_R)]
+
+
+def _fp8_tiles(rows_per_expert: int) -> list[int]:
+    """As _tiles, of the products in FP8 of few rows."""
+    expected = EXPERTS * rows_per_expert
+    none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
+    routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
+    x = torch.zeros(expected, 2048, dtype=torch.bfloat16, device=DEVICE)
+    weights = BlockWeights.empty(EXPERTS, 1536, 2048, device=DEVICE)
+    down = BlockWeights.empty(EXPERTS, 2048, 768, device=DEVICE)
+    gemm = FewRowsFp8()
+    gemm(ExpertInput(x, routing.offs_e, None, routing), weights, down, num_sms=132)
+    return [tile.programs_per_sm for tile in gemm.tiles(rows_per_expert)]
 
 
 def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:
@@ -345,6 +380,7 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
     "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
+    **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (8, 16, 48)},
     **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,

@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from kernels.all2all.base import sum_partials
 from kernels.fused import FusedKernels, fused_kernels
 from kernels.triton.gated_norm import gated_rms_norm
-from kernels.triton.norm import add_rms_norm
+from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
+from kernels.triton.quantise_rows import quantise_rows
 from kernels.triton.route import route_top_k
 from kernels.triton.route_groups import route_groups
 from tests.closeness import assert_near
@@ -46,7 +47,7 @@ def head_norm(x_TNd: torch.Tensor, weight_Nd: torch.Tensor) -> torch.Tensor:
 
 def test_gpus_have_them():
     assert fused_kernels("cuda") == FusedKernels(
-        add_rms_norm, norm_rotate, gated_rms_norm, route_top_k, route_groups
+        add_rms_norm, add_rms_norm_fp8, norm_rotate, gated_rms_norm, route_top_k, route_groups
     )
 
 
@@ -65,6 +66,19 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype):
     normed = add_rms_norm(x, delta, weight, 1e-6)
     torch.testing.assert_close(x, expected, atol=0, rtol=CUT_OFF.get(dtype, 0))
     close(normed, F.rms_norm(expected.float(), (width,), weight.float(), 1e-6))
+
+
+@pytest.mark.parametrize("width", [128, 384, 2048])
+def test_add_rms_norm_fp8(width: int):
+    """The norm, then the rounding to FP8, of sums of parts too."""
+    x, parts = randn(5, width), randn(2, 5, width)
+    weight = randn(width)
+    expected_x = x.clone()
+    expected = quantise_rows(add_rms_norm(expected_x, parts, weight, 1e-6))
+    found = add_rms_norm_fp8(x, parts, weight, 1e-6)
+    assert torch.equal(x, expected_x)
+    assert torch.equal(found.values.float(), expected.values.float())
+    assert torch.equal(found.scales, expected.scales) and found.scales.stride(0) == 1
 
 
 def test_norm_of_strided_rows_in_place():

@@ -80,6 +80,16 @@ def test_gated_activation_fp8(activation: Activation):
         check_quantised(values[where], scales[where], expected[where])
 
 
+@pytest.mark.parametrize("num_rows", [1, 6])
+def test_gated_activation_fp8_of_all_rows(num_rows: int):
+    """Without counts, and of any number of rows; scales of a group begin at 16 bytes."""
+    h = randn(1, num_rows, 2 * 256, dtype=torch.bfloat16)
+    values, scales = gated_activation_fp8(h, None, "silu")
+    assert scales.shape == (1, num_rows, 2)
+    assert scales.stride(1) == 1 and scales.stride(2) % 4 == 0
+    check_quantised(values, scales, expected_activation(h.float(), "silu"))
+
+
 def test_scatter_fp8():
     """Every row at each of its places, -1 goes nowhere."""
     groups = 35  # three programs a row

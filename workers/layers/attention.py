@@ -28,7 +28,7 @@ class AttentionBlock:
         self.attention = builder.backends.attention
         self.input_norm = builder.norm(builder.hidden_size)
         qkv_size = spec.q_size + 2 * spec.kv_size
-        self.qkv_QD = builder.empty(qkv_size, builder.hidden_size)
+        self.qkv_QD = builder.projection("attention.qkv_QD", qkv_size, builder.hidden_size)
         self.qkv_bias_Q = builder.empty(qkv_size) if spec.qkv_bias else None
         self.num_qk_heads = spec.num_heads + spec.num_kv_heads
         self._qkv_view = (-1, self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
@@ -39,7 +39,7 @@ class AttentionBlock:
         full = spec.qk_norm == "full"
         self.q_norm = builder.norm(spec.q_size) if full else None
         self.k_norm = builder.norm(spec.kv_size) if full else None
-        self.o_DQ = builder.empty(builder.hidden_size, spec.q_size)
+        self.o_DQ = builder.projection("attention.o_DQ", builder.hidden_size, spec.q_size)
         self.o_bias_D = builder.empty(builder.hidden_size) if spec.output_bias else None
         self.sinks_H = builder.empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
@@ -56,7 +56,7 @@ class AttentionBlock:
         rotation_T1d: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten."""
-        residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
+        residual_TD, h_TD = self.input_norm.add_for(self.qkv_QD, residual_TD, hidden_TD)
         qkv_TQ = linear(h_TD, self.qkv_QD, self.qkv_bias_Q)
         if self.q_norm is not None or self.spec.clip_qkv is not None:
             self._norm_and_clip(qkv_TQ)

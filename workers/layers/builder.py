@@ -1,11 +1,12 @@
 """What the blocks of a model are built from: device, dtype, backends and this rank's experts. Knows no model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import torch
 
 from kernels.backends.select import Backends
+from kernels.block_fp8 import BlockWeights
 from kernels.routing.forced_routing import ForcedRouting
 from kernels.routing.placement import ExpertPlacement
 from workers.layers.norm import RMSNorm
@@ -16,6 +17,8 @@ class LayerBuilder:
     """Allocates parameters and gives each block its backends.
 
     forced_routing   makes the replacement of a layer's router; None: routers choose
+    path             begins the names of a layer's parameters: "layers.3."
+    fp8              names of the parameters that are held in FP8
     """
 
     hidden_size: int
@@ -26,10 +29,18 @@ class LayerBuilder:
     device: torch.device
     dtype: torch.dtype
     forced_routing: Callable[..., ForcedRouting] | None = None
+    path: str = ""
+    fp8: Container[str] = frozenset()
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialised parameter, of the model's dtype unless another is given."""
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+
+    def projection(self, name: str, rows: int, columns: int) -> torch.Tensor | BlockWeights:
+        """Return the uninitialised weights of a dense product; `name` is the parameter's in the layer."""
+        if self.path + name in self.fp8:
+            return BlockWeights.empty(rows, columns, device=self.device)
+        return self.empty(rows, columns)
 
     def norm(self, *shape: int, eps: float | None = None) -> RMSNorm:
         """Return a norm over the last dim of `shape`, with the layer's eps unless another is given."""

@@ -30,16 +30,19 @@ class LatentAttentionBlock:
         self.input_norm = builder.norm(dim)
         self.q_width = spec.q_rank or spec.q_size
         # one product for what comes from the hidden state: q or its latent, the latent of K and V, the rotated key
-        self.down_D = builder.empty(self.q_width + dims.width, dim)
+        self.down_D = builder.projection("attention.down_D", self.q_width + dims.width, dim)
         # q itself has no bias, its latent has
         biased = (spec.q_rank or 0) + dims.width
         self.down_bias = builder.empty(biased) if spec.bias else None
         eps = spec.latent_eps
         self.q_norm = None if spec.q_rank is None else builder.norm(spec.q_rank, eps=eps)
-        self.q_up = None if spec.q_rank is None else builder.empty(spec.q_size, spec.q_rank)
+        self.q_up = None
+        if spec.q_rank is not None:
+            self.q_up = builder.projection("attention.q_up", spec.q_size, spec.q_rank)
         self.kv_norm = builder.norm(dims.rank, eps=eps)
+        # attention multiplies it head by head, so it is never in FP8
         self.kv_up = builder.empty(spec.kv_up_size, dims.rank)
-        self.o_D = builder.empty(dim, spec.o_size)
+        self.o_D = builder.projection("attention.o_D", dim, spec.o_size)
         self.o_bias_D = builder.empty(dim) if spec.bias else None
 
     def with_backends(self, backends: Backends) -> Self:
@@ -55,7 +58,7 @@ class LatentAttentionBlock:
         rotation_T1r: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten."""
-        residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
+        residual_TD, h_TD = self.input_norm.add_for(self.down_D, residual_TD, hidden_TD)
         down_T = linear(h_TD, self.down_D)
         if self.down_bias is not None:
             down_T[:, -len(self.down_bias) :] += self.down_bias

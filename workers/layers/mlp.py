@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import torch
 
-from kernels.gated_activation import gated_activation
+from kernels.block_fp8 import Fp8Rows
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear
+from workers.layers.linear import activated, linear
 from workers.models.specs import MlpSpec, SharedExpertSpec
 
 
@@ -19,8 +19,8 @@ class MlpBlock:
     def __init__(self, builder: LayerBuilder, spec: MlpSpec):
         dim, self.activation = builder.hidden_size, spec.activation
         self.norm = builder.norm(dim)
-        self.w13_2ID = builder.empty(2 * spec.width, dim)
-        self.w2_DI = builder.empty(dim, spec.width)
+        self.w13_2ID = builder.projection("mlp.w13_2ID", 2 * spec.width, dim)
+        self.w2_DI = builder.projection("mlp.w2_DI", dim, spec.width)
 
     def with_backends(self, backends: Any) -> Self:
         """Return the block itself, which uses no backend."""
@@ -30,8 +30,8 @@ class MlpBlock:
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Padding rows are computed and ignored."""
-        residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD)
-        inner_TI = gated_activation(linear(h_TD, self.w13_2ID), self.activation)
+        residual_TD, h_TD = self.norm.add_for(self.w13_2ID, residual_TD, hidden_TD)
+        inner_TI = activated(linear(h_TD, self.w13_2ID), self.activation, self.w2_DI)
         return linear(inner_TI, self.w2_DI, residual_TD), None
 
 
@@ -40,13 +40,17 @@ class SharedExpert:
 
     def __init__(self, builder: LayerBuilder, spec: SharedExpertSpec):
         dim, self.activation = builder.hidden_size, spec.activation
-        self.w13_2ID = builder.empty(2 * spec.width, dim)
-        self.w2_DI = builder.empty(dim, spec.width)
+        self.w13_2ID = builder.projection("mlp.shared.w13_2ID", 2 * spec.width, dim)
+        self.w2_DI = builder.projection("mlp.shared.w2_DI", dim, spec.width)
         self.gate_1D = builder.empty(1, dim) if spec.gated else None
 
     def add_to(self, residual_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
         """Return residual + the output for h, a new tensor."""
-        inner_TI = gated_activation(linear(h_TD, self.w13_2ID), self.activation)
-        if self.gate_1D is not None:  # a factor of a row passes through the product
-            inner_TI.mul_(linear(h_TD, self.gate_1D).sigmoid_())
-        return linear(inner_TI, self.w2_DI, residual_TD)
+        inner_TI = activated(linear(h_TD, self.w13_2ID), self.activation, self.w2_DI)
+        if self.gate_1D is None:
+            return linear(inner_TI, self.w2_DI, residual_TD)
+        factor_T1 = linear(h_TD, self.gate_1D).sigmoid_()
+        if isinstance(inner_TI, Fp8Rows):
+            return torch.addcmul(residual_TD, linear(inner_TI, self.w2_DI), factor_T1)
+        # a factor of a row passes through the product
+        return linear(inner_TI.mul_(factor_T1), self.w2_DI, residual_TD)

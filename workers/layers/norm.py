@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.all2all.base import sum_partials
+from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
 
@@ -87,6 +88,17 @@ class RMSNorm:
         if delta_TD is not None:
             x_TD.add_(sum_partials(delta_TD))
         return x_TD, self(x_TD) if out_TD is None else out_TD.copy_(self(x_TD))
+
+    def add_for(
+        self,
+        weights: torch.Tensor | BlockWeights,
+        x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows]:
+        """As `add`, with the norm in the form that `linear` with these weights takes."""
+        if self.triton is None or not isinstance(weights, BlockWeights):
+            return self.add(x_TD, delta_TD)
+        return x_TD, self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps)
 
     def _call_fused(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dim() == 1:

@@ -11,10 +11,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from copy import copy
+from dataclasses import replace
 from typing import NamedTuple, Self
 
 import torch
 
+from kernels import dense_fp8
 from kernels.all2all.base import sum_partials
 from kernels.backends.select import Backends
 from kernels.routing.forced_routing import ForcedRouting
@@ -28,8 +30,8 @@ from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
 from workers.models.specs import LatentSpec, LayerSpec, ModelConfig, MoeSpec
 from workers.runner.forward_batch import ForwardBatch
-from workers.weights.slots import Slot, slot_of
-from workers.weights.tensors import rank_weights
+from workers.weights.slots import Slot, parameter_of, slot_of
+from workers.weights.tensors import fp8_parameters, rank_weights
 
 
 class Layer(NamedTuple):
@@ -62,6 +64,8 @@ class CausalLM(ABC):
         self.dtype = dtype
         self.device = torch.device(device)
         self._placement, self._rank = placement, rank
+        in_fp8 = backends.grouped_gemm.fp8_dense
+        self._fp8 = fp8_parameters(config) if in_fp8 else frozenset[str]()
         builder = LayerBuilder(
             hidden_size=config.hidden_size,
             norm_eps=config.norm_eps,
@@ -71,11 +75,13 @@ class CausalLM(ABC):
             device=self.device,
             dtype=dtype,
             forced_routing=forced_routing,
+            fp8=self._fp8,
         )
         table = (config.vocab_size, config.hidden_size)
         self.embed_VD = builder.empty(*table)
         self.layers = [
-            self.build_layer(builder, spec, number) for number, spec in enumerate(config.layers)
+            self.build_layer(replace(builder, path=f"layers.{number}."), spec, number)
+            for number, spec in enumerate(config.layers)
         ]
         self.norm = builder.norm(config.hidden_size)
         self.lm_head_VD = self.embed_VD if config.tie_word_embeddings else builder.empty(*table)
@@ -160,6 +166,10 @@ class CausalLM(ABC):
         logits_LV = logits_LV.float() if out is None else out.copy_(logits_LV)
         factor = self.config.logits_factor
         return logits_LV if factor == 1.0 else logits_LV.mul_(factor)
+
+    def compile_products(self, max_rows: int) -> None:
+        """Compile the dense products in FP8, which may need other kernels for any number of rows up to `max_rows`."""
+        dense_fp8.compile_products((parameter_of(self, name) for name in self._fp8), max_rows)
 
     def weight_slots(self) -> dict[str, Slot]:
         """Return the destination of every entry of the weight map that this rank holds, by its key."""

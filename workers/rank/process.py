@@ -258,6 +258,7 @@ class RankProcess:
             self.rank,
             dtype,
             fp8_experts=self.selection.fp8_experts,
+            fp8_dense=self.selection.fp8_dense,
         )
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:

@@ -86,9 +86,13 @@ class WeightSlot:
 
 @dataclass(frozen=True)
 class BlockSlot:
-    """A destination for one matrix that the model holds in FP8."""
+    """A destination for one matrix that the model holds in FP8.
+
+    heads   as in WeightSlot; a head has no rows of two blocks
+    """
 
     target: BlockWeights
+    heads: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -103,6 +107,8 @@ class BlockSlot:
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
         """Copy values with the scales of their blocks, or with one scale, unchanged; round others to blocks."""
         if scales.numel() == 1 or scales.shape == self.target.scales.shape:
+            if self.heads is not None:
+                values = pair_rotary(values.view(torch.uint8), *self.heads).view(values.dtype)
             self.target.values.copy_(values)
             self.target.scales.copy_(scales)
         else:
@@ -126,12 +132,17 @@ class SlottedModel(Protocol):
     def weight_slots(self) -> Mapping[str, Slot]: ...
 
 
+def parameter_of(model: Any, name: str) -> Any:
+    """Return the parameter with this dotted path."""
+    found = model
+    for step in name.split("."):
+        found = found[int(step)] if step.isdigit() else getattr(found, step)
+    return found
+
+
 def slot_of(model: Any, entry: WeightEntry, first_expert: int) -> Slot:
     """Return the destination of `entry` in `model`, with parameters for experts from `first_expert` on."""
-    found: Any = model
-    scale = 1.0
-    for step in entry.parameter.split("."):
-        found = found[int(step)] if step.isdigit() else getattr(found, step)
+    found, scale = parameter_of(model, entry.parameter), 1.0
     if isinstance(found, RMSNorm):
         scale, found = found.load_scale, found.weight
     if entry.expert is not None:
@@ -139,5 +150,6 @@ def slot_of(model: Any, entry: WeightEntry, first_expert: int) -> Slot:
     if entry.rows is not None:
         found = found[slice(*entry.rows)]
     if isinstance(found, BlockWeights):
-        return BlockSlot(found)
+        heads = (entry.head_dim, entry.rotary_dim or entry.head_dim) if entry.head_dim else None
+        return BlockSlot(found, heads)
     return WeightSlot.rows(found, entry, scale)

@@ -5,8 +5,15 @@ from collections.abc import Container
 from kernels.routing.placement import ExpertPlacement
 from workers.models.registry import weight_map
 from workers.models.specs import DtypeName, ModelConfig
-from workers.weights.weight_map import Scaling, WeightEntry
+from workers.weights.weight_map import FP8_BLOCK, Scaling, WeightEntry
 
+# Parameters that `LayerBuilder.projection` allocates; all others keep the model's dtype.
+DENSE = (
+    *("attention.qkv_QD", "attention.o_DQ"),
+    *("attention.down_D", "attention.q_up", "attention.o_D"),
+    *("mlp.w13_2ID", "mlp.w2_DI", "mlp.shared.w13_2ID", "mlp.shared.w2_DI"),
+)
+FP8_ROWS = 64  # a dense product in FP8 has a multiple of these outputs, and of FP8_BLOCK inputs
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -25,6 +32,35 @@ def experts_with_row_scales(config: ModelConfig) -> bool:
     """Return whether the checkpoint has experts in FP8 with one scale a row."""
     experts = (entry.fp8 for entry in weight_map(config) if entry.expert is not None)
     return any(fp8 is not None and fp8.scaling == Scaling.CHANNEL for fp8 in experts)
+
+
+def fp8_parameters(config: ModelConfig) -> frozenset[str]:
+    """Return the parameters of dense products that FP8 blocks hold exactly as the checkpoint stores them."""
+    tensors: dict[str, list[WeightEntry]] = {}
+    if config.quantization is not None:
+        for entry in weight_map(config):
+            if entry.expert is None:
+                tensors.setdefault(entry.parameter, []).append(entry)
+    return frozenset(name for name, entries in tensors.items() if _fits_blocks(name, entries))
+
+
+def _fits_blocks(parameter: str, entries: list[WeightEntry]) -> bool:
+    """Return whether the tensors of a parameter are in FP8, begin at its blocks, and keep their rows in blocks."""
+    if not parameter.endswith(DENSE) or any(entry.fp8 is None for entry in entries):
+        return False
+    rows = sum(entry.shape[0] for entry in entries)
+    return (
+        rows % FP8_ROWS == 0
+        and entries[0].columns % FP8_BLOCK == 0
+        and all(
+            entry.fp8 is not None
+            and entry.fp8.scaling != Scaling.CHANNEL
+            and (entry.rows is None or entry.rows[0] % FP8_BLOCK == 0)
+            and (entry.rows is None or entry.rows[1] % FP8_BLOCK == 0 or entry.rows[1] == rows)
+            and (not entry.head_dim or FP8_BLOCK % entry.head_dim == 0)
+            for entry in entries
+        )
+    )
 
 
 def rank_weights(
@@ -52,14 +88,17 @@ def rank_weight_bytes(
     dtype: DtypeName,
     *,
     fp8_experts: bool = False,
+    fp8_dense: bool = False,
 ) -> int:
     """Return the bytes of one rank's weights in memory (norms, a few KiB, may take twice as much).
 
-    fp8_experts   the experts' product computes with FP8 weights; all else is held in `dtype`, whatever the
-                  checkpoint holds
+    fp8_experts   the experts' product computes with FP8 weights
+    fp8_dense     so do dense products with weights that the checkpoint stores in FP8; all else is held in `dtype`
     """
-    width = DTYPE_BYTES[dtype]
+    width, dense = DTYPE_BYTES[dtype], fp8_parameters(config) if fp8_dense else ()
     return sum(
-        entry.fp8_bytes if fp8_experts and entry.expert is not None else width * entry.size
+        entry.fp8_bytes
+        if (entry.parameter in dense if entry.expert is None else fp8_experts)
+        else width * entry.size
         for entry in rank_weights(config, placement, rank)
     )

@@ -1,0 +1,61 @@
+"""Dense products with FP8 weights on GPUs: DeepGEMM multiplies, rows are quantised in Triton.
+
+A backend of the experts' products states whether these products can run (`GroupedGemm.fp8_dense`).
+
+T rows, K input width, N output width.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from kernels.activation import Activation
+from kernels.block_fp8 import BlockWeights, Fp8Rows
+
+ROWS_STEP = 64  # DeepGEMM's tile may change at a multiple of it
+FEWEST_ROWS = (1, 16, 32)
+
+
+def quantise(x_TK: torch.Tensor) -> Fp8Rows:
+    """Return rows, maybe strided, in FP8."""
+    from kernels.triton.quantise_rows import quantise_rows
+
+    return quantise_rows(x_TK)
+
+
+def activate(h_T2I: torch.Tensor, activation: Activation) -> Fp8Rows:
+    """Return activation(gate) * up in FP8, of rows of gate, then up."""
+    from kernels.triton.gated_activation_fp8 import gated_activation_fp8
+
+    values_1TI, scales_1TS = gated_activation_fp8(h_T2I.unsqueeze(0), None, activation)
+    return Fp8Rows(values_1TI.squeeze(0), scales_1TS.squeeze(0))
+
+
+def multiply(x_TK: Fp8Rows, weights_NK: BlockWeights) -> torch.Tensor:
+    """Return x @ weights.T, bfloat16 [T, N]. N is a multiple of 64, K of 128."""
+    values = x_TK.values
+    out_TN = torch.empty(
+        len(values), len(weights_NK.values), dtype=torch.bfloat16, device=values.device
+    )
+    if len(values):
+        _deep_gemm().fp8_gemm_nt(tuple(x_TK), (weights_NK.values, weights_NK.scales), out_TN)
+    return out_TN
+
+
+def compile_products(weights: Iterable[BlockWeights], max_rows: int) -> None:
+    """Run the products of every shape of `weights` once for each tile that up to `max_rows` rows may take."""
+    shapes = {found.shape: found for found in weights}
+    sizes = {*FEWEST_ROWS, max_rows, *range(ROWS_STEP, max_rows, ROWS_STEP)}
+    for (_, columns), found in shapes.items():
+        for rows in sorted(sizes):
+            x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=found.values.device)
+            multiply(quantise(x), found)
+
+
+@functools.cache
+def _deep_gemm() -> Any:
+    from kernels.grouped_gemm.deepgemm import load_deep_gemm
+
+    return load_deep_gemm()

@@ -1,0 +1,167 @@
+"""Dense products in FP8: which parameters a checkpoint gives for them, what a model holds, and what `check` counts.
+
+DeepGEMM and the Triton kernels are replaced by torch; see tests/triton and tests/gpu.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kernels import dense_fp8
+from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
+from kernels.gated_activation import gated_activation
+from kernels.routing.placement import ExpertPlacement
+from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
+from workers.models.registry import load_model_config
+from workers.weights.slots import BlockSlot
+from workers.weights.tensors import fp8_parameters, rank_weight_bytes
+
+torch.set_num_threads(1)
+PROMPTS = make_batch([[1, 2, 3, 4], [200, 100]], [0, 0])
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "moe_intermediate_size": 128,
+    "head_dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_layers": 2,
+}
+LATENT = {
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+
+
+class DenseFp8Gemm(Fp8Gemm):
+    """Experts as Fp8Gemm, and dense products in FP8 beside them."""
+
+    fp8_dense = True
+
+
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Multiply what the weights stand for with rows as they are; yields the weights' shapes, call by call."""
+    shapes = []
+
+    def multiply(x: Fp8Rows, weights: BlockWeights) -> torch.Tensor:
+        shapes.append((len(x.values), *weights.shape))
+        return x.values @ dequantise(weights.values, weights.scales).to(x.values.dtype).t()
+
+    def rows(x: torch.Tensor) -> Fp8Rows:
+        return Fp8Rows(x, x)
+
+    monkeypatch.setattr(dense_fp8, "multiply", multiply)
+    monkeypatch.setattr(dense_fp8, "quantise", rows)
+    monkeypatch.setattr(dense_fp8, "activate", lambda h, name: rows(gated_activation(h, name)))
+    return shapes
+
+
+def checkpoint(path: Path, family: str, **changes: Any) -> Path:
+    latent = LATENT if family.startswith("deepseek") else {}
+    sizes = {k: v for k, v in SIZES.items() if not latent or k not in ("head_dim", "num_kv_heads")}
+    return small_checkpoint(path, family=family, fp8=True, **sizes | latent | changes)
+
+
+FAMILIES = ["qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_those_of_weights_multiplied_out(family: str, tmp_path: Path, in_torch):
+    """Rows of heads are reordered and parts joined alike in both forms."""
+    path = checkpoint(tmp_path, family)
+    model = OneRank(path, grouped_gemm=DenseFp8Gemm())
+    found = model.logits(PROMPTS)
+    assert in_torch, "no product ran in FP8"
+    plain = OneRank(path, grouped_gemm=Fp8Gemm())
+    torch.testing.assert_close(found, plain.logits(PROMPTS), atol=2e-4, rtol=2e-4)
+
+
+def held_bytes(model: Any) -> int:
+    """Bytes of all parameters, each counted once."""
+    storages = {}
+    for slot in model.weight_slots().values():
+        target = slot.target
+        parts = [target.values, target.scales] if isinstance(slot, BlockSlot) else [target]
+        storages |= {part.untyped_storage().data_ptr(): part.untyped_storage() for part in parts}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_memory_table_counts_them(family: str, tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, family)
+    config, placement = load_model_config(path), ExpertPlacement(8, 1)
+    names = fp8_parameters(config)
+    assert any(name.endswith(("qkv_QD", "down_D")) for name in names)
+    assert any("shared" in name for name in names) == (family != "qwen3_moe")
+    held, told = [], []
+    for gemm in (Fp8Gemm(), DenseFp8Gemm()):
+        held.append(held_bytes(OneRank(path, grouped_gemm=gemm).model))
+        told.append(
+            rank_weight_bytes(
+                config, placement, 0, "float32", fp8_experts=True, fp8_dense=gemm.fp8_dense
+            )
+        )
+    assert held[0] - held[1] == told[0] - told[1] > 0
+
+
+def test_values_and_scales_are_the_checkpoint_s(tmp_path: Path) -> None:
+    """Rows of a head change places inside their block, so no value is rounded again."""
+    path = checkpoint(tmp_path, "qwen3_moe")
+    model, disk = OneRank(path, grouped_gemm=DenseFp8Gemm()), load_file(path / FILE)
+    attention = model.model.layers[0].attention
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    q, k, v = (disk[name.format(part)].view(torch.uint8) for part in "qkv")
+    q_heads, k_heads = (
+        part.view(-1, 2, 32, 256).transpose(1, 2).reshape(-1, 256) for part in (q, k)
+    )
+    values = attention.qkv_QD.values.view(torch.uint8)
+    assert torch.equal(values, torch.cat((q_heads, k_heads, v)))
+    scales = [disk[name.format(part) + SCALE] for part in "qkv"]
+    assert torch.equal(attention.qkv_QD.scales, torch.cat(scales))
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"num_kv_heads": 1}, "qkv_QD"),  # k ends inside a block
+        ({"head_dim": 96, "num_kv_heads": 4}, "qkv_QD"),  # a head lies in two blocks
+        ({"hidden_size": 192}, "qkv_QD"),  # groups of a row would be cut
+    ],
+)
+def test_parameters_that_blocks_do_not_hold_stay_in_the_models_dtype(
+    changes: dict[str, int], missing: str, tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path, "qwen3_moe", **changes)
+    names = fp8_parameters(load_model_config(path))
+    assert not any(missing in name for name in names)
+    model = OneRank(path, grouped_gemm=DenseFp8Gemm())
+    assert isinstance(model.model.layers[0].attention.qkv_QD, torch.Tensor)
+    assert model.logits(PROMPTS).isfinite().all()
+
+
+def test_only_checkpoints_in_fp8_have_any(tmp_path: Path) -> None:
+    plain = small_checkpoint(tmp_path / "plain", **SIZES)
+    assert fp8_parameters(load_model_config(plain)) == frozenset()
+    quantization = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["model.layers.1.self_attn.k_proj"],
+    }
+    path = checkpoint(tmp_path / "fp8", "qwen3_moe", quantization_config=quantization)
+    names = fp8_parameters(load_model_config(path))
+    assert names == {"layers.0.attention.qkv_QD", *(f"layers.{n}.attention.o_DQ" for n in (0, 1))}
+
+
+def test_compile_meets_every_tile(in_torch: list[tuple[int, ...]]) -> None:
+    """Each shape of weights once, at each multiple of 64 rows, at few rows and at the most."""
+    weights = [quantise_blocks(torch.ones(rows, 128)) for rows in (64, 64, 192)]
+    dense_fp8.compile_products(weights, 200)
+    rows = [1, 16, 32, 64, 128, 192, 200]
+    assert in_torch == [(n, *shape, 128) for shape in ((64,), (192,)) for n in rows]
