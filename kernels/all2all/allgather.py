@@ -29,6 +29,7 @@ class AllGatherAllToAll(AllToAll):
     name = "allgather"
     auto = "no counts to read on the host before the experts"
     needs_equal_tokens = True
+    fp8_rows = True
     graph = True  # over NCCL, which has a stream of its own beside `stream`
 
     @classmethod

@@ -29,21 +29,25 @@ def sum_partials(sums: torch.Tensor) -> torch.Tensor:
 class ExpertInput:
     """Rows for this rank's experts, grouped by local expert in ascending order: the `contiguous` layout.
 
-    x_RD      rows in the model's dtype, one per (token, local expert) pair. With `routing` the gathered rows [N, D],
-              each once: the grouped GEMM reads them through the routing, or takes `permuted_rows`
+    x_RD      rows in the model's dtype, or e4m3 with scales; one per (token, local expert) pair. With `routing` the
+              gathered rows [N, D], each once: the grouped GEMM reads them through the routing, or takes
+              `permuted_rows`
     offs_e    int32 on x_RD's device: end of each local expert's rows. Equal neighbours mean an expert without rows.
               offs_e[-1] is the number of rows: R, or with `routing` at most R
     handle    input of `combine` of the same backend; opaque to other code
     routing   on GPUs: the permutation into expert order, which the host cannot read without waiting
+    scale_RS  float32 scale of each 128 values of e4m3 rows, of any strides; None for rows in the model's dtype
     """
 
     x_RD: torch.Tensor
     offs_e: torch.Tensor
     handle: Any
     routing: DeviceRouting | None = None
+    scale_RS: torch.Tensor | None = None
 
     def permuted_rows(self) -> torch.Tensor:
-        """Return the rows in expert order; with `routing` the content of unused rows is undefined."""
+        """Return the rows in expert order; with `routing` the content of unused rows is undefined. Not of e4m3."""
+        assert self.scale_RS is None, "the grouped GEMM takes no rows in e4m3"
         if self.routing is None:
             return self.x_RD
         from kernels.triton.scatter_rows import scatter_rows
@@ -93,6 +97,7 @@ class AllToAll(Backend):
     no_overlap_reason    why overlapping it with compute gains nothing; None where it may gain
     needs_process_group  dispatch or combine uses the process group, which must live as long as the instance
     runs_on_stream       dispatch and combine run on `stream` from end to end
+    fp8_rows             rows travel in e4m3 with scales where `BackendShape.fp8_rows`; sums never do
     stream               CUDA stream of its dispatches and combines; None for the current one (see comm_stream.py)
     """
 
@@ -105,6 +110,7 @@ class AllToAll(Backend):
     no_overlap_reason: str | None = None
     needs_process_group: bool = True
     runs_on_stream: bool = False
+    fp8_rows: bool = False
     stream: CommStream | None = None
 
     @classmethod

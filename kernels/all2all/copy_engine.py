@@ -99,7 +99,8 @@ class CopyEngineAllToAll(SymmAllToAll):
     def dispatch_buffer(self, num_rows: int) -> torch.Tensor | None:
         if not self._copies(num_rows):
             return None
-        return self._format.fields(self._gathered_rows(num_rows)[self._own(num_rows)])[0]
+        x_TD = self._format.x(self._gathered_rows(num_rows)[self._own(num_rows)])
+        return x_TD if isinstance(x_TD, torch.Tensor) else None
 
     def abort(self) -> None:
         super().abort()

@@ -1,8 +1,10 @@
 """One row of bytes per token with all that its experts need: one transfer instead of three.
 
-A row is x, then K int32 expert ids, then K float32 weights. Knows nothing of the transport of rows.
+A row is x, then K int32 expert ids, then K float32 weights. x is in the model's dtype, or in FP8 for experts that
+compute with FP8: half the bytes, and the values that they would be rounded to on arrival. Knows nothing of the
+transport of rows.
 
-N rows, D hidden, K experts per row, W bytes of a row.
+N rows, D hidden, K experts per row, W bytes of a row, S = D / 128 scales of a row in FP8.
 """
 
 from abc import abstractmethod
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.backends.backend import BackendShape
 from kernels.backends.context import BackendContext
+from kernels.block_fp8 import BLOCK, Fp8Rows, quantise_groups
 from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation, Routing, weighted_sum
 from kernels.routing.placement import ExpertPlacement
@@ -24,16 +27,21 @@ ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The layout of one token's bytes."""
+    """The layout of one token's bytes.
+
+    dtype   of the hidden states and of sums
+    fp8     x is D e4m3 values, then S float32 scales
+    """
 
     hidden_size: int
     top_k: int
     dtype: torch.dtype
+    fp8: bool = False
 
     @classmethod
     def of(cls, shape: BackendShape) -> "RowFormat":
         """Return the format of the rows of `shape`."""
-        return cls(shape.hidden_size, shape.top_k, shape.dtype)
+        return cls(shape.hidden_size, shape.top_k, shape.dtype, shape.fp8_rows)
 
     @property
     def row_and_sum_bytes(self) -> int:
@@ -42,6 +50,9 @@ class RowFormat:
 
     @property
     def x_bytes(self) -> int:
+        """Bytes of x, and where the ids begin."""
+        if self.fp8:
+            return self.hidden_size + 4 * self.hidden_size // BLOCK
         return -(-self.hidden_size * self.dtype.itemsize // 4) * 4
 
     @property
@@ -49,11 +60,20 @@ class RowFormat:
         """W."""
         return -(-(self.x_bytes + 8 * self.top_k) // ALIGNMENT) * ALIGNMENT
 
-    def fields(self, rows_NW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def x(self, rows_NW: torch.Tensor) -> torch.Tensor | Fp8Rows:
+        """Return a view of x_ND of uint8 [N, W]."""
+        if not self.fp8:
+            return rows_NW[:, : self.hidden_size * self.dtype.itemsize].view(self.dtype)
+        values = rows_NW[:, : self.hidden_size].view(torch.float8_e4m3fn)
+        return Fp8Rows(values, rows_NW[:, self.hidden_size : self.x_bytes].view(torch.float32))
+
+    def fields(
+        self, rows_NW: torch.Tensor
+    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor, torch.Tensor]:
         """Return views of uint8 [N, W]: x_ND, topk_idx_NK int32, topk_weights_NK float32."""
         ids, weights = self.x_bytes, self.x_bytes + 4 * self.top_k
         return (
-            rows_NW[:, : self.hidden_size * self.dtype.itemsize].view(self.dtype),
+            self.x(rows_NW),
             rows_NW[:, ids:weights].view(torch.int32),
             rows_NW[:, weights : weights + 4 * self.top_k].view(torch.float32),
         )
@@ -80,8 +100,19 @@ class RowFormat:
 
             pack_rows(x_ND, topk_idx_NK.contiguous(), topk_weights_NK.contiguous(), fields)
             return
-        for field, value in zip(fields, (x_ND, topk_idx_NK, topk_weights_NK), strict=True):
-            field.copy_(value)
+        _fill(fields[0], x_ND)
+        fields[1].copy_(topk_idx_NK)
+        fields[2].copy_(topk_weights_NK)
+
+
+def _fill(field: torch.Tensor | Fp8Rows, x_ND: torch.Tensor) -> None:
+    """Copy x, quantised where the field is in FP8."""
+    if isinstance(field, Fp8Rows):
+        rounded = quantise_groups(x_ND)
+        field.values.copy_(rounded.values)
+        field.scales.copy_(rounded.scales)
+    else:
+        field.copy_(x_ND)
 
 
 @dataclass(frozen=True)
@@ -102,6 +133,8 @@ class Gathered:
 
 class PayloadAllToAll(AllToAll):
     """An all-to-all that sends each row to the ranks of its experts alone."""
+
+    fp8_rows = True
 
     @abstractmethod
     def __init__(
@@ -128,7 +161,7 @@ class PayloadAllToAll(AllToAll):
 
 
 def permute_local(
-    x_ND: torch.Tensor,
+    x_ND: torch.Tensor | Fp8Rows,
     topk_idx_NK: torch.Tensor,
     topk_weights_NK: torch.Tensor,
     permutation: Permutation,
@@ -140,6 +173,11 @@ def permute_local(
     """
     routing = permutation.route(topk_idx_NK)
     handle = Gathered(routing, topk_weights_NK, origin)
+    values_ND, scale_NS = x_ND if isinstance(x_ND, Fp8Rows) else (x_ND, None)
     if isinstance(routing, DeviceRouting):
-        return ExpertInput(x_ND, routing.offs_e, handle, routing)
-    return ExpertInput(x_ND.index_select(0, routing.row_R), routing.offs_e, handle)
+        return ExpertInput(values_ND, routing.offs_e, handle, routing, scale_NS)
+    if scale_NS is None:
+        return ExpertInput(values_ND.index_select(0, routing.row_R), routing.offs_e, handle)
+    values_RD = values_ND.view(torch.uint8).index_select(0, routing.row_R).view(values_ND.dtype)
+    scale_RS = scale_NS.index_select(0, routing.row_R)
+    return ExpertInput(values_RD, routing.offs_e, handle, scale_RS=scale_RS)

@@ -175,6 +175,7 @@ class SymmAllToAll(PayloadAllToAll):
             self._rank,
             self._rows_at,
             0,
+            FP8=self._format.fp8,
             **self._constants(),
         )
 

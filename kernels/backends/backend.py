@@ -27,6 +27,7 @@ class BackendShape:
     linear_specs     one entry a layer of linear attention; empty where the model has none
     fp8_checkpoint   whether the checkpoint stores the experts in FP8
     expert_bias      whether the experts' products have biases
+    fp8_rows         rows travel to the experts in FP8; from the chosen all-to-all and grouped GEMM
     """
 
     device: str
@@ -42,6 +43,7 @@ class BackendShape:
     linear_specs: tuple[LinearAttentionSpec, ...] = ()
     fp8_checkpoint: bool = False
     expert_bias: bool = False
+    fp8_rows: bool = False
 
     @property
     def dtype_name(self) -> str:

@@ -32,6 +32,7 @@ def backend_memory(
 
     num_ubatches   ubatches that have backends of their own; 0 where no step is ever cut
     """
+    shape = replace(shape, fp8_rows=selection.fp8_rows)
     all2all, gemm = selection.all2all_class, selection.grouped_gemm_class
     workspace = selection.attention_class.kept_bytes(shape)
     ubatches = num_ubatches * workspace

@@ -88,6 +88,11 @@ class Selection:
         return self.grouped_gemm_class.fp8_dense
 
     @property
+    def fp8_rows(self) -> bool:
+        """Whether rows travel to the experts in FP8."""
+        return self.all2all_class.fp8_rows and self.grouped_gemm_class.fp8_rows
+
+    @property
     def graph_unsupported_reason(self) -> str | None:
         """Why CUDA graphs cannot hold a step of these backends, or None."""
         chosen: dict[str, type[Backend] | None] = {
@@ -214,6 +219,7 @@ def build(selection: Selection, context: BackendContext) -> Backends:
     all2all = selection.all2all_class.build(
         replace(
             context,
+            shape=replace(context.shape, fp8_rows=selection.fp8_rows),
             row_alignment=grouped_gemm.row_alignment,
             masked_fp8=grouped_gemm.masked_fp8,
         )

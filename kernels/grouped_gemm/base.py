@@ -20,6 +20,7 @@ class GroupedGemm(Backend):
     layouts            the forms of input it takes
     row_alignment      on GPUs: the first permuted row of each expert must be a multiple of it
     masked_fp8         masked rows must come in e4m3 with scales
+    fp8_rows           contiguous rows may come in e4m3 with scales
     compiles_by_rows   any new number of rows may compile another kernel; otherwise the kernel changes at most once
                        before the number doubles
     fp8_weights        it computes with weights in FP8
@@ -32,6 +33,7 @@ class GroupedGemm(Backend):
     row_alignment: int = 1
     graph = True
     masked_fp8: bool = False
+    fp8_rows: bool = False
     compiles_by_rows: bool = False
     fp8_weights: bool = False
     fp8_dense: bool = False

@@ -1,8 +1,9 @@
 """The experts' MLP on DeepGEMM, in bfloat16 or in FP8 with a scale per block of 128: Hopper and newer.
 
-FP8 weights have a scale for each block of 128 x 128, from the checkpoint or rounded while they are loaded. Rows are
-quantised here, with a scale for each 128 values. DeepGEMM compiles its kernels at first use, into a folder that all
-ranks of a host share. In FP8 a Triton kernel multiplies an expert's few rows, which DeepGEMM pads to 128.
+FP8 weights have a scale for each block of 128 x 128, from the checkpoint or rounded while they are loaded. Rows have
+a scale for each 128 values, and are quantised here unless they arrive so. DeepGEMM compiles its kernels at first use,
+into a folder that all ranks of a host share. In FP8 a Triton kernel multiplies an expert's few rows, which DeepGEMM
+pads to 128.
 
 R permuted rows, D hidden, I expert width, e local experts, M rows of an expert's array.
 """
@@ -139,7 +140,7 @@ class DeepGemm(GroupedGemm):
         assert routing.alignment % self.row_alignment == 0, routing.alignment
         x_ND, num_experts = expert_input.x_RD, len(routing.ends_e)
         if not routing.num_permuted:
-            return torch.empty_like(x_ND[:0])
+            return x_ND.new_empty(0, x_ND.shape[1], dtype=torch.bfloat16)
         h_R2I = self._contiguous(self._fetch(expert_input), w13_e2ID, routing.ends_e)
         num_used = routing.ends_e[num_experts - 1 :]
         activated = self._gated_activation(h_R2I.unsqueeze(0), num_used, activation)
@@ -184,6 +185,7 @@ class DeepGemmFp8(DeepGemm):
     fp8_weights = True
     fp8_dense = True
     masked_fp8 = True
+    fp8_rows = True
 
     @classmethod
     def auto_reason(cls, shape: BackendShape) -> str | None:
@@ -225,7 +227,8 @@ class DeepGemmFp8(DeepGemm):
 
     def _fetch(self, expert_input: ExpertInput) -> Any:
         routing = expert_input.device_routing()
-        return self._scatter(expert_input.x_RD, routing.permuted_idx_NK, routing.num_permuted)
+        order = routing.permuted_idx_NK, routing.num_permuted
+        return self._scatter(expert_input.x_RD, *order, expert_input.scale_RS)
 
     def _contiguous(self, x_RD: Any, weights: BlockWeights, ends_e: torch.Tensor) -> torch.Tensor:
         rows = x_RD[0]

@@ -1,7 +1,8 @@
 """The experts' MLP in FP8 for few rows of each expert, in three launches of Triton kernels.
 
-Rows are quantised once each, in the order in which they arrived; the products read them through the routing, as
-`triton` does in bfloat16, so that rows of an expert need no alignment. The first product activates and quantises.
+Rows are quantised once each, in the order in which they arrived, unless they arrived in FP8. The products read them
+through the routing, as `triton` does in bfloat16, so that rows of an expert need no alignment. The first product
+activates and quantises.
 
 R permuted rows, D hidden, I expert width, e local experts.
 """
@@ -12,7 +13,7 @@ import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
-from kernels.block_fp8 import BlockWeights
+from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.pending import wait_previous_ubatch
 from kernels.routing.device_routing import DeviceRouting
 
@@ -49,7 +50,7 @@ class FewRowsFp8:
         row_R = routing.row_R if expert_input.routing else None
         bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
         up, down = self.tiles(_mean_rows(routing))
-        product, rows = self._kernel.grouped_gemm_fp8, self._quantise(expert_input.x_RD)
+        product, rows = self._kernel.grouped_gemm_fp8, self._rows(expert_input)
         h_RI = product(
             *(rows, row_R, w13_e2ID, bounds), activation=activation, tile=up, num_sms=num_sms
         )
@@ -58,6 +59,12 @@ class FewRowsFp8:
             *(h_RI, None, w2_eDI, bounds), activation=None, tile=down, num_sms=num_sms
         )
         return y_RD
+
+    def _rows(self, expert_input: ExpertInput) -> Fp8Rows:
+        if expert_input.scale_RS is not None:
+            return Fp8Rows(expert_input.x_RD, expert_input.scale_RS)
+        rows: Fp8Rows = self._quantise(expert_input.x_RD)
+        return rows
 
     def tiles(self, mean: float) -> tuple[Any, Any]:
         """Return the tiles of the two products for the mean number of rows of an expert."""

@@ -1,7 +1,8 @@
 """Writes each row into the memory of the ranks that hold any of its experts, and waits for the peers' rows: one kernel.
 
 A row has an equal place on all ranks, so nothing is counted before. A rank that holds none of a row's experts gets
-only the ids and weights, and the row's x is undefined there. See `kernels.all2all.symm`.
+only the ids and weights, and the row's x is undefined there. With FP8 rows are quantised on their way. See
+`kernels.all2all.symm` and `kernels.all2all.payload`.
 
 T rows of this rank, D hidden, K experts per row, r ranks.
 """
@@ -9,7 +10,18 @@ T rows of this rank, D hidden, K experts per row, r ranks.
 import triton
 import triton.language as tl
 
+from kernels.triton.fp8 import GROUP, quantise
 from kernels.triton.signals import signal_ranks, wait_for_ranks
+
+FP8_GROUP = tl.constexpr(GROUP)
+
+
+@triton.jit
+def _quantise(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK] -> e4m3 of the same shape, float32 scales [ROWS, BLOCK / 128]."""
+    groups = tl.reshape(x.to(tl.float32), (ROWS * (BLOCK // FP8_GROUP), FP8_GROUP))
+    values, scales = quantise(groups)
+    return tl.reshape(values, (ROWS, BLOCK)), tl.reshape(scales, (ROWS, BLOCK // FP8_GROUP))
 
 
 @triton.jit(do_not_specialize=["num_rows", "rank"])
@@ -35,6 +47,7 @@ def push_rows_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Push ROWS rows at a time; program 0 returns when the rows of all ranks have arrived.
 
@@ -45,7 +58,7 @@ def push_rows_kernel(
     call = tl.load(calls_ptr) + 1
     columns = tl.arange(0, BLOCK)[None, :]
     choices = tl.arange(0, BLOCK_K)[None, :]
-    element = x_ptr.dtype
+    element = tl.pointer_type(tl.float8e4nv) if FP8 else x_ptr.dtype
     for first in range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS))[:, None]
         inside = row < num_rows
@@ -55,6 +68,9 @@ def push_rows_kernel(
         weights = tl.load(weights_ptr + pair, mask=chosen, other=0)
         here = inside & (columns < HIDDEN)
         x = tl.load(x_ptr + row.to(tl.int64) * HIDDEN + columns, mask=here, other=0)
+        if FP8:
+            groups = tl.arange(0, BLOCK // FP8_GROUP)[None, :]
+            x, scales = _quantise(x, ROWS, BLOCK)
         for step in tl.static_range(1, NUM_RANKS + 1):
             peer = (rank + step) % NUM_RANKS
             row_at = rows_at + (rank * num_rows + row).to(tl.int64) * ROW_BYTES
@@ -67,6 +83,10 @@ def push_rows_kernel(
             wanted = tl.max(local.to(tl.int32), 1)[:, None] > 0
             x_out = tl.multiple_of(row_at.to(element) + columns, (16, 16))
             tl.store(x_out, x, mask=here & wanted)
+            if FP8:
+                scales_out = (row_at + HIDDEN).to(tl.pointer_type(tl.float32)) + groups
+                grouped = inside & wanted & (groups < HIDDEN // FP8_GROUP)
+                tl.store(scales_out, scales, mask=grouped)
     signal_ranks(bases_ptr, words_at + 4 * rank, NUM_RANKS)
     if program == 0:
         wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS)

@@ -23,6 +23,7 @@ from kernels.routing.placement import ExpertPlacement
 from tests.devices import SHARED, most_ranks, take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_all2all import CASES, run_cases
+from tests.distributed.test_fp8_rows import run_rows
 from tests.gpu.pools import Pools
 
 MAX_RANKS = most_ranks(4)
@@ -263,6 +264,12 @@ def test_contract(pools: Pools, name: str):
         for gemm, drawn in (("reference", cases), ("triton", cases), ("torch_grouped", half)):
             args = (name, gemm, drawn, "cuda")
             pools.run(run_cases, num_ranks, *args, backend="nccl", timeout_s=150)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_in_fp8(pools: Pools, name: str):
+    skip_unavailable(name)
+    pools.run(run_rows, 2, name, torch.bfloat16, "cuda", backend="nccl", timeout_s=150)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,6 +1,6 @@
 """Every grouped GEMM of a GPU against float32, through the exchange of one rank: eager, without waiting, as a graph."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from kernels.backends.select import probe
 from kernels.block_fp8 import quantise_blocks
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.grouped_gemm.deepgemm import DeepGemm
 from kernels.routing.permute import Permutation
 from tests.closeness import calc_diff
 
@@ -254,6 +255,38 @@ def test_fp8_equals_the_product_of_rounded_values():
         y_RD = F.linear(hidden_RI, w2[expert])
         expected_ND.index_add_(0, row, y_RD * weights_NK[row, k].unsqueeze(1))
     assert calc_diff(out_ND, expected_ND) < 1e-4
+
+
+@pytest.mark.parametrize("label", ["one_row", "few_rows", "decode", "prefill", "one_rank"])
+@torch.inference_mode()
+def test_rows_that_arrive_in_fp8_give_equal_results(label: str):
+    """Few rows of an expert and many: rounded by the sender or here, the values are equal."""
+    from kernels.triton.quantise_rows import quantise_rows
+
+    layer = Layer(build("deepgemm_fp8"), CASES[label])
+    x_ND, topk_idx_NK, weights_NK = layer.draw(1)
+    routed = layer.all2all.dispatch(x_ND, topk_idx_NK, weights_NK).wait()
+    values, scales = quantise_rows(x_ND)
+    arrived = replace(routed, x_RD=values, scale_RS=scales.contiguous())
+    outs = [
+        layer.all2all.combine(layer.gemm(rows, *layer.prepared), routed.handle).wait()
+        for rows in (routed, arrived)
+    ]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("mean", [1, 8, 16, 32, 48, 64])
+@torch.inference_mode()
+def test_few_rows_of_each_expert_equal_deepgemms(mean: int):
+    """Both products of FP8 on each side of the number of rows at which the other is taken."""
+    gemm = build("deepgemm_fp8")
+    layer = Layer(gemm, Experts(mean * 16))
+    x_ND, topk_idx_NK, weights_NK = layer.draw(1)
+    routed = layer.all2all.dispatch(x_ND, topk_idx_NK, weights_NK).wait()
+    few = gemm._few_rows(routed, *layer.prepared, num_sms=132)
+    many = DeepGemm.__call__(gemm, routed, *layer.prepared)
+    found, expected = (layer.all2all.combine(y_RD, routed.handle).wait() for y_RD in (few, many))
+    assert calc_diff(found, expected) < 2e-4
 
 
 def rounded(x_RD: torch.Tensor) -> torch.Tensor:

@@ -196,6 +196,8 @@ def _experts(at: Inputs) -> None:
         out_ND = weighted_sum(y_RD, permuted_idx_NK, weights_NK)
         weighted_sum(y_RD, permuted_idx_NK, weights_NK, (at.size // 2, at.size, out_ND))
     scatter_fp8(at.rows(256), permuted_idx_NK, aligned)
+    values, scales = at.rows(256, dtype=torch.float8_e4m3fn), at.rows(4, dtype=torch.float32)
+    scatter_fp8(values, permuted_idx_NK, aligned, scales[:, :2])
 
 
 def _exchange(at: Inputs) -> None:
@@ -208,6 +210,9 @@ def _exchange(at: Inputs) -> None:
     fields = row_format.fields(gathered[1])
     pack_rows(at.rows(WIDTH), at.ids(), weights, fields)
     pack_rows(fields[0], at.ids(), weights, fields)
+    row_format = RowFormat(256, TOP_K, torch.bfloat16, fp8=True)
+    gathered = torch.zeros(2, at.size, row_format.row_bytes, dtype=torch.uint8, device=at.device)
+    pack_rows(at.rows(256), at.ids(), weights, row_format.fields(gathered[1]))
 
 
 def _penalise(at: Inputs) -> None:
@@ -297,6 +302,9 @@ def _push(at: Inputs) -> None:
     row_format = RowFormat(WIDTH, TOP_K, torch.bfloat16)
     (exchange,) = build_ranks(1, EXPERTS, row_format, max(SIZES), device=at.device)
     _there_and_back(exchange, at, WIDTH)
+    row_format = RowFormat(256, TOP_K, torch.bfloat16, fp8=True)
+    (exchange,) = build_ranks(1, EXPERTS, row_format, max(SIZES), device=at.device)
+    _there_and_back(exchange, at, 256)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
@@ -358,9 +366,9 @@ def _fp8_tiles(rows_per_expert: int) -> list[int]:
     return [tile.programs_per_sm for tile in gemm.tiles(rows_per_expert)]
 
 
-def _pushes(num_ranks: int, num_sms: int | None) -> list[int]:
+def _pushes(num_ranks: int, num_sms: int | None, *, fp8: bool = False) -> list[int]:
     """Launch both kernels of the exchange; all programs of the second wait, so as many as there are must fit."""
-    row_format = RowFormat(2048, 8, torch.bfloat16)
+    row_format = RowFormat(2048, 8, torch.bfloat16, fp8)
     exchange = build_ranks(num_ranks, 128, row_format, 512, device=DEVICE, num_sms=132)[0]
     exchange.set_num_sms(num_sms)
     _there_and_back(exchange, Inputs(DEVICE, 512, 0), 2048)
@@ -382,6 +390,8 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
     **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (8, 16, 48)},
     **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
+    "push_fp8": partial(_pushes, 4, None, fp8=True),
+    "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),
     **{f"push_on_{sms}_sms": partial(_pushes, 4, sms) for sms in (8, 32)},
     "decodes": _decode_programs,
 }

@@ -11,6 +11,7 @@ from kernels.gated_activation import gated_activation as expected_activation
 from kernels.triton.gated_activation import gated_activation
 from kernels.triton.gated_activation_fp8 import gated_activation_fp8
 from kernels.triton.pack_rows import pack_rows
+from kernels.triton.quantise_rows import quantise_rows
 from kernels.triton.scatter_fp8 import scatter_fp8
 from tests.closeness import assert_near
 from tests.triton.device import COMPILED, DEVICE
@@ -44,6 +45,23 @@ def test_pack_rows(num_rows: int, hidden: int, top_k: int, dtype: torch.dtype):
     pack_rows(fields[0], ids + 1, -weights, fields)
     for field, value in zip(fields, (wide[:, :hidden], ids.int() + 1, -weights), strict=True):
         assert torch.equal(field, value), "x is there already, ids and weights are not"
+
+
+@pytest.mark.parametrize(("num_rows", "groups"), [(0, 1), (3, 3), (2, 35)])
+def test_pack_rows_in_fp8(num_rows: int, groups: int):
+    """Values and scales are of `quantise_rows`; rows of more values than a program packs too."""
+    hidden, top_k = groups * 128, 3
+    row_format = RowFormat(hidden, top_k, torch.bfloat16, fp8=True)
+    wide = randn(num_rows, hidden + 8, dtype=torch.bfloat16)
+    ids = torch.arange(num_rows * top_k, device=DEVICE).view(num_rows, top_k) - 1
+    weights = randn(num_rows, top_k)
+    rows = torch.zeros(num_rows, row_format.row_bytes, dtype=torch.uint8, device=DEVICE)
+    fields = row_format.fields(rows)
+    pack_rows(wide[:, :hidden], ids, weights, fields)
+    values, scales = quantise_rows(wide[:, :hidden])
+    assert torch.equal(fields[0].values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(fields[0].scales, scales)
+    assert torch.equal(fields[1], ids.int()) and torch.equal(fields[2], weights)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -102,3 +120,8 @@ def test_scatter_fp8():
     for row, its_places in enumerate(places):
         for at in filter(lambda place: place >= 0, its_places):
             check_quantised(values[at], scales[at], x[row].float())
+    quantised = quantise_rows(x)
+    copied, copied_scales = scatter_fp8(quantised.values, place, 8, quantised.scales)
+    used = [at for its_places in places for at in its_places if at >= 0]
+    assert torch.equal(copied[used].float(), values[used].float())
+    assert torch.equal(copied_scales[used], scales[used])

@@ -16,6 +16,7 @@ from kernels.all2all.base import ExpertInput, sum_partials
 from kernels.all2all.copy_engine import CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat
 from kernels.triton import push_rows, push_sums
+from kernels.triton.quantise_rows import quantise_rows
 from tests.closeness import assert_near
 from tests.triton.device import COMPILED
 from tests.triton.symm_ranks import build_ranks
@@ -23,6 +24,7 @@ from tests.triton.symm_ranks import build_ranks
 pytestmark = pytest.mark.skipif(COMPILED, reason="the interpreter's part; GPUs run the whole")
 
 NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS = 7, 3, 24, 21
+FP8_HIDDEN = 384
 # A rounding of each answer and of each rank's sum; the interpreter cuts bfloat16 off.
 ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 6e-2}
 
@@ -46,20 +48,27 @@ def stream(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
-def draw(num_tokens: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def draw(
+    num_tokens: int, seed: int, dtype: torch.dtype, hidden: int = HIDDEN
+) -> tuple[torch.Tensor, ...]:
     """x, topk_idx with some of -1, topk_weights."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(num_tokens, NUM_EXPERTS, generator=generator)
     ids = scores.topk(TOP_K).indices
     ids[1::4, 0] = -1
     ids[3::4] = -1
-    x = torch.randn(num_tokens, HIDDEN, generator=generator).to(dtype)
+    x = torch.randn(num_tokens, hidden, generator=generator).to(dtype)
     return x, ids, torch.rand(num_tokens, TOP_K, generator=generator)
 
 
 def answer(routed: ExpertInput, experts: range) -> torch.Tensor:
     """Expert e gives (e + 1) * x; what lies at nobody's places is NaN."""
-    x_RD, routing = routed.permuted_rows(), routed.device_routing()
+    routing = routed.device_routing()
+    if routed.scale_RS is None:
+        x_RD = routed.permuted_rows()
+    else:
+        scale_ND = routed.scale_RS.repeat_interleave(128, 1)
+        x_RD = (routed.x_RD.float() * scale_ND)[routing.row_R.clamp(0, len(scale_ND) - 1).long()]
     y_RD = torch.full_like(x_RD, float("nan"))
     for expert, start, end in zip(experts, routing.starts_e, routing.ends_e, strict=True):
         y_RD[start:end] = x_RD[start:end] * (expert + 1)
@@ -71,9 +80,12 @@ def placed(x_TD: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
     return x_TD if room is None or len(x_TD) % 2 else room.copy_(x_TD)
 
 
-def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> None:
-    """An exchange there and back gives each row the sum of its experts' answers."""
-    inputs = [draw(num_tokens, seed + rank, dtype) for rank in range(len(ranks))]
+def check(
+    ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype, *, fp8: bool = False
+) -> None:
+    """An exchange there and back gives each row the sum of its experts' answers; fp8: of the row rounded so."""
+    hidden = FP8_HIDDEN if fp8 else HIDDEN
+    inputs = [draw(num_tokens, seed + rank, dtype, hidden) for rank in range(len(ranks))]
     arrivals = [
         exchange.dispatch(placed(x, exchange.dispatch_buffer(num_tokens)), ids, weights)
         for exchange, (x, ids, weights) in zip(ranks, inputs, strict=True)
@@ -88,6 +100,9 @@ def check(ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype) -> N
         ]
     for (x, ids, weights), sums in zip(inputs, pending, strict=True):
         factor = (weights * (ids + 1)).sum(1, keepdim=True)  # an id of -1 adds nothing
+        if fp8:
+            values, scales = quantise_rows(x)
+            x = values.float() * scales.repeat_interleave(128, 1)
         assert_near(sum_partials(sums.wait()), x.float() * factor, ERRORS)
 
 
@@ -108,6 +123,29 @@ def test_kernels_bring_rows_to_their_experts_and_back(one_process, num_ranks, nu
         exchange.set_num_sms(num_sms)
     for call, num_tokens in enumerate((4, 0, MAX_TOKENS, 1)):
         check(ranks, num_tokens, 10 * call, dtype)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_sms"), [(1, None), (2, 1), (3, 2)])
+def test_kernels_bring_rows_in_fp8(one_process, num_ranks, num_sms):
+    """The values and scales that arrive are the values and scales of rounding on arrival."""
+    row_format = RowFormat(FP8_HIDDEN, TOP_K, torch.float32, fp8=True)
+    ranks = build_ranks(num_ranks, NUM_EXPERTS, row_format, MAX_TOKENS)
+    for exchange in ranks:
+        exchange.set_num_sms(num_sms)
+    for call, num_tokens in enumerate((4, 0, 13, 1)):
+        check(ranks, num_tokens, 10 * call, torch.float32, fp8=True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_copies_bring_rows_in_fp8(stream, num_ranks):
+    """No norm can write such rows where they are sent from."""
+    row_format = RowFormat(FP8_HIDDEN, TOP_K, torch.float32, fp8=True)
+    ranks = build_ranks(num_ranks, NUM_EXPERTS, row_format, MAX_TOKENS, kind=CopyEngineAllToAll)
+    for exchange in ranks:
+        exchange.stream, exchange.kernel_rows = stream, 2
+        assert exchange.dispatch_buffer(8) is None
+    for call, num_tokens in enumerate((4, 1, 13)):
+        check(ranks, num_tokens, 10 * call, torch.float32, fp8=True)
 
 
 @pytest.mark.parametrize(
