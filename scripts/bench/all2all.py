@@ -104,7 +104,7 @@ class Rank:
 
     def row_bytes(self, variant: Variant) -> int:
         """Of one row on its way to the experts."""
-        if variant.gemm is None or not backend_class("grouped_gemm", variant.gemm).masked_fp8:
+        if variant.gemm != "deepgemm_fp8":
             return self.format.row_bytes
         saved = self.args.hidden - 4 * (self.args.hidden // BLOCK)
         return self.format.row_bytes - saved
@@ -163,8 +163,12 @@ class Rank:
         """Dispatch, and combine of outputs that do not depend on it."""
         inputs = self.draw(num_tokens, self.rank)
         routed = all2all.dispatch(*inputs).wait()
-        like = routed.x_eMD if isinstance(routed, MaskedInput) else routed.permuted_rows()
-        y = torch.randn(like.shape, dtype=self.args.dtype, device=self.device)
+        shape = (
+            routed.x_eMD.shape
+            if isinstance(routed, MaskedInput)
+            else (routed.device_routing().num_permuted, self.args.hidden)
+        )
+        y = torch.randn(shape, dtype=self.args.dtype, device=self.device)
         all2all.combine(y, routed.handle).wait()
 
         def exchange(_: int) -> None:

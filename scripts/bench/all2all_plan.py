@@ -10,6 +10,7 @@ from kernels.backends.backend import BackendShape
 from kernels.backends.config import KernelsConfig
 
 BACKENDS = ("symm", "copy_engine", "allgather", "deepep", "deepep_low_latency", "torch_dist")
+FP8_ROWS = ("symm", "copy_engine")
 SM_LIMITED = ("symm", "deepep")
 COMM_SMS, SMS_TOKENS = (4, 8, 16, 20, 24, 32), 4096
 SWEPT_SMS = (16, 24)  # these over all numbers of tokens, the others at SMS_TOKENS
@@ -20,7 +21,7 @@ class Variant:
     """One way to use a backend. num_sms: of the exchange, the experts beside it get the rest; None: no limit.
 
     copies  copy_engine as it is beside other work, whatever the number of rows
-    gemm    whose rows the exchange brings, None for any: low latency brings FP8 to the FP8 one
+    gemm    whose rows the exchange brings, None for any: FP8 to the FP8 one
     """
 
     name: str
@@ -48,6 +49,9 @@ def variants(backend: str) -> list[Variant]:
     found = [Variant(backend, backend)]
     if backend == "copy_engine":
         found.append(Variant("copies", backend, copies=True))
+        found.append(Variant("copies fp8", backend, copies=True, gemm="deepgemm_fp8"))
+    if backend in FP8_ROWS:
+        found.append(Variant(f"{backend} fp8", backend, gemm="deepgemm_fp8"))
     if backend in SM_LIMITED:
         for sms in COMM_SMS:
             found.append(Variant(f"{backend} {sms} SMs", backend, sms, sms not in SWEPT_SMS))

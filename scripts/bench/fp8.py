@@ -1,0 +1,211 @@
+"""Times FP8 products on one GPU: dense ones against bf16, and the experts' few rows by Triton against DeepGEMM.
+
+    python -m scripts.bench.fp8 --out OUT.json
+
+Dense: weights of Qwen3-30B-A3B and DeepSeek-V3, by rows. Experts: 64 of Qwen3-30B-A3B and 16 of DeepSeek-V3, by rows
+of an expert, with even random routing; `tiles` times each product of the Triton kernel alone with other tiles. GB/s are
+of weights. Processes compile all kernels before; `--budget` ends the measuring. Writes one JSON file.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from kernels import dense_fp8
+from kernels.all2all.base import ExpertInput
+from kernels.block_fp8 import BlockWeights, Fp8Rows
+from kernels.grouped_gemm.deepgemm import DeepGemm, DeepGemmFp8
+from kernels.routing.device_routing import DeviceRouting, route_on_device
+from scripts.bench.processes import Limits, Report, run_group
+from scripts.bench.results import origin, save
+from scripts.bench.timing import alternate, repeated
+
+DENSE = {
+    "qwen3-30b-a3b qkv": (5120, 2048),
+    "qwen3-30b-a3b o": (2048, 4096),
+    "deepseek-v3 down": (2112, 7168),
+    "deepseek-v3 o": (7168, 16384),
+}
+ROWS = (1, 16, 64, 256, 4096, 8192)
+EXPERTS = {"qwen3-30b-a3b": (64, 2048, 768), "deepseek-v3": (16, 7168, 2048)}
+MEANS = (1, 2, 4, 8, 16, 32, 48, 64, 96)
+# rows, columns, warps, stages, programs of an SM
+UP_TILES = (
+    *((16, 128, 4, 3, 2), (16, 128, 4, 2, 2), (16, 128, 4, 5, 1), (16, 128, 8, 3, 2)),
+    *((32, 128, 4, 2, 2), (32, 128, 4, 4, 1), (64, 128, 8, 2, 2), (64, 128, 8, 4, 1)),
+)
+DOWN_TILES = (
+    *((16, 128, 4, 4, 2), (16, 64, 4, 6, 3), (16, 64, 4, 4, 4), (16, 128, 4, 6, 1)),
+    *((32, 128, 4, 4, 2), (32, 64, 4, 5, 3), (64, 128, 8, 4, 2), (64, 64, 4, 4, 3)),
+)
+TILE_MEANS = (2, 8, 32, 64)
+COMPILERS, COMPILE_S = 24, 100.0
+COPIES_BYTES = 200e6  # weights that take turns, so that none is found in the cache
+TIMES, ROUNDS = 8, 5
+
+Result = dict[str, Any]
+Runs = dict[str, Callable[[int], object]]
+
+
+def blocks(*shape: int) -> BlockWeights:
+    """Weights of random bits without NaN, and scales near 1."""
+    held = BlockWeights.empty(*shape, device="cuda")
+    held.values.view(torch.uint8).random_(0, 120)
+    held.scales.uniform_(0.5, 1.5)
+    return held
+
+
+def dense(name: str, num_rows: int, times: int) -> Result:
+    """Microseconds of one product in bf16; of FP8 with rows quantised before it, and of the product alone."""
+    shape = DENSE[name]
+    held = [blocks(*shape) for _ in range(min(times, int(COPIES_BYTES / shape[0] / shape[1]) + 1))]
+    plain = [w.values.to(torch.bfloat16) for w in held]
+    x = torch.randn(num_rows, shape[1], device="cuda").bfloat16()
+    rows = dense_fp8.quantise(x)
+    runs: Runs = {
+        "bf16_us": lambda i: F.linear(x, plain[i % len(plain)]),
+        "fp8_us": lambda i: dense_fp8.multiply(dense_fp8.quantise(x), held[i % len(held)]),
+        "product_us": lambda i: dense_fp8.multiply(rows, held[i % len(held)]),
+    }
+    found: Result = {"dense": name, "shape": shape, "rows": num_rows, **timed(runs, times)}
+    found["fp8_gb_s"] = round(shape[0] * shape[1] / found["product_us"] / 1e3)
+    found["bf16_gb_s"] = round(2 * shape[0] * shape[1] / found["bf16_us"] / 1e3)
+    found["fp8_tflop_s"] = round(2 * num_rows * shape[0] * shape[1] / found["product_us"] / 1e6, 1)
+    return found
+
+
+class Experts:
+    """The experts of one rank, and rows routed to them."""
+
+    def __init__(self, name: str, mean: int):
+        self.name, self.mean = name, mean
+        self.num, hidden, width = EXPERTS[name]
+        self.w13, self.w2 = blocks(self.num, 2 * width, hidden), blocks(self.num, hidden, width)
+        generator = torch.Generator("cuda").manual_seed(mean)
+        top_k = 8
+        num_rows = max(1, mean * self.num // top_k)
+        self.x = torch.randn(num_rows, hidden, device="cuda", generator=generator).bfloat16()
+        scores = torch.rand(num_rows, self.num, device="cuda", generator=generator)
+        ids = scores.topk(top_k).indices
+        self.routing: DeviceRouting = route_on_device(
+            ids, range(self.num), num_experts=self.num, alignment=128
+        )
+        self.input = ExpertInput(self.x, self.routing.offs_e, None, self.routing)
+
+    @property
+    def used(self) -> int:
+        """Experts with rows."""
+        return int((self.routing.ends_e > self.routing.starts_e).sum())
+
+    def whole(self, times: int) -> Result:
+        """Microseconds of the experts' MLP by the Triton kernel and by DeepGEMM, quantising included."""
+        gemm, weights = DeepGemmFp8(), (self.w13, self.w2)
+        few, sms = gemm._few_rows, gemm._all_sms
+        runs: Runs = {
+            "triton_us": lambda _: few(self.input, *weights, num_sms=sms),
+            "deepgemm_us": lambda _: DeepGemm.__call__(gemm, self.input, *weights),
+        }
+        found = timed(runs, times)
+        size = sum(w.values[0].numel() for w in weights) * self.used
+        for kernel in ("triton", "deepgemm"):
+            found[f"{kernel}_gb_s"] = round(size / found[f"{kernel}_us"] / 1e3)
+        return {"experts": self.name, "mean_rows": self.mean, "used": self.used, **found}
+
+    def tiles(self, product: str, tile: tuple[int, ...], times: int) -> Result:
+        """Microseconds of one product with a tile."""
+        from kernels.triton.grouped_gemm_fp8 import Fp8Tile, grouped_gemm_fp8
+
+        up = product == "up"
+        rows = dense_fp8.quantise(self.x)
+        if not up:
+            activated = torch.randn(self.routing.num_permuted, self.w2.shape[2], device="cuda")
+            rows = dense_fp8.quantise(activated.bfloat16())
+        held = self.w13 if up else self.w2
+        bounds = (self.routing.starts_e, self.routing.ends_e, self.routing.num_permuted)
+        sms = torch.cuda.get_device_properties().multi_processor_count
+
+        def run(_: int) -> Fp8Rows:
+            return grouped_gemm_fp8(
+                *(rows, self.routing.row_R if up else None, held, bounds),
+                activation="silu" if up else None,
+                tile=Fp8Tile(*tile),
+                num_sms=sms,
+            )
+
+        found = timed({"us": run}, times)
+        found["gb_s"] = round(held.values[0].numel() * self.used / found["us"] / 1e3)
+        shape = asdict(Fp8Tile(*tile))
+        return {"tiles": self.name, "product": product, "mean_rows": self.mean, **shape, **found}
+
+
+def timed(runs: Runs, times: int) -> dict[str, Any]:
+    """Microseconds of each; of one run alone where it only compiles."""
+    if times == 1:
+        for run in runs.values():
+            run(0)
+        return dict.fromkeys(runs, 1.0)
+    graphs = {name: repeated(run, times, graph=True) for name, run in runs.items()}
+    return dict(alternate(graphs, ROUNDS, times, torch.device("cuda"), digits=2))
+
+
+def tasks() -> Iterator[Callable[[int], Result]]:
+    """Yield everything to measure, the most important first."""
+    for name, mean in itertools.product(EXPERTS, MEANS):
+        yield lambda times, name=name, mean=mean: Experts(name, mean).whole(times)
+    for shape, num_rows in itertools.product(DENSE, ROWS):
+        yield lambda times, shape=shape, num_rows=num_rows: dense(shape, num_rows, times)
+    for name, mean in itertools.product(EXPERTS, TILE_MEANS):
+        for product, tiles in (("up", UP_TILES), ("down", DOWN_TILES)):
+            for tile in tiles:
+                if tile[0] <= 4 * mean:
+                    yield lambda times, name=name, mean=mean, product=product, tile=tile: Experts(
+                        name, mean
+                    ).tiles(product, tile, times)
+
+
+@torch.inference_mode()
+def compile_some(rank: int, report: Report, folder: Path, count: int) -> None:
+    """Run a share of the tasks once each; a failure is found again later."""
+    for task in list(tasks())[rank::count]:
+        try:
+            task(1)
+        except Exception as error:
+            print(f"compiling: {error!r}"[:300], flush=True)
+
+
+@torch.inference_mode()
+def measure(rank: int, report: Report, folder: Path) -> None:
+    """All tasks, one after the other."""
+    for task in tasks():
+        try:
+            report(task(TIMES))
+        except Exception as error:
+            report({"failed": repr(error)[:300]})
+        torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=float, default=140.0, help="seconds of the whole run")
+    options = parser.parse_args()
+    begin = time.monotonic()
+    end = begin + options.budget
+    compiled = run_group(
+        compile_some, (COMPILERS,), COMPILERS, Limits(COMPILE_S, min(end, begin + COMPILE_S))
+    )
+    compile_s = round(time.monotonic() - begin, 1)
+    outcome = run_group(measure, (), 1, Limits(60.0, end))
+    said = {"compiling": compiled.said(), "measuring": outcome.said(), "compile_s": compile_s}
+    save(options.out, {**origin(1, None), **said, "results": outcome.reports})
+
+
+if __name__ == "__main__":
+    main()
