@@ -10,8 +10,8 @@ from enum import StrEnum
 from kernels.attention.kv_layout import layout_of
 from kernels.routing.placement import ExpertPlacement
 from workers.models.specs import GqaSpec, LatentSpec, ModelConfig
-from workers.weights.tensors import DTYPE_BYTES, rank_weights
-from workers.weights.weight_map import WeightEntry, WeightKind
+from workers.weights.tensors import DTYPE_BYTES, fp8_parameters, rank_weights
+from workers.weights.weight_map import FP8_BLOCK, WeightEntry, WeightKind
 
 
 class StepPart(StrEnum):
@@ -40,7 +40,8 @@ class StepShape:
     context    tokens that each of `tokens` attends to, on average
     kv_reads   tokens with K and V that are read from the cache
     sampled    tokens with computed logits
-    fp8        whether the experts' weights are held and multiplied in FP8
+    fp8        whether the experts' weights are held and multiplied in FP8, and dense ones that the checkpoint stores
+               in FP8; rows travel to the experts in FP8 then
     """
 
     tokens: float
@@ -83,6 +84,7 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     # The embedding is looked up, the same table is read whole where it serves as the head.
     dense = weights[StepPart.DENSE] + head * model.tie_word_embeddings
     projections = weights[StepPart.DENSE] - head * (not model.tie_word_embeddings)
+    fp8_values = _fp8_values(model, num_ranks) if shape.fp8 else 0.0
     dense_values = tokens * (
         layers * (2 * dim + values.projected) + moe * (dim + model.num_experts)
     )
@@ -102,8 +104,9 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
             activation_bytes=width * layers * tokens * 2 * values.rotated,
         ),
         StepPart.DENSE: Work(
-            width * dense,
-            flops=2.0 * (tokens * projections + shape.sampled * head),
+            width * (dense - fp8_values) + fp8_values,
+            flops=2.0 * (tokens * (projections - fp8_values) + shape.sampled * head),
+            fp8_flops=2.0 * tokens * fp8_values,
             activation_bytes=width * dense_values,
         ),
         # Two a layer, each of which adds: reads two tensors and writes two.
@@ -151,11 +154,12 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
     rows, pairs = moe * tokens, moe * tokens * top_k
     remote = _remote_ranks(model, num_ranks)
     one_way = width * rows * remote * dim
+    there = rows * remote * dim * (1 + 4 / FP8_BLOCK) if shape.fp8 else one_way
     flops = 2.0 * pairs * 3 * dim * inner
     return {
         StepPart.ROUTING: Work(activation_bytes=rows * (width * model.num_experts + 12 * top_k)),
         StepPart.DISPATCH: Work(
-            link_bytes=one_way, activation_bytes=width * rows * dim * (1 + remote)
+            link_bytes=there, activation_bytes=width * rows * dim * (1 + remote)
         ),
         # int32 ids of all ranks' rows, the places of their pairs, and the rows at this rank's places
         StepPart.EXPERT_ORDER: Work(activation_bytes=4 * pairs * (2 * num_ranks + 1)),
@@ -181,6 +185,13 @@ def _weights(model: ModelConfig, num_ranks: int) -> dict[StepPart, float]:
         if entry.kind != WeightKind.EMBEDDING:
             found[_part_of_weight(entry)] += entry.size
     return found
+
+
+def _fp8_values(model: ModelConfig, num_ranks: int) -> float:
+    """Return the number of values of dense products that the checkpoint stores in FP8."""
+    placement, names = ExpertPlacement(model.num_experts, num_ranks), fp8_parameters(model)
+    held = rank_weights(model, placement, 0)
+    return float(sum(entry.size for entry in held if entry.parameter in names))
 
 
 def _part_of_weight(entry: WeightEntry) -> StepPart:

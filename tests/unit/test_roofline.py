@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from cluster.bench.roofline import Hardware, floor_of, step_floor, step_floors
-from cluster.bench.step_work import StepPart, StepShape
+from cluster.bench.step_work import StepPart, StepShape, step_work
 from scripts.bench.released_shapes import model_folder
 from workers.models.registry import load_model_config
+from workers.weights.quantization import Fp8Quantization
+from workers.weights.weight_map import Fp8Form, Scaling
 
 QWEN3 = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
 EXPERT = 3 * 2048 * 768
@@ -55,6 +57,22 @@ def test_experts_in_fp8_take_half_the_bytes_and_a_rate_of_their_own(model) -> No
     flops = 128 * 1024 * LAYERS * 2 * 8 * EXPERT
     saved = plain.prefill.compute_s - fp8.prefill.compute_s
     assert saved == pytest.approx(flops / 750e12 - flops / 1300e12)
+
+
+def test_dense_weights_and_rows_in_fp8_take_half_the_bytes(model) -> None:
+    stored = Fp8Quantization(Fp8Form(Scaling.BLOCK, "_scale_inv"))
+    shape = StepShape(tokens=8192, context=512, kv_reads=0, sampled=8, fp8=True)
+    plain, fp8 = (
+        step_work(found, 4, shape) for found in (model, replace(model, quantization=stored))
+    )
+    dense, dense_fp8 = plain[StepPart.DENSE], fp8[StepPart.DENSE]
+    assert dense.memory_bytes - dense_fp8.memory_bytes == LAYERS * ATTENTION
+    flops = 2 * 8192 * LAYERS * ATTENTION
+    assert (dense.fp8_flops, dense_fp8.fp8_flops) == (0, flops)
+    assert dense.flops - dense_fp8.flops == flops
+    for work in (plain, fp8):
+        there, back = work[StepPart.DISPATCH], work[StepPart.COMBINE]
+        assert there.link_bytes == pytest.approx(back.link_bytes / 2 * (1 + 4 / 128))
 
 
 def test_rates_follow_from_the_parts(model) -> None:
