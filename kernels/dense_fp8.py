@@ -6,16 +6,13 @@ T rows, K input width, N output width.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from kernels.activation import Activation
 from kernels.block_fp8 import BlockWeights, Fp8Rows
-
-ROWS_STEP = 64  # DeepGEMM's tile may change at a multiple of it
-FEWEST_ROWS = (1, 16, 32)
 
 
 def quantise(x_TK: torch.Tensor) -> Fp8Rows:
@@ -44,14 +41,19 @@ def multiply(x_TK: Fp8Rows, weights_NK: BlockWeights) -> torch.Tensor:
     return out_TN
 
 
-def compile_products(weights: Iterable[BlockWeights], max_rows: int) -> None:
-    """Run the products of every shape of `weights` once for each tile that up to `max_rows` rows may take."""
+def compile_products(
+    weights: Iterable[BlockWeights], sizes: Sequence[int], rank: int, num_ranks: int
+) -> None:
+    """Run the products of every shape of `weights` with `sizes` rows, because DeepGEMM compiles a kernel for each tile.
+
+    Each rank begins with other sizes: it finds what another rank of its host has compiled.
+    """
     shapes = {found.shape: found for found in weights}
-    sizes = {*FEWEST_ROWS, max_rows, *range(ROWS_STEP, max_rows, ROWS_STEP)}
-    for (_, columns), found in shapes.items():
-        for rows in sorted(sizes):
-            x = torch.zeros(rows, columns, dtype=torch.bfloat16, device=found.values.device)
-            multiply(quantise(x), found)
+    calls = [(found, rows) for found in shapes.values() for rows in sizes]
+    start = len(calls) * rank // num_ranks
+    for found, rows in calls[start:] + calls[:start]:
+        x = torch.zeros(rows, found.shape[1], dtype=torch.bfloat16, device=found.values.device)
+        multiply(quantise(x), found)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,12 @@ def tasks() -> Iterator[Callable[[int], Result]]:
 
 @torch.inference_mode()
 def compile_some(rank: int, report: Report, folder: Path, count: int) -> None:
-    """Run a share of the tasks once each; a failure is found again later."""
-    for task in list(tasks())[rank::count]:
+    """Run a share of the tasks once each, and products of other sizes that a server has."""
+    served = [
+        partial(dense, name, rows)
+        for name, rows in itertools.product(list(DENSE)[:2], range(128, ROWS[-1] + 1, 128))
+    ]
+    for task in (*list(tasks())[rank::count], *served[rank::count]):
         try:
             task(1)
         except Exception as error:

@@ -74,7 +74,7 @@ def test_rows_are_quantised_by_the_kernel_before(num_rows: int) -> None:
 @torch.inference_mode()
 def test_captures_into_a_graph_and_never_waits(num_rows: int) -> None:
     held, x = weights(5120, 2048), draw(num_rows, 2048)
-    dense_fp8.compile_products([held], num_rows)
+    dense_fp8.compile_products([held], [num_rows], 0, 1)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -159,9 +159,11 @@ def test_only_checkpoints_in_fp8_have_any(tmp_path: Path) -> None:
     assert names == {"layers.0.attention.qkv_QD", *(f"layers.{n}.attention.o_DQ" for n in (0, 1))}
 
 
-def test_compile_meets_every_tile(in_torch: list[tuple[int, ...]]) -> None:
-    """Each shape of weights once, at each multiple of 64 rows, at few rows and at the most."""
+def test_ranks_begin_to_compile_at_different_sizes(in_torch: list[tuple[int, ...]]) -> None:
+    """Each compiles every size of each shape of weights once."""
     weights = [quantise_blocks(torch.ones(rows, 128)) for rows in (64, 64, 192)]
-    dense_fp8.compile_products(weights, 200)
-    rows = [1, 16, 32, 64, 128, 192, 200]
-    assert in_torch == [(n, *shape, 128) for shape in ((64,), (192,)) for n in rows]
+    calls = [(rows, *shape, 128) for shape in ((64,), (192,)) for rows in (8, 4, 1)]
+    for rank in range(2):
+        in_torch.clear()
+        dense_fp8.compile_products(weights, (8, 4, 1), rank, 2)
+        assert in_torch == calls[3 * rank :] + calls[: 3 * rank]

@@ -9,7 +9,7 @@ bound by Python and operator overhead. Run inside `torch.inference_mode()`.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple, Self
@@ -167,9 +167,10 @@ class CausalLM(ABC):
         factor = self.config.logits_factor
         return logits_LV if factor == 1.0 else logits_LV.mul_(factor)
 
-    def compile_products(self, max_rows: int) -> None:
-        """Compile the dense products in FP8, which may need other kernels for any number of rows up to `max_rows`."""
-        dense_fp8.compile_products((parameter_of(self, name) for name in self._fp8), max_rows)
+    def compile_products(self, sizes: Sequence[int]) -> None:
+        """Compile the dense products in FP8 for steps of these numbers of rows."""
+        weights = (parameter_of(self, name) for name in sorted(self._fp8))
+        dense_fp8.compile_products(weights, sizes, self._rank, self._placement.num_ranks)
 
     def weight_slots(self) -> dict[str, Slot]:
         """Return the destination of every entry of the weight map that this rank holds, by its key."""

@@ -202,7 +202,7 @@ class Epoch:
             return
         max_tokens = self.process.config.scheduler.max_num_batched_tokens
         sizes = warm_up_sizes(max_tokens, dense=self.backends.grouped_gemm.compiles_by_rows)
-        self.model.compile_products(max_tokens)
+        self.model.compile_products(sizes)
         steps, total = self.make.warm_up_steps(), len(sizes) + 2
         report_progress = progress or (lambda done, total: None)
         dummy = DummyAttention(self.backends.attention)
