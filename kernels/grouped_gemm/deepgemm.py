@@ -235,7 +235,7 @@ class DeepGemmFp8(DeepGemm):
         shape = (len(rows), weights.values.shape[1])
         out = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
         self._deep_gemm.m_grouped_fp8_gemm_nt_contiguous(
-            x_RD, (weights.values, weights.scales), out, ends_e, use_psum_layout=True
+            tuple(x_RD), (weights.values, weights.scales), out, ends_e, use_psum_layout=True
         )
         return out
 
@@ -244,7 +244,7 @@ class DeepGemmFp8(DeepGemm):
         shape = (*rows.shape[:2], weights.values.shape[1])
         out = torch.empty(shape, dtype=torch.bfloat16, device=rows.device)
         self._deep_gemm.fp8_m_grouped_gemm_nt_masked(
-            x_eMD, (weights.values, weights.scales), out, masked.counts_e, masked.expected
+            tuple(x_eMD), (weights.values, weights.scales), out, masked.counts_e, masked.expected
         )
         return out
 

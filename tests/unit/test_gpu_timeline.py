@@ -44,6 +44,9 @@ NAMES = {
     "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::"
     "kernel::GemmUniversal<cutlass::gemm::GroupProblemShape<cute::tuple<int, int, int> >": StepPart.GROUPED,
     "void deep_gemm::sm90_bf16_gemm_impl<(cute::UMMA::Major)0": StepPart.GROUPED,
+    "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 128u, (deep_gemm::GemmType)0": StepPart.DENSE,
+    "void deep_gemm::sm90_fp8_gemm_1d2d_impl<(cute::UMMA::Major)0, 128u, (deep_gemm::GemmType)1": StepPart.GROUPED,
+    "grouped_gemm_fp8_kernel": StepPart.GROUPED,
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)": StepPart.DISPATCH,
     "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL": StepPart.COMBINE,
     "void deep_ep::intranode::dispatch<4, 768, 8192>": StepPart.DISPATCH,
