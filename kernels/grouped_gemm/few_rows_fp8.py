@@ -73,7 +73,7 @@ class FewRowsFp8:
             return Fp8Tile(16, 128, 4, 3, 2), Fp8Tile(16, 128, 4, 4, 2)
         if mean <= 20:
             return Fp8Tile(32, 128, 4, 2, 2), Fp8Tile(32, 128, 4, 4, 2)
-        return Fp8Tile(64, 128, 8, 2, 2), Fp8Tile(64, 128, 8, 4, 2)
+        return Fp8Tile(64, 128, 8, 4, 1), Fp8Tile(64, 128, 8, 6, 1)
 
 
 def _mean_rows(routing: DeviceRouting) -> float:

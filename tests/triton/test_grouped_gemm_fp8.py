@@ -56,7 +56,7 @@ def test_quantise_rows(num_rows: int, groups: int, dtype: torch.dtype) -> None:
     x = spread(randn(num_rows, groups * 128 + 8))[:, : groups * 128].to(dtype)
     values, scales = quantise_rows(x)
     assert values.dtype == torch.float8_e4m3fn and values.is_contiguous()
-    assert scales.stride(0) == 1 and scales.stride(1) % 4 == 0
+    assert scales.stride(0) == 1 and (not num_rows or scales.stride(1) % 4 == 0)
     check_quantised(values, scales, x.float())
 
 

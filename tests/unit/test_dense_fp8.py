@@ -14,9 +14,11 @@ from kernels import dense_fp8
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
 from kernels.gated_activation import gated_activation
 from kernels.routing.placement import ExpertPlacement
-from tests.unit.model_case import OneRank, make_batch, small_checkpoint
+from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
+from workers.models.registry import FAMILIES as FAMILY_NAMES
 from workers.models.registry import load_model_config
+from workers.weights.checkpoint import make_checkpoint
 from workers.weights.slots import BlockSlot
 from workers.weights.tensors import fp8_parameters, rank_weight_bytes
 
@@ -31,11 +33,18 @@ SIZES: dict[str, Any] = {
     "num_layers": 2,
 }
 LATENT = {
+    "num_kv_heads": 4,
     "kv_lora_rank": 128,
     "q_lora_rank": 128,
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
+}
+
+
+OF_FAMILY = {
+    "deepseek_v3": LATENT,
+    "qwen2_moe": {"shared_expert_intermediate_size": 128},
 }
 
 
@@ -64,9 +73,11 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 def checkpoint(path: Path, family: str, **changes: Any) -> Path:
-    latent = LATENT if family.startswith("deepseek") else {}
-    sizes = {k: v for k, v in SIZES.items() if not latent or k not in ("head_dim", "num_kv_heads")}
-    return small_checkpoint(path, family=family, fp8=True, **sizes | latent | changes)
+    """A random checkpoint of the family in FP8, with each field that the family has."""
+    sizes = SMALL | SIZES | OF_FAMILY.get(family, {}) | changes
+    names = FAMILY_NAMES[family].config.CHECKPOINT_NAMES
+    sizes = {key: value for key, value in sizes.items() if names.get(key, key) is not None}
+    return make_checkpoint(path, family=family, fp8=True, **sizes)
 
 
 FAMILIES = ["qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe"]
