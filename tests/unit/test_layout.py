@@ -58,7 +58,7 @@ ORDER = {
         ("attention",),
         ("linear_attention",),
         ("all2all",),
-        ("grouped_gemm",),
+        ("grouped_gemm", "dense_fp8.py"),
         ("backends",),
     ),
     "workers": (
