@@ -87,6 +87,23 @@ def _multiply_gated(
     return activate(gate, up, ACTIVATION)
 
 
+@triton.jit
+def _load_bounds(starts_ptr, ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr):
+    """Return starts and ends of the experts' rows, both 0 from NUM_EXPERTS on."""
+    experts = tl.arange(0, EXPERTS_2)
+    starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    return starts, tl.load(ends_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+
+
+@triton.jit
+def _rows_of(permuted, end, row_ptr, INDEXED: tl.constexpr):
+    """Return the rows of x of permuted rows; beyond the end they repeat the last row, so that no load needs a mask."""
+    rows = tl.minimum(permuted, end - 1)
+    if INDEXED:
+        rows = tl.load(row_ptr + rows)
+    return rows.to(tl.int64)
+
+
 @triton.jit(do_not_specialize=["x_scale_row", "x_scale_stride", "out_scale_stride"])
 def grouped_gemm_fp8_kernel(
     x_ptr,
@@ -117,28 +134,19 @@ def grouped_gemm_fp8_kernel(
 
     The product is computed transposed, as in `kernels.triton.grouped_gemm`.
     """
-    experts = tl.arange(0, EXPERTS_2)
-    starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-    ends = tl.load(ends_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
+    starts, ends = _load_bounds(starts_ptr, ends_ptr, NUM_EXPERTS, EXPERTS_2)
     column_tiles = tl.cdiv(width, TILE_W)
     num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
-        column = tile % column_tiles * TILE_W
-        permuted = start + tl.arange(0, TILE_R)
-        # Rows beyond the end repeat the last row, so that no load needs a mask; nothing of them is stored.
-        rows = tl.minimum(permuted, end - 1)
-        if INDEXED:
-            rows = tl.load(row_ptr + rows)
-        rows = rows.to(tl.int64)
+        column, permuted = tile % column_tiles * TILE_W, start + tl.arange(0, TILE_R)
+        rows = _rows_of(permuted, end, row_ptr, INDEXED)
         x_at = x_ptr + rows[:, None] * x_stride + tl.arange(0, GROUP)[None, :]
-        x_scale_at = x_scale_ptr + rows * x_scale_row
-        weight_rows = width * 2 if GATED else width
+        x_scale_at, weight_rows = x_scale_ptr + rows * x_scale_row, width * 2 if GATED else width
         weight_row = expert * weight_rows + column
         scale_row = expert * tl.cdiv(weight_rows, GROUP) + column // GROUP
         w_scale_at = w_scale_ptr + scale_row.to(tl.int64) * num_groups
-        columns = column + tl.arange(0, TILE_W)
-        inside = permuted < end
+        columns, inside = column + tl.arange(0, TILE_W), permuted < end
         out_at = out_ptr + permuted.to(tl.int64)[:, None] * width + columns[None, :]
         if GATED:
             out = _multiply_gated(
@@ -146,8 +154,8 @@ def grouped_gemm_fp8_kernel(
                 *(w_scale_at, w_scale_at + width // GROUP * num_groups, num_groups),
                 *(ACTIVATION, TILE_R, TILE_W, GROUP),
             )
-            quantised, scale = quantise(out.T)
-            tl.store(out_at, quantised, mask=inside[:, None])
+            out, scale = quantise(out.T)
+            tl.store(out_at, out, mask=inside[:, None])
             out_scale_at = out_scale_ptr + (column // GROUP).to(tl.int64) * out_scale_stride
             tl.store(out_scale_at + permuted, scale, mask=inside)
         else:
@@ -155,8 +163,17 @@ def grouped_gemm_fp8_kernel(
                 *(x_at, x_scale_at, x_scale_stride, weights, weight_row, w_scale_at, num_groups),
                 *(TILE_R, TILE_W, GROUP),
             )
-            mask = inside[:, None] & (columns < width)[None, :]
-            tl.store(out_at, out.T.to(out_ptr.dtype.element_ty), mask=mask)
+            out = out.T.to(out_ptr.dtype.element_ty)
+            tl.store(out_at, out, mask=inside[:, None] & (columns < width)[None, :])
+
+
+def _check(x: Fp8Rows, weights: BlockWeights, gated_width: int | None, tile: Fp8Tile) -> None:
+    depth = weights.shape[2]
+    assert x.values.stride(1) == 1 and x.values.shape[1] == depth and depth % GROUP == 0, depth
+    assert weights.values.is_contiguous() and weights.scales.is_contiguous()
+    assert GROUP % tile.columns == 0
+    if gated_width is not None:
+        assert tile.columns == GROUP and gated_width % GROUP == 0, (tile, gated_width)
 
 
 def grouped_gemm_fp8(
@@ -182,10 +199,7 @@ def grouped_gemm_fp8(
     num_experts, weight_rows, depth = weights.values.shape
     gated = activation is not None
     width, num_groups = weight_rows // 2 if gated else weight_rows, depth // GROUP
-    assert values.stride(1) == 1 and values.shape[1] == depth and depth % GROUP == 0, values.shape
-    assert weights.values.is_contiguous() and weights.scales.is_contiguous()
-    assert GROUP % tile.columns == 0
-    assert not gated or (tile.columns == GROUP and width % GROUP == 0), (tile, width)
+    _check(x, weights, width if gated else None, tile)
     new_dtype = values.dtype if gated else torch.bfloat16
     out_RW = torch.empty(num_permuted, width, dtype=new_dtype, device=values.device)
     out_scale = empty_scales(num_permuted, width // GROUP if gated else 0, values.device)
@@ -195,21 +209,12 @@ def grouped_gemm_fp8(
     column_tiles = triton.cdiv(width, tile.columns)
     most_tiles = (num_permuted // tile.rows + num_experts) * column_tiles
     grouped_gemm_fp8_kernel[(min(num_sms * tile.programs_per_sm, most_tiles),)](
-        values,
-        values.stride(0),
-        scales,
-        scales.stride(0),
-        scales.stride(1),
+        *(values, values.stride(0), scales, *scales.stride()),
         starts_e if row_R is None else row_R,
         TensorDescriptor.from_tensor(rows, [tile.columns, GROUP]),
         weights.scales,
-        starts_e,
-        ends_e,
-        out_RW,
-        out_scale if gated else scales,
-        out_scale.stride(1),
-        width,
-        num_groups,
+        *(starts_e, ends_e, out_RW, out_scale if gated else scales, out_scale.stride(1)),
+        *(width, num_groups),
         NUM_EXPERTS=num_experts,
         EXPERTS_2=triton.next_power_of_2(num_experts),
         GATED=gated,

@@ -24,6 +24,21 @@ def _quantise(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return tl.reshape(values, (ROWS, BLOCK)), tl.reshape(scales, (ROWS, BLOCK // FP8_GROUP))
 
 
+@triton.jit
+def _store_scales(scales, row_at, wanted, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the scales of rows behind their values."""
+    groups = tl.arange(0, BLOCK // FP8_GROUP)[None, :]
+    scales_at = (row_at + HIDDEN).to(tl.pointer_type(tl.float32)) + groups
+    tl.store(scales_at, scales, mask=wanted & (groups < HIDDEN // FP8_GROUP))
+
+
+@triton.jit
+def _holds(ids, starts_ptr, peer):
+    """Return whether a rank holds any expert of each row: [ROWS, 1]."""
+    local = (ids >= tl.load(starts_ptr + peer)) & (ids < tl.load(starts_ptr + peer + 1))
+    return tl.max(local.to(tl.int32), 1)[:, None] > 0
+
+
 @triton.jit(do_not_specialize=["num_rows", "rank"])
 def push_rows_kernel(
     x_ptr,
@@ -56,37 +71,31 @@ def push_rows_kernel(
     program = tl.program_id(0)
     # Read before the barrier of the signal: a late warp would read the value that another warp stores below.
     call = tl.load(calls_ptr) + 1
-    columns = tl.arange(0, BLOCK)[None, :]
-    choices = tl.arange(0, BLOCK_K)[None, :]
+    columns, choices = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK_K)[None, :]
     element = tl.pointer_type(tl.float8e4nv) if FP8 else x_ptr.dtype
     for first in range(program * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS))[:, None]
         inside = row < num_rows
+        chosen, here = inside & (choices < TOP_K), inside & (columns < HIDDEN)
         pair = row * TOP_K + choices
-        chosen = inside & (choices < TOP_K)
         ids = tl.load(ids_ptr + pair, mask=chosen, other=-1).to(tl.int32)
         weights = tl.load(weights_ptr + pair, mask=chosen, other=0)
-        here = inside & (columns < HIDDEN)
         x = tl.load(x_ptr + row.to(tl.int64) * HIDDEN + columns, mask=here, other=0)
         if FP8:
-            groups = tl.arange(0, BLOCK // FP8_GROUP)[None, :]
             x, scales = _quantise(x, ROWS, BLOCK)
         for step in tl.static_range(1, NUM_RANKS + 1):
             peer = (rank + step) % NUM_RANKS
             row_at = rows_at + (rank * num_rows + row).to(tl.int64) * ROW_BYTES
             row_at += tl.load(bases_ptr + peer)
-            ids_out = (row_at + IDS_AT).to(tl.pointer_type(tl.int32))
-            tl.store(ids_out + choices, ids, mask=chosen)
+            ids_out = (row_at + IDS_AT).to(tl.pointer_type(tl.int32)) + choices
+            tl.store(ids_out, ids, mask=chosen)
             weights_out = (row_at + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
             tl.store(weights_out + choices, weights, mask=chosen)
-            local = (ids >= tl.load(starts_ptr + peer)) & (ids < tl.load(starts_ptr + peer + 1))
-            wanted = tl.max(local.to(tl.int32), 1)[:, None] > 0
+            wanted = _holds(ids, starts_ptr, peer)
             x_out = tl.multiple_of(row_at.to(element) + columns, (16, 16))
             tl.store(x_out, x, mask=here & wanted)
             if FP8:
-                scales_out = (row_at + HIDDEN).to(tl.pointer_type(tl.float32)) + groups
-                grouped = inside & wanted & (groups < HIDDEN // FP8_GROUP)
-                tl.store(scales_out, scales, mask=grouped)
+                _store_scales(scales, row_at, inside & wanted, HIDDEN, BLOCK)
     signal_ranks(bases_ptr, words_at + 4 * rank, NUM_RANKS)
     if program == 0:
         wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS)

@@ -4,6 +4,7 @@ Ranks run one after the other, so nobody can wait for what comes later: the sign
 not know and operations of streams, are left out, and sums are sent by all ranks before they count.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from kernels.all2all import copy_engine, symm
 from kernels.all2all.base import ExpertInput, sum_partials
 from kernels.all2all.copy_engine import CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat
+from kernels.block_fp8 import Fp8Rows, quantise_groups
 from kernels.triton import push_rows, push_sums
 from kernels.triton.quantise_rows import quantise_rows
 from tests.closeness import assert_near
@@ -81,10 +83,15 @@ def placed(x_TD: torch.Tensor, room: torch.Tensor | None) -> torch.Tensor:
 
 
 def check(
-    ranks: list[Any], num_tokens: int, seed: int, dtype: torch.dtype, *, fp8: bool = False
+    ranks: list[Any],
+    num_tokens: int,
+    seed: int,
+    dtype: torch.dtype,
+    *,
+    rounding: Callable[[torch.Tensor], Fp8Rows] | None = None,
 ) -> None:
-    """An exchange there and back gives each row the sum of its experts' answers; fp8: of the row rounded so."""
-    hidden = FP8_HIDDEN if fp8 else HIDDEN
+    """An exchange there and back gives each row the sum of its experts' answers; rounding: of the row in FP8."""
+    hidden = FP8_HIDDEN if rounding else HIDDEN
     inputs = [draw(num_tokens, seed + rank, dtype, hidden) for rank in range(len(ranks))]
     arrivals = [
         exchange.dispatch(placed(x, exchange.dispatch_buffer(num_tokens)), ids, weights)
@@ -100,8 +107,8 @@ def check(
         ]
     for (x, ids, weights), sums in zip(inputs, pending, strict=True):
         factor = (weights * (ids + 1)).sum(1, keepdim=True)  # an id of -1 adds nothing
-        if fp8:
-            values, scales = quantise_rows(x)
+        if rounding:
+            values, scales = rounding(x)
             x = values.float() * scales.repeat_interleave(128, 1)
         assert_near(sum_partials(sums.wait()), x.float() * factor, ERRORS)
 
@@ -133,7 +140,7 @@ def test_kernels_bring_rows_in_fp8(one_process, num_ranks, num_sms):
     for exchange in ranks:
         exchange.set_num_sms(num_sms)
     for call, num_tokens in enumerate((4, 0, 13, 1)):
-        check(ranks, num_tokens, 10 * call, torch.float32, fp8=True)
+        check(ranks, num_tokens, 10 * call, torch.float32, rounding=quantise_rows)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -144,8 +151,8 @@ def test_copies_bring_rows_in_fp8(stream, num_ranks):
     for exchange in ranks:
         exchange.stream, exchange.kernel_rows = stream, 2
         assert exchange.dispatch_buffer(8) is None
-    for call, num_tokens in enumerate((4, 1, 13)):
-        check(ranks, num_tokens, 10 * call, torch.float32, fp8=True)
+    for call, num_tokens in enumerate((4, 13, 5)):  # packed by torch on a CPU
+        check(ranks, num_tokens, 10 * call, torch.float32, rounding=quantise_groups)
 
 
 @pytest.mark.parametrize(
