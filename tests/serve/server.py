@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -137,12 +137,18 @@ def write_config(folder: Path, checkpoint: Path, port: int, **sections: dict) ->
 
 @contextmanager
 def running(
-    folder: Path, checkpoint: Path, *, start_timeout_s: float = START_TIMEOUT_S, **sections: dict
+    folder: Path,
+    checkpoint: Path,
+    *,
+    start_timeout_s: float = START_TIMEOUT_S,
+    meanwhile: Callable[[Server], None] = lambda server: None,
+    **sections: dict,
 ) -> Iterator[Server]:
-    """A ready server; stopped at the end whatever happens."""
+    """A ready server; stopped at the end whatever happens. `meanwhile` runs while it starts."""
     port = free_port()
     server = Server(write_config(folder, checkpoint, port, **sections), port, folder / "log")
     try:
+        meanwhile(server)
         server.wait_ready(start_timeout_s)
         yield server
     finally:

@@ -1,17 +1,20 @@
-"""The short part of scripts/chaos: a rank dies under streams, and a request that ends ranks is set aside."""
+"""The short part of scripts/chaos: a rank dies at the start and under streams; a request that ends ranks."""
 
 import asyncio
 import os
+import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from scripts.bench.chaos import HOOKS, streams_under
 from scripts.bench.chaos_faults import Failure, Victim, cause
 from scripts.bench.chaos_streams import Found, requests_of, stream
-from tests.serve.server import Server, running
+from tests.serve.server import START_TIMEOUT_S, Server, running
 
 KINDS = ["kill", "poison"]
 
@@ -28,7 +31,9 @@ def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_streams_go_on_while_ranks_end_by_a_signal_and_by_a_request(tmp_path, checkpoint, hooks):
-    with running(tmp_path, checkpoint, cache={"num_blocks": 1024}) as server:
+    cache = {"num_blocks": 1024}
+    with running(tmp_path, checkpoint, meanwhile=kill_a_rank, cache=cache) as server:
+        assert "start failed at stage" in server.log.read_text(), "too late to prove anything"
         found, failures = asyncio.run(scenario(server, hooks))
     assert [failure.kind for failure in failures] == KINDS
     assert found.done.total() >= 10
@@ -36,6 +41,17 @@ def test_streams_go_on_while_ranks_end_by_a_signal_and_by_a_request(tmp_path, ch
     errors = [failed for failed in found.failed if "error" in failed]
     assert not errors and len(found.failed) <= 1, found.failed[:3]
     assert server.log.read_text().count("is set aside: it ends its rank") == 1
+
+
+def kill_a_rank(server: Server) -> None:
+    """End a rank that has not served yet."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    ranks: list[psutil.Process] = []
+    while not ranks:
+        assert time.monotonic() < deadline and server.process.poll() is None
+        with suppress(psutil.NoSuchProcess):
+            ranks = server.ranks()
+    ranks[-1].kill()
 
 
 async def scenario(server: Server, hooks: Path) -> tuple[Found, list[Failure]]:
