@@ -115,9 +115,36 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     },
+    "qwen3_5_moe": {
+        "untied": {},
+        "tied": {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 2,
+            "head_dim": 24,
+        },
+    },
+    "qwen3_5_moe_text": {
+        "untied": {"linear_num_key_heads": 3, "linear_num_value_heads": 6},
+        "all_linear": {"layer_types": ["linear_attention"] * 3},
+    },
     "qwen3_moe": {
         "untied": {"norm_topk_prob": False},
         "tied": {"tie_word_embeddings": True, "attention_bias": True, "mlp_only_layers": [1]},
+    },
+    "qwen3_next": {
+        "untied": {"norm_topk_prob": False, "linear_conv_kernel_dim": 3, "num_kv_heads": 1},
+        "tied": {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_only_layers": [1],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 32,
+        },
+        "all_full": {"layer_types": ["full_attention"] * 3, "partial_rotary_factor": 0.5},
     },
 }
 # Families that transformers knows under the name of another.
@@ -183,4 +210,8 @@ def load_reference(folder: Path) -> Any:
         options["config"] = type(AutoConfig.for_model(raw["model_type"])).from_dict(raw)
     if raw.get("quantization_config", {}).get("quant_method") == "mxfp4":
         options["quantization_config"] = Mxfp4Config(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    if set(getattr(model.config, "layer_types", None) or ()) == {"linear_attention"}:
+        # transformers 5.23 has no length of a cache without attention
+        model.config.use_cache = model.generation_config.use_cache = False
+    return model

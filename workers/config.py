@@ -124,6 +124,15 @@ class CacheConfig(Section):
     cpu_memory_gib: float = Field(
         1.0, gt=0, description="KV memory a rank on CPU (auto, cpu), in GiB."
     )
+    state_snapshots: int = Field(
+        16,
+        ge=0,
+        description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there.",
+    )
+
+    def num_state_slots(self, max_num_seqs: int) -> int:
+        """Slots of a rank for states of linear attention: of padding, running sequences and prefixes."""
+        return 1 + max_num_seqs + (self.state_snapshots if self.prefix_caching else 0)
 
 
 class OverlapConfig(Section):

@@ -18,6 +18,7 @@ class StepPart(StrEnum):
     """The parts of a step: first the parts of a layer in order, then the parts outside layers."""
 
     ATTENTION = "attention"
+    LINEAR_ATTENTION = "linear attention"
     QK_NORM = "qk norm, rope, KV write"
     DENSE = "dense GEMM"
     NORMS = "norms"
@@ -78,6 +79,7 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     tokens, layers = shape.tokens, model.num_layers
     dim, moe = model.hidden_size, model.num_moe_layers
     values = _attention_values(model.attention)
+    attending = len(model.attention_specs)
     width = DTYPE_BYTES[model.dtype]
     weights = _weights(model, num_ranks)
     head = model.vocab_size * dim
@@ -86,7 +88,7 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     projections = weights[StepPart.DENSE] - head * (not model.tie_word_embeddings)
     fp8_values = _fp8_values(model, num_ranks) if shape.fp8 else 0.0
     dense_values = tokens * (
-        layers * (2 * dim + values.projected) + moe * (dim + model.num_experts)
+        2 * layers * dim + attending * values.projected + moe * (dim + model.num_experts)
     )
     dense_values += shape.sampled * (dim + model.vocab_size)
     # Layers with a window read its keys alone.
@@ -97,11 +99,12 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
         StepPart.ATTENTION: Work(
             memory_bytes=shape.kv_reads * width * cached,
             flops=2.0 * sum(seen) * tokens * values.of_pair * shape.context,
-            activation_bytes=width * layers * tokens * values.attended,
+            activation_bytes=width * attending * tokens * values.attended,
         ),
+        StepPart.LINEAR_ATTENTION: _linear_attention(model, shape),
         StepPart.QK_NORM: Work(
             width * weights[StepPart.QK_NORM],
-            activation_bytes=width * layers * tokens * 2 * values.rotated,
+            activation_bytes=width * attending * tokens * 2 * values.rotated,
         ),
         StepPart.DENSE: Work(
             width * (dense - fp8_values) + fp8_values,
@@ -134,10 +137,26 @@ class _AttentionValues:
     of_pair: int
 
 
-def _attention_values(spec: GqaSpec | LatentSpec) -> _AttentionValues:
+def _linear_attention(model: ModelConfig, shape: StepShape) -> Work:
+    """Each sequence reads and writes its states; a token multiplies the state of a head three times."""
+    specs, width = model.linear_specs, DTYPE_BYTES[model.dtype]
+    states = sum(spec.slot_bytes(width) for spec in specs)
+    values = sum(spec.channels + spec.value_size for spec in specs)
+    products = sum(spec.value_size * spec.key_dim for spec in specs)
+    return Work(
+        memory_bytes=2 * shape.sampled * states,
+        flops=6.0 * shape.tokens * products,
+        activation_bytes=width * shape.tokens * values,
+    )
+
+
+def _attention_values(spec: GqaSpec | LatentSpec | None) -> _AttentionValues:
+    if spec is None:
+        return _AttentionValues(0, 0, 0, 0)
     if isinstance(spec, GqaSpec):
         q, kv = spec.q_size, spec.kv_size
-        return _AttentionValues(2 * q + 2 * kv, q + 2 * kv, 2 * q + 2 * kv, 2 * q)
+        projected = 2 * q + 2 * kv + spec.gate_size
+        return _AttentionValues(projected, q + 2 * kv, 2 * q + 2 * kv, 2 * q)
     q, o, width = spec.q_size, spec.o_size, spec.dims.width
     # Keys and values of expanded latents; absorbed into q and o they take more.
     pair = q + o

@@ -144,6 +144,8 @@ def _warnings(
         yield from _cpu_warnings(rank_config, ranks[:per_node])
     yield from never_reached(config.overlap, rank_config.scheduler)
     yield from not_for_answers(config.model)
+    for part in model.skipped_parts:
+        yield f"{part} of the checkpoint is not loaded: only text is served"
     if rank_config.num_ranks > model.num_experts:
         yield (
             f"cluster.ranks is {rank_config.num_ranks} for {model.num_experts} experts: "
@@ -237,7 +239,9 @@ def _rank_table(ranks: list[RankRow]) -> Table:
     table = Table(title="ranks", title_justify="left", title_style="bold", box=None)
     for name in ("rank", "node", "device", "experts"):
         table.add_column(name)
-    for name in ("weights", "KV blocks", "buffers", "ubatches", "graphs"):
+    states = any(row.state_bytes for row in ranks)
+    columns = ("weights", "KV blocks", *(("states",) if states else ()), "buffers", "ubatches")
+    for name in (*columns, "graphs"):
         table.add_column(name, justify="right")
     for row in ranks:
         kv = "at start" if row.kv_bytes is None else size(row.kv_bytes)
@@ -248,6 +252,7 @@ def _rank_table(ranks: list[RankRow]) -> Table:
             row.experts,
             size(row.weight_bytes),
             kv,
+            *((size(row.state_bytes),) if states else ()),
             size(row.buffer_bytes),
             size(row.ubatch_bytes) if row.ubatch_bytes else "none",
             size(row.graph_bytes) if row.graph_bytes else "none",

@@ -23,6 +23,7 @@ class RankRow:
     """One rank: its place, its experts, its memory.
 
     kv_bytes       KV cache; None if the rank measures the size when it starts
+    state_bytes    states of linear attention, of running sequences and of prefixes
     buffer_bytes   backends and the largest step
     ubatch_bytes   further all-to-alls and attentions of ubatches, 0 without ubatches
     graph_bytes    memory pool of the CUDA graphs, 0 without graphs; CUDA's own memory for each graph is measured later
@@ -37,11 +38,18 @@ class RankRow:
     buffer_bytes: int
     ubatch_bytes: int
     graph_bytes: int
+    state_bytes: int = 0
 
     @property
     def fixed_bytes(self) -> int:
         """All memory but the KV cache."""
-        return self.weight_bytes + self.buffer_bytes + self.ubatch_bytes + self.graph_bytes
+        return (
+            self.state_bytes
+            + self.weight_bytes
+            + self.buffer_bytes
+            + self.ubatch_bytes
+            + self.graph_bytes
+        )
 
 
 def rank_rows(
@@ -67,6 +75,11 @@ def rank_rows(
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
     value_bytes = DTYPE_BYTES[dtype]
     block_bytes = kv_block_bytes(groups, config.cache.block_size, value_bytes)
+    state_bytes = 0
+    if selection.linear_attention_class is not None:
+        num_slots = config.cache.num_state_slots(config.scheduler.max_num_seqs)
+        slot_bytes = selection.linear_attention_class.slot_bytes(model.linear_specs, shape.dtype)
+        state_bytes = num_slots * slot_bytes
     table = []
     for rank in dims.ranks():
         row = RankRow(
@@ -86,6 +99,7 @@ def rank_rows(
             buffer_bytes=held.kept + step,
             ubatch_bytes=held.ubatches,
             graph_bytes=graph_bytes,
+            state_bytes=state_bytes,
         )
         table.append(replace(row, kv_bytes=_kv_bytes(config, block_bytes, row)))
     return table
@@ -110,8 +124,12 @@ def too_little_on_gpu(config: RankConfig, rows: Sequence[RankRow]) -> str | None
     if total is None:
         return None
     row = max(rows, key=lambda row: row.fixed_bytes)
-    buffers = row.fixed_bytes - row.weight_bytes
-    needs = f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {size(buffers)} for buffers and graphs"
+    buffers = row.fixed_bytes - row.weight_bytes - row.state_bytes
+    states = f"{size(row.state_bytes)} for states of linear attention, " if row.state_bytes else ""
+    needs = (
+        f"rank {row.rank} needs {size(row.weight_bytes)} for weights, {states}"
+        f"{size(buffers)} for buffers and graphs"
+    )
     remedies = "take more ranks (cluster.ranks), lower scheduler.max_num_batched_tokens or scheduler.max_num_seqs"
     if cache.num_blocks != "auto":
         kv_bytes = row.kv_bytes or 0

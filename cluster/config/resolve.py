@@ -1,6 +1,7 @@
 """Fills each `auto` of a configuration from the checkpoint and the machine. Needs torch only to count GPUs."""
 
 import os
+from dataclasses import dataclass
 from typing import Literal
 
 from cluster.config.errors import ConfigError, Problem
@@ -44,7 +45,9 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
-        num_blocks = _cpu_blocks(cache, block_bytes, max_model_len, demand)
+        slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in model_config.linear_specs)
+        sizes = _CpuSizes(block_bytes, slot_bytes * cache.num_state_slots(limits.max_num_seqs))
+        num_blocks = _cpu_blocks(cache, sizes, max_model_len, demand, limits.max_num_seqs)
         cache = cache.model_copy(update={"num_blocks": num_blocks})
     return RankConfig(
         model=model,
@@ -65,16 +68,29 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     )
 
 
-def _cpu_blocks(cache: CacheConfig, block_bytes: int, max_model_len: int, demand: KVDemand) -> int:
-    """KV blocks of a rank on CPU."""
-    num_blocks = int(cache.cpu_memory_gib * GIB) // block_bytes
+@dataclass(frozen=True)
+class _CpuSizes:
+    """Bytes of one KV block, and of all states of linear attention."""
+
+    block: int
+    states: int
+
+
+def _cpu_blocks(
+    cache: CacheConfig, sizes: _CpuSizes, max_model_len: int, demand: KVDemand, max_num_seqs: int
+) -> int:
+    """KV blocks of a rank on CPU; where no layer has blocks, as many as all sequences count."""
     needed = demand.blocks(max_model_len)
+    if not sizes.block:
+        return needed * max_num_seqs
+    num_blocks = (int(cache.cpu_memory_gib * GIB) - sizes.states) // sizes.block
     if num_blocks < needed:
+        states = f" beside {sizes.states / GIB:.3g} GiB of states" if sizes.states else ""
         problem = Problem(
             "cache.cpu_memory_gib",
             f"{cache.cpu_memory_gib:g} GiB cannot hold one request of model.max_model_len = "
-            f"{max_model_len}; expected at least {needed * block_bytes / GIB:.3g}, "
-            "or a smaller length",
+            f"{max_model_len}{states}; expected at least "
+            f"{(needed * sizes.block + sizes.states) / GIB:.3g}, or a smaller length",
         )
         raise ConfigError.of("configuration", [problem])
     return num_blocks

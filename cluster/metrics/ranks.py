@@ -23,6 +23,11 @@ GAUGES = {
     "running": ("num_requests_running", "Requests in the running batch."),
     "waiting": ("num_requests_waiting", "Requests waiting to be scheduled."),
     "kv_cache_usage": ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all."),
+    "state_snapshots": (
+        "state_snapshots",
+        "States of linear attention that the prefix cache keeps.",
+    ),
+    "state_snapshot_bytes": ("state_snapshot_bytes", "Memory of these states."),
     "expert_balancedness": (
         "expert_load_balancedness",
         "Mean rows of a local expert over the busiest one's, in the step last looked at; 1 = even.",
@@ -32,6 +37,10 @@ COUNTERS = {
     "preemptions": ("num_preemptions", "Requests preempted for lack of KV blocks."),
     "prefix_cache_queries": ("prefix_cache_queries", "Prompt tokens looked up in the cache."),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the cache."),
+    "states_restored": (
+        "states_restored",
+        "Requests that went on from a state in the prefix cache.",
+    ),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of admitted requests."),
     "generation_tokens": ("generation_tokens", "Tokens sampled."),
     "padding_tokens": ("padding_tokens", "Padding rows that ran to give all ranks equal shapes."),

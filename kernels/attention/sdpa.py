@@ -97,6 +97,8 @@ class SdpaAttention(Attention):
         ]
 
     def plan(self, batch: AttentionBatch) -> None:
+        if not self.specs:  # of a model with linear attention alone
+            return
         self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
         self._span_plans = {window: self._plan_spans(batch, window) for window in self._windows}
         self._slot_mapping = batch.slot_mapping[: batch.num_tokens]

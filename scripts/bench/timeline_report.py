@@ -13,6 +13,7 @@ GAPS = "gaps"
 EXCHANGES = (StepPart.DISPATCH, StepPart.COMBINE, StepPart.VOTES)
 WAYS = {
     StepPart.ATTENTION: "reading K and V closer to the memory's speed: blocks that end together",
+    StepPart.LINEAR_ATTENTION: "reading and writing each state once, at the memory's speed",
     StepPart.QK_NORM: "doing it where the projection's result is still in registers",
     StepPart.DENSE: "reading weights ahead of the rows they meet, and splitting thin products over all SMs",
     StepPart.NORMS: "joining them to the product before or after",
@@ -32,7 +33,16 @@ COLOURS = dict(
     zip(
         StepPart,
         (
-            *("#1f77b4", "#17becf", "#2ca02c", "#98df8a", "#bcbd22", "#ff7f0e", "#8c564b"),
+            *(
+                "#1f77b4",
+                "#aec7e8",
+                "#17becf",
+                "#2ca02c",
+                "#98df8a",
+                "#bcbd22",
+                "#ff7f0e",
+                "#8c564b",
+            ),
             *("#d62728", "#f7b6d2", "#ffbb78", "#9467bd", "#7f7f7f", "#e377c2", "#c7c7c7"),
         ),
         strict=True,

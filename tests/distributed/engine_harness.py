@@ -33,6 +33,7 @@ class RankResult:
     num_microbatched: int = 0
     num_preemptions: int = 0
     prefix_cache_hits: int = 0
+    states_restored: int = 0
     cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
@@ -139,11 +140,14 @@ def _run_rank(
         epoch.start_engine(publish, lambda step: None)
         if keep_logits:
             _record_logits(epoch.engine, result)
+        _spoil_unused_states(epoch)
         _step_to_the_end(epoch, events, max_steps, result)
         kinds = epoch.engine.stats.kinds.items()
         result.num_microbatched = sum(count for (_, _, cut), count in kinds if cut == "True")
         result.num_preemptions = epoch.engine.scheduler.num_preemptions
         result.prefix_cache_hits = epoch.engine.scheduler.prefixes.num_hits
+        states = epoch.engine.scheduler.snapshots
+        result.states_restored = 0 if states is None else states.num_restored
         pool = epoch.engine.scheduler.pool
         assert pool.num_free == pool.num_blocks, "blocks leaked"
     finally:
@@ -171,6 +175,22 @@ def _step_to_the_end(epoch: Any, events: list[Event], max_steps: int, result: Ra
         if step > last_event and not plan.run:
             return
     raise AssertionError(f"not done after {max_steps} steps")
+
+
+def _spoil_unused_states(epoch: Any) -> None:
+    """Fill every slot of linear attention that no forward may read with NaN before each forward, the null slot too."""
+    runner, scheduler, pools = epoch.engine.runner, epoch.engine.scheduler, epoch.process.states
+    plan = runner._plan
+
+    def spoiling_plan(*args: Any) -> Any:
+        live = {seq.row + 1 for seq in scheduler.running if seq.num_computed}
+        kept = live.union(scheduler.snapshots.slots)
+        for slots in (slots for pool in pools for slots in (pool.conv, pool.state)):
+            slots[[slot for slot in range(len(slots)) if slot not in kept]] = float("nan")
+        return plan(*args)
+
+    if pools:
+        runner._plan = spoiling_plan
 
 
 def _record_logits(engine: Any, result: RankResult) -> None:

@@ -17,6 +17,8 @@ from tests.distributed.reference import Reference, arrivals, check, generate_ref
 from tests.family_cases import SAME_MODEL, VARIANTS, family_checkpoint
 
 NUM_PROMPTS = 10
+# The norm behind a delta net divides by its outputs, which are small after few tokens.
+TOLERANCE = {"qwen3_5_moe_text": 3e-4}
 EXCHANGES = ((1, "local"), (2, "shm"), (3, "torch_dist"), (4, "allgather"), (4, "two_level"))
 
 
@@ -67,10 +69,12 @@ def test_tokens_and_logits_equal_transformers(rank_pool, tmp_path: Path, family:
         if condition.crowded and family == "gpt_oss":  # a request takes up to 39 + 5 blocks
             settings = {**settings, "cache": {"num_blocks": 46, "prefix_caching": True}}
         config = rank_config(checkpoint, ranks, kernels={"all2all": all2all}, **settings)
-        run(rank_pool, config, references(hub(variant)), condition)
+        run(rank_pool, config, references(hub(variant)), condition, TOLERANCE.get(family, 1e-4))
 
 
-def run(pool: Any, config: Any, references: list[Reference], condition: Condition) -> None:
+def run(
+    pool: Any, config: Any, references: list[Reference], condition: Condition, tolerance: float
+) -> None:
     """Serve all prompts and compare; assert that what the condition is for did happen."""
     overlaps = "overlap" in condition.settings
     if condition.crowded:
@@ -83,7 +87,7 @@ def run(pool: Any, config: Any, references: list[Reference], condition: Conditio
         busy = min(2, config.num_ranks) if overlaps else config.num_ranks
         events = arrivals(references, len(references), busy)
     results = run_engines(pool, config, events, keep_logits=True)
-    check(references, results, len(references))
+    check(references, results, len(references), tolerance)
     assert all((result.num_microbatched > 0) == overlaps for result in results)
     if condition.crowded:
         assert results[0].num_preemptions > 0 and results[0].prefix_cache_hits > 0

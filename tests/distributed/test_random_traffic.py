@@ -1,6 +1,7 @@
 """Many steps of random arrivals, aborts and idle ranks: no hang, and everybody gets what they would get alone."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,13 @@ def random_request(chance: random.Random, name: str) -> EngineRequest:
     return make_request(name, prompt, **params)
 
 
-def random_traffic(chance: random.Random, num_steps: int) -> list[Event]:
+def random_traffic(
+    chance: random.Random, num_steps: int, num_ranks: int = NUM_RANKS
+) -> list[Event]:
     """Bursts and quiet spells; some ranks get nothing for hundreds of steps."""
     events, step, number = [], 0, 0
     while step < num_steps:
-        awake = chance.sample(range(NUM_RANKS), chance.randint(1, NUM_RANKS))
+        awake = chance.sample(range(num_ranks), chance.randint(1, num_ranks))
         for _ in range(chance.randint(1, 30)):
             step += chance.choice([0, 0, 0, 1, 3])
             rank = chance.choice(awake)
@@ -81,6 +84,12 @@ def test_everybody_gets_what_they_would_get_alone(
     for result in results:
         assert (num_steps // 20 < result.num_microbatched < result.num_steps) == ubatch
 
+    alone = rank_config(checkpoint, 1, scheduler={"max_num_seqs": 1}, **limits)
+    compare_with_alone(rank_pool, alone, events, results)
+
+
+def compare_with_alone(pool, alone, events, results) -> None:
+    """Compare the tokens of all requests that were not aborted with those of `alone`, which runs one after another."""
     requests = {e.request.request_id: e.request for e in events if e.request is not None}
     aborted = {event.abort for event in events if event.abort is not None}
     tokens = {name: ids for result in results for name, ids in result.tokens.items()}
@@ -88,8 +97,50 @@ def test_everybody_gets_what_they_would_get_alone(
     assert requests.keys() - aborted <= finished, "a request that nobody aborted did not finish"
     assert not any(result.errors for result in results)
 
-    alone = rank_config(checkpoint, 1, scheduler={"max_num_seqs": 1}, **limits)
     one_by_one = [Event(0, 0, requests[name]) for name in finished]
-    (expected,) = run_engines(rank_pool, alone, one_by_one, max_steps=50_000, timeout_s=240)
+    (expected,) = run_engines(pool, alone, one_by_one, max_steps=50_000, timeout_s=240)
     different = [name for name in finished if tokens[name] != expected.tokens[name]]
     assert not different, f"{len(different)} of {len(finished)} differ, such as {different[:3]}"
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "chunk", "asynchronous", "ubatch", "num_steps"),
+    [(1, 16, False, False, 1200), (1, 3, True, False, 300), (2, 48, True, True, 500)],
+)
+def test_states_of_linear_attention(
+    rank_pool, tmp_path, num_ranks, chunk, asynchronous, ubatch, num_steps
+):
+    """Shared prompts, preemptions, aborts and snapshots; the harness spoils every slot that no forward may read."""
+    checkpoint = make_checkpoint(
+        tmp_path, family="qwen3_next", num_layers=3, hidden_size=64, num_experts=6, vocab_size=320
+    )
+    chance = random.Random(num_steps)
+    shared = [[chance.randrange(256) for _ in range(150)] for _ in range(3)]
+    events = []
+    for event in random_traffic(chance, num_steps, num_ranks):
+        if event.request is not None and chance.random() < 0.6:
+            begin = chance.choice(shared)[: chance.choice([90, 150])]
+            prompt = begin + event.request.prompt_token_ids[:30]
+            event = replace(event, request=replace(event.request, prompt_token_ids=prompt))
+        events.append(event)
+    limits = {"model": {"max_model_len": MAX_LEN}}
+    config = rank_config(
+        checkpoint,
+        num_ranks,
+        scheduler={
+            "max_num_seqs": 6,
+            "max_num_batched_tokens": chunk,
+            "async_scheduling": asynchronous,
+        },
+        cache={"num_blocks": 60, "block_size": 8, "state_snapshots": 4},
+        overlap={"mode": "on" if ubatch else "off", "min_decode_tokens": 3},
+        **limits,
+    )
+    results = run_engines(rank_pool, config, events, max_steps=4 * num_steps, timeout_s=240)
+    assert sum(result.num_preemptions for result in results) > 0
+    assert sum(result.states_restored for result in results) > 5
+    assert all((result.num_microbatched > 0) == ubatch for result in results)
+    alone = rank_config(
+        checkpoint, 1, scheduler={"max_num_seqs": 1}, cache={"prefix_caching": False}, **limits
+    )
+    compare_with_alone(rank_pool, alone, events, results)

@@ -13,6 +13,8 @@ from kernels.attention.sdpa import SdpaAttention
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
+from kernels.linear_attention.base import LinearAttention
+from kernels.linear_attention.torch_chunked import TorchLinearAttention
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from workers.engine.kv_caches import allocate_kv_caches
@@ -74,6 +76,7 @@ def make_batch(new_ids: list[list[int]], contexts: list[int], padding: int = 0) 
         sampling_rows=torch.from_numpy(rows),
         sampling_rows_cpu=rows,
         sampling_positions_cpu=np.array([n + c for n, c in zip(lens, contexts, strict=True)]),
+        state_slots=torch.from_numpy(rows + 1),
     )
 
 
@@ -94,7 +97,7 @@ class OneRank:
         """config: of a model with random weights; None: the checkpoint's own. backend: None: a reference."""
         drawn = config is not None
         config = self.config = config or load_model_config(path)
-        latent = config.attention_specs[0].latent is not None
+        latent = any(spec.latent is not None for spec in config.attention_specs)
         backend = backend or (LatentAttention if latent else SdpaAttention)
         self.attention = backend(config.attention_specs, BLOCK_SIZE)
         groups = backend.kv_groups(config.attention_specs)
@@ -113,6 +116,7 @@ class OneRank:
             ),
             grouped_gemm,
             self.attention,
+            self._linear_attention(max_seqs, dtype, torch.device(device)),
         )
         placement = ExpertPlacement(config.num_experts, 1)
         self.model = model_class(config)(
@@ -124,10 +128,22 @@ class OneRank:
         else:
             load_weights(self.model, path, config=config, **where)
 
+    def _linear_attention(
+        self, max_seqs: int, dtype: torch.dtype, device: torch.device
+    ) -> LinearAttention | None:
+        specs = self.config.linear_specs
+        if not specs:
+            return None
+        linear = TorchLinearAttention(specs)
+        linear.bind(linear.allocate(specs, 1 + max_seqs, dtype, device))
+        return linear
+
     @torch.inference_mode()
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         """float32 [num_tokens, V]."""
         self.attention.plan(batch)
+        if self.backends.linear_attention is not None:
+            self.backends.linear_attention.plan(batch)
         hidden_TD = self.model.forward(batch)
         assert hidden_TD.shape == (len(batch.input_ids), self.config.hidden_size)
         return self.model.compute_logits(hidden_TD[: batch.num_tokens])

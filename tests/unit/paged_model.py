@@ -13,6 +13,8 @@ class PagedModel:
     """A position's cache content is a hash of the token there and of the content before it; the next token follows.
 
     Layers with a window have slots of their own; a token finds there what its window has, or the test fails.
+    Linear attention has a state for each row and snapshot; a token finds there what the token before it left, or the
+    test fails. Slots that nobody may read are spoilt before every step.
 
     As on a device, steps are done in the order in which they come, and a token not yet committed is known here alone.
     """
@@ -27,6 +29,9 @@ class PagedModel:
         self._content = [chance.getrandbits(60) for _ in range(num_slots)]
         if before is not None:
             self._content = before._content
+        self._snapshots = scheduler.snapshots
+        self._states: dict[int, int] = {}
+        self._scheduler = scheduler
         self._written: list[list[int]] = []  # slots, by step
         self.num_tokens = 0
 
@@ -40,6 +45,8 @@ class PagedModel:
         """The new token of each sampling sequence."""
         self._written.append([])
         rows = [seq.row for seq in batch.seqs]
+        if self._snapshots is not None:
+            self._copy_states(batch)
         starts = self._table.num_computed[rows] if rows else np.zeros(0, dtype=np.int64)
         # As on a device: nobody sees what another sequence writes in the same step, so last ones write first.
         last = {}
@@ -52,9 +59,18 @@ class PagedModel:
             self._last_tokens[row] = token
         return list(drawn.values())
 
+    def _copy_states(self, batch: ScheduledBatch) -> None:
+        for source, target in batch.state_copies:
+            self._states[target] = self._states[source]
+        live = {seq.row + 1 for seq in self._scheduler.running if seq.num_computed}
+        kept = live.union(self._snapshots.slots)
+        self._states = {slot: state for slot, state in self._states.items() if slot in kept}
+
     def _run(self, row: int, start: int, count: int) -> int:
         self.num_tokens += count
         before = self._content[self._slot(row, start - 1)] if start else 0
+        if self._snapshots is not None and start:
+            assert self._states[row + 1] == before, (row, start)
         for position in range(start, start + count):
             token = int(self._table.token_ids[row, position])
             token = token if token >= 0 else self._last_tokens[-1 - token]
@@ -66,6 +82,7 @@ class PagedModel:
                 self._content[slot] = hash(("window", before))
                 self._written[-1].append(slot)
                 self._check_window(row, position)
+        self._states[row + 1] = before
         return before
 
     def _check_window(self, row: int, position: int) -> None:

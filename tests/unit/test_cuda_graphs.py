@@ -123,7 +123,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
     graphs._graphs, graphs._model = {}, SimpleNamespace(device="cuda")
     graphs._postponed, graphs._ran_forms, graphs.on_demand = set(), set(), False
     graphs._expert_load = SimpleNamespace(watching=False)
-    graphs._attention = graphs._ubatches = SimpleNamespace(
+    graphs._whole = graphs._ubatches = SimpleNamespace(
         forms=lambda rows, prompts: tuple(
             GraphForm(2 * prompts + form) for form in range(rows < 66, 2)
         )

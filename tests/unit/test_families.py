@@ -65,6 +65,11 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("olmoe", {"head_dim": 24}, ["head_dim is 24", "16"]),
     ("qwen2_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
     ("qwen2_moe", {"attention_bias": True}, ["attention_bias is true", "unknown"]),
+    ("qwen3_5_moe", {"attn_output_gate": False}, ["attn_output_gate is false", "true"]),
+    ("qwen3_5_moe", {"mamba_ssm_dtype": "bfloat16"}, ['mamba_ssm_dtype is "bfloat16"', "float32"]),
+    ("qwen3_5_moe_text", {"layer_types": ["full_attention"] * 2}, ["layer_types is", "3 times"]),
+    ("qwen3_next", {"linear_num_value_heads": 3}, ["linear_num_value_heads is 3", "(2)"]),
+    ("qwen3_next", {"hidden_act": "gelu"}, ['hidden_act is "gelu"', "silu"]),
     ("qwen3_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
 ]
 
@@ -206,9 +211,7 @@ def test_published_configs_are_read_as_transformers_reads_them(tmp_path: Path, f
     saved = type(AutoConfig.for_model(known)).from_dict(PUBLISHED[family] | {"model_type": known})
     saved.save_pretrained(tmp_path / "resaved")
     found = replace(load_model_config(tmp_path / "resaved"), model_type=family)
-    if (
-        "eos_token_id" not in PUBLISHED[family]
-    ):  # the release has it in generation_config.json alone
+    if not config.eos_token_ids:  # the release has them in generation_config.json alone
         found = replace(found, eos_token_ids=())
     assert found == config
     assert config.dtype == "bfloat16"

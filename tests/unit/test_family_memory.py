@@ -38,7 +38,10 @@ RELEASED = {
     "mixtral": 4096,
     "olmoe": 8192,
     "qwen2_moe": 8192,
+    "qwen3_5_moe": 2048,
+    "qwen3_5_moe_text": 2048,
     "qwen3_moe": 2048,
+    "qwen3_next": 2048,
 }
 
 
@@ -59,6 +62,7 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         # layers with a window share caches with the other layers
         caches = {cache.data_ptr(): cache.nbytes for cache in process.kv_caches}
         allocated = sum(caches.values())
+        states = sum(pool.conv.nbytes + pool.state.nbytes for pool in process.states)
         shape = backend_shape(config, model)
         (row,) = rank_rows(
             config, model, process.selection, shape, num_ubatches=0, graphs=GraphSizes()
@@ -67,10 +71,12 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
     finally:
         process.close()
     assert row.kv_bytes == info.memory_bytes["kv_cache"] == allocated
+    assert row.state_bytes == info.memory_bytes["states"] == states
+    assert (states > 0) == (len(model.linear_specs) > 0)
     if family in RELEASED:
         attention = model.attention.kernel_spec
         values = TINY.get(family, 2 * attention.num_kv_heads * attention.head_dim)
-        assert allocated == BLOCKS * BLOCK_SIZE * model.num_layers * values * 4
+        assert allocated == BLOCKS * BLOCK_SIZE * len(model.attention_specs) * values * 4
     elif family == "gpt_oss":
         assert model.windows == (9, None, 9) and len(caches) == 2
         assert allocated == BLOCKS * BLOCK_SIZE * 2 * (2 * 2 * 16) * 4
@@ -86,4 +92,11 @@ def test_a_block_of_gpt_oss_counts_half_of_its_layers() -> None:
 def test_bytes_of_a_token_of_published_models(family: str) -> None:
     model = parse_model_config(PUBLISHED[family], {}, "config.json")
     groups = group_layers(map(layout_of, model.attention_specs))
-    assert kv_block_bytes(groups, 1, 2) == RELEASED[family] * model.num_layers
+    assert kv_block_bytes(groups, 1, 2) == RELEASED[family] * len(model.attention_specs)
+
+
+def test_bytes_of_a_slot_of_published_models() -> None:
+    """2 MiB of recurrent state in a layer, and three tokens of 8,192 channels before the convolution."""
+    for family, layers in (("qwen3_next", 36), ("qwen3_5_moe", 30)):
+        specs = parse_model_config(PUBLISHED[family], {}, "config.json").linear_specs
+        assert [spec.slot_bytes(2) for spec in specs] == [2**21 + 3 * 8192 * 2] * layers

@@ -111,6 +111,10 @@ def test_weights_steps_and_graphs_are_told_apart(monkeypatch):
         steps, None, None, GraphSizes(), weight_bytes=60 * GB, kv_bytes=2 * GB
     )
     assert found == OWN and found.total == 75 * GB and ran == ["sample", 64]
+    sizes = {"weight_bytes": 60 * GB, "kv_bytes": 2 * GB, "state_bytes": 5 * GB}
+    found = kv_sizing.own_bytes(steps, None, None, GraphSizes(), **sizes)
+    assert found.states == 5 * GB and found.total == 75 * GB, "states are in the peak"
+    assert "states of linear attention 5.0 GB" in str(found)
 
 
 def test_the_longest_request_must_fit():

@@ -8,6 +8,7 @@ from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
 from workers.engine.block_pool import chain_keys, root_key
 from workers.engine.scheduler import MAX_HELD_BACK, Scheduler
+from workers.engine.state_snapshots import StateSnapshots
 from workers.runner.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
@@ -19,9 +20,17 @@ class Server:
     """A scheduler, its model, and what came out."""
 
     def __init__(
-        self, num_blocks: int = 32, caching: bool = True, window: int | None = None, **limits
+        self,
+        num_blocks: int = 32,
+        caching: bool = True,
+        window: int | None = None,
+        snapshots: int | None = None,
+        **limits,
     ):
         values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **limits}
+        states = None
+        if snapshots is not None:
+            states = StateSnapshots(1 + values["max_num_seqs"], snapshots, min_gain=BLOCK)
         self.scheduler = Scheduler(
             SchedulerConfig(**values),
             num_blocks=num_blocks,
@@ -29,6 +38,7 @@ class Server:
             max_model_len=64,
             prefix_caching=caching,
             window=window,
+            snapshots=states,
         )
         self.model = PagedModel(self.scheduler)
         self.outputs: dict[str, list[RequestOutput]] = {}
@@ -247,12 +257,18 @@ events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 25)), max_
 
 @settings(max_examples=150, deadline=None)
 @given(
-    events, st.integers(11, 24), st.sampled_from([3, 16, 64]), st.sampled_from([None, 1, 2, 6, 30])
+    events,
+    st.integers(11, 24),
+    st.sampled_from([3, 16, 64]),
+    st.sampled_from(
+        [(None, None), (1, None), (2, None), (6, None), (30, None), (None, 0), (None, 1), (None, 9)]
+    ),
 )
-def test_tokens_are_the_same_with_and_without(events, num_blocks, budget, window):
-    num_blocks += 0 if window is None else 11
+def test_tokens_are_the_same_with_and_without(events, num_blocks, budget, layers):
+    """`layers`: their largest window, and the snapshots of their states."""
+    num_blocks += 0 if layers[0] is None else 11
     servers = [
-        Server(num_blocks, caching, window, max_num_batched_tokens=budget) for caching in (1, 0)
+        Server(num_blocks, caching, *layers, max_num_batched_tokens=budget) for caching in (1, 0)
     ]
     aborted = set()
     for server in servers:
@@ -298,12 +314,15 @@ def test_a_long_prompt_does_not_hold_blocks_that_no_window_touches():
     assert most == 4 and server.scheduler.pool.num_free == 64
 
 
-@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize("layers", [(None, None), (5, None), (40, None), (None, 3), (None, 30)])
 @pytest.mark.parametrize("num_blocks", [24, 64])
-def test_many_turns_of_many_chats_in_a_small_cache(num_blocks, window):
-    """Hits, evictions and preemptions by the hundred, and the tokens of a server without cache."""
-    num_blocks *= 1 if window is None else 2
-    servers = [Server(num_blocks, caching, window, max_num_seqs=3) for caching in (True, False)]
+def test_many_turns_of_many_chats_in_a_small_cache(num_blocks, layers):
+    """Hits, evictions and preemptions by the hundred, and the tokens of a server without cache.
+
+    `layers`: their largest window, and the snapshots of their states.
+    """
+    num_blocks *= 1 if layers[0] is None else 2
+    servers = [Server(num_blocks, caching, *layers, max_num_seqs=3) for caching in (True, False)]
     for server in servers:
         chats = [[chat % VOCAB] * 5 for chat in range(12)]
         for turn in range(4):
@@ -316,5 +335,6 @@ def test_many_turns_of_many_chats_in_a_small_cache(num_blocks, window):
     assert {name: cached.tokens(name) for name in cached.outputs} == {
         name: plain.tokens(name) for name in plain.outputs
     }
-    assert cached.model.num_tokens < plain.model.num_tokens
+    if layers[1] != 3:  # states of 12 chats replace one another in 3 slots
+        assert cached.model.num_tokens < plain.model.num_tokens
     assert cached.scheduler.prefixes.num_hits > 0

@@ -271,11 +271,13 @@ MINIMAX = [
     ('<minimax:tool_call>\n<invoke name="time',) * 2 + ([],),
     ("x <minimax:", "x <minimax:", []),
 ]
+CODER = "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
 RENDERED = {  # a call of get_weather for Rome
     "hermes": tag(CALL),
     "json": CALL,
     "glm45": glm("get_weather", city="Rome"),
     "minimax_m2": minimax(M2_ROME),
+    "qwen3_coder": CODER,
     "granite": f"<|tool_call|>[{CALL}]",
     "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
     + ROME[1],
@@ -338,6 +340,7 @@ def test_no_text_breaks_a_parser_and_none_is_lost_without_a_call(name):
         '">',
         "</parameter>",
         "</invoke>",
+        *("<function=", "<parameter=city", ">", "</function>"),
         *SECTIONS.get(name, "")[:2],
         DEEPSEEK[2],
         SEP,
@@ -372,7 +375,7 @@ def test_auto_takes_the_format_of_the_template():
     assert choose_format("auto", "... <tool_call> ...") is FORMATS["hermes"]
     assert choose_format("auto", "...") is FORMATS["json"]
     assert choose_format("json", "<tool_call>") is FORMATS["json"]
-    for name in ("glm45", "minimax_m2", "granite", "kimi_k2", "deepseek_v31", "deepseek_v3"):
+    for name in RENDERED.keys() - {"hermes", "json"}:
         assert choose_format("auto", RENDERED[name]) is FORMATS[name]
 
 

@@ -27,6 +27,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.kv_demand import KVDemand
 from workers.engine.prefix_cache import Prefix, PrefixCache
 from workers.engine.sequence import Sequence, SequenceTable
+from workers.engine.state_snapshots import StateSnapshots
 from workers.engine.step_sync import ForwardMode
 from workers.runner.step_output import StepOutput
 from workers.sampling.grammar import Grammar
@@ -44,6 +45,7 @@ class ScheduledBatch:
     samples[i]   sequence i reaches its last token in this step and gets a new token
     admitted     sequences that moved into their rows since the last launched step
     decodes_next a sequence with a new token may go on, and so decodes in the next step
+    state_copies (source slot, target slot) of states of linear attention, to copy in this order before the forward
     """
 
     seqs: list[Sequence]
@@ -53,6 +55,7 @@ class ScheduledBatch:
     samples: np.ndarray
     admitted: list[Sequence]
     decodes_next: bool = False
+    state_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def prefill_tokens(self) -> int:
@@ -74,6 +77,7 @@ class Scheduler:
 
     pool   blocks with the contents that an earlier scheduler has left, all free; a new pool of `num_blocks` without it
     window largest window of a layer: such layers have blocks of their own, which are released behind the window
+    snapshots   of the states of linear attention; None: no layer has it
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Scheduler:
         prefix_caching: bool = True,
         pool: BlockPool | None = None,
         window: int | None = None,
+        snapshots: StateSnapshots | None = None,
     ):
         self._config = config
         self._max_model_len = max_model_len
@@ -93,9 +98,20 @@ class Scheduler:
         self.pool = BlockPool(num_blocks) if pool is None else pool
         self._window = window
         self.demand = KVDemand(block_size, window, config.max_num_batched_tokens)
-        self.prefixes = PrefixCache(self.pool, block_size, enabled=prefix_caching, window=window)
+        self.snapshots = snapshots
+        self.prefixes = PrefixCache(
+            self.pool,
+            block_size,
+            enabled=prefix_caching and (snapshots is None or snapshots.count > 0),
+            window=window,
+            snapshots=snapshots,
+        )
         self.table = SequenceTable(
-            config.max_num_seqs, max_model_len, block_size, windows=window is not None
+            config.max_num_seqs,
+            max_model_len,
+            block_size,
+            windows=window is not None,
+            states=snapshots is not None,
         )
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -172,6 +188,8 @@ class Scheduler:
                 index += 1
                 continue
             num_new = min(num_new, budget, prompts if is_prompt else 1)
+            if self.snapshots is not None and self._config.chunked_prefill:
+                num_new = self.prefixes.chunk(seq, num_new)
             if self._window is not None:
                 self._leave_behind(seq)
             while not self._grow(seq, seq.num_computed + num_new):
@@ -186,12 +204,17 @@ class Scheduler:
         # Admitting right after a preemption would only undo it.
         if not preempted:
             self._admit(min(budget, prompts), work)
-        return _batch(work, self._admitted.copy())
+        copies = () if self.snapshots is None else tuple(self.snapshots.copies)
+        return _batch(work, self._admitted.copy(), copies)
 
     def launched(self, batch: ScheduledBatch) -> None:
         """Enter the launch of `batch`; `commit` follows for all launched batches in their order."""
         self._admitted.clear()
         self.table.launched(batch.seqs, batch.num_new_tokens, batch.samples)
+        if self.snapshots is not None:
+            self.snapshots.copies.clear()
+            for seq in batch.seqs:
+                self.prefixes.keep_state(seq)
 
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
@@ -266,6 +289,8 @@ class Scheduler:
                 break
             del self.waiting[index]
             self._start(seq, cached, num_new)
+            if self.snapshots is not None and self._config.chunked_prefill:
+                num_new = self.prefixes.chunk(seq, num_new)
             work.append((seq, num_new))
             budget -= num_new
 
@@ -283,8 +308,8 @@ class Scheduler:
             need = self._blocks_for(seq.num_computed + num_new) - num_cached
             seq.window_first = num_cached - len(cached.window_blocks)
             seq.window_ids = cached.window_blocks + self.pool.allocate(need)
-        self.prefixes.started(seq)
         self.table.add(seq)
+        self.prefixes.started(seq, cached)
         self._admitted.append(seq)
         insort(self.running, seq, key=_by_order)
 
@@ -349,7 +374,9 @@ def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
     return next(filter(None, map(grammar.advance, token_ids)), None)
 
 
-def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> ScheduledBatch:
+def _batch(
+    work: list[tuple[Sequence, int]], admitted: list[Sequence], copies: tuple[tuple[int, int], ...]
+) -> ScheduledBatch:
     """Return a batch in which sequences with one new token come first, because attention needs this order."""
     decodes = [item for item in work if item[1] == 1]
     extends = [item for item in work if item[1] != 1]
@@ -363,4 +390,6 @@ def _batch(work: list[tuple[Sequence, int]], admitted: list[Sequence]) -> Schedu
         for seq, drawn in zip(seqs, samples.tolist(), strict=True)
         if drawn
     )
-    return ScheduledBatch(seqs, num_new, num_tokens, len(decodes), samples, admitted, decodes_next)
+    return ScheduledBatch(
+        seqs, num_new, num_tokens, len(decodes), samples, admitted, decodes_next, copies
+    )

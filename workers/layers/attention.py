@@ -1,6 +1,7 @@
 """The attention half of a decoder layer. Knows no model and no checkpoint.
 
-T tokens, D hidden, H query heads, h KV heads, N = H + h, M = H + 2h, Q = M * d, d head dim.
+T tokens, D hidden, H query heads, h KV heads, N = H + h, M = H + 2h, d head dim, O = H * d, Q = M * d, or O + M * d
+with an output gate.
 """
 
 from copy import copy
@@ -18,6 +19,7 @@ from workers.models.specs import GqaSpec
 class AttentionBlock:
     """residual + o_proj(attention(rope(norm(q)), rope(norm(k)), v)), with q, k, v of norm(residual).
 
+    An output gate multiplies the attention by the sigmoid of its own projection.
     A block takes and returns a sum in two parts, (residual, hidden or None): the next block's norm adds them.
     hidden may be in parts itself, as all-to-alls give it (`AllToAll.combine`).
     """
@@ -27,11 +29,12 @@ class AttentionBlock:
         self.layer = layer
         self.attention = builder.backends.attention
         self.input_norm = builder.norm(builder.hidden_size)
-        qkv_size = spec.q_size + 2 * spec.kv_size
+        self.gate_size = spec.gate_size
+        qkv_size = spec.gate_size + spec.q_size + 2 * spec.kv_size
         self.qkv_QD = builder.projection("attention.qkv_QD", qkv_size, builder.hidden_size)
         self.qkv_bias_Q = builder.empty(qkv_size) if spec.qkv_bias else None
         self.num_qk_heads = spec.num_heads + spec.num_kv_heads
-        self._qkv_view = (-1, self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
+        self._heads = (self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
         # one norm and rotation for the heads of q and k: half as many operators
         self.qk_norm = (
             builder.norm(self.num_qk_heads, spec.head_dim) if spec.qk_norm == "head" else None
@@ -60,10 +63,15 @@ class AttentionBlock:
         qkv_TQ = linear(h_TD, self.qkv_QD, self.qkv_bias_Q)
         if self.q_norm is not None or self.spec.clip_qkv is not None:
             self._norm_and_clip(qkv_TQ)
-        o_TQ = self._attend(qkv_TQ.view(self._qkv_view), rotation_T1d).flatten(1)
+        if self.gate_size:
+            gate_TO, qkv_TQ = qkv_TQ[:, : self.gate_size], qkv_TQ[:, self.gate_size :]
+            o_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
+            o_TO = o_TO * gate_TO.sigmoid()
+        else:
+            o_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
         if self.input_norm.triton is not None:
-            return residual_TD, linear(o_TQ, self.o_DQ, self.o_bias_D)
-        out_TD = linear(o_TQ, self.o_DQ, residual_TD)
+            return residual_TD, linear(o_TO, self.o_DQ, self.o_bias_D)
+        out_TD = linear(o_TO, self.o_DQ, residual_TD)
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
 
     def _norm_and_clip(self, qkv_TQ: torch.Tensor) -> None:

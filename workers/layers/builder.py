@@ -19,6 +19,7 @@ class LayerBuilder:
     forced_routing   makes the replacement of a layer's router; None: routers choose
     path             begins the names of a layer's parameters: "layers.3."
     fp8              names of the parameters that are held in FP8
+    norm_offset      ModelConfig.norm_offset
     """
 
     hidden_size: int
@@ -31,6 +32,7 @@ class LayerBuilder:
     forced_routing: Callable[..., ForcedRouting] | None = None
     path: str = ""
     fp8: Container[str] = frozenset()
+    norm_offset: float = 0.0
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return an uninitialised parameter, of the model's dtype unless another is given."""
@@ -42,7 +44,11 @@ class LayerBuilder:
             return BlockWeights.empty(rows, columns, device=self.device)
         return self.empty(rows, columns)
 
-    def norm(self, *shape: int, eps: float | None = None) -> RMSNorm:
-        """Return a norm over the last dim of `shape`, with the layer's eps unless another is given."""
+    def norm(self, *shape: int, eps: float | None = None, centred: bool = True) -> RMSNorm:
+        """Return a norm over the last dim of `shape`, with the layer's eps unless another is given.
+
+        centred   `norm_offset` is added to its weights, which are then float32: 16 bits would round the sum
+        """
         eps = self.norm_eps if eps is None else eps
-        return RMSNorm(shape, eps, device=self.device, dtype=self.dtype)
+        dtype = torch.float32 if centred and self.norm_offset else self.dtype
+        return RMSNorm(shape, eps, device=self.device, dtype=self.dtype, weight_dtype=dtype)

@@ -46,6 +46,7 @@ class RMSNorm:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        weight_dtype: torch.dtype | None = None,
         fused: bool | None = None,
     ):
         self._fused = device.type != "cpu" if fused is None else fused
@@ -56,7 +57,7 @@ class RMSNorm:
         self.native = None if self._fused else dense_kernels(device.type, dtype)
         self.triton = fused_kernels(device.type) if self._fused else None
         self.load_scale = 1.0 if self._fused else math.sqrt(self._dim)
-        weight_dtype = dtype if self._fused else torch.float32
+        weight_dtype = (weight_dtype or dtype) if self._fused else torch.float32
         self.weight = torch.empty(shape, dtype=weight_dtype, device=device)
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -14,12 +14,17 @@ import torch
 
 from kernels.fused import fused_kernels
 from workers.layers.norm import RMSNorm
-from workers.models.specs import ModelConfig
+from workers.models.specs import GqaSpec, LatentSpec, ModelConfig
 
 
 def build_rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:
-    """Return the rotations of every position: complex64 [P, r/2], scaled by the type's attention factor."""
-    inv_freq, factor = _inverse_frequencies(config)
+    """Return the rotations of every position: complex64 [P, r/2], scaled by the type's attention factor.
+
+    r is 0 for a model that rotates nothing.
+    """
+    if config.attention is None:
+        return torch.empty(num_positions, 0, dtype=torch.complex64, device=device)
+    inv_freq, factor = _inverse_frequencies(config, config.attention)
     angles_Pd = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.complex(angles_Pd.cos() * factor, angles_Pd.sin() * factor).to(device)
 
@@ -63,9 +68,11 @@ def _rotates_whole(x_TNd: torch.Tensor, rotation_T1r: torch.Tensor) -> bool:
     return 2 * rotation_T1r.shape[-1] == x_TNd.shape[-1]
 
 
-def _inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
+def _inverse_frequencies(
+    config: ModelConfig, attention: GqaSpec | LatentSpec
+) -> tuple[torch.Tensor, float]:
     """Return float32 [r/2] on the CPU, and the factor on cos and sin."""
-    rope, dim = config.attention.rope, config.attention.rope_dim
+    rope, dim = attention.rope, attention.rope_dim
     if rope.rope_type == "default":
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         return 1.0 / (rope.rope_theta**exponents), 1.0
@@ -81,7 +88,7 @@ def _inverse_frequencies(config: ModelConfig) -> tuple[torch.Tensor, float]:
         },
         head_dim=dim,
         hidden_size=config.hidden_size,
-        num_attention_heads=config.attention.num_heads,
+        num_attention_heads=attention.num_heads,
         max_position_embeddings=config.max_position_embeddings,
         standardize_rope_params=lambda: None,
     )

@@ -23,12 +23,13 @@ from kernels.routing.forced_routing import ForcedRouting
 from kernels.routing.placement import ExpertPlacement
 from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
+from workers.layers.delta_net import DeltaNetBlock
 from workers.layers.latent_attention import LatentAttentionBlock
 from workers.layers.linear import linear
 from workers.layers.mlp import MlpBlock
 from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
-from workers.models.specs import LatentSpec, LayerSpec, ModelConfig, MoeSpec
+from workers.models.specs import DeltaNetSpec, LatentSpec, LayerSpec, ModelConfig, MoeSpec
 from workers.runner.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, parameter_of, slot_of
 from workers.weights.tensors import fp8_parameters, rank_weights
@@ -37,7 +38,7 @@ from workers.weights.tensors import fp8_parameters, rank_weights
 class Layer(NamedTuple):
     """The blocks of one decoder layer."""
 
-    attention: AttentionBlock | LatentAttentionBlock
+    attention: AttentionBlock | LatentAttentionBlock | DeltaNetBlock
     mlp: MlpBlock | MoeBlock
 
 
@@ -76,6 +77,7 @@ class CausalLM(ABC):
             dtype=dtype,
             forced_routing=forced_routing,
             fp8=self._fp8,
+            norm_offset=config.norm_offset,
         )
         table = (config.vocab_size, config.hidden_size)
         self.embed_VD = builder.empty(*table)
@@ -90,14 +92,22 @@ class CausalLM(ABC):
 
     def build_layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
         """Return the blocks of layer `number`: attention, then experts or one dense MLP, as `spec` has them."""
-        attention = (
-            LatentAttentionBlock(builder, spec.attention, number)
-            if isinstance(spec.attention, LatentSpec)
-            else AttentionBlock(builder, spec.attention, number)
-        )
+        attention = self._attention(builder, spec, number)
         if isinstance(spec.mlp, MoeSpec):
             return Layer(attention, MoeBlock(builder, spec.mlp, number))
         return Layer(attention, MlpBlock(builder, spec.mlp))
+
+    def _attention(
+        self, builder: LayerBuilder, spec: LayerSpec, number: int
+    ) -> AttentionBlock | LatentAttentionBlock | DeltaNetBlock:
+        """Kernels count the layers with KV blocks and the layers of linear attention apart."""
+        before = self.config.layers[:number]
+        num_linear = sum(isinstance(layer.attention, DeltaNetSpec) for layer in before)
+        if isinstance(spec.attention, DeltaNetSpec):
+            return DeltaNetBlock(builder, spec.attention, num_linear)
+        if isinstance(spec.attention, LatentSpec):
+            return LatentAttentionBlock(builder, spec.attention, number - num_linear)
+        return AttentionBlock(builder, spec.attention, number - num_linear)
 
     @abstractmethod
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

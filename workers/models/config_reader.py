@@ -49,6 +49,7 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 FULL_ATTENTION = ("full_attention", "attention")
 WINDOW_ATTENTION = "sliding_attention"
+LINEAR_ATTENTION = "linear_attention"
 
 
 class ModelConfigError(ValueError):
@@ -71,7 +72,7 @@ class ConfigReader:
         self._generation = generation
         self._read = set(HARMLESS_KEYS)
         self._fixed = dict(FIXED_VALUES)
-        self._windows = False  # the family reads layer_types itself
+        self._reads_layer_types = False  # the family does so itself
 
     def raw(self, key: str) -> Any:
         """Return the value unchecked, None if it is missing; mark the key as read."""
@@ -141,7 +142,7 @@ class ConfigReader:
 
     def windows(self) -> tuple[int | None, ...]:
         """Return the window of each layer, None for full attention; without `layer_types` each first of two has one."""
-        self._windows = True
+        self._reads_layer_types = True
         window, count = self.integer("sliding_window"), self.integer("num_hidden_layers")
         kinds = self.raw("layer_types")
         if kinds is None:
@@ -153,6 +154,21 @@ class ConfigReader:
             )
             return (None,) * count
         return tuple(window if kind == WINDOW_ATTENTION else None for kind in kinds)
+
+    def linear_layers(self) -> tuple[bool, ...]:
+        """Return which layers have linear attention, by `layer_types` or `full_attention_interval`."""
+        self._reads_layer_types = True
+        interval, count = self.integer("full_attention_interval"), self.integer("num_hidden_layers")
+        kinds = self.raw("layer_types")
+        if kinds is None:
+            return tuple((layer + 1) % interval > 0 for layer in range(count))
+        known = (*FULL_ATTENTION, LINEAR_ATTENTION)
+        if not isinstance(kinds, list) or len(kinds) != count or set(kinds) - set(known):
+            self.problems.append(
+                f"layer_types is {_short(kinds)}; expected {count} times full_attention or {LINEAR_ATTENTION}"
+            )
+            return (False,) * count
+        return tuple(kind == LINEAR_ATTENTION for kind in kinds)
 
     def mxfp4(self) -> bool:
         """Return whether the experts are stored in MXFP4, for a family that has no other quantisation."""
@@ -194,6 +210,7 @@ class ConfigReader:
         skipped: tuple[str, ...] = (),
         renamed: tuple[tuple[str, str], ...] = (),
         mxfp4: bool = False,
+        norm_offset: float = 0.0,
     ) -> ModelConfig:
         """Return the config with the fields that all families share; it is valid only if `problems` is empty."""
         for key, supported in self._fixed.items():
@@ -216,6 +233,7 @@ class ConfigReader:
             skipped=skipped,
             renamed=renamed,
             mxfp4=mxfp4,
+            norm_offset=norm_offset,
         )
         self.ignore("quantization_config", "eos_token_id")
         for key, value in self._raw.items():
@@ -261,7 +279,7 @@ class ConfigReader:
         return dtype
 
     def _check_layer_types(self) -> None:
-        if self._windows:
+        if self._reads_layer_types:
             return
         kinds = self.raw("layer_types") or []
         if not isinstance(kinds, list) or any(kind not in FULL_ATTENTION for kind in kinds):
@@ -274,7 +292,7 @@ class ConfigReader:
         attention, experts, top_k = config.attention, config.num_experts, config.top_k
         if isinstance(attention, GqaSpec):
             self._check_heads(attention)
-        else:
+        elif attention is not None:
             self._check_latents(attention)
         self._check_groups(config.moe)
         if top_k > experts:

@@ -7,7 +7,15 @@ V vocabulary, D hidden, d head dim.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from workers.models.specs import GqaSpec, LatentSpec, MlpSpec, ModelConfig, MoeSpec
+from workers.models.delta_net_weights import delta_net_weights
+from workers.models.specs import (
+    DeltaNetSpec,
+    GqaSpec,
+    LatentSpec,
+    MlpSpec,
+    ModelConfig,
+    MoeSpec,
+)
 from workers.weights.weight_map import WeightEntry, WeightKind
 
 Weights = Iterator[WeightEntry]
@@ -15,8 +23,9 @@ Weights = Iterator[WeightEntry]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """Names below `model.layers.N` in which checkpoints of families differ."""
+    """Names in which checkpoints of families differ, below `layers.N` but for `root`."""
 
+    root: str = "model."
     moe: str = "mlp"
     router: str = "gate.weight"
     expert_gate: str = "experts.{}.gate_proj.weight"
@@ -34,24 +43,33 @@ class WeightNames:
     )
     router_bias: str = "gate.e_score_correction_bias"
     router_bias_is_row: bool = False  # stored as [1, E]
+    joined_delta_inputs: bool = False  # of delta nets: one tensor of q, k, v and gate by key head
 
 
 def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
     """Yield every tensor of the checkpoint but scales, in the order of the forward."""
     table = (config.vocab_size, config.hidden_size)
-    yield WeightEntry("model.embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
+    root, offset = names.root, config.norm_offset
+    yield WeightEntry(f"{root}embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
     for number, layer in enumerate(config.layers):
-        at, path = f"model.layers.{number}.", f"layers.{number}."
-        block = _Layer(config.hidden_size, at, path, config.mxfp4)
+        at, path = f"{root}layers.{number}.", f"layers.{number}."
+        block = _Layer(config.hidden_size, at, path, config.mxfp4, offset)
         if isinstance(layer.attention, LatentSpec):
             yield from block.latent_attention(layer.attention)
+        elif isinstance(layer.attention, DeltaNetSpec):
+            yield block.norm("input_layernorm", "attention.input_norm")
+            joined = names.joined_delta_inputs
+            yield from delta_net_weights(
+                at, path, config.hidden_size, layer.attention, joined=joined
+            )
         else:
             yield from block.attention(layer.attention)
         if isinstance(layer.mlp, MoeSpec):
             yield from block.moe(layer.mlp, names)
         else:
             yield from block.dense(layer.mlp)
-    yield WeightEntry("model.norm.weight", (config.hidden_size,), "norm", WeightKind.NORM)
+    shape = (config.hidden_size,)
+    yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
     if not config.tie_word_embeddings:
         yield WeightEntry("lm_head.weight", table, "lm_head_VD", WeightKind.HEAD)
 
@@ -64,23 +82,35 @@ class _Layer:
     disk: str
     path: str
     mxfp4: bool = False
+    norm_offset: float = 0.0
 
     def norm(self, name: str, parameter: str) -> WeightEntry:
         return WeightEntry(
-            f"{self.disk}{name}.weight", (self.dim,), self.path + parameter, WeightKind.NORM
+            f"{self.disk}{name}.weight",
+            (self.dim,),
+            self.path + parameter,
+            WeightKind.NORM,
+            offset=self.norm_offset,
         )
 
     def attention(self, spec: GqaSpec) -> Weights:
-        """Fused rows: query heads, then key heads, then value heads."""
+        """Fused rows: output gates, then query heads, then key heads, then value heads."""
         at, path = f"{self.disk}self_attn.", f"{self.path}attention."
         head_dim = 0 if spec.rope.interleaved else spec.head_dim
         rotary = spec.rotary_dim or 0
         yield self.norm("input_layernorm", "attention.input_norm")
-        q, k = spec.q_size, spec.q_size + spec.kv_size
-        end = k + spec.kv_size
-        parts = {"q": (0, q, head_dim), "k": (q, k, head_dim), "v": (k, end, 0)}
-        for part, (start, stop, heads) in parts.items():
-            rows, shape = (start, stop), (stop - start, self.dim)
+        gate, kv = spec.gate_size, spec.kv_size
+        q = gate + spec.q_size
+        parts = [
+            ("q", (gate, q), head_dim),
+            ("k", (q, q + kv), head_dim),
+            ("v", (q + kv, q + 2 * kv), 0),
+        ]
+        if gate:
+            yield from self._gated_queries(spec, head_dim)
+            del parts[0]
+        for part, rows, heads in parts:
+            shape = (rows[1] - rows[0], self.dim)
             name = f"{at}{part}_proj"
             yield WeightEntry(
                 f"{name}.weight",
@@ -110,6 +140,33 @@ class _Layer:
             yield WeightEntry(f"{at}sinks", heads_shape, f"{path}sinks_H", WeightKind.SINK)
         yield from self._qk_norms(spec, head_dim)
 
+    def _gated_queries(self, spec: GqaSpec, head_dim: int) -> Weights:
+        """One tensor with the rows of each head's query, then of its output gate."""
+        name, parameter = f"{self.disk}self_attn.q_proj", f"{self.path}attention.qkv"
+        heads, size, gate = spec.num_heads, spec.head_dim, spec.gate_size
+        query = WeightEntry(
+            f"{name}.weight",
+            (2 * spec.q_size, self.dim),
+            f"{parameter}_QD",
+            WeightKind.PROJECTION,
+            (gate, gate + spec.q_size),
+            head_dim,
+            rotary_dim=(spec.rotary_dim or 0) if head_dim else 0,
+            part=(heads, 0, size),
+        )
+        part = (heads, size, 2 * size)
+        gates = replace(query, rows=(0, gate), head_dim=0, rotary_dim=0, part=part)
+        for entry in (query, gates):
+            yield entry
+            if spec.qkv_bias:
+                yield replace(
+                    entry,
+                    name=f"{name}.bias",
+                    shape=entry.shape[:1],
+                    parameter=f"{parameter}_bias_Q",
+                    kind=WeightKind.BIAS,
+                )
+
     def _qk_norms(self, spec: GqaSpec, head_dim: int) -> Weights:
         """One norm of all heads of q and k with a row a head, or one of all of q and one of all of k."""
         at, path = f"{self.disk}self_attn.", f"{self.path}attention."
@@ -126,6 +183,7 @@ class _Layer:
                     rows,
                     head_dim,
                     rotary_dim=(spec.rotary_dim or 0) if head_dim else 0,
+                    offset=self.norm_offset,
                 )
         elif spec.qk_norm == "full":
             for name, size in (("q_norm", spec.q_size), ("k_norm", spec.kv_size)):

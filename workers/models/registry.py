@@ -25,7 +25,10 @@ class Family:
 
     @property
     def config(self) -> ModuleType:
-        """The module with DEFAULTS, read_config, weight_map, CHECKPOINT_FIELDS and CHECKPOINT_NAMES; needs no torch."""
+        """The module with DEFAULTS, read_config, weight_map, CHECKPOINT_FIELDS and CHECKPOINT_NAMES; needs no torch.
+
+        Of a family with a text part among others, also `text_part` and `nested`, which take it out and put it back.
+        """
         return import_module(f"workers.models.{self.folder}.config")
 
 
@@ -43,7 +46,10 @@ FAMILIES: dict[str, Family] = {
     "mixtral": Family("mixtral", "MixtralForCausalLM"),
     "olmoe": Family("olmoe", "OlmoeForCausalLM"),
     "qwen2_moe": Family("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "qwen3_5_moe": Family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_5_moe_text": Family("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
     "qwen3_moe": Family("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "qwen3_next": Family("qwen3_next", "Qwen3NextForCausalLM"),
 }
 
 DEFAULT_FAMILY = "qwen3_moe"  # of checkpoints that are written
@@ -70,7 +76,8 @@ def parse_model_config(
         raise ModelConfigError(
             f"{where}: architectures is {architectures!r}; supported: {[family.architecture]!r}"
         )
-    read = ConfigReader(raw, family.config.DEFAULTS, generation)
+    text_part = getattr(family.config, "text_part", dict)
+    read = ConfigReader(text_part(raw), family.config.DEFAULTS, generation)
     config: ModelConfig = family.config.read_config(read)
     if read.problems:
         raise ModelConfigError(f"{where}: " + "; ".join(read.problems))

@@ -10,6 +10,7 @@ from typing import Literal
 
 from kernels.activation import Activation
 from kernels.attention.spec import AttentionSpec, LatentDims
+from kernels.linear_attention.spec import LinearAttentionSpec
 from workers.weights.quantization import Quantization
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -42,6 +43,7 @@ class GqaSpec:
     score_scale  factor on the scores; None: 1 / sqrt(head_dim)
     window     tokens that a token attends to, its own included; None: all before
     sinks      a sink for each query head, see AttentionSpec
+    output_gate  the output is multiplied by the sigmoid of further values of q's projection, one a value
     """
 
     num_heads: int
@@ -56,6 +58,7 @@ class GqaSpec:
     score_scale: float | None = None
     window: int | None = None
     sinks: bool = False
+    output_gate: bool = False
 
     @property
     def rope_dim(self) -> int:
@@ -66,6 +69,11 @@ class GqaSpec:
     def q_size(self) -> int:
         """Width of all query heads together; may differ from hidden_size."""
         return self.num_heads * self.head_dim
+
+    @property
+    def gate_size(self) -> int:
+        """Width of the output gate."""
+        return self.q_size if self.output_gate else 0
 
     @property
     def kv_size(self) -> int:
@@ -141,6 +149,19 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec:
+    """Gated delta net of one layer: linear attention with a state of constant size a sequence."""
+
+    kernel_spec: LinearAttentionSpec
+
+    @property
+    def input_size(self) -> int:
+        """Width of the projection of the hidden state: q, k, v, output gate, and two values a value head."""
+        spec = self.kernel_spec
+        return spec.channels + spec.value_size + 2 * spec.num_value_heads
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpSpec:
     """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
 
@@ -204,7 +225,7 @@ class MoeSpec:
 class LayerSpec:
     """One decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual."""
 
-    attention: GqaSpec | LatentSpec
+    attention: GqaSpec | LatentSpec | DeltaNetSpec
     mlp: MlpSpec | MoeSpec
 
 
@@ -217,6 +238,8 @@ class ModelConfig:
     embedding_factor, logits_factor   on the embeddings and on the logits, for families that have such factors
     renamed   parts of names of tensors as transformers saves them in its own layout, and as the weight map has them
     mxfp4     the checkpoint holds the experts in MXFP4
+    norm_offset   added to the weights of norms, for families that store their distance from it
+    skipped_parts   parts of the checkpoint that are not served, in words, as its vision tower
     """
 
     model_type: str
@@ -235,6 +258,8 @@ class ModelConfig:
     embedding_factor: float = 1.0
     logits_factor: float = 1.0
     mxfp4: bool = False
+    norm_offset: float = 0.0
+    skipped_parts: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -248,12 +273,25 @@ class ModelConfig:
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
-        """The specs of all layers for the attention kernels."""
-        return tuple(layer.attention.kernel_spec for layer in self.layers)
+        """The specs for the attention kernels of all layers with KV blocks."""
+        return tuple(
+            layer.attention.kernel_spec
+            for layer in self.layers
+            if not isinstance(layer.attention, DeltaNetSpec)
+        )
+
+    @property
+    def linear_specs(self) -> tuple[LinearAttentionSpec, ...]:
+        """The specs for the kernels of all layers of linear attention."""
+        return tuple(
+            layer.attention.kernel_spec
+            for layer in self.layers
+            if isinstance(layer.attention, DeltaNetSpec)
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer."""
+        """The window of each layer with KV blocks."""
         return tuple(spec.window for spec in self.attention_specs)
 
     @property
@@ -262,9 +300,12 @@ class ModelConfig:
         return max((window for window in self.windows if window is not None), default=None)
 
     @property
-    def attention(self) -> GqaSpec | LatentSpec:
-        """The attention of the first layer. Layers differ in their windows alone."""
-        return self.layers[0].attention
+    def attention(self) -> GqaSpec | LatentSpec | None:
+        """That of the first layer with KV blocks, None without such layers. They differ in their windows alone."""
+        for layer in self.layers:
+            if not isinstance(layer.attention, DeltaNetSpec):
+                return layer.attention
+        return None
 
     @property
     def num_experts(self) -> int:

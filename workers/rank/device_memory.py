@@ -18,6 +18,7 @@ REMEDIES = {
     "attention's workspace": f"{_MORE_RANKS}; kernels.attention: sdpa has none",
     "a step": _STEPS,
     "the KV cache": "Lower cache.num_blocks, cache.memory_fraction (GPU) or cache.cpu_memory_gib (CPU)",
+    "the states of linear attention": "Lower scheduler.max_num_seqs or cache.state_snapshots",
     "CUDA graphs": f"{_STEPS}, or set scheduler.cuda_graphs to false",
     "ubatches": f"{_STEPS}, or set overlap.mode to off",
 }

@@ -206,6 +206,7 @@ class Epoch:
         steps, total = self.make.warm_up_steps(), len(sizes) + 2
         report_progress = progress or (lambda done, total: None)
         dummy = DummyAttention(self.backends.attention)
+        self.ubatches.bind_states(self.process.state_pools())
         with memory_for("a step"):
             dummy.bind(self.process.caches(1))
             make = replace(self.make, model=self.model.with_few_layers())
@@ -226,11 +227,12 @@ class Epoch:
         process, steps = self.process, self.make.warm_up_steps()
         with memory_for("attention's workspace"):
             self.ubatches.bind(process.kv_caches)
+        self.ubatches.bind_states(process.state_pools())
         self.graph_sizes = graphs_to_capture(
             process.config.scheduler,
             process.selection,
             process.device,
-            mixed=self.backends.attention.mixed_graph,
+            mixed=self.backends.attention.mixed_graph and self.backends.linear_attention is None,
         )
         if not process.num_blocks:
             process.num_blocks = self.make.num_kv_blocks(self.graph_sizes)

@@ -6,6 +6,7 @@ from kernels.attention.base import Attention
 from kernels.backends.select import Backends
 from workers.engine.block_pool import BlockPool
 from workers.engine.scheduler import Scheduler
+from workers.engine.state_snapshots import StateSnapshots
 from workers.models.causal_lm import CausalLM
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
@@ -54,6 +55,7 @@ class RunnerMaker:
             prefix_caching=config.cache.prefix_caching,
             pool=pool,
             window=process.model_config.window,
+            snapshots=self._snapshots(),
         )
         runner = ModelRunner(
             model,
@@ -68,6 +70,19 @@ class RunnerMaker:
             ubatches=self.ubatches.wrapper(self.model),
         )
         return runner, scheduler
+
+    def _snapshots(self) -> StateSnapshots | None:
+        """Return the bookkeeping of the slots behind the null slot and the rows; None without linear attention."""
+        process, config = self.process, self.process.config
+        linear, specs = process.selection.linear_attention_class, process.model_config.linear_specs
+        if linear is None:
+            return None
+        first = 1 + config.scheduler.max_num_seqs
+        return StateSnapshots(
+            first,
+            process.num_state_slots - first,
+            slot_bytes=linear.slot_bytes(specs, process.dtype),
+        )
 
     def warm_up_steps(self) -> WarmUpSteps:
         """Return the steps that all ranks run alike, before there are requests."""
@@ -113,6 +128,7 @@ class RunnerMaker:
             graph_sizes,
             weight_bytes=process.weight_bytes(),
             kv_bytes=steps.num_blocks * process.block_bytes(),
+            state_bytes=process.state_bytes(),
         )
         self.ubatches.bind(())
         return own

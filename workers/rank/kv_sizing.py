@@ -20,20 +20,25 @@ _MARGIN = 1.1  # factor on the measured bytes of graphs
 
 @dataclass(frozen=True)
 class OwnBytes:
-    """Peak bytes of a rank beside its KV cache; `steps` is buffers and the rows of the largest step."""
+    """Peak bytes of a rank beside its KV cache; `steps` is buffers and the rows of the largest step.
+
+    states   of linear attention: running sequences and snapshots have slots of constant size
+    """
 
     weights: int
     steps: int
     graphs: int
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.steps + self.graphs
+        return self.weights + self.steps + self.graphs + self.states
 
     def __str__(self) -> str:
+        states = f", states of linear attention {size(self.states)}" if self.states else ""
         return (
             f"weights take {size(self.weights)}, buffers and the largest step {size(self.steps)}, "
-            f"CUDA graphs {size(self.graphs)}"
+            f"CUDA graphs {size(self.graphs)}{states}"
         )
 
 
@@ -45,8 +50,12 @@ def own_bytes(
     *,
     weight_bytes: int,
     kv_bytes: int,
+    state_bytes: int = 0,
 ) -> OwnBytes:
-    """Measure a rank with weights and a KV cache of these sizes. Collective; the runner cannot be used afterwards."""
+    """Measure a rank with weights, a KV cache and states of these sizes.
+
+    Collective; the runner cannot be used afterwards.
+    """
     torch.cuda.reset_peak_memory_stats()
     with memory_for("a step"):
         steps.sample(runner, scheduler)
@@ -54,7 +63,8 @@ def own_bytes(
     peak = torch.cuda.max_memory_allocated()
     with memory_for("CUDA graphs"):
         graphs = graph_bytes(runner, graph_sizes)
-    return OwnBytes(weight_bytes, peak - weight_bytes - kv_bytes, graphs)
+    steps_bytes = peak - weight_bytes - kv_bytes - state_bytes
+    return OwnBytes(weight_bytes, steps_bytes, graphs, state_bytes)
 
 
 def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:

@@ -21,6 +21,7 @@ from kernels.backends.context import BackendContext
 from kernels.host.cache_folder import use_cache_folder
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
+from kernels.linear_attention.base import LinearStates
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
 from workers.engine.block_pool import BlockPool
@@ -59,7 +60,8 @@ class RankProcess:
     model        the weights; an epoch runs them with its own backends
     experts      the experts of the model's weights
     num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
-    kv_caches    one tensor a layer, allocated once
+    kv_caches    one tensor a layer with KV blocks, allocated once
+    states       the pools of states, one a layer of linear attention, allocated once
     pool         the blocks of the KV caches with their contents: the prefix cache of all epochs
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
@@ -86,6 +88,7 @@ class RankProcess:
         self.experts = range(0)
         self.num_blocks = 0
         self.kv_caches: list[torch.Tensor] = []
+        self.states: list[LinearStates] = []
         self.pool = BlockPool(0)
         self.warm = False
         self.pace = Pace()
@@ -120,11 +123,11 @@ class RankProcess:
         if self.dims == dims and same_backends and config.overlap == before.overlap:
             return
         self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
-        kept = (selection.grouped_gemm.name, selection.attention.name)
-        if kept != (self.selection.grouped_gemm.name, self.selection.attention.name):
-            # The weights and the caches have the memory order of these backends.
+        names, kept = self.selection.names(), selection.names().items()
+        if any(names[seam] != name for seam, name in kept if seam != "all2all"):
+            # The weights, the caches and the states have the memory order of these backends.
             self.backends, self.model, self.experts = None, None, range(0)
-            self.kv_caches = []
+            self.kv_caches, self.states = [], []
         if self.device.type == "cuda":
             self.warm, self.num_blocks, self.kv_caches = False, 0, []
             torch.cuda.empty_cache()
@@ -161,14 +164,18 @@ class RankProcess:
         self.experts = experts
 
     def _unbound_backends(self) -> select.Backends:
-        attention = select.build_attention(self.selection, self.backend_context(None))
+        context = self.backend_context(None)
+        attention = select.build_attention(self.selection, context)
+        linear = select.build_linear_attention(self.selection, context)
         gemm = self.selection.grouped_gemm_class()
-        return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention))
+        return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention), linear)
 
     def _build_model(self, backends: select.Backends) -> CausalLM:
         if self.rank == 0:
             for warning in not_for_answers(self.config.model):
                 logger.warning("%s", warning)
+            for part in self.model_config.skipped_parts:
+                logger.warning("%s of the checkpoint is not loaded: only text is served", part)
         model: CausalLM = model_class(self.model_config)(
             self.model_config,
             backends,
@@ -223,6 +230,28 @@ class RankProcess:
         size = self.config.cache.block_size
         return allocate_kv_caches(self._kv_groups(), num_blocks, size, self.dtype, self.device)
 
+    def state_pools(self) -> list[LinearStates]:
+        """Return the pools of states, allocated at the first call; none for a model without linear attention."""
+        linear = self.selection.linear_attention_class
+        if linear is not None and not self.states:
+            specs, slots = self.model_config.linear_specs, self.num_state_slots
+            with memory_for("the states of linear attention", self.state_bytes()):
+                self.states = linear.allocate(specs, slots, self.dtype, self.device)
+        return self.states
+
+    @property
+    def num_state_slots(self) -> int:
+        """The slots of each pool of states."""
+        config = self.config
+        return config.cache.num_state_slots(config.scheduler.max_num_seqs)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of all pools of states."""
+        linear = self.selection.linear_attention_class
+        if linear is None:
+            return 0
+        return self.num_state_slots * linear.slot_bytes(self.model_config.linear_specs, self.dtype)
+
     def _kv_groups(self) -> tuple[KVGroup, ...]:
         return self.selection.attention_class.kv_groups(self.model_config.attention_specs)
 
@@ -273,6 +302,7 @@ class RankProcess:
             memory_bytes={
                 "weights": self.weight_bytes(),
                 "kv_cache": self.num_blocks * self.block_bytes(),
+                "states": self.state_bytes(),
                 "cuda_graphs": graph_bytes,
             },
             stage_seconds=dict(stage_seconds),
@@ -284,7 +314,7 @@ class RankProcess:
             self.epoch.close()
         if self.grammars is not None:
             self.grammars.close()
-        for name in ("backends", "model", "kv_caches", "epoch"):
+        for name in ("backends", "model", "kv_caches", "states", "epoch"):
             vars(self).pop(name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
 
-from kernels.attention.base import GraphAttention, GraphForm
+from kernels.attention.base import GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.backends.select import Backends
 from workers.engine.scheduler import ScheduledBatch
@@ -23,6 +23,7 @@ from workers.engine.step_sync import GraphMode
 from workers.models.causal_lm import CausalLM
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.forward_batch import ForwardBatch
+from workers.runner.graph_planner import GraphPlanner
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.ubatch.wrapper import UBatchWrapper
 
@@ -38,22 +39,6 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all captures on a device, one because cuBLAS keeps a workspace for each stream."""
     stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     return stream
-
-
-class GraphPlanner(Protocol):
-    """Plans attention for graphs: a GraphAttention for whole steps, a UBatchWrapper for steps in ubatches."""
-
-    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
-        """See GraphAttention."""
-
-    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
-        """See GraphAttention."""
-
-    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
-        """See GraphAttention."""
-
-    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
-        """See GraphAttention."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +88,7 @@ class StepGraphs:
     ):
         self.sizes, self.on_demand = sizes, on_demand
         self._model, self._ubatches = model, ubatches
-        # Graphs are captured only where `Attention.graph` is true.
-        self._attention = cast(GraphAttention, backends.attention)
+        self._whole = GraphPlanner.of(backends)
         self._expert_load = backends.expert_load
         self._builder = builder
         self._max_seqs = max_seqs
@@ -112,7 +96,7 @@ class StepGraphs:
         self._postponed: set[GraphKey] = set()
         self._ran_forms: set[tuple[bool, GraphForm]] = set()
         self._stream = _capture_stream(model.device)
-        planners: list[GraphPlanner] = [self._attention]
+        planners: list[GraphPlanner | UBatchWrapper] = [self._whole]
         if ubatches is not None:
             planners.append(ubatches)
         for planner in planners:
@@ -219,9 +203,9 @@ class StepGraphs:
         planner.plan_graph(batch, key.rows, form)
         return graph
 
-    def _planner(self, key: GraphKey) -> GraphPlanner:
+    def _planner(self, key: GraphKey) -> GraphPlanner | UBatchWrapper:
         if not key.ubatch:
-            return self._attention
+            return self._whole
         assert self._ubatches is not None, "there are no ubatches"
         return self._ubatches
 

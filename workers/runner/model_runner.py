@@ -11,6 +11,7 @@ from kernels.pending import Pending
 from kernels.routing.expert_load import LoadSample
 from workers.engine.scheduler import ScheduledBatch
 from workers.engine.sequence import SequenceTable
+from workers.engine.state_snapshots import independent
 from workers.engine.step_sync import StepPlan
 from workers.models.causal_lm import CausalLM
 from workers.runner.batch_builder import ForwardBatchBuilder
@@ -58,6 +59,7 @@ class ModelRunner:
         self._max_num_seqs, self._max_blocks = max_num_seqs, table.block_table.shape[1]
         self.graphs: StepGraphs | None = None
         self._attention = backends.attention
+        self._linear_attention = backends.linear_attention
         self._expert_load = backends.expert_load
         self._rank = rank
         self._device = device
@@ -88,6 +90,8 @@ class ModelRunner:
         self._admit(scheduled)
         num_rows = plan.tokens_to_run(self._rank)
         batch = self._builder.build(scheduled, num_rows, graph=key is not None)
+        if scheduled.state_copies:
+            self._copy_states(scheduled.state_copies)
         forward = self._plan(batch, plan, key)
         mask = self._start_mask(scheduled) if self._met_grammar else None
         prepare = time.perf_counter() - started
@@ -139,6 +143,11 @@ class ModelRunner:
             )
 
         return Pending(read)
+
+    def _copy_states(self, copies: tuple[tuple[int, int], ...]) -> None:
+        assert self._linear_attention is not None, "only linear attention has states"
+        for sources, targets in independent(list(copies)):
+            self._linear_attention.copy_slots(sources, targets)
 
     def _admit(self, scheduled: ScheduledBatch) -> None:
         for seq in scheduled.admitted:
@@ -200,6 +209,8 @@ class ModelRunner:
             return partial(self._replay, self.graphs.plan(batch, key), batch)
         if not plan.ubatch:
             self._attention.plan(batch)
+            if self._linear_attention is not None:
+                self._linear_attention.plan(batch)
             return partial(self._forward, self.model, batch)
         assert self.ubatches is not None, "a step is cut, but there are no ubatches"
         self.ubatches.plan(batch)

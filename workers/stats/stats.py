@@ -117,6 +117,12 @@ class EngineStats:
             "prefix_cache_queries": scheduler.prefixes.num_queries,
             "prefix_cache_hits": scheduler.prefixes.num_hits,
         }
+        if (states := scheduler.snapshots) is not None:
+            self._gauges |= {
+                "state_snapshots": states.num_kept,
+                "state_snapshot_bytes": states.num_kept * states.slot_bytes,
+                "states_restored": states.num_restored,
+            }
 
     def snapshot(self) -> dict[str, Any]:
         """Return all statistics, picklable.

@@ -11,6 +11,7 @@ import torch
 from kernels.backends.context import BackendContext
 from kernels.backends.select import Backends, Selection
 from kernels.backends.ubatch import build_ubatch_backends
+from kernels.linear_attention.base import LinearStates
 from workers.config import RankConfig
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_sync import ForwardMode, GraphMode, StepPlan
@@ -78,6 +79,12 @@ class EpochUbatches:
         """Bind the caches to the attention of whole steps and of every ubatch."""
         for own in (self._whole, *self._backends):
             own.attention.bind(kv_caches)
+
+    def bind_states(self, states: Sequence[LinearStates]) -> None:
+        """Bind the pools of states to the linear attention of whole steps and of every ubatch."""
+        for own in (self._whole, *self._backends):
+            if own.linear_attention is not None:
+                own.linear_attention.bind(states)
 
     def wrapper(self, model: UbatchModel) -> UBatchWrapper | None:
         """Return the wrapper that runs `model` in ubatches; None if no step is ever cut."""

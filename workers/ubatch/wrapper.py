@@ -16,16 +16,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from greenlet import greenlet
 
-from kernels.attention.base import GraphAttention, GraphForm
+from kernels.attention.base import GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.backends.select import Backends
 from kernels.pending import can_yield_ubatch, set_yield_ubatch
 from workers.runner.forward_batch import ForwardBatch
+from workers.runner.graph_planner import GraphPlanner
 from workers.trace.recorder import SpanRecorder
 from workers.ubatch.batch_cuts import cut, ubatch_rows
 
@@ -88,15 +89,17 @@ class UBatchWrapper:
         self._parts = cut(batch, batch.num_rows, self.num_ubatches)
         for own, part in zip(self.backends, self._parts, strict=True):
             own.attention.plan(part)
+            if own.linear_attention is not None:
+                own.linear_attention.plan(part)
 
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
         """As GraphAttention.reserve_graphs, for ubatches of graphs of up to `max_rows` rows."""
-        for attention in self._graph_attentions():
-            attention.reserve_graphs(-(-max_rows // self.num_ubatches), max_seqs, max_blocks)
+        for planner in self._graph_planners():
+            planner.reserve_graphs(-(-max_rows // self.num_ubatches), max_seqs, max_blocks)
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
         """As GraphAttention.forms, but decodes have one form only, because cutting them rarely pays."""
-        first = self._graph_attentions()[0]
+        first = self._graph_planners()[0]
         forms = first.forms(num_rows // self.num_ubatches, prompts=prompts)
         return forms if prompts else forms[-1:]
 
@@ -106,25 +109,24 @@ class UBatchWrapper:
         if not prompts:
             return general
         found = {
-            attention.form(batch.ubatch(start, end), end - start, prompts=True)
-            for attention, (start, end) in self._with_rows(num_rows)
+            planner.form(batch.ubatch(start, end), end - start, prompts=True)
+            for planner, (start, end) in self._with_rows(num_rows)
         }
         return found.pop() if len(found) == 1 else general
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
         """As GraphAttention.plan_graph, for each ubatch."""
         self._planned, self._planned_rows = None, num_rows
-        for attention, (start, end) in self._with_rows(num_rows):
-            attention.plan_graph(batch.ubatch(start, end), end - start, form)
+        for planner, (start, end) in self._with_rows(num_rows):
+            planner.plan_graph(batch.ubatch(start, end), end - start, form)
 
-    def _graph_attentions(self) -> list[GraphAttention]:
-        """Attention of each ubatch. Graphs are captured only where `Attention.graph` is true."""
-        return [cast(GraphAttention, own.attention) for own in self.backends]
+    def _graph_planners(self) -> list[GraphPlanner]:
+        return [GraphPlanner.of(own) for own in self.backends]
 
-    def _with_rows(self, num_rows: int) -> Iterator[tuple[GraphAttention, tuple[int, int]]]:
-        """Yield attention and rows of each ubatch."""
+    def _with_rows(self, num_rows: int) -> Iterator[tuple[GraphPlanner, tuple[int, int]]]:
+        """Yield planner and rows of each ubatch."""
         rows = ubatch_rows(num_rows, self.num_ubatches)
-        return zip(self._graph_attentions(), rows, strict=True)
+        return zip(self._graph_planners(), rows, strict=True)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the model's hidden states, [T, D]. Attention must have been planned for as many rows.

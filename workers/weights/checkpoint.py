@@ -240,7 +240,8 @@ def _write(
         index = write_weights(folder, model, tensors, num_shards, seed)
         if num_shards > 1:
             _write_json(folder / "model.safetensors.index.json", index)
-    _write_json(folder / "config.json", config)
+    nested = getattr(FAMILIES[model.model_type].config, "nested", dict)
+    _write_json(folder / "config.json", nested(config))
     _write_json(folder / "generation_config.json", generation_config(list(range(256, 259))))
     save_tokenizer(folder, byte_tokenizer(), model.max_position_embeddings)
     return folder

@@ -3,6 +3,7 @@
 Knows nothing of config.json's form and of how a rank loads the files.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class CheckpointTensor:
     @property
     def size(self) -> int:
         """Number of values."""
-        return sum(entry.size for entry in self.entries)
+        return sum(math.prod(entry.shape) for entry in self.entries)
 
     def draw(self, config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
         """Return the tensor by its name, with its scales if it is in FP8."""
@@ -65,6 +66,8 @@ def checkpoint_tensors(config: ModelConfig, layout: ExpertLayout) -> list[Checkp
     """Return all tensors of the files but scales, in the order of the forward."""
     fused: dict[str, list[WeightEntry]] = {}
     for entry in weight_map(config):
+        if entry.part is not None and entry.name in fused:
+            continue  # another part of a tensor that is drawn whole
         together = layout != "apart" and entry.fused
         fused.setdefault(entry.fused if together else entry.name, []).append(entry)
     return [

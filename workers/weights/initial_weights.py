@@ -42,20 +42,27 @@ def init_of(entry: WeightEntry, *, tied: bool) -> Init:
     if kind == WeightKind.EMBEDDING:
         return Init(1.0)
     if kind in (WeightKind.NORM, WeightKind.QK_NORM):
-        return Init(
-            0.1, mean=1.0
-        )  # not all ones, because tests must notice a loader that skips a norm
+        # not all equal, because tests must notice a loader that skips a norm
+        return Init(0.1, mean=1.0 - entry.offset)
     if kind == WeightKind.BIAS:
         return Init(0.1)
     if kind == WeightKind.SINK:
         return Init(1.0)
+    if kind == WeightKind.CONVOLUTION:
+        return Init(1 / math.sqrt(entry.shape[-1]))
+    if kind == WeightKind.DECAY:
+        return Init(1.5, mean=-2.0)  # some heads forget at once, others remember hundreds of tokens
     return Init(GAINS.get(kind, 1.0) / math.sqrt(entry.columns))
 
 
 def draw(entry: WeightEntry, *, tied: bool, seed: int, generator: torch.Generator) -> torch.Tensor:
-    """Return float32 values of the entry's shape on the generator's device, which is seeded anew."""
+    """Return float32 values of the entry's shape on the generator's device, which is seeded anew.
+
+    Of a part, the whole tensor is drawn.
+    """
     init = init_of(entry, tied=tied)
-    generator.manual_seed(zlib.crc32(f"{seed}/{entry.key}".encode()))
+    name = entry.key if entry.part is None else entry.name
+    generator.manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     tensor = torch.randn(entry.shape, generator=generator, device=generator.device)
     tensor.mul_(init.std).add_(init.mean)
     if init.weak_from is not None:

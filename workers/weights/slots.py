@@ -3,8 +3,10 @@
 A checkpoint's tensor may be in FP8 with scales, and so may the parameter: every slot takes both kinds of tensors.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +26,8 @@ class WeightSlot:
     target      a view, of any strides, into a parameter
     disk_view   the disk tensor is viewed in this shape, which broadcasts to target's
     scale       factor on the values
+    offset      added to the values, before the factor
+    part        the rows of the disk tensor that are meant, as of WeightEntry
     heads       (head_dim, rotary_dim): the disk tensor has heads of which only the first values are to be paired
     """
 
@@ -31,6 +35,8 @@ class WeightSlot:
     disk_view: tuple[int, ...]
     scale: float = 1.0
     heads: tuple[int, int] | None = None
+    offset: float = 0.0
+    part: tuple[int, int, int] | None = None
 
     @classmethod
     def plain(cls, target: torch.Tensor, scale: float = 1.0) -> "WeightSlot":
@@ -54,16 +60,17 @@ class WeightSlot:
             return cls(target, tuple(target.shape), scale)
         row_only = len(entry.shape) < target.dim()
         shape = tuple(target.shape[1:]) if row_only else tuple(target.shape)
-        assert shape == entry.shape, (entry, shape)
+        assert math.prod(shape) == entry.size, (entry, shape)
+        make = partial(cls, offset=entry.offset, part=entry.part)
         if not entry.head_dim or entry.rotary_dim:
             heads = (entry.head_dim, entry.rotary_dim) if entry.rotary_dim else None
-            return cls(target, (1, *shape) if row_only else shape, scale, heads)
+            return make(target, (1, *shape) if row_only else shape, scale, heads)
         pair = (entry.head_dim // 2, 2)
         if row_only:
             pairs = target.view(len(target), *pair).transpose(1, 2)
-            return cls(pairs, (1, *pairs.shape[1:]), scale)
+            return make(pairs, (1, *pairs.shape[1:]), scale)
         pairs = target.view(-1, *pair, *shape[1:]).transpose(1, 2)
-        return cls(pairs, tuple(pairs.shape), scale)
+        return make(pairs, tuple(pairs.shape), scale)
 
     @property
     def num_bytes(self) -> int:
@@ -72,9 +79,12 @@ class WeightSlot:
 
     def fill(self, disk_tensor: torch.Tensor) -> None:
         """Copy, converting dtype and device."""
+        disk_tensor = take_part(disk_tensor, self.part)
         if self.heads is not None:
             disk_tensor = pair_rotary(disk_tensor, *self.heads)
         self.target.copy_(disk_tensor.view(self.disk_view))
+        if self.offset:
+            self.target.add_(self.offset)
         if self.scale != 1.0:
             self.target.mul_(self.scale)
 
@@ -116,6 +126,14 @@ class BlockSlot:
 
 
 Slot = WeightSlot | BlockSlot
+
+
+def take_part(tensor: torch.Tensor, part: tuple[int, int, int] | None) -> torch.Tensor:
+    """Return the rows from `first` to `end` of each group of rows, for a part (groups, first, end); None: all rows."""
+    if part is None:
+        return tensor
+    groups, first, end = part
+    return tensor.view(groups, -1, *tensor.shape[1:])[:, first:end].flatten(0, 1)
 
 
 def pair_rotary(heads: torch.Tensor, head_dim: int, rotary_dim: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ def fp8_parameters(config: ModelConfig) -> frozenset[str]:
 
 def _fits_blocks(parameter: str, entries: list[WeightEntry]) -> bool:
     """Return whether the tensors of a parameter are in FP8, begin at its blocks, and keep their rows in blocks."""
-    if not parameter.endswith(DENSE) or any(entry.fp8 is None for entry in entries):
+    if not parameter.endswith(DENSE) or any(entry.fp8 is None or entry.part for entry in entries):
         return False
     rows = sum(entry.shape[0] for entry in entries)
     return (

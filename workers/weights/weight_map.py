@@ -23,6 +23,8 @@ class WeightKind(StrEnum):
     SINK = "sink"
     ROUTER = "router"
     GATE = "gate of a shared expert"
+    CONVOLUTION = "convolution"
+    DECAY = "decay"
     PROJECTION = "projection"
     DOWN_PROJECTION = "down projection"
 
@@ -70,6 +72,9 @@ class WeightEntry:
     transposed    the checkpoint holds columns before rows
     interleaved   rows of gate and rows of up alternate in the checkpoint; the parameter holds all of gate first
     mxfp4         the checkpoint holds it in MXFP4: a tensor of packed values and a tensor of scales
+    part          (groups, first, end): the tensor's rows come in groups of equal size, and of each group the entry is
+                  the rows from `first` to `end`; other entries of this name are the rest. None: all rows
+    offset        added to the values
     """
 
     name: str
@@ -86,10 +91,14 @@ class WeightEntry:
     transposed: bool = False
     interleaved: bool = False
     mxfp4: bool = False
+    part: tuple[int, int, int] | None = None
+    offset: float = 0.0
 
     @property
     def key(self) -> str:
         """A name for this entry alone."""
+        if self.part is not None:
+            return f"{self.name}[{self.part[1]}:{self.part[2]}]"
         return f"{self.name}[{self.expert}]" if self.stacked else self.name
 
     @property
@@ -112,7 +121,10 @@ class WeightEntry:
     @property
     def size(self) -> int:
         """Number of values."""
-        return math.prod(self.shape)
+        if self.part is None:
+            return math.prod(self.shape)
+        groups, first, end = self.part
+        return groups * (end - first) * math.prod(self.shape[1:])
 
     @property
     def block_scale_shape(self) -> tuple[int, ...]:

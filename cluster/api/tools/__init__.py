@@ -7,6 +7,7 @@ from cluster.api.tools.harmony import CHANNEL, HARMONY
 from cluster.api.tools.hermes import HERMES, OPEN
 from cluster.api.tools.json_calls import JSON
 from cluster.api.tools.minimax import MINIMAX_M2
+from cluster.api.tools.qwen3_coder import CALL, QWEN3_CODER
 from cluster.api.tools.sections import DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2
 
 FORMATS = {
@@ -17,6 +18,7 @@ FORMATS = {
     "kimi_k2": KIMI_K2,
     "glm45": GLM45,
     "minimax_m2": MINIMAX_M2,
+    "qwen3_coder": QWEN3_CODER,
     "granite": GRANITE,
     "harmony": HARMONY,
 }
@@ -39,6 +41,8 @@ def _written_by(chat_template: str) -> str:
         return "deepseek_v3" if "```json" in chat_template else "deepseek_v31"
     if MINIMAX_M2.markers[0] in chat_template:
         return "minimax_m2"
+    if CALL in chat_template:
+        return "qwen3_coder"
     if GRANITE.markers[0] in chat_template:
         return "granite"
     if KEY in chat_template:

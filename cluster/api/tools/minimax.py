@@ -1,74 +1,17 @@
-"""Parses calls of MiniMax-M2: a section of <invoke name="NAME"> with <parameter name="KEY">VALUE</parameter> inside."""
+"""Calls of MiniMax-M2: a section of <invoke name="NAME"> with <parameter name="KEY">VALUE</parameter> inside."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from cluster.api.tools.base import CallDelta, CallFormat, Piece, Tool, lark_string
-from cluster.api.tools.marked_calls import SectionedCallParser
-from cluster.api.tools.typed_values import ArgumentWriter, schemas, text_rule, value_rules
+from cluster.api.tools.base import CallFormat, Tool, lark_string
+from cluster.api.tools.invoked_calls import CallMarks, InvokedCallParser
+from cluster.api.tools.typed_values import schemas, text_rule, value_rules
 
 OPEN, CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 CALL, CALL_END = '<invoke name="', "</invoke>"
 KEY, VALUE_END = '<parameter name="', "</parameter>"
 NAME_END = '">'
-
-
-class MiniMaxParser(SectionedCallParser):
-    """Each argument of a call has markers of its own."""
-
-    def __init__(self, tools: Sequence[Tool]) -> None:
-        super().__init__(OPEN, CALL, CLOSE)
-        self._tools = {tool.name: tool for tool in tools}
-
-    def _cut_arguments(self, rest: str) -> list[Piece] | None:
-        if self._at != self._value or not self._writer.in_string:
-            return None
-        return [CallDelta(self._num_calls, None, self._writer.piece(rest))] if rest else []
-
-    def _head(self, pieces: list[Piece]) -> bool:
-        """Read the name of a call; an unknown one is no call."""
-        name, mark = self._reader.wait(NAME_END, CALL, CLOSE)
-        tool = self._tools.get(name)
-        if mark == NAME_END and tool is not None:
-            pieces.append(CallDelta(self._num_calls, tool.name))
-            self._raw, self._writer = "", ArgumentWriter(tool)
-            self._at = self._between_values
-            return True
-        if mark:
-            self._raw += name + mark
-        if mark == CLOSE:
-            self._leave(pieces)
-        elif mark == NAME_END:
-            self._at = self._opened
-        return bool(mark)
-
-    def _between_values(self, pieces: list[Piece]) -> bool:
-        """Read up to the next argument or the end of the call."""
-        _, mark = self._reader.take(KEY, CALL_END, CLOSE)
-        if mark == KEY:
-            self._at = self._key
-        elif mark:
-            pieces.append(CallDelta(self._num_calls, None, self._writer.close()))
-            self._num_calls += 1
-            self._at = self._opened
-            if mark == CLOSE:
-                self._leave(pieces)
-        return bool(mark)
-
-    def _key(self, pieces: list[Piece]) -> bool:
-        key, mark = self._reader.wait(NAME_END)
-        if mark:
-            pieces.append(CallDelta(self._num_calls, None, self._writer.begin(key)))
-            self._at = self._value
-        return bool(mark)
-
-    def _value(self, pieces: list[Piece]) -> bool:
-        """Pass a value on as it comes."""
-        text, ended = self._writer.read(self._reader, VALUE_END)
-        if text:
-            pieces.append(CallDelta(self._num_calls, None, text))
-        if ended:
-            self._at = self._between_values
-        return ended
+MARKS = CallMarks(OPEN, CLOSE, CALL, CALL_END, KEY, NAME_END, (VALUE_END,))
 
 
 def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> str:
@@ -90,4 +33,4 @@ def _lark(tools: Sequence[Tool], many: bool, marker: Callable[[str], str]) -> st
     return "\n".join(rules)
 
 
-MINIMAX_M2 = CallFormat(MiniMaxParser, _lark, (OPEN, CLOSE), schemas=schemas)
+MINIMAX_M2 = CallFormat(partial(InvokedCallParser, MARKS), _lark, (OPEN, CLOSE), schemas=schemas)

@@ -30,9 +30,9 @@ class ArgumentWriter:
         self.in_string = key in self._strings
         return f"{comma}{json.dumps(key, ensure_ascii=False)}: " + ('"' if self.in_string else "")
 
-    def read(self, reader: Reader, end: str) -> tuple[str, bool]:
-        """Return (what arrived of a value, whether `end` came): a string in pieces, other values when complete."""
-        value, mark = (reader.take if self.in_string else reader.wait)(end)
+    def read(self, reader: Reader, *ends: str) -> tuple[str, bool]:
+        """Return (what arrived of a value, whether an end came): a string in pieces, other values when complete."""
+        value, mark = (reader.take if self.in_string else reader.wait)(*ends)
         return self.end(value) if mark else self.piece(value), bool(mark)
 
     def piece(self, text: str) -> str:

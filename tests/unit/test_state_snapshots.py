@@ -1,0 +1,82 @@
+"""Prefix caching for models with linear attention: where states are kept, and what goes on from them."""
+
+import pytest
+
+from tests.unit.test_prefix_cache import PROMPT, Server
+from workers.engine.state_snapshots import independent
+from workers.runner.step_output import StepOutput
+
+
+def test_a_state_is_kept_where_a_prompt_ends_and_where_two_part():
+    server = Server(snapshots=4)
+    assert server.run("a", PROMPT) == 0
+    assert server.run("again", PROMPT) == 12, "behind the last full block"
+    assert server.run("b", [*PROMPT[:9], 0, 0, 0, 0]) == 0, "its blocks are there, a state is not"
+    assert server.run("c", [*PROMPT[:8], 3, 3, 3, 3, 3]) == 8
+    assert server.scheduler.snapshots.num_kept == 4 and server.scheduler.snapshots.num_restored == 2
+
+
+def test_prompts_that_come_together_share_a_state_where_they_part():
+    server = Server(snapshots=4, max_num_batched_tokens=16)
+    for name, end in (("a", [1, 1, 1]), ("b", [2, 2, 2]), ("c", [3, 3, 3])):
+        server.add(name, PROMPT[:12] * 2 + end)
+    server.finish()
+    assert [server.outputs[name][0].num_cached_tokens for name in "abc"] == [0, 24, 24]
+
+
+def test_the_next_turn_of_a_chat_goes_on_from_the_prompt_before():
+    server = Server(snapshots=2)
+    server.run("a", PROMPT, max_tokens=12)
+    assert server.run("b", [*PROMPT, *server.tokens("a"), 1, 2, 3]) == 12
+
+
+def test_the_longest_unused_state_is_replaced():
+    server = Server(snapshots=2)
+    for name, token in (("a", 1), ("b", 2)):
+        server.run(name, [token] * 9)
+    assert server.run("a2", [1] * 9) == 8
+    server.run("c", [3] * 9)
+    assert server.run("a3", [1] * 9) == 8 and server.run("b2", [2] * 9) == 0
+    assert server.scheduler.snapshots.num_kept == 2
+
+
+def test_a_request_with_invalid_logits_leaves_no_state():
+    server = Server(snapshots=4)
+    server.add("broken", PROMPT)
+    for token in ([], [-1]):
+        batch = server.scheduler.schedule()
+        server.model.execute(batch)
+        server.scheduler.launched(batch)
+        server.scheduler.commit(batch, StepOutput(token))
+    assert server.scheduler.snapshots.num_kept == 0
+    assert server.run("b", PROMPT) == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "preempt"])
+def test_a_state_that_was_wanted_of_a_prompt_that_ends_early(end):
+    server = Server(snapshots=4, max_num_batched_tokens=8)
+    server.add("a", PROMPT * 3)
+    server.step()
+    server.add("b", PROMPT * 3)
+    server.step()
+    if end == "abort":
+        server.scheduler.abort("a")
+    else:
+        server.scheduler._preempt_last()
+    server.finish()
+    assert not server.scheduler.prefixes._wanted and not server.scheduler.prefixes._coming
+    assert {name: server.tokens(name) for name in server.outputs}["b"] == server.tokens("b")
+
+
+def test_without_snapshots_nothing_is_found():
+    server = Server(snapshots=0)
+    server.run("a", PROMPT)
+    assert server.run("b", PROMPT) == 0 and not server.scheduler.prefixes.num_queries
+
+
+def test_copies_that_depend_on_one_another_are_made_in_order():
+    assert independent([(1, 7), (2, 8), (7, 3), (9, 8), (4, 8)]) == [
+        ([1, 2], [7, 8]),
+        ([7, 9], [3, 8]),
+        ([4], [8]),
+    ]

@@ -1,0 +1,115 @@
+"""Reads of config.json that the families with gated delta nets share."""
+
+from typing import Any
+
+from kernels.linear_attention.spec import LinearAttentionSpec
+from workers.models.config_reader import ConfigReader
+from workers.models.specs import (
+    DeltaNetSpec,
+    GqaSpec,
+    LayerSpec,
+    MlpSpec,
+    MoeSpec,
+    RouterSpec,
+    SharedExpertSpec,
+)
+
+DELTA_NETS: dict[str, Any] = {  # as transformers has them
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+# What `make_checkpoint` writes: of two layers one is a delta net.
+CHECKPOINT_DELTA_NETS: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "shared_expert_intermediate_size": 48,
+}
+
+
+def read_hybrid_layers(
+    read: ConfigReader, *, renormalise: bool, dense: MlpSpec | None = None
+) -> tuple[tuple[LayerSpec, ...], MoeSpec]:
+    """Return delta nets and gated full attention by `layer_types`, and the experts of the layers.
+
+    dense   takes the place of the experts where config.json has it so; None: every layer has experts
+    """
+    moe = _read_experts(read, renormalise)
+    full, delta_net = _read_attention(read), _read_delta_net(read)
+    kinds = read.linear_layers()
+    with_experts = (True,) * len(kinds) if dense is None else read.layers_with_experts()
+    layers = tuple(
+        LayerSpec(
+            attention=delta_net if linear else full,
+            mlp=moe if has_experts or dense is None else dense,
+        )
+        for linear, has_experts in zip(kinds, with_experts, strict=True)
+    )
+    return layers, moe
+
+
+def _read_attention(read: ConfigReader) -> GqaSpec:
+    heads, bias = read.integer("num_attention_heads"), read.boolean("attention_bias")
+    head_dim = read.integer_or("head_dim", max(1, read.integer("hidden_size") // heads))
+    rotary_dim = read.rotary_dim(head_dim, 0.25)
+    read.fixed("attn_output_gate", True, None)
+    read.fixed("use_sliding_window", False, None)
+    read.ignore("sliding_window", "max_window_layers")
+    return GqaSpec(
+        num_heads=heads,
+        num_kv_heads=read.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        rope=read.rope(),
+        qk_norm="head",
+        qkv_bias=bias,
+        output_bias=bias,
+        rotary_dim=rotary_dim,
+        output_gate=True,
+    )
+
+
+def _read_delta_net(read: ConfigReader) -> DeltaNetSpec:
+    key_heads, value_heads = (
+        read.integer("linear_num_key_heads"),
+        read.integer("linear_num_value_heads"),
+    )
+    if value_heads % key_heads:
+        read.problems.append(
+            f"linear_num_value_heads is {value_heads}; "
+            f"expected a multiple of linear_num_key_heads ({key_heads})"
+        )
+    read.fixed("mamba_ssm_dtype", "float32", None)  # of the states
+    return DeltaNetSpec(
+        kernel_spec=LinearAttentionSpec(
+            num_key_heads=key_heads,
+            num_value_heads=value_heads,
+            key_dim=read.integer("linear_key_head_dim"),
+            value_dim=read.integer("linear_value_head_dim"),
+            conv_width=read.integer("linear_conv_kernel_dim"),
+        )
+    )
+
+
+def _read_experts(read: ConfigReader, renormalise: bool) -> MoeSpec:
+    activation = read.activation()
+    read.fixed("hidden_act", "silu")  # of the convolution of delta nets too
+    return MoeSpec(
+        num_experts=read.integer("num_experts"),
+        width=read.integer("moe_intermediate_size"),
+        activation=activation,
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=renormalise),
+        shared=SharedExpertSpec(
+            width=read.integer("shared_expert_intermediate_size"),
+            activation=activation,
+            gated=True,
+        ),
+    )

@@ -1,0 +1,60 @@
+"""The weight map of a gated delta net (`workers/layers/delta_net.py`). Needs no torch. D hidden."""
+
+from collections.abc import Iterator
+
+from kernels.linear_attention.spec import LinearAttentionSpec
+from workers.models.specs import DeltaNetSpec
+from workers.weights.weight_map import WeightEntry, WeightKind
+
+
+def delta_net_weights(
+    disk: str, path: str, dim: int, spec: DeltaNetSpec, *, joined: bool
+) -> Iterator[WeightEntry]:
+    """Yield the tensors of one layer but its norm; the rows of the input are q, k, v, output gate, b, a.
+
+    disk, path   begin names in the checkpoint and of parameters
+    joined       the checkpoint has two tensors with rows by key head: q, k, v, output gate; and b, a
+    """
+    sizes, at, to = spec.kernel_spec, f"{disk}linear_attn.", f"{path}attention."
+    yield from (_joined_inputs if joined else _inputs)(at, f"{to}in_PD", dim, sizes)
+    heads = (sizes.num_value_heads,)
+    conv = (sizes.channels, 1, sizes.conv_width)
+    yield WeightEntry(f"{at}conv1d.weight", conv, f"{to}conv_C1w", WeightKind.CONVOLUTION)
+    yield WeightEntry(f"{at}dt_bias", heads, f"{to}dt_bias_V", WeightKind.BIAS)
+    yield WeightEntry(f"{at}A_log", heads, f"{to}a_log_V", WeightKind.DECAY)
+    yield WeightEntry(f"{at}norm.weight", (sizes.value_dim,), f"{to}norm", WeightKind.NORM)
+    shape = (dim, sizes.value_size)
+    yield WeightEntry(f"{at}out_proj.weight", shape, f"{to}out_DO", WeightKind.PROJECTION)
+
+
+def _inputs(at: str, parameter: str, dim: int, sizes: LinearAttentionSpec) -> Iterator[WeightEntry]:
+    heads, start = sizes.num_value_heads, 0
+    parts = {"qkv": sizes.channels, "z": sizes.value_size, "b": heads, "a": heads}
+    for name, count in parts.items():
+        rows = (start, start + count)
+        name, shape = f"{at}in_proj_{name}.weight", (count, dim)
+        yield WeightEntry(name, shape, parameter, WeightKind.PROJECTION, rows)
+        start += count
+
+
+def _joined_inputs(
+    at: str, parameter: str, dim: int, sizes: LinearAttentionSpec
+) -> Iterator[WeightEntry]:
+    key_heads, value_rows = sizes.num_key_heads, sizes.group_size * sizes.value_dim
+    start = 0
+    for name, of_head in (
+        ("qkvz", (sizes.key_dim, sizes.key_dim, value_rows, value_rows)),
+        ("ba", (sizes.group_size, sizes.group_size)),
+    ):
+        shape, first = (key_heads * sum(of_head), dim), 0
+        for count in of_head:
+            rows = (start, start + key_heads * count)
+            yield WeightEntry(
+                f"{at}in_proj_{name}.weight",
+                shape,
+                parameter,
+                WeightKind.PROJECTION,
+                rows,
+                part=(key_heads, first, first + count),
+            )
+            start, first = rows[1], first + count

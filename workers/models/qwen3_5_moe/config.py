@@ -1,0 +1,94 @@
+"""Reads config.json of Qwen3.5-MoE and Qwen3.6-MoE and maps their weights. Needs no torch; knows nothing of ranks.
+
+A release has a vision tower, and the settings of the text part under `text_config`; `qwen3_5_moe_text` is the text part
+alone. Images are not served: all tokens are text, at which the three positions of its rotary embedding are equal.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from workers.models.config_reader import ConfigReader
+from workers.models.decoder_weights import WeightNames, decoder_weights
+from workers.models.delta_net_reads import CHECKPOINT_DELTA_NETS, DELTA_NETS, read_hybrid_layers
+from workers.models.specs import ModelConfig
+from workers.weights.weight_map import WeightEntry
+
+DEFAULTS = {  # as transformers has them
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    **DELTA_NETS,
+}
+# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
+CHECKPOINT_FIELDS = {**CHECKPOINT_DELTA_NETS, "partial_rotary_factor": 0.25}
+CHECKPOINT_NAMES: dict[str, str | None] = {"intermediate_size": None}
+EXPERT_LAYOUT = "fused"
+WHOLE = "qwen3_5_moe"  # with a vision tower
+TEXT = "text_config"
+TEXT_TYPE = "qwen3_5_moe_text"
+VISION = "vision_config"
+OF_IMAGES = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+OF_PREDICTION = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+OF_POSITIONS = ("mrope_section", "mrope_interleaved")
+ROOT = "model.language_model."
+NAMES = WeightNames(root=ROOT)
+# Text parts are also saved without the outer model. One replacement follows the other.
+RENAMED = (
+    (ROOT, "model."),
+    *((f"model.{name}.", f"{ROOT}{name}.") for name in ("layers", "embed_tokens", "norm")),
+)
+SKIPPED = ("mtp.", "model.visual.")
+
+
+def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json with the settings of the text part in the place of `text_config`."""
+    found = dict(raw)
+    if raw.get("model_type") == WHOLE and isinstance(raw.get(TEXT), Mapping):
+        found = {**raw[TEXT], **found}
+        del found[TEXT]
+        for key in ("dtype", "torch_dtype", "eos_token_id"):
+            if raw.get(key) is None and raw[TEXT].get(key) is not None:
+                found[key] = raw[TEXT][key]
+    rope = found.get("rope_parameters")
+    if isinstance(rope, Mapping):
+        found["rope_parameters"] = {k: v for k, v in rope.items() if k not in OF_POSITIONS}
+    return found
+
+
+def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json as releases have it, from one with the settings of the text part in its place."""
+    if config["model_type"] != WHOLE:
+        return dict(config)
+    outer = ("architectures", "model_type", "dtype", "tie_word_embeddings", "quantization_config")
+    text = {key: value for key, value in config.items() if key not in outer}
+    found = {key: value for key, value in config.items() if key in outer}
+    text |= {"model_type": TEXT_TYPE, "tie_word_embeddings": config["tie_word_embeddings"]}
+    return found | {TEXT: text}
+
+
+def read_config(read: ConfigReader) -> ModelConfig:
+    """Return the config; `read.problems` names what is wrong with it."""
+    layers, moe = read_hybrid_layers(read, renormalise=True)
+    read.ignore(*OF_IMAGES, *OF_PREDICTION)
+    read.fixed("mlp_only_layers", [], None)
+    vision = read.raw(VISION) is not None
+    config = read.finish(layers, moe, skipped=SKIPPED, renamed=RENAMED, norm_offset=1.0)
+    return replace(config, skipped_parts=("the vision tower",)) if vision else config
+
+
+def weight_map(config: ModelConfig) -> Iterator[WeightEntry]:
+    """Yield every tensor of a checkpoint but scales."""
+    return decoder_weights(config, NAMES)

@@ -1,0 +1,22 @@
+"""Qwen3-Next, read from top to bottom. Knows nothing of requests, steps or files.
+
+T tokens (padding included), D hidden, r rotated values of a head.
+"""
+
+import torch
+
+from workers.models.causal_lm import CausalLM, add_hidden
+from workers.runner.forward_batch import ForwardBatch
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    """Gated delta nets, and after each third of them gated full attention; a shared expert with a gate."""
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Return hidden_TD after the last layer."""
+        rotation_T1r = self.rotation(batch.positions)
+        residual_TD, hidden_TD = torch.embedding(self.embed_VD, batch.input_ids), None
+        for attention, mlp in self.layers:
+            residual_TD, hidden_TD = attention.forward(residual_TD, hidden_TD, rotation_T1r)
+            residual_TD, hidden_TD = mlp.forward(residual_TD, hidden_TD, batch)
+        return add_hidden(residual_TD, hidden_TD)

@@ -1,0 +1,45 @@
+"""Plans what a captured forward reads beside its weights: attention, and linear attention where the model has it."""
+
+from dataclasses import dataclass
+from typing import Self, cast
+
+from kernels.attention.base import GraphAttention, GraphForm
+from kernels.attention.batch import AttentionBatch
+from kernels.backends.select import Backends
+from kernels.linear_attention.base import LinearAttention
+
+
+@dataclass(frozen=True)
+class GraphPlanner:
+    """The planner of whole steps, or of one ubatch. Methods as of GraphAttention, which has the forms.
+
+    Graphs are captured only where `graph` of both attentions is true. Linear attention takes decodes alone.
+    """
+
+    attention: GraphAttention
+    linear_attention: LinearAttention | None
+
+    @classmethod
+    def of(cls, backends: Backends) -> Self:
+        """Return the planner of these backends."""
+        return cls(cast(GraphAttention, backends.attention), backends.linear_attention)
+
+    def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
+        """See GraphAttention."""
+        self.attention.reserve_graphs(max_rows, max_seqs, max_blocks)
+        if self.linear_attention is not None:
+            self.linear_attention.reserve_graphs(max_rows)
+
+    def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
+        """See GraphAttention."""
+        return self.attention.forms(num_rows, prompts=prompts)
+
+    def form(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> GraphForm:
+        """See GraphAttention."""
+        return self.attention.form(batch, num_rows, prompts=prompts)
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, form: GraphForm) -> None:
+        """See GraphAttention."""
+        self.attention.plan_graph(batch, num_rows, form)
+        if self.linear_attention is not None:
+            self.linear_attention.plan_graph(batch, num_rows)
