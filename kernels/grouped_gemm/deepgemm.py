@@ -30,12 +30,12 @@ from kernels.pending import wait_previous_ubatch
 DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm")
 FITS = "sgl-deep-gemm 0.1.4.post1 is for torch 2.11, each release for one torch"
 NEEDED = (
-    "fp8_gemm_nt",
     "m_grouped_bf16_gemm_nt_contiguous",
     "m_grouped_bf16_gemm_nt_masked",
     "m_grouped_fp8_gemm_nt_contiguous",
     "fp8_m_grouped_gemm_nt_masked",
     "get_mk_alignment_for_contiguous_layout",
+    "fp8_gemm_nt",
 )
 
 
