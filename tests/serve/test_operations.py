@@ -1,8 +1,10 @@
-"""`phalanx restart`, `scale` and `drain` on a server with open streams, and a supervisor that dies between them."""
+"""`phalanx restart`, `scale`, `drain` under open streams; between them a supervisor dies and a disk is gone."""
 
 import re
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import httpx
 
@@ -54,14 +56,31 @@ def blocks(server: Server) -> list[int]:
     return [int(number) for number in found]
 
 
+def rebuild_without_the_disk(server: Server, disk: Path) -> None:
+    """A new rank cannot read the checkpoint; the group names it, and serves when it is back."""
+    gone = disk.rename(disk.with_name("gone"))
+    server.ranks()[0].kill()
+    server.wait_line(
+        f"its process died; rebuild failed at stage 'group': model path '{disk}' is not a folder"
+    )
+    gone.rename(disk)
+    ready = f"{server.url}/ready"
+    deadline = time.monotonic() + 60
+    while httpx.get(ready, timeout=60).json()["groups"][0]["state"] != "serving":
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.1)
+
+
 def test_streams_outlive_the_changes_of_operators(tmp_path, checkpoint):
-    with running(tmp_path, checkpoint) as server:
+    disk = Path(shutil.copytree(checkpoint, tmp_path / "disk"))
+    with running(tmp_path, disk) as server:
         client = Repeater(server)
         first = server.ranks()
         operate(server, "restart", set=["cache.num_blocks=200"])
         assert blocks(server) == [200, 200] and not left_running(first, 10)
         server.supervisor().kill()
         server.wait_line("found 2 ranks again")
+        rebuild_without_the_disk(server, disk)
         operate(server, "scale", ranks=1)
         assert blocks(server) == [200]
         operate(server, "restart")  # also with the settings of before the supervisor's end
