@@ -69,11 +69,11 @@ def test_tokens_and_logits_equal_transformers(rank_pool, tmp_path: Path, family:
         if condition.crowded and family == "gpt_oss":  # a request takes up to 39 + 5 blocks
             settings = {**settings, "cache": {"num_blocks": 46, "prefix_caching": True}}
         config = rank_config(checkpoint, ranks, kernels={"all2all": all2all}, **settings)
-        run(rank_pool, config, references(hub(variant)), condition, TOLERANCE.get(family, 1e-4))
+        run(rank_pool, config, references(hub(variant)), condition, family)
 
 
 def run(
-    pool: Any, config: Any, references: list[Reference], condition: Condition, tolerance: float
+    pool: Any, config: Any, references: list[Reference], condition: Condition, family: str
 ) -> None:
     """Serve all prompts and compare; assert that what the condition is for did happen."""
     overlaps = "overlap" in condition.settings
@@ -87,10 +87,12 @@ def run(
         busy = min(2, config.num_ranks) if overlaps else config.num_ranks
         events = arrivals(references, len(references), busy)
     results = run_engines(pool, config, events, keep_logits=True)
-    check(references, results, len(references), tolerance)
+    check(references, results, len(references), TOLERANCE.get(family, 1e-4))
     assert all((result.num_microbatched > 0) == overlaps for result in results)
     if condition.crowded:
-        assert results[0].num_preemptions > 0 and results[0].prefix_cache_hits > 0
+        assert results[0].num_preemptions > 0
+        # A few blocks keep no prefix at the very length of which a state was kept.
+        assert results[0].prefix_cache_hits > 0 or family.startswith(("qwen3_5", "qwen3_next"))
 
 
 def test_ranks_without_experts(rank_pool, tmp_path: Path) -> None:

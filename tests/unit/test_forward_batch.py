@@ -14,7 +14,7 @@ from kernels.attention.batch import Shape
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.engine.scheduler import ScheduledBatch
 from workers.engine.sequence import Sequence, SequenceTable
-from workers.runner.batch_builder import OF_WINDOWS, ForwardBatchBuilder, _Staging
+from workers.runner.batch_builder import OF_STATES, OF_WINDOWS, ForwardBatchBuilder, _Staging
 from workers.runner.forward_batch import ForwardBatch
 from workers.wire.request import EngineRequest, SamplingParams
 
@@ -128,7 +128,7 @@ def test_a_new_field_is_declared_once():
     values |= {"block_table": batch.block_table[:, :3].numpy()}
     values |= {"num_token_non_padded": np.array([4])}
     values |= {"adapter_ids": np.array([7, 9]), "token_types": np.array([5, 5, 6, 6])}
-    on_device = _Staging(WiderBatch, most, CPU, OF_WINDOWS).ship(6, values)
+    on_device = _Staging(WiderBatch, most, CPU, (*OF_WINDOWS, *OF_STATES)).ship(6, values)
     assert on_device["token_types"].tolist() == [5, 5, 6, 6, 0, 0]
     others = {f.name: getattr(batch, f.name) for f in fields(batch)}
     wider = WiderBatch(**{**others, **on_device, "num_token_non_padded": 4})
