@@ -83,7 +83,7 @@ def quantise_blocks(weights: torch.Tensor) -> BlockWeights:
 
 def quantise_groups(x_NK: torch.Tensor) -> Fp8Rows:
     """Return rows of any floating dtype in FP8, by plain torch. K is a multiple of 128."""
-    groups = x_NK.float().unflatten(1, (-1, BLOCK))
+    groups = x_NK.float().reshape(len(x_NK), x_NK.shape[1] // BLOCK, BLOCK)
     scale = groups.abs().amax(2, keepdim=True).clamp_(MIN_AMAX) / MAX_E4M3
     values = (groups * (1.0 / scale)).flatten(1).to(torch.float8_e4m3fn)
     return Fp8Rows(values, scale.squeeze(2).t().contiguous().t())

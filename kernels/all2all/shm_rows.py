@@ -168,7 +168,9 @@ class _Fields:
     """The fields of one of the two sets of dispatch slots; row t of rank r is row r * max + t of `x`."""
 
     def __init__(self, slots_rB: torch.Tensor, row_format: RowFormat, max_num_tokens: int):
-        self.x, topk_idx, topk_weights = row_format.fields(slots_rB.view(-1, row_format.row_bytes))
+        x, topk_idx, topk_weights = row_format.fields(slots_rB.view(-1, row_format.row_bytes))
+        assert isinstance(x, torch.Tensor), "rows in shared memory are in the model's dtype"
+        self.x = x
         per_rank = (slots_rB.shape[0], max_num_tokens, -1)
         self.x_of = self.x.view(per_rank).unbind(0)
         self.topk_idx_of = list(topk_idx.view(per_rank).numpy())
