@@ -168,18 +168,19 @@ async def reference(
     """Answer all requests ROUNDS times, undisturbed; return those with one answer, and their answers.
 
     Each round has an order of its own, because a request in another batch has other rounding errors: a router of
-    experts may choose another expert for them.
+    experts may choose another expert for them. Each round computes the prompts again (`cache_salt`): a cached prompt
+    would have the rounding of the first round in all rounds.
     """
     gate = asyncio.Semaphore(at_once)
 
-    async def once(path: str, body: dict[str, Any]) -> Answer:
+    async def once(path: str, body: dict[str, Any], salt: str) -> Answer:
         async with gate:
-            return await stream(client, path, body)
+            return await stream(client, path, body | {"cache_salt": salt})
 
     rounds = []
     for number in range(ROUNDS):
         order = random.Random(number).sample(range(len(requests)), len(requests))
-        answers = await asyncio.gather(*(once(*requests[i][1:]) for i in order))
+        answers = await asyncio.gather(*(once(*requests[i][1:], str(number)) for i in order))
         rounds.append(
             [answer for _, answer in sorted(zip(order, answers, strict=True), key=itemgetter(0))]
         )
