@@ -374,7 +374,8 @@ def draw(grammar, rng):
         mask = matcher.compute_bitmask()
         # of a text that may be anything, of a thought, and of a section that may have any number of calls
         thinks = b"analysis" in answer and b"commentary" not in answer
-        ends = [b"</arg_value>", b"</parameter>", b"</minimax:tool_call>", b"<|end|>"][: 3 + thinks]
+        ends = [b"</arg_value>", b"</parameter>", b"\n</parameter>\n", b"</minimax:tool_call>"]
+        ends += [b"<|end|>"] * thinks
         possible = [end for end in map(list, ends) if matcher.validate_tokens(end) == len(end)]
         if possible and rng.random() < 0.3:
             end = rng.choice(possible)
