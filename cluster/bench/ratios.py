@@ -52,6 +52,6 @@ def ratio_name(key: str, part: str | None) -> str:
 
 
 def _pick(figures: dict[str, Any], key: str, part: str | None) -> float | None:
-    value = figures[key]
+    value = figures.get(key)  # results of an older version lack some
     found: float | None = value if part is None or value is None else value[part]
     return found

@@ -6,6 +6,7 @@ It draws docs/results/gpu-families.md from the files gpu-families-*.json beside 
 `--shape` and `--out`. Measures nothing.
 """
 
+import argparse
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +54,12 @@ BARS = {
 
 def main() -> None:
     """Draw the page again; its notes stay."""
-    notes = kept_notes(PAGE.read_text()) if PAGE.exists() else ""
-    PAGE.write_text(page(reports(RESULTS)) + notes)
-    print(PAGE.read_text())
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page (default: %(default)s)")
+    out = parser.parse_args().out
+    notes = kept_notes(out.read_text()) if out.exists() else ""
+    out.write_text(page(reports(RESULTS)) + notes)
+    print(out.read_text())
 
 
 def reports(folder: Path) -> dict[str, Report]:

@@ -34,9 +34,9 @@ RULES: tuple[tuple[StepPart, str], ...] = (
     (
         StepPart.ATTENTION,
         r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha"
-        r"|_expand_keys|_merge_attention|paged_attention",
+        r"|_expand_keys|_merge_attention|paged_attention|paged_decode|merge_chunks",
     ),
-    (StepPart.LINEAR_ATTENTION, r"delta|causal_conv|linear_attention"),
+    (StepPart.LINEAR_ATTENTION, r"\b_(advance|convolve|gated_norm|scan|solve|store_tails)\b"),
     (StepPart.NORMS, r"_add_rms_norm|RMSNorm"),
     (StepPart.ROUTING, r"_route_(top_k|groups)|_forced_route"),
     (StepPart.COMBINE, r"push_sums|weighted_sum|deep_ep::.*combine|nccl.*ReduceScatter"),

@@ -153,8 +153,8 @@ def _rows(state: dict[str, Any], slow: int) -> list[str]:
     rows = []
     for part in StepPart:
         here, there = (device["parts"].get(part, nothing) for device in (mine, other))
-        floor = state["floors"][part]
         if here["kernels"] or there["kernels"]:
+            floor = state["floors"][part]
             share = f"{floor['floor_ms'] / here['ms']:.0%}" if here["ms"] else "-"
             rows.append(
                 f"| {part} | {here['ms']:.3f} | {there['ms']:.3f} | {floor['floor_ms']:.3f} | {share} | "

@@ -12,7 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.experiments import results_folder
+from cluster.experiments import cluster_lock
 from cluster.experiments.metrics import known_metrics
 from cluster.experiments.results_folder import read_lines
 from workers.weights.checkpoint import make_checkpoint
@@ -72,7 +72,7 @@ def kill_a_rank(log: Path, begun: Path) -> None:
 def test_cells_share_ranks_and_a_lost_rank_costs_its_run(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results_folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cluster_lock.tempfile, "gettempdir", lambda: str(tmp_path))
     out = tmp_path / "out"
     killer = threading.Thread(
         target=kill_a_rank, args=(out / "engines/001/rank-1.log", out / "runs/003-r1"), daemon=True

@@ -232,7 +232,8 @@ def test_ratios_are_taken_round_by_round() -> None:
     def figures(rate: float | None, ttft: float) -> dict[str, Any]:
         latency = {"p50": ttft, "p99": None}
         empty = {
-            key: {"p50": None, "p99": None} for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")
+            key: {"p50": None, "p99": None}
+            for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms", "worst_gap_ms")
         }
         rates = {"requests_per_s": rate, "output_tokens_per_s": None, "total_tokens_per_s": 0.0}
         return empty | rates | {"ttft_ms": latency, "goodput": None}

@@ -306,7 +306,7 @@ class TwoForms:
     ],
 )
 def test_ubatches_share_the_form_that_serves_all(sequences, form):
-    backends = SimpleNamespace(attention=TwoForms())
+    backends = SimpleNamespace(attention=TwoForms(), linear_attention=None)
     wrapper = UBatchWrapper(SimpleNamespace(with_backends=lambda own: own), [backends] * 2)
     assert wrapper.forms(17, prompts=True) == (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
     assert wrapper.forms(15, prompts=True) == (GraphForm.MIXED,)
