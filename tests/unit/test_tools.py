@@ -371,20 +371,19 @@ def draw(grammar, rng):
     """A random complete answer; it ends as soon as it may."""
     matcher, answer = LLMatcher(TOKENIZER, grammar, log_level=0), bytearray()
     while not matcher.is_accepting():
-        mask = matcher.compute_bitmask()
-        # of a text that may be anything, of a thought, and of a section that may have any number of calls
+        # of a text that may be anything, of a section of any number of calls, and of a thought
+        ends = [b"</arg_value>", b"\n</parameter>\n", b"</parameter>", b"</minimax:tool_call>"]
         thinks = b"analysis" in answer and b"commentary" not in answer
-        ends = [b"</arg_value>", b"</parameter>", b"\n</parameter>\n", b"</minimax:tool_call>"]
-        ends += [b"<|end|>"] * thinks
-        possible = [end for end in map(list, ends) if matcher.validate_tokens(end) == len(end)]
+        ends = [*map(list, ends), *([list(b"<|end|>")] * thinks)]
+        possible = [end for end in ends if matcher.validate_tokens(end) == len(end)]
         if possible and rng.random() < 0.3:
             end = rng.choice(possible)
             assert matcher.try_consume_tokens(end) == len(end)
             answer += bytes(end)
             continue
-        usual = b'abcdefghij0123456789"}'
+        mask = matcher.compute_bitmask()
         allowed = [i for i in range(256) if mask[i // 8] >> (i % 8) & 1]
-        token = rng.choice([i for i in allowed if i in usual] or allowed)
+        token = rng.choice([i for i in allowed if i in b'abcdefghij0123456789"}'] or allowed)
         assert matcher.consume_token(token)
         answer.append(token)
     return answer.decode()
