@@ -13,7 +13,7 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
 async def stream(client: httpx.AsyncClient) -> tuple[httpx.Response, list[str]]:
-    body = completion_body("x", max_tokens=48, ignore_eos=True, stream=True)
+    body = completion_body("x", max_tokens=24, ignore_eos=True, stream=True)
     async with client.stream("POST", "/v1/completions", json=body) as response:
         return response, [line async for line in response.aiter_lines() if line]
 
