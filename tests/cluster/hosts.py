@@ -154,8 +154,8 @@ class Host:
 
     def processes(self) -> list[str]:
         """Return the command lines of the processes of the host, without process 1 and its sleep."""
-        lines = self.run("ps", "-eo", "pid=,args=").stdout.splitlines()
-        ours = ("ps -eo", "sleep infinity", "/usr/sbin/sshd", "sshd:")
+        lines = self.run("ps", "-wweo", "pid=,args=").stdout.splitlines()
+        ours = ("ps -wweo", "sleep infinity", "/usr/sbin/sshd", "sshd:")
         found = [line.split(None, 1) for line in lines]
         return [args for pid, args in found if pid != "1" and not args.startswith(ours)]
 
