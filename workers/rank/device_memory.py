@@ -1,5 +1,9 @@
-"""Errors of too little memory at start: the failed allocation and the settings to lower. Knows nothing of models."""
+"""Memory of a GPU: errors of too little at start, with the settings to lower, and what an epoch leaves behind.
 
+Knows nothing of models.
+"""
+
+import gc
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +49,17 @@ def memory_for(what: str, num_bytes: int | None = None) -> Iterator[None]:
         raise OutOfDeviceMemoryError(
             f"{where} has no room for {what}{how_large}: {_allocation(error)}{held}. {REMEDIES[what]}"
         ) from error
+
+
+def free_unused() -> None:
+    """Free all memory of torch that no tensor uses, the workspaces of cuBLAS too. No CUDA graph may be left.
+
+    torch keeps a workspace of cuBLAS (32 MiB on Hopper) for each pair of a host thread and a stream, and each epoch has
+    new streams. A workspace that a capture has allocated lies in the memory pool of the graph, and keeps it.
+    """
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 def _allocation(error: Exception) -> str:

@@ -3,7 +3,6 @@
 The stages are collective: every rank runs them in one order. Knows nothing of Ray.
 """
 
-import gc
 import logging
 import threading
 import time
@@ -31,7 +30,7 @@ from workers.engine.vote_transport import (
 )
 from workers.models.causal_lm import CausalLM
 from workers.rank import process_group
-from workers.rank.device_memory import memory_for
+from workers.rank.device_memory import free_unused, memory_for
 from workers.rank.epoch_runner import RunnerMaker
 from workers.rank.network import address_on, address_towards
 from workers.rank.process import RankProcess
@@ -373,8 +372,7 @@ class Epoch:
             vars(self).pop(name, None)
         self._shared_memory = None
         if self.process.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+            free_unused()
 
     def _keep_blocks(self) -> None:
         """Leave the KV blocks with their contents to the next epoch, unless their bookkeeping may be wrong."""

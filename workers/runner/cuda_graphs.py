@@ -135,7 +135,7 @@ class StepGraphs:
             return
         watching = self._expert_load.watching
         started = time.perf_counter()
-        self.capture([key])
+        self._capture_all([key])
         self._expert_load.watching = watching
         spent = time.perf_counter() - started
         logger.debug("captured %s in %.2f s, %d are left", key, spent, len(self._postponed))
@@ -147,13 +147,18 @@ class StepGraphs:
         self.require(max(self._postponed, key=lambda key: (key.rows, key)))
         return True
 
-    @torch.inference_mode()
     def capture(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> int:
         """Capture these graphs and return the bytes that they take. Collective."""
-        # A step in flight reads the buffers of batches, which a capture overwrites.
         torch.cuda.synchronize(self._model.device)
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._model.device)
+        self._capture_all(keys, progress)
+        return free - torch.cuda.mem_get_info(self._model.device)[0]
+
+    @torch.inference_mode()
+    def _capture_all(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> None:
+        # A step in flight reads the buffers of batches, which a capture overwrites.
+        torch.cuda.synchronize(self._model.device)
         keys = set(keys)
         self._postponed -= keys
         forms = [(key, form) for key in keys for form in self._forms(key)]
@@ -168,10 +173,9 @@ class StepGraphs:
             ran.add(key)
             self._ran_forms.add((key.ubatch, form))
         torch.cuda.synchronize(self._model.device)
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # eager runs on the stream of captures leave their memory with that stream
         if progress is not None:
             progress(len(forms), len(forms))
-        return free - torch.cuda.mem_get_info(self._model.device)[0]
 
     def discard(self, keys: Iterable[GraphKey]) -> None:
         """Discard these graphs if they were captured or postponed."""
