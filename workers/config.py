@@ -87,11 +87,11 @@ class SchedulerConfig(Section):
     max_prefill_tokens_with_decodes: Auto | PositiveInt = Field(
         "auto",
         description="Most prompt tokens of a rank in a step in which any rank decodes, because prompts delay the "
-        "tokens of all ranks; auto = adapted in service, so that p99 of the gap between tokens stays under "
-        "target_itl_ms.",
+        "tokens of all ranks; auto = no limit without target_itl_ms, otherwise adapted in service, so that p99 of the "
+        "gap between tokens stays under target_itl_ms.",
     )
-    target_itl_ms: float = Field(
-        50.0,
+    target_itl_ms: float | None = Field(
+        None,
         gt=0,
         description="Milliseconds between two tokens of a request, for which max_prefill_tokens_with_decodes = auto "
         "limits prompts. Prompts get at least half of the time, and at least 128 tokens a step.",

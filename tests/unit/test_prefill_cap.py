@@ -164,7 +164,7 @@ def test_a_rank_without_decodes_is_capped_while_a_peer_decodes(asynchronous):
 def test_the_engine_observes_gaps_of_steps_with_decodes_alone(monkeypatch):
     """Sleep between requests is no gap; neither is a step in which nothing decodes."""
     found: list[tuple[int, int]] = []
-    cap = adapting()
+    cap = adapting(target_itl_ms=50)
     monkeypatch.setattr(cap, "observe", lambda gap, prompts, limit: found.append((prompts, limit)))
     engine = engine_of(LocalVoteTransport(), cap, asynchronous=False)
     for name in ("a", "b"):
@@ -216,7 +216,7 @@ def test_the_cap_falls_at_once_and_comes_back():
 
 
 def test_one_long_gap_halves_the_cap_at_most_and_small_steps_do_not_raise_it():
-    cap = adapting()
+    cap = adapting(target_itl_ms=50)
     cap.observe(9.0, 100, cap.tokens)
     assert cap.tokens == MOST // 2
     for _ in range(500):
@@ -250,3 +250,9 @@ def test_a_fixed_cap_stays_as_it_is():
     play(cap, 100, linear(1.0, 1.0, 0))
     assert cap.tokens == 300
     assert adapting(max_prefill_tokens_with_decodes=10**9).tokens == MOST
+
+
+def test_without_a_target_prompts_have_no_limit():
+    cap = adapting()
+    play(cap, 100, linear(1.0, 1.0, 0))
+    assert cap.tokens == MOST

@@ -38,11 +38,13 @@ class PrefillCap:
     def __init__(self, config: SchedulerConfig, block_size: int):
         self._most = config.max_num_batched_tokens
         self._least = min(self._most, max(FLOOR_TOKENS, block_size))
-        self._target_s = config.target_itl_ms / 1000
+        self._target_s = (config.target_itl_ms or 0.0) / 1000
         self._decode_s = 0.0
         fixed = config.max_prefill_tokens_with_decodes
         # A prompt that is not split has no other size.
-        self._adapts = fixed == "auto" and config.chunked_prefill
+        self._adapts = (
+            fixed == "auto" and config.target_itl_ms is not None and config.chunked_prefill
+        )
         self._tokens = float(self._most if fixed == "auto" else min(fixed, self._most))
 
     @property
