@@ -22,6 +22,7 @@ LATENT = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
+DELTA_NETS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
 GLM_LATENT = LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256}
 
 
@@ -37,4 +38,6 @@ def released_shape(path: Path, family: str, **changes: Any) -> Path:
         sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     if takes_latents(family):
         sizes = sizes | (GLM_LATENT if family == "glm4_moe_lite" else LATENT)
+    if "linear_key_head_dim" in FAMILIES[family].config.CHECKPOINT_FIELDS:
+        sizes = sizes | DELTA_NETS
     return make_checkpoint(path, family=family, **sizes | changes)

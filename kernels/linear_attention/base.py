@@ -39,8 +39,11 @@ class LinearAttention(Backend):
 
     A sequence has a state where it has context. Without context its slot is overwritten and never read. Calls wait for
     the previous ubatch before they read a state, because a sequence may straddle the border of two ubatches.
-    Where `graph` is true, decodes can be captured: `reserve_graphs` once, `plan_graph` before capture and replay.
+    Where `graph` is true, decodes can be captured, and where `mixed_graph` is true, forwards with prompts too:
+    `reserve_graphs` once, `plan_graph` before capture and replay.
     """
+
+    mixed_graph: bool = False
 
     def __init__(self, specs: Sequence[LinearAttentionSpec]):
         """Take one spec for each linear layer, in order; a call's `layer` is an index of it."""
@@ -126,12 +129,19 @@ class LinearAttention(Backend):
         dt_bias      float32
         """
 
-    def reserve_graphs(self, max_rows: int) -> None:
-        """Allocate for graphs of up to `max_rows` rows; graphs captured before must not be replayed after."""
+    def reserve_graphs(self, max_rows: int, max_seqs: int) -> None:
+        """Allocate for graphs of up to `max_rows` rows and, in graphs with prompts, `max_seqs` sequences.
+
+        Graphs captured before the call must not be replayed after it.
+        """
         raise NotImplementedError(f"{self.name} has no graphs")
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int) -> None:
-        """Plan decodes for a graph of `num_rows` rows; rows behind the batch's sequences use the null slot."""
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> None:
+        """Plan for a graph of `num_rows` rows, of decodes alone or with prompts.
+
+        Every address and launch shape equals that of the capture with the same `num_rows` and `prompts`. Rows without
+        a token write no slot and return zeros.
+        """
         raise NotImplementedError(f"{self.name} has no graphs")
 
 
@@ -152,5 +162,13 @@ def signed_slots(batch: AttentionBatch, device: torch.device) -> torch.Tensor:
     """Return int64 [B], contiguous: each sequence's slot, negative for sequences without a state."""
     slots, fresh = state_slots(batch, device), fresh_sequences(batch)
     if fresh.any():
-        slots = slots * torch.from_numpy(1 - 2 * fresh.astype(np.int64)).to(device)
+        slots = slots * ship(1 - 2 * fresh.astype(np.int64), device)
     return slots.contiguous()
+
+
+def ship(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Return the array on the device. The host does not wait for the device's earlier work."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Gated delta nets by our Triton kernels; decodes can be captured in CUDA graphs.
+"""Gated delta nets by our Triton kernels; forwards can be captured in CUDA graphs.
 
 A decode reads and writes each state once, in one launch. Prompts take four launches: convolution, its tails, the
 systems within the chunks, and the recurrence over chunks. Knows nothing of scheduling.
 
-T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences.
+T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences, N chunks, n prompts.
 """
 
 from collections.abc import Sequence
@@ -18,6 +18,7 @@ from kernels.host.triton_version import triton_unavailable
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
+    ship,
     signed_slots,
 )
 from kernels.linear_attention.chunks import MAX_CHUNK
@@ -35,6 +36,7 @@ class TritonLinearAttention(LinearAttention):
     devices = ("cuda",)
     auto = "a decode reads and writes each state once"
     graph = True
+    mixed_graph = True
     distributions = ("triton",)
 
     def __init__(self, specs: Sequence[LinearAttentionSpec]):
@@ -46,7 +48,10 @@ class TritonLinearAttention(LinearAttention):
 
         self._advance_decodes, self._convolve_prompts = advance_decodes, convolve_prompts
         self._solve_chunks, self._scan_chunks = solve_chunks, scan_chunks
-        self._graph_slots = torch.empty(0, dtype=torch.int64)
+        # The rows that the launches of decodes and of prompts take, and the first row that no launch of decodes writes
+        # and that may be padding.
+        self._decode_rows = self._prompt_rows = slice(0, 0)
+        self._padding = 0
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -70,35 +75,59 @@ class TritonLinearAttention(LinearAttention):
         return shape.max_num_tokens * max(tokens, default=0)
 
     def plan(self, batch: AttentionBatch) -> None:
-        slots = signed_slots(batch, batch.block_table.device)
-        self._num_tokens, self._num_decodes = batch.num_tokens, batch.num_decodes
-        self._decode_slots = slots[: batch.num_decodes]
-        self._prompt_slots = slots[batch.num_decodes :]
-        if batch.num_seqs > batch.num_decodes:
-            self._plan_prompts(batch.query_start_loc_cpu[batch.num_decodes :], slots.device)
+        slots, cut = signed_slots(batch, batch.block_table.device), batch.num_decodes
+        self._decode_rows, self._prompt_rows = slice(0, cut), slice(cut, batch.num_tokens)
+        self._padding = batch.num_tokens
+        self._decode_slots, self._prompt_slots = slots[:cut], slots[cut:]
+        if batch.num_seqs > cut:
+            starts = batch.query_start_loc_cpu[cut:]
+            packed, chunks = pack_chunks(starts - starts[0])
+            self._set_chunks(ship(packed, slots.device), chunks, batch.num_seqs - cut)
 
-    def _plan_prompts(self, starts: np.ndarray, device: torch.device) -> None:
-        starts = starts - starts[0]
-        counts = -(-np.diff(starts) // MAX_CHUNK)
-        first_chunk = np.cumsum(counts) - counts
-        prompt = np.repeat(np.arange(len(counts)), counts)
-        first_row = starts[prompt] + (np.arange(len(prompt)) - first_chunk[prompt]) * MAX_CHUNK
-        packed = np.concatenate((prompt, first_row, starts[:-1], starts[1:], first_chunk))
-        on_device = torch.from_numpy(packed.astype(np.int32)).to(device)  # one copy
-        self._chunks = on_device[: 2 * len(prompt)].view(2, -1)
-        self._prompts = on_device[2 * len(prompt) :].view(3, -1)
+    def _set_chunks(self, packed: torch.Tensor, num_chunks: int, num_prompts: int) -> None:
+        parts = packed.split_with_sizes((2 * num_chunks, 3 * num_prompts))
+        self._chunks, self._prompts = parts[0].view(2, -1), parts[1].view(3, -1)
 
-    def reserve_graphs(self, max_rows: int) -> None:
+    def reserve_graphs(self, max_rows: int, max_seqs: int) -> None:
         device = self.states[0].state.device
-        self._graph_slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._max_seqs = max_seqs
+        prompts, chunks = self._most(max_rows)
+        self._graph_slots = torch.zeros(max_rows + prompts, dtype=torch.int64, device=device)
+        room = 2 * chunks + 3 * prompts
+        self._graph_chunks = torch.zeros(room, dtype=torch.int32, device=device)
 
-    def plan_graph(self, batch: AttentionBatch, num_rows: int) -> None:
-        assert batch.num_decodes == batch.num_seqs <= num_rows <= len(self._graph_slots)
+    def _most(self, num_rows: int) -> tuple[int, int]:
+        """Return the most prompts of a graph of `num_rows` rows, and their most chunks."""
+        prompts = min(num_rows, self._max_seqs)
+        return prompts, prompts + (num_rows - prompts) // MAX_CHUNK
+
+    def plan_graph(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> None:
+        cut = batch.num_decodes
+        decodes = min(num_rows, self._max_seqs) if prompts else num_rows
+        assert cut <= decodes and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
         slots = self._graph_slots[:num_rows]
-        slots[: batch.num_seqs] = signed_slots(batch, slots.device)
-        slots[batch.num_seqs :] = 0
-        self._num_tokens = self._num_decodes = num_rows
-        self._decode_slots, self._prompt_slots = slots, slots[:0]
+        real = signed_slots(batch, slots.device)
+        slots[:cut], slots[cut:] = real[:cut], 0
+        self._decode_rows, self._decode_slots = slice(0, decodes), slots[:decodes]
+        # The launch of decodes writes zeros where it has no decode, and prompts come after it.
+        self._prompt_rows, self._padding = slice(0, 0), decodes
+        if prompts:
+            self._plan_graph_prompts(batch, num_rows, real[cut:])
+
+    def _plan_graph_prompts(
+        self, batch: AttentionBatch, num_rows: int, slots: torch.Tensor
+    ) -> None:
+        """Rows of prompts are those of the whole forward, because a graph cannot begin at another row."""
+        num_prompts, num_chunks = self._most(num_rows)
+        packed, _ = pack_chunks(
+            batch.query_start_loc_cpu[batch.num_decodes :], num_chunks, num_prompts
+        )
+        target = self._graph_chunks[: len(packed)]
+        target.copy_(ship(packed, target.device))
+        self._set_chunks(target, num_chunks, num_prompts)
+        self._prompt_slots = self._graph_slots[num_rows : num_rows + num_prompts]
+        self._prompt_slots[: len(slots)], self._prompt_slots[len(slots) :] = slots, 0
+        self._prompt_rows = slice(0, num_rows)
 
     def __call__(
         self,
@@ -112,31 +141,61 @@ class TritonLinearAttention(LinearAttention):
     ) -> torch.Tensor:
         spec, pool = self.specs[layer], self.states[layer]
         out_TVv = mixed_TC.new_empty(mixed_TC.shape[0], spec.num_value_heads, spec.value_dim)
-        cut, end = self._num_decodes, self._num_tokens
-        if end < len(out_TVv):
-            out_TVv[end:] = 0
+        if self._padding < len(out_TVv):
+            out_TVv[self._padding :] = 0
         wait_previous_ubatch()
-        if cut:
+        rows = self._decode_rows
+        if rows.stop:
             self._advance_decodes(
-                *(mixed_TC[:cut], a_TV[:cut], b_TV[:cut], conv_weight_Cw, neg_exp_a_V, dt_bias_V),
-                *(self._decode_slots, pool.conv, pool.state, out_TVv[:cut]),
+                *(mixed_TC[rows], a_TV[rows], b_TV[rows], conv_weight_Cw, neg_exp_a_V, dt_bias_V),
+                *(self._decode_slots, pool.conv, pool.state, out_TVv[rows]),
                 num_key_heads=spec.num_key_heads,
                 eps=NORM_EPS,
             )
-        if end > cut:
+        rows = self._prompt_rows
+        if rows.stop > rows.start:
             slots = self._prompt_slots
             q, k, v = self._convolve_prompts(
-                *(mixed_TC[cut:end], conv_weight_Cw, self._chunks, self._prompts[:2]),
+                *(mixed_TC[rows], conv_weight_Cw, self._chunks, self._prompts[:2]),
                 *(slots, pool.conv),
                 heads=(spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim),
                 eps=NORM_EPS,
             )
             solved = self._solve_chunks(
-                *(q, k, v, a_TV[cut:end], b_TV[cut:end], neg_exp_a_V, dt_bias_V),
+                *(q, k, v, a_TV[rows], b_TV[rows], neg_exp_a_V, dt_bias_V),
                 *(self._chunks, self._prompts[:2]),
             )
-            self._scan_chunks(q, k, solved, self._prompts, slots, pool.state, out_TVv[cut:end])
+            self._scan_chunks(q, k, solved, self._prompts, slots, pool.state, out_TVv[rows])
         return out_TVv
+
+
+def pack_chunks(
+    starts: np.ndarray, num_chunks: int | None = None, num_prompts: int | None = None
+) -> tuple[np.ndarray, int]:
+    """Cut prompts into chunks of MAX_CHUNK tokens; return int32 [2N + 3n] and N.
+
+    The array has the prompt and the first row of each chunk, then of each prompt its first row, the row behind its last
+    and its first chunk. Chunks and prompts up to the given numbers have no rows.
+
+    starts   first row of each prompt, and the row behind the last prompt
+    """
+    count = len(starts) - 1
+    chunks = -(-np.diff(starts) // MAX_CHUNK)
+    first_chunk = np.cumsum(chunks) - chunks
+    prompt = np.repeat(np.arange(count), chunks)
+    used = len(prompt)
+    num_chunks, num_prompts = num_chunks or used, num_prompts or count
+    assert used <= num_chunks and count <= num_prompts, (used, count)
+    packed = np.zeros(2 * num_chunks + 3 * num_prompts, dtype=np.int32)
+    of_chunks = packed[: 2 * num_chunks].reshape(2, -1)
+    of_prompts = packed[2 * num_chunks :].reshape(3, -1)
+    of_chunks[:, :used] = (
+        prompt,
+        starts[prompt] + (np.arange(used) - first_chunk[prompt]) * MAX_CHUNK,
+    )
+    of_chunks[0, used:], of_chunks[1, used:] = num_prompts - 1, starts[-1]
+    of_prompts[:, :count] = starts[:-1], starts[1:], first_chunk
+    return packed, num_chunks
 
 
 def _token_bytes(spec: LinearAttentionSpec, itemsize: int) -> int:

@@ -81,6 +81,8 @@ def _convolve(
     first, place = tl.load(chunks_ptr + num_chunks + chunk), tl.arange(0, ROWS)[:, None]
     start = tl.load(prompts_ptr + prompt) - first
     end = tl.load(prompts_ptr + num_prompts + prompt) - first
+    if end <= 0:
+        return
     first, real = first.to(tl.int64), place < end
     x_ptr = mixed_ptr + first * mixed_row
     q_ptr, k_ptr = q_ptr + first * key_size, k_ptr + first * key_size
@@ -88,8 +90,7 @@ def _convolve(
     signed = tl.load(slots_ptr + prompt)
     known, tail_ptr = signed > 0, conv_ptr + tl.abs(signed) * ((WIDTH - 1) * channels)
     if head < 2 * KEY_HEADS:
-        dim = tl.arange(0, KEY_DIM)[None, :]
-        column = head * KEY_DIM + dim
+        column = head * KEY_DIM + tl.arange(0, KEY_DIM)[None, :]
         x = _head(
             *(x_ptr, mixed_row, tail_ptr, weight_ptr, place, start, end, known),
             *(column, channels, WIDTH),
@@ -97,16 +98,15 @@ def _convolve(
         x = x * tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + eps)
         if head < KEY_HEADS:
             q_at = q_ptr + place * key_size + column
-            tl.store(q_at, (x * scale).to(q_ptr.dtype.element_ty), mask=real & (dim >= 0))
+            tl.store(q_at, (x * scale).to(q_ptr.dtype.element_ty), mask=real & (column >= 0))
         else:
             k_at = k_ptr + place * key_size + column - key_size
-            tl.store(k_at, x.to(k_ptr.dtype.element_ty), mask=real & (dim >= 0))
+            tl.store(k_at, x.to(k_ptr.dtype.element_ty), mask=real & (column >= 0))
     else:
         value = (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)[None, :]
-        channel = 2 * key_size + value
         v = _head(
             *(x_ptr, mixed_row, tail_ptr, weight_ptr, place, start, end, known),
-            *(channel, channels, WIDTH),
+            *(2 * key_size + value, channels, WIDTH),
         )
         v_at = v_ptr + place * value_size + value
         tl.store(v_at, v.to(v_ptr.dtype.element_ty), mask=real & (value >= 0))
@@ -155,7 +155,7 @@ def convolve_prompts(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return q [T, K, k] with norms of 1 / sqrt(k), k [T, K, k] with norms of 1 and v [T, V, v]; update the tails.
 
-    chunks   int32: the prompt and the first row of each chunk of up to 64 rows
+    chunks   int32: the prompt and the first row of each chunk of up to 64 rows; a row behind the prompt: no chunk
     prompts  int32: the first row of each prompt, and the row behind its last
     slots    int64 [n]: a slot with a state, or minus a slot without one, or 0 for none
     conv     the pool [slots, w-1, C]

@@ -195,6 +195,8 @@ def _solve(
     keys: tl.constexpr = KEY_HEADS * KEY_DIM
     first = tl.load(chunks_ptr + num_chunks + chunk).to(tl.int64)
     end = tl.load(prompts_ptr + num_prompts + tl.load(chunks_ptr + chunk)).to(tl.int64)
+    if first >= end:
+        return
     neg_exp_a, dt_bias = tl.load(neg_exp_a_ptr + head), tl.load(dt_bias_ptr + head)
     a_ptr, b_ptr = a_ptr + head, b_ptr + head
     key_head = head // (VALUE_HEADS // KEY_HEADS)

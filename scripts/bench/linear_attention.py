@@ -99,8 +99,8 @@ def _measure(args: argparse.Namespace, name: str, num_seqs: int, new: int) -> di
     batch, decodes = _batch(num_seqs, new, device), new == 1
     graph = decodes and backend.graph
     if graph:
-        subject.reserve_graphs(num_seqs)
-        subject.plan_graph(batch, num_seqs)
+        subject.reserve_graphs(num_seqs, num_seqs)
+        subject.plan_graph(batch, num_seqs, prompts=False)
     else:
         subject.plan(batch)
     calls = _calls(subject, spec, num_seqs * new, dtype)

@@ -27,6 +27,7 @@ from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.forward_batch import ForwardBatch
+from workers.runner.graph_planner import GraphPlanner
 from workers.runner.graph_sizes import GraphKey
 from workers.runner.model_runner import ModelRunner
 from workers.weights.checkpoint import make_checkpoint
@@ -114,11 +115,28 @@ class Compared:
     @torch.inference_mode()
     def launch(self, scheduled: ScheduledBatch, plan: StepPlan) -> Any:
         """In place of the runner's, which comes last: what it writes to the caches stays."""
+        before = self._states()
+        self._runner._copy_states(scheduled.state_copies)
+        self._copied = self._states()
         for key in self._keys(scheduled):
             batch = self._runner._builder.build(scheduled, key.rows, graph=True)
             self._compare(batch, key)
             torch.cuda.synchronize()  # the host's memory of the batch is used again
+        self._restore(before)
         return self._launch(scheduled, plan)
+
+    def _pools(self) -> list[torch.Tensor]:
+        """The states of linear attention, which each forward moves on."""
+        linear = self._runner._linear_attention
+        pools = () if linear is None else linear.states
+        return [slots for pool in pools for slots in (pool.conv, pool.state)]
+
+    def _states(self) -> list[torch.Tensor]:
+        return [slots.clone() for slots in self._pools()]
+
+    def _restore(self, states: list[torch.Tensor]) -> None:
+        for slots, kept in zip(self._pools(), states, strict=True):
+            slots.copy_(kept)
 
     def _keys(self, scheduled: ScheduledBatch) -> list[GraphKey]:
         """All graphs that can take this step."""
@@ -133,24 +151,30 @@ class Compared:
 
     def _compare(self, batch: ForwardBatch, key: GraphKey) -> None:
         runner, prompts = self._runner, key.mode == GraphMode.MIXED
-        attention = runner.ubatches if key.ubatch else runner._attention
-        form = attention.form(batch, key.rows, prompts=prompts)
+        planner = runner.ubatches if key.ubatch else GraphPlanner.of(runner._backends)
+        form = planner.form(batch, key.rows, prompts=prompts)
         kind = key.mode.name, form.name, key.ubatch
         self.kinds[kind] += 1
         replayed = self._replay(batch, key)
-        attention.plan_graph(batch, key.rows, form)
+        planner.plan_graph(batch, key.rows, form)
         same = self._eager(batch, key)
         if not all(torch.equal(*pair) for pair in zip(replayed, same, strict=True)):
             worst = max(calc_diff(*pair) for pair in zip(replayed, same, strict=True))
             self.wrong.append((*kind, key.rows, batch.num_tokens, worst))
         batch = replace(batch, num_token_non_padded=batch.num_tokens)
-        (runner.ubatches if key.ubatch else runner._attention).plan(batch)
+        if key.ubatch:
+            runner.ubatches.plan(batch)
+        else:
+            runner._attention.plan(batch)
+            if runner._linear_attention is not None:
+                runner._linear_attention.plan(batch)
         plain = self._eager(batch, key)
         diff = max(calc_diff(*pair) for pair in zip(replayed, plain, strict=True))
         self.diffs[kind] = max(diff, self.diffs.get(kind, 0.0))
 
     def _replay(self, batch: ForwardBatch, key: GraphKey) -> list[torch.Tensor]:
         graph = self._runner.graphs.plan(batch, key)
+        self._restore(self._copied)
         graph.graph.replay()
         logits_TV = graph.logits_TV
         if logits_TV is None:
@@ -161,6 +185,7 @@ class Compared:
         """hidden_TD and logits_TV of the real tokens; attention is planned."""
         runner = self._runner
         model = runner.ubatches if key.ubatch else runner.model
+        self._restore(self._copied)
         hidden_TD = model.forward(batch.resolved(runner._last_tokens))
         logits_TV = runner.model.compute_logits(hidden_TD)
         return [rows[: batch.num_tokens] for rows in (hidden_TD, logits_TV)]

@@ -1,4 +1,4 @@
-"""Linear attention in CUDA graphs: one capture serves batches of any decodes, and padding touches no state."""
+"""Linear attention in CUDA graphs: one capture serves batches of any sequences, and padding touches no state."""
 
 from collections.abc import Sequence
 
@@ -16,21 +16,25 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 SPEC = LinearAttentionSpec(4, 8, 128, 128, 4)
-ROWS = 6
+ROWS, SEQS = 6, 6
+MIXED_ROWS = 200
+PROMPTS = 1e-4  # products of prompts have operands of 16 bits
 
 
 class Captured:
-    """A graph of one layer for ROWS rows, over pools that each batch is copied into."""
+    """A graph of one layer, over pools that each batch is copied into."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, rows: int, *, prompts: bool):
+        num_slots = 2 * SEQS + 2
+        self.num_rows, self.prompts = rows, prompts
         cuda = torch.device("cuda")
         self.subject = TritonLinearAttention([SPEC])
         self.states = self.subject.allocate([SPEC], num_slots, torch.bfloat16, cuda)
         self.subject.bind(self.states)
-        self.subject.reserve_graphs(ROWS)
+        self.subject.reserve_graphs(rows, SEQS)
         heads = SPEC.num_value_heads
         self.rows = [
-            torch.zeros(ROWS, width, dtype=torch.bfloat16, device=cuda)
+            torch.zeros(rows, width, dtype=torch.bfloat16, device=cuda)
             for width in (SPEC.channels, heads, heads)
         ]
         self.weights = [
@@ -38,7 +42,7 @@ class Captured:
             torch.zeros(heads, device=cuda),
             torch.zeros(heads, device=cuda),
         ]
-        self.subject.plan_graph(AttentionBatch.dummy_decodes(ROWS, cuda), ROWS)
+        self.subject.plan_graph(AttentionBatch.dummy_decodes(SEQS, cuda), rows, prompts=prompts)
         self._call()  # compiles
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -53,7 +57,7 @@ class Captured:
         sources = (*case.rows(0), *case.layers[0].weights("cuda"))
         for target, source in zip((*self.rows, *self.weights), sources, strict=True):
             target.copy_(source)
-        self.subject.plan_graph(case.batch(), ROWS)
+        self.subject.plan_graph(case.batch(), self.num_rows, prompts=self.prompts)
         self.graph.replay()
         self._copy(case.states, self.states)
         return self.out
@@ -68,12 +72,34 @@ class Captured:
 
 @torch.inference_mode()
 def test_one_capture_serves_all_decodes():
-    captured = Captured(2 * ROWS + 2)
+    captured = Captured(ROWS, prompts=False)
     assert not captured.out.any()
     for seed, contexts in enumerate([[5], [0, 9, 1], [3] * ROWS, [70, 0], [1, 2, 3, 4]]):
-        seqs = [(context, 1) for context in contexts]
-        padding = ROWS - len(seqs)
-        case = LinearCase(
-            [SPEC], seqs, padding=padding, dtype=torch.bfloat16, seed=seed, device="cuda"
-        )
-        case.check(0, captured.replay(case))
+        check(captured, [(context, 1) for context in contexts], seed)
+
+
+@torch.inference_mode()
+def test_one_capture_serves_all_steps_with_prompts():
+    captured = Captured(MIXED_ROWS, prompts=True)
+    for seed, seqs in enumerate(
+        [
+            [(5, 1), (0, 1), (0, 130), (3, 2)],
+            [(0, MIXED_ROWS)],
+            [(70, 65), (0, 1 + 64), (64, 64)],
+            [(3, 1)] * SEQS,
+            [],
+            [(9, 1), *[(0, 33)] * 5],
+        ]
+    ):
+        check(captured, seqs, seed, PROMPTS)
+
+
+def check(
+    captured: Captured,
+    seqs: list[tuple[int, int]],
+    seed: int,
+    tolerance: float | None = None,
+) -> None:
+    padding = captured.num_rows - sum(new for _, new in seqs)
+    case = LinearCase([SPEC], seqs, padding=padding, dtype=torch.bfloat16, seed=seed, device="cuda")
+    case.check(0, captured.replay(case), tolerance)

@@ -77,18 +77,32 @@ def test_steps_of_fixed_rows_leave_the_slots_of_padding_alone():
     case = LinearCase([SPECS["two_value_heads"]], [(4, 1), (0, 1)], padding=3, device=DEVICE)
     subject = TritonLinearAttention(case.specs)
     subject.bind(case.states)
-    subject.reserve_graphs(8)
+    subject.reserve_graphs(8, 8)
     idle = replace(case.batch(), num_tokens=0, num_seqs=0, num_decodes=0)
     starts, lens = idle.query_start_loc_cpu[:1], idle.seq_lens_cpu[:0]
     assert idle.state_slots is not None
     idle = replace(
         idle, query_start_loc_cpu=starts, seq_lens_cpu=lens, state_slots=idle.state_slots[:0]
     )
-    subject.plan_graph(idle, 5)
+    subject.plan_graph(idle, 5, prompts=False)
     states = [pool.state.clone() for pool in case.states]
     assert not case.run(subject, 0).any()
     assert torch.equal(case.states[0].state.nan_to_num(-1), states[0].nan_to_num(-1))
-    subject.plan_graph(case.batch(), 5)
+    subject.plan_graph(case.batch(), 5, prompts=False)
+    case.check(0, case.run(subject, 0))
+
+
+@pytest.mark.parametrize("seqs", [[(4, 1), (0, 1), (3, 5), (0, 66)], [(0, 70)], [(2, 1)], []])
+@torch.inference_mode()
+def test_steps_of_fixed_rows_with_prompts(seqs: list[tuple[int, int]]):
+    """All have the launch shapes of one graph; the last sequence fits, and any further one would too."""
+    rows = 76
+    case = LinearCase([SMALL], seqs, padding=rows - sum(new for _, new in seqs), device=DEVICE)
+    subject = TritonLinearAttention(case.specs)
+    subject.bind(case.states)
+    subject.reserve_graphs(rows, 5)
+    subject.plan_graph(case.batch(), rows, prompts=True)
+    assert subject._chunks.shape == (2, 5 + 71 // 64) and subject._prompts.shape == (3, 5)
     case.check(0, case.run(subject, 0))
 
 

@@ -10,11 +10,11 @@ from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention
 from kernels.attention.latent import LatentAttention
 from kernels.attention.sdpa import SdpaAttention
+from kernels.backends.registry import backend_class
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.linear_attention.base import LinearAttention
-from kernels.linear_attention.torch_chunked import TorchLinearAttention
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from workers.engine.kv_caches import allocate_kv_caches
@@ -134,7 +134,8 @@ class OneRank:
         specs = self.config.linear_specs
         if not specs:
             return None
-        linear = TorchLinearAttention(specs)
+        name = "triton" if device.type == "cuda" else "torch"
+        linear: LinearAttention = backend_class("linear_attention", name)(specs)
         linear.bind(linear.allocate(specs, 1 + max_seqs, dtype, device))
         return linear
 

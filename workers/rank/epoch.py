@@ -45,6 +45,7 @@ from workers.rank.rank_info import (
 )
 from workers.rank.warm_up import warm_up_sizes
 from workers.rank.warm_up_steps import bind_beside
+from workers.runner.graph_planner import GraphPlanner
 from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
 from workers.runner.model_runner import ModelRunner
 from workers.stats.stats import EngineStats
@@ -227,11 +228,9 @@ class Epoch:
         with memory_for("attention's workspace"):
             self.ubatches.bind(process.kv_caches)
         self.ubatches.bind_states(process.state_pools())
+        mixed = GraphPlanner.of(self.backends).captures_prompts
         self.graph_sizes = graphs_to_capture(
-            process.config.scheduler,
-            process.selection,
-            process.device,
-            mixed=self.backends.attention.mixed_graph and self.backends.linear_attention is None,
+            process.config.scheduler, process.selection, process.device, mixed=mixed
         )
         if not process.num_blocks:
             process.num_blocks = self.make.num_kv_blocks(self.graph_sizes)

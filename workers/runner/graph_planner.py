@@ -13,7 +13,7 @@ from kernels.linear_attention.base import LinearAttention
 class GraphPlanner:
     """The planner of whole steps, or of one ubatch. Methods as of GraphAttention, which has the forms.
 
-    Graphs are captured only where `graph` of both attentions is true. Linear attention takes decodes alone.
+    Graphs are captured only where `graph` of both attentions is true, with prompts only where `mixed_graph` is.
     """
 
     attention: GraphAttention
@@ -24,11 +24,17 @@ class GraphPlanner:
         """Return the planner of these backends."""
         return cls(cast(GraphAttention, backends.attention), backends.linear_attention)
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether forwards with prompts can be captured."""
+        linear = self.linear_attention
+        return self.attention.mixed_graph and (linear is None or linear.mixed_graph)
+
     def reserve_graphs(self, max_rows: int, max_seqs: int, max_blocks: int) -> None:
         """See GraphAttention."""
         self.attention.reserve_graphs(max_rows, max_seqs, max_blocks)
         if self.linear_attention is not None:
-            self.linear_attention.reserve_graphs(max_rows)
+            self.linear_attention.reserve_graphs(max_rows, max_seqs)
 
     def forms(self, num_rows: int, *, prompts: bool) -> tuple[GraphForm, ...]:
         """See GraphAttention."""
@@ -42,4 +48,5 @@ class GraphPlanner:
         """See GraphAttention."""
         self.attention.plan_graph(batch, num_rows, form)
         if self.linear_attention is not None:
-            self.linear_attention.plan_graph(batch, num_rows)
+            prompts = form in (GraphForm.NEW_PROMPTS, GraphForm.MIXED)
+            self.linear_attention.plan_graph(batch, num_rows, prompts=prompts)

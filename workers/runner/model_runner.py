@@ -90,8 +90,7 @@ class ModelRunner:
         self._admit(scheduled)
         num_rows = plan.tokens_to_run(self._rank)
         batch = self._builder.build(scheduled, num_rows, graph=key is not None)
-        if scheduled.state_copies:
-            self._copy_states(scheduled.state_copies)
+        self._copy_states(scheduled.state_copies)
         forward = self._plan(batch, plan, key)
         mask = self._start_mask(scheduled) if self._met_grammar else None
         prepare = time.perf_counter() - started
@@ -145,8 +144,8 @@ class ModelRunner:
         return Pending(read)
 
     def _copy_states(self, copies: tuple[tuple[int, int], ...]) -> None:
-        assert self._linear_attention is not None, "only linear attention has states"
         for sources, targets in independent(list(copies)):
+            assert self._linear_attention is not None, "only linear attention has states"
             self._linear_attention.copy_slots(sources, targets)
 
     def _admit(self, scheduled: ScheduledBatch) -> None:
