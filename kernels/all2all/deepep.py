@@ -2,7 +2,8 @@
 
 The host never waits: receive buffers have the largest possible number of rows (`num_worst_tokens`). So all ranks must
 dispatch the same number of rows, and CUDA graphs can hold dispatch and combine. Our own kernels permute received rows
-and apply the weights, because DeepEP's combine only adds.
+and apply the weights, because DeepEP's combine only adds. For experts that compute with FP8, rows are quantised before
+they travel; sums travel in bfloat16.
 
 `Buffer` of DeepEP 1.2.1 is tested. DeepEP 2.x has the same class; its use here follows the source and was never run.
 `ElasticBuffer` of 2.x is not used.
@@ -30,9 +31,10 @@ from kernels.all2all.deepep_limits import (
     normal_unsupported_reason,
     unsupported_reason,
 )
-from kernels.all2all.payload import Gathered, RowFormat, permute_local
+from kernels.all2all.payload import Gathered, RowFormat, permute_local, quantise
 from kernels.backends.backend import BackendShape
 from kernels.backends.context import BackendContext
+from kernels.block_fp8 import Fp8Rows
 from kernels.host.capability import too_old_gpu
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
@@ -130,6 +132,7 @@ class DeepEpAllToAll(AllToAll):
 
     group         2, 4 or 8 ranks; their GPUs can access each other's memory
     permutation   of this rank's experts by their local ids 0 .., int64
+    fp8           rows travel in e4m3 with a scale for each 128 values
     """
 
     name = "deepep"
@@ -140,6 +143,7 @@ class DeepEpAllToAll(AllToAll):
     graph = True
     sm_choices = (8, 16, 20, 24, 32)
     runs_on_stream = True
+    fp8_rows = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -171,6 +175,7 @@ class DeepEpAllToAll(AllToAll):
             context.permutation(torch.int64, range(len(context.local_experts))),
             num_experts=context.placement.num_experts,
             hidden_size=context.shape.hidden_size,
+            fp8=context.shape.fp8_rows,
             device=context.device,
         )
 
@@ -181,10 +186,11 @@ class DeepEpAllToAll(AllToAll):
         *,
         num_experts: int,
         hidden_size: int,
+        fp8: bool,
         device: torch.device,
     ):
         self._deep_ep, self._group, self._permutation = load_deep_ep(), group, permutation
-        self._device = device
+        self._device, self._fp8 = device, fp8
         self._num_ranks, self._num_experts = group.size(), num_experts
         self._topk_idx_dtype = getattr(self._deep_ep, "topk_idx_t", torch.int64)
         self.set_num_sms(None)
@@ -214,7 +220,7 @@ class DeepEpAllToAll(AllToAll):
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput]:
         inputs = (
-            x_TD.contiguous(),
+            quantise(x_TD) if self._fp8 else x_TD.contiguous(),
             topk_idx_TK.to(self._topk_idx_dtype).contiguous(),
             topk_weights_TK.contiguous(),
         )
@@ -251,10 +257,13 @@ class DeepEpAllToAll(AllToAll):
             self._buffer.destroy()
 
     def _send(
-        self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, _Way]:
+        self,
+        x_TD: torch.Tensor | Fp8Rows,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor, torch.Tensor, _Way]:
         """Return x_ND, local topk_idx_NK (-1 in unused rows), topk_weights_NK, and the way back."""
-        num_rows = self._num_ranks * len(x_TD)
+        num_rows = self._num_ranks * len(topk_idx_TK)
         dispatch_config, combine_config = self._configs
         per_rank, per_rdma_rank, per_expert, in_rank_TR, _ = self._buffer.get_dispatch_layout(
             topk_idx_TK, self._num_experts
@@ -270,7 +279,8 @@ class DeepEpAllToAll(AllToAll):
             num_worst_tokens=num_rows,
             config=dispatch_config,
         )
-        return x_ND, topk_idx_NK, topk_weights_NK, _Way(handle, combine_config)
+        rows_ND = Fp8Rows(*x_ND) if self._fp8 else x_ND
+        return rows_ND, topk_idx_NK, topk_weights_NK, _Way(handle, combine_config)
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

@@ -105,10 +105,19 @@ class RowFormat:
         fields[2].copy_(topk_weights_NK)
 
 
+def quantise(x_ND: torch.Tensor) -> Fp8Rows:
+    """Return rows in FP8. D is a multiple of 128."""
+    if not x_ND.is_cuda:
+        return quantise_groups(x_ND)
+    from kernels.triton.quantise_rows import quantise_rows
+
+    return quantise_rows(x_ND)
+
+
 def _fill(field: torch.Tensor | Fp8Rows, x_ND: torch.Tensor) -> None:
     """Copy x, quantised where the field is in FP8."""
     if isinstance(field, Fp8Rows):
-        rounded = quantise_groups(x_ND)
+        rounded = quantise(x_ND)
         field.values.copy_(rounded.values)
         field.scales.copy_(rounded.scales)
     else:

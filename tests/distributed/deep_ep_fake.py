@@ -5,7 +5,7 @@ Written after what DeepEP documents of itself; the GPU tests run the same contra
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class FakeBuffer:
 
     def dispatch(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
         handle: Any = None,
         num_tokens_per_rank: Any = None,
         num_tokens_per_rdma_rank: Any = None,
@@ -88,26 +88,34 @@ class FakeBuffer:
         num_worst_tokens: int = 0,
         config: Any = None,
     ) -> tuple[Any, ...]:
-        assert x.dtype == torch.bfloat16 and topk_weights.dtype == torch.float32
+        fp8 = isinstance(x, tuple)
+        x, *scales = x if isinstance(x, tuple) else (x,)
+        assert x.dtype == (torch.float8_e4m3fn if fp8 else torch.bfloat16)
+        assert all(part.dtype == torch.float32 for part in (topk_weights, *scales))
+        assert all(part.shape == (len(x), x.shape[1] // FP8_BLOCK) for part in scales)
         assert all(part.is_contiguous() for part in (x, topk_idx, topk_weights))
         assert handle is None and num_worst_tokens == self.num_ranks * len(x) > 0
         assert int(num_tokens_per_rank.sum()) == int(is_token_in_rank.sum())
         assert config.get_nvl_buffer_size_hint(2 * x.shape[1], self.num_ranks) <= self.num_nvl_bytes
         num_experts = len(num_tokens_per_expert)
         local = num_experts // self.num_ranks
-        everybodys = self._gather((is_token_in_rank, x, topk_idx, topk_weights))
-        sent = [[part[in_rank[:, self.rank]] for part in parts] for in_rank, *parts in everybodys]
-        ids = torch.cat([ids for _, ids, _ in sent]) - self.rank * local
+        # As bytes, because pickle of torch refuses e4m3.
+        mine = (is_token_in_rank, topk_idx, topk_weights, x.view(torch.uint8), *scales)
+        sent = [
+            [part[in_rank[:, self.rank]] for part in parts]
+            for in_rank, *parts in self._gather(mine)
+        ]
+        all_ids, all_weights, *rows = zip(*sent, strict=True)
+        ids = torch.cat(all_ids) - self.rank * local
         here = (ids >= 0) & (ids < local)
         room = num_worst_tokens - len(ids)
-        recv_x = torch.cat(
-            [*(rows for rows, _, _ in sent), x.new_full((room, x.shape[1]), torch.nan)]
-        )
+        recv_values, *recv_scales = (_with_room(parts, room) for parts in rows)
+        recv_values = recv_values.view(x.dtype)
         recv_ids = torch.cat([ids.where(here, -1), ids.new_full((room, ids.shape[1]), -1)])
-        weights = torch.cat([w for _, _, w in sent]).where(here, 0)
-        recv_weights = torch.cat([weights, weights.new_full((room, ids.shape[1]), torch.nan)])
-        counts = [len(rows) for rows, _, _ in sent]
+        recv_weights = _with_room([torch.cat(all_weights).where(here, 0)], room)
+        counts = [len(ids) for ids in all_ids]
         way = (counts, is_token_in_rank, config.num_sms, num_worst_tokens)
+        recv_x = (recv_values, *recv_scales) if fp8 else recv_values
         return recv_x, recv_ids, recv_weights, [], way, None
 
     def combine(self, x: torch.Tensor, handle: Any, *, config: Any = None) -> tuple[Any, ...]:
@@ -196,6 +204,12 @@ class FakeBuffer:
         gathered: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(gathered, mine, group=self.group)
         return gathered
+
+
+def _with_room(parts: Sequence[torch.Tensor], room: int) -> torch.Tensor:
+    """All rows, and `room` rows of NaN, whose bytes are all ones in every format."""
+    rows = torch.cat([part.view(torch.uint8) for part in parts])
+    return torch.cat([rows, rows.new_full((room, rows.shape[1]), 255)]).view(parts[0].dtype)
 
 
 def _pairs(ids: torch.Tensor):

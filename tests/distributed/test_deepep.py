@@ -4,6 +4,7 @@ What the real kernels do with these calls is tested in tests/gpu.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from kernels.all2all.deepep import DeepEpAllToAll
 from kernels.all2all.deepep_limits import MAX_SMS
 from kernels.all2all.deepep_low_latency import DeepEpLowLatencyAllToAll
 from kernels.backends.select import Backends
+from kernels.block_fp8 import quantise_groups
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.routing.permute import Permutation
@@ -30,13 +32,13 @@ SIXTEEN_BIT = {
 }
 
 
-def normal(case: Case, num_ranks: int) -> DeepEpAllToAll:
+def normal(case: Case, num_ranks: int, hidden: int = HIDDEN, fp8: bool = False) -> DeepEpAllToAll:
     local_ids = range(case.num_experts // num_ranks)
     order = Permutation(local_ids, num_experts=case.num_experts, device="cpu", dtype=torch.int64)
     group = torch.distributed.group.WORLD
     assert group is not None
     return DeepEpAllToAll(
-        group, order, num_experts=case.num_experts, hidden_size=HIDDEN, device=CPU
+        group, order, num_experts=case.num_experts, hidden_size=hidden, fp8=fp8, device=CPU
     )
 
 
@@ -129,6 +131,34 @@ def test_normal_mode_keeps_the_contract(rank_pool: RankPool, num_ranks: int):
 def test_low_latency_keeps_the_contract(rank_pool: RankPool, num_ranks: int):
     cases = {label: case for label, case in SIXTEEN_BIT.items() if len(case.tokens) == num_ranks}
     assert rank_pool.run(run_low_latency, num_ranks, cases) == [0] * num_ranks
+
+
+def run_normal_fp8(rank: int, num_ranks: int, info: GroupInfo) -> None:
+    """Rounded rows travel, sums do not: expert e gives (e + 1) times the row."""
+    deep_ep_fake.install()
+    hidden, local = 256, 4
+    case = Case((6, 6), num_experts=local * num_ranks, top_k=2, dtype=torch.bfloat16)
+    all2all = normal(case, num_ranks, hidden, fp8=True)
+    generator = torch.Generator().manual_seed(rank)
+    for num_tokens in (6, 0, 1):
+        x_TD = torch.randn(num_tokens, hidden, generator=generator).bfloat16()
+        ids_TK = torch.tensor([[0, 7], [4, -1], [3, 4], [-1, -1], [5, 6], [1, 2]])[:num_tokens]
+        weights_TK = torch.rand(num_tokens, 2, generator=generator)
+        routed = all2all.dispatch(x_TD, ids_TK, weights_TK).wait()
+        assert routed.x_RD.dtype == torch.float8_e4m3fn and routed.scale_RS is not None
+        y_RD = routed.x_RD.float() * routed.scale_RS.repeat_interleave(128, 1)
+        for own, (start, end) in enumerate(pairwise([0, *routed.offs_e.tolist()])):
+            y_RD[start:end] *= rank * local + own + 1
+        out_TD = all2all.combine(y_RD.bfloat16(), routed.handle).wait()
+        values_TD, scales_TS = quantise_groups(x_TD)
+        rounded_TD = values_TD.float() * scales_TS.repeat_interleave(128, 1)
+        factors_T = (weights_TK * (ids_TK + 1)).sum(1, keepdim=True)
+        torch.testing.assert_close(out_TD.float(), rounded_TD * factors_T, atol=0.1, rtol=0.02)
+    all2all.close()
+
+
+def test_normal_rows_in_fp8(rank_pool: RankPool):
+    rank_pool.run(run_normal_fp8, 2)
 
 
 def run_fp8(rank: int, num_ranks: int, info: GroupInfo) -> None:

@@ -123,11 +123,12 @@ def test_rows_in_fp8(rank_pool: RankPool, name: str) -> None:
 def test_rows_are_in_fp8_where_both_sides_take_them() -> None:
     """Of the backends' classes; memory is counted with the format that they then use."""
     senders = {name for name in ALL2ALL if backend_class("all2all", name).fp8_rows}
-    assert senders == {"torch_dist", "allgather", "symm", "copy_engine"}
+    assert senders == {"torch_dist", "allgather", "symm", "copy_engine", "deepep"}
     for all2all, gemm, expected in (
         ("symm", "deepgemm_fp8", True),
         ("symm", "triton", False),
-        ("deepep", "deepgemm_fp8", False),
+        ("deepep", "deepgemm_fp8", True),
+        ("deepep_low_latency", "deepgemm_fp8", False),
     ):
         choices = [select.Choice(name, "") for name in (all2all, gemm, "triton")]
         assert select.Selection(*choices).fp8_rows == expected

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kernels.all2all.comm_stream import CommStream
+from kernels.all2all.payload import quantise
 from kernels.backends import select
 from tests.closeness import calc_diff
 from tests.distributed.rank_pool import GroupInfo, RankPool
@@ -17,6 +18,7 @@ from tests.distributed.test_deepep import MaskedReference
 from tests.gpu.deepep_case import EQUAL, UNEVEN, Case, Layer, in_graph
 
 SUMS, FP8_SUMS = 5e-5, 3e-3  # of products that are themselves rounded
+NORMAL = [("deepgemm", SUMS), ("deepgemm_fp8", FP8_SUMS)]
 
 
 def _why_not() -> str | None:
@@ -48,7 +50,15 @@ def run(pool: RankPool, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 @torch.inference_mode()
-def contract(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, labels: list[str]):
+def contract(
+    rank: int,
+    num_ranks: int,
+    info: GroupInfo,
+    name: str,
+    gemm: str,
+    labels: list[str],
+    most: float = SUMS,
+):
     """One at a time, then three under way; then an own stream."""
     for label in labels:
         case = (EQUAL | UNEVEN)[label]
@@ -57,7 +67,7 @@ def contract(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, l
         try:
             for stream in (None, CommStream()):
                 layer.all2all.stream = stream
-                layer.check(0, layer(*case.draw(rank, 0)), SUMS)
+                layer.check(0, layer(*case.draw(rank, 0)), most)
                 sent = [layer.all2all.dispatch(*case.draw(rank, slot)) for slot in range(3)]
                 routed = [pending.wait() for pending in sent]
                 back = [
@@ -65,7 +75,7 @@ def contract(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, l
                     for rows in routed
                 ]
                 for slot, pending in enumerate(back):
-                    layer.check(slot, pending.wait(), SUMS)
+                    layer.check(slot, pending.wait(), most)
         except Exception as error:
             raise AssertionError(f"case {label}") from error
         finally:
@@ -73,8 +83,11 @@ def contract(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, l
 
 
 @normal_mode
-def test_normal_contract(pool: RankPool):
-    run(pool, contract, "deepep", "triton", list(EQUAL))
+@pytest.mark.parametrize(("gemm", "most"), [*NORMAL, ("triton", SUMS)])
+def test_normal_contract(pool: RankPool, gemm: str, most: float):
+    if gemm != "triton":
+        pytest.importorskip("deep_gemm")
+    run(pool, contract, "deepep", gemm, list(EQUAL), most)
 
 
 @low_latency
@@ -114,6 +127,32 @@ def received(rank: int, num_ranks: int, info: GroupInfo) -> None:
 @normal_mode
 def test_rows_arrive_by_source_then_token(pool: RankPool):
     run(pool, received)
+
+
+@torch.inference_mode()
+def received_in_fp8(rank: int, num_ranks: int, info: GroupInfo) -> None:
+    """Values and scales are those of rounding before the dispatch, bit by bit."""
+    for label in ("many", "padding", "one_expert_takes_all"):
+        case = EQUAL[label]
+        layer = Layer("deepep", "deepgemm_fp8", case, rank)
+        routed = layer.all2all.dispatch(*case.draw(rank, 3)).wait()
+        local, parts = case.num_experts // 2, []
+        for source in range(2):
+            x_TD, ids_TK, _ = case.draw(source, 3)
+            values_TD, scales_TS = quantise(x_TD)
+            here = (ids_TK // local == rank).any(1)
+            parts.append((values_TD.view(torch.uint8)[here], scales_TS[here]))
+        values_ND, scales_NS = (torch.cat(part) for part in zip(*parts, strict=True))
+        assert routed.x_RD.dtype == torch.float8_e4m3fn and routed.scale_RS is not None
+        assert torch.equal(routed.x_RD.view(torch.uint8)[: len(values_ND)], values_ND)
+        assert torch.equal(routed.scale_RS[: len(values_ND)], scales_NS)
+        layer.all2all.close()
+
+
+@normal_mode
+def test_rows_arrive_in_fp8(pool: RankPool):
+    pytest.importorskip("deep_gemm")
+    run(pool, received_in_fp8)
 
 
 @torch.inference_mode()
@@ -168,8 +207,13 @@ def replays(rank: int, num_ranks: int, info: GroupInfo, name: str, gemm: str, ro
 
 
 @normal_mode
-def test_normal_graphs(pool: RankPool):
-    run(pool, replays, "deepep", "triton", 500)
+@pytest.mark.parametrize(
+    ("gemm", "rounds"), [("triton", 500), ("deepgemm", 50), ("deepgemm_fp8", 50)]
+)
+def test_normal_graphs(pool: RankPool, gemm: str, rounds: int):
+    if gemm != "triton":
+        pytest.importorskip("deep_gemm")
+    run(pool, replays, "deepep", gemm, rounds)
 
 
 @low_latency
@@ -215,8 +259,11 @@ def two_ubatches(
 
 
 @normal_mode
-def test_two_ubatches(pool: RankPool):
-    run(pool, two_ubatches, "deepep", "triton", SUMS)
+@pytest.mark.parametrize(("gemm", "most"), [*NORMAL, ("triton", SUMS)])
+def test_two_ubatches(pool: RankPool, gemm: str, most: float):
+    if gemm != "triton":
+        pytest.importorskip("deep_gemm")
+    run(pool, two_ubatches, "deepep", gemm, most)
 
 
 @low_latency
