@@ -4,9 +4,10 @@ All work that can overlap does overlap, routing is even, and no other work takes
 Each of R ranks has its share of the requests and of the experts, and a copy of all other weights.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from cluster.bench.step_work import StepPart, StepShape, step_work
+from cluster.bench.step_work import LayerKind, StepPart, StepShape, Work, step_work
 from workers.models.specs import ModelConfig
 
 
@@ -39,10 +40,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Floor:
-    """The floor of one load: prefill, one decode step at mean length, and the resulting rates."""
+    """The floor of one load: prefill, one decode step at mean length, and the resulting rates.
+
+    prefill_kinds, decode_kinds   the floors of each kind of layer alone, of prefill and of a decode step
+    """
 
     prefill: Part
     decode_step: Part
+    prefill_kinds: dict[LayerKind, Part]
+    decode_kinds: dict[LayerKind, Part]
     output_tokens_per_s: float
     total_tokens_per_s: float
 
@@ -75,9 +81,12 @@ def floor_of(
     decodes = StepShape(seqs, context, kv_reads=seqs * context, sampled=seqs, fp8=fp8_experts)
     decode = step_floor(model, num_ranks, decodes, hardware)
     seconds = prefill.floor_s + (output_len - 1) * decode.floor_s  # a prefill gives the first token
+    of_prompts = kind_floors(model, num_ranks, prompts, hardware)
     return Floor(
         prefill,
         decode,
+        {kind: steps * part for kind, part in of_prompts.items()},
+        kind_floors(model, num_ranks, decodes, hardware),
         output_tokens_per_s=in_flight * output_len / seconds,
         total_tokens_per_s=in_flight * (input_len + output_len) / seconds,
     )
@@ -105,8 +114,21 @@ def step_floor(
     model: ModelConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
 ) -> Part:
     """Return the floor of one step."""
-    hardware = hardware or Hardware()
-    parts = step_work(model, num_ranks, shape).values()
+    return _floor(step_work(model, num_ranks, shape).values(), hardware or Hardware())
+
+
+def kind_floors(
+    model: ModelConfig, num_ranks: int, shape: StepShape, hardware: Hardware | None = None
+) -> dict[LayerKind, Part]:
+    """Return the floor of each kind of layer in one step; parts of one kind overlap, kinds do not."""
+    work = step_work(model, num_ranks, shape)
+    return {
+        kind: _floor([work[part] for part in StepPart if part.kind == kind], hardware or Hardware())
+        for kind in LayerKind
+    }
+
+
+def _floor(parts: Collection[Work], hardware: Hardware) -> Part:
     return Part(
         sum(work.memory_bytes for work in parts) / hardware.memory_bytes,
         sum(work.flops for work in parts) / hardware.flops

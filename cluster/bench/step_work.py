@@ -33,6 +33,33 @@ class StepPart(StrEnum):
     VOTES = "votes"
     OTHER = "other"
 
+    @property
+    def kind(self) -> "LayerKind":
+        """The kind of layer that the part belongs to."""
+        return _KINDS.get(self, LayerKind.DENSE)
+
+
+class LayerKind(StrEnum):
+    """The kinds of layers that a step's time divides by; `dense` has all projections, norms, and the head."""
+
+    FULL_ATTENTION = "full attention"
+    DELTA_NETS = "delta nets"
+    EXPERTS = "experts"
+    DENSE = "dense"
+
+
+_KINDS = {
+    StepPart.ATTENTION: LayerKind.FULL_ATTENTION,
+    StepPart.QK_NORM: LayerKind.FULL_ATTENTION,
+    StepPart.LINEAR_ATTENTION: LayerKind.DELTA_NETS,
+    StepPart.ROUTING: LayerKind.EXPERTS,
+    StepPart.DISPATCH: LayerKind.EXPERTS,
+    StepPart.EXPERT_ORDER: LayerKind.EXPERTS,
+    StepPart.GROUPED: LayerKind.EXPERTS,
+    StepPart.ACTIVATION: LayerKind.EXPERTS,
+    StepPart.COMBINE: LayerKind.EXPERTS,
+}
+
 
 @dataclass(frozen=True)
 class StepShape:

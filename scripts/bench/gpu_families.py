@@ -8,13 +8,14 @@ It draws docs/results/gpu-families.md from the files gpu-families-*.json beside 
 
 import argparse
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.bench.roofline import Floor, floor_of
 from scripts.bench import ROOT
-from scripts.bench.gpu_serving_report import against_table, label_of
+from scripts.bench.gpu_serving_report import against_table, kinds_table, label_of
 from scripts.bench.released_shapes import model_folder
 from scripts.bench.results import devices, kept_notes, load
 from workers.models.registry import load_model_config
@@ -33,22 +34,27 @@ class Bars:
     prefill      tokens/s of a GPU
     decode       answer tokens/s of a GPU, at the median time between two tokens
     output       answer tokens/s of all GPUs
-    of_floor     shares of the floor, of prefill and of decode, in place of rates
+    of_floor     in place of rates: shares of the floor, of loads by their input and output tokens
     """
 
     layers: int
     prefill: tuple[float, float] = (0.0, 0.0)
     decode: tuple[float, float] = (0.0, 0.0)
     output: tuple[float, float] | None = None
-    of_floor: tuple[tuple[float, float], tuple[float, float]] | None = None
+    of_floor: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
 
 BARS_RANKS = 4
+QWEN3_6 = {(1024, 1024): (0.65, 0.75), (128, 512): (0.55, 0.65), (4096, 8): (0.5, 0.6)}
 BARS = {
     ("deepseek-v3", False): Bars(16, prefill=(20_000, 24_000), decode=(3_600, 4_000)),
     ("deepseek-v3", True): Bars(16, prefill=(27_000, 34_000), decode=(6_000, 7_200)),
     ("gpt-oss-120b", False): Bars(36, output=(11_000, 16_000)),
-    ("glm-4.5-air", True): Bars(46, of_floor=((0.6, 0.7), (0.7, 0.8))),
+    ("glm-4.5-air", True): Bars(
+        46, of_floor={(1024, 1024): (0.7, 0.8), (128, 512): (0.7, 0.8), (4096, 8): (0.6, 0.7)}
+    ),
+    ("qwen3.6-35b-a3b", False): Bars(40, of_floor=QWEN3_6),
+    ("qwen3.6-35b-a3b", True): Bars(40, of_floor=QWEN3_6),
 }
 
 
@@ -96,6 +102,9 @@ def page(found: dict[str, Report]) -> str:
     lines += ["|---|---|---:|---:|---:|---|---|---|---|---|"]
     lines += [_start_row(name, report) for name, report in found.items()]
     for report in found.values():
+        if any(report["loads"][0]["floor"].get("decode_kinds", {}).get("delta nets", {}).values()):
+            lines += ["", f"{_shape(report)[0]}, {_shape(report)[1]}:", ""]
+            lines += kinds_table(report["loads"])[:-1]
         if "against" in report:
             lines += ["", f"{_shape(report)[0]}, {_shape(report)[1]}:", "", *against_table(report)]
     return "\n".join(lines) + "\n"
@@ -143,8 +152,9 @@ def bar_text(report: Report, one: Report) -> str:
     """
     shape, _, fp8 = report["shape"]
     bars, prefill = BARS[shape, fp8], is_prefill(one)
-    if bars.of_floor is not None:
-        return " / ".join(f"{share:.0%}" for share in bars.of_floor[not prefill]) + " of the floor"
+    if bars.of_floor:
+        shares = bars.of_floor.get((one["input_len"], one["output_len"]))
+        return "-" if shares is None else " / ".join(f"{x:.0%}" for x in shares) + " of the floor"
     here, there = one["floor"], floor_of_bars(report, one, bars.layers)
     if bars.output is not None:
         ratio = here["output_tokens_per_s"] / there.output_tokens_per_s

@@ -1,5 +1,6 @@
 """The table of a report of bench_gpu_serving: loads against floors, the start by stages, a step by parts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from scripts.bench.results import origin_line
@@ -32,6 +33,7 @@ def page(report: dict[str, Any], _name: str) -> str:
         *_loads(report),
         "",
         *(_a_gpu(report) if report.get("shape") else ()),
+        *kinds_table(report["loads"]),
         *_start(report),
         "",
         *_steps(report),
@@ -80,6 +82,25 @@ def _a_gpu(report: dict[str, Any]) -> list[str]:
         total = f"{result['total_tokens_per_s'] / report['ranks']:,.0f}"
         decode = f"{between_ms:.1f} | {1e3 * of_rank / between_ms:,.0f}" if between_ms else "- | -"
         lines.append(f"| {label_of(load)} | {total} | {decode} |")
+    return [*lines, ""]
+
+
+def kinds_table(loads: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of the floors of each kind of layer; nothing for reports from before there were kinds."""
+    loads = [load for load in loads if "decode_kinds" in load["floor"]]
+    if not loads:
+        return []
+    kinds = list(loads[0]["floor"]["decode_kinds"])
+    lines = [
+        f"| floors (ms) of {', '.join(kinds)} | prefill | a decode step |",
+        "|---|---:|---:|",
+    ]
+    for load in loads:
+        parts = (load["floor"][name] for name in ("prefill_kinds", "decode_kinds"))
+        of_kinds = (
+            " + ".join(f"{1e3 * max(part[kind].values()):,.2f}" for kind in kinds) for part in parts
+        )
+        lines.append(f"| {label_of(load)} | {' | '.join(of_kinds)} |")
     return [*lines, ""]
 
 

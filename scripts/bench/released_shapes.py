@@ -75,10 +75,31 @@ GLM_4_5_AIR: dict[str, Any] = {
     "routed_scaling_factor": 1.0,
     "use_qk_norm": False,
 }
+QWEN3_6_35B: dict[str, Any] = {  # of Qwen3.6-35B-A3B, the text part
+    "family": "qwen3_5_moe",
+    "num_layers": 40,
+    "hidden_size": 2048,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_heads": 16,
+    "num_kv_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 SHAPES = {
     "deepseek-v3": DEEPSEEK_V3,
     "gpt-oss-120b": GPT_OSS_120B,
     "glm-4.5-air": GLM_4_5_AIR,
+    "qwen3.6-35b-a3b": QWEN3_6_35B,
 }
 
 

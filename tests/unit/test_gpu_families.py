@@ -13,10 +13,15 @@ from workers.models.registry import FAMILIES, load_model_config
 @pytest.mark.parametrize("family", FAMILIES)
 def test_auto_takes_the_fastest_that_can(tmp_path: Path, family: str) -> None:
     model = load_model_config(released_shape(tmp_path / "model", family, weights=False))
-    shape = replace(CUDA, num_ranks=1, attention_specs=model.attention_specs)
+    shape = replace(
+        CUDA,
+        num_ranks=1,
+        attention_specs=model.attention_specs,
+        linear_specs=model.linear_specs,
+    )
     selection = choose(shape)
     expected = "flashinfer_latent" if takes_latents(family) else "flashinfer"
     if family == "gpt_oss":
         expected = "triton"  # the only one with sinks and windows
     assert selection.attention.name == expected
-    assert selection.attention_class.graph
+    assert selection.graph_unsupported_reason is None

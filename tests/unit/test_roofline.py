@@ -1,12 +1,13 @@
 """The floors that served figures are compared with, against figures counted by hand."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from cluster.bench.roofline import Hardware, floor_of, step_floor, step_floors
-from cluster.bench.step_work import StepPart, StepShape, step_work
+from cluster.bench.roofline import Hardware, floor_of, kind_floors, step_floor, step_floors
+from cluster.bench.step_work import LayerKind, StepPart, StepShape, step_work
+from scripts.bench.gpu_serving_report import kinds_table
 from scripts.bench.released_shapes import model_folder
 from workers.models.registry import load_model_config
 from workers.weights.quantization import Fp8Quantization
@@ -134,3 +135,31 @@ def test_layers_with_a_window_read_its_keys_alone(tmp_path: Path) -> None:
     read = keys * 2 * 8 * 64 * 2 + 2 * 36 * 32 * (2 * 64 + 2 * 8) * 64
     assert attention.memory_s == pytest.approx(read / 4.0e12)
     assert attention.compute_s == pytest.approx(2 * keys * 2 * 64 * 64 / 750e12)
+
+
+def test_kinds_of_layers_share_the_work_of_a_step(tmp_path: Path) -> None:
+    model = load_model_config(model_folder("qwen3.6-35b-a3b", None, tmp_path, fp8=False))
+    shape = StepShape(tokens=128, context=1536, kv_reads=128 * 1536, sampled=128)
+    step, kinds = step_floor(model, 2, shape), kind_floors(model, 2, shape)
+    for resource in ("memory_s", "compute_s", "link_s"):
+        of_kinds = sum(getattr(kind, resource) for kind in kinds.values())
+        assert of_kinds == pytest.approx(getattr(step, resource))
+    state = 32 * 128 * 128 * 4 + 3 * 8192 * 2
+    assert kinds[LayerKind.DELTA_NETS].memory_s == pytest.approx(2 * 128 * 30 * state / 4.0e12)
+    cached = 128 * 1536 * 10 * 2 * 2 * 256 * 2
+    assert kinds[LayerKind.FULL_ATTENTION].memory_s == pytest.approx(cached / 4.0e12, rel=1e-3)
+    touched = 1 - (1 - 8 / 256) ** 256
+    read = touched * 128 * 40 * 3 * 2048 * 512 * 2
+    assert kinds[LayerKind.EXPERTS].memory_s == pytest.approx(read / 4.0e12)
+
+
+def test_the_page_of_a_served_shape_names_the_floor_of_each_kind(tmp_path: Path) -> None:
+    model = load_model_config(model_folder("qwen3.6-35b-a3b", None, tmp_path, fp8=False))
+    load = {"in_flight": 256, "input_len": 1024, "output_len": 1024}
+    floor = asdict(floor_of(model, 2, **load))
+    _, _, row, _ = kinds_table([load | {"floor": floor}])
+    step = [float(part) for part in row.split("|")[3].split("+")]
+    memory = floor["decode_kinds"]["delta nets"]["memory_s"]
+    assert len(step) == 4 and step[1] == pytest.approx(1e3 * memory, abs=0.01)
+    del floor["decode_kinds"]
+    assert kinds_table([load | {"floor": floor}]) == []
