@@ -53,9 +53,6 @@ class Found:
         return sum(map(len, self.tokens.values()))
 
     def measure(self) -> None:
-        gc.collect()
-        if not self.rss:
-            gc.freeze()  # torch's 200,000 objects, which every collection would look at
         self.threads.append(len(os.listdir("/proc/self/task")))
         self.descriptors.append(len(os.listdir("/proc/self/fd")))
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -132,6 +129,8 @@ def live(
 
     if config.device == "cuda":
         take_gpu(rank)
+    gc.freeze()  # as RankActor
+    gc.disable()  # a closed epoch leaves no cycles to a later collection
     found = Found({request.request_id: [] for request in requests[rank]})
     client, process, model = Client(requests[rank], found), RankProcess(rank, config), None
     for number in range(num_epochs + 1):
@@ -165,6 +164,7 @@ def live(
         model = process.model
         found.measure()
     process.close()
+    gc.enable()
     gc.unfreeze()
     return found
 

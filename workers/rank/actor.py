@@ -5,6 +5,7 @@ only in the actor itself, so that a supervisor can create it quickly.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -39,7 +40,6 @@ from workers.wire.token_stream import TokenSender
 
 logger = logging.getLogger(__name__)
 
-
 FOLLOW_S = 10.0  # interval at which a rank checks that its supervisor lives
 
 
@@ -67,11 +67,11 @@ class RankActor:
         self._index, self._config = rank, config
         self._set_up_logging()
         self._fence = Fence(rank)
-        # Held by the thread that joins or leaves a group, or runs a stage.
-        self._joining = asyncio.Lock()
+        self._joining = asyncio.Lock()  # held by the thread that joins, leaves or runs a stage
         self._called = asyncio.Event()  # by join_group
         self._left = threading.Event()  # set when the epoch that the thread is in is over
         self._process: Any = None
+        self._new_epoch: Any = None
         self._current: Any = None  # the open Epoch
         self._step_loop: threading.Thread | None = None
         self._loop_clock: int | None = None  # of the processor time of the step loop
@@ -200,20 +200,20 @@ class RankActor:
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
     ) -> None:
         self._make_process(gpus)
-        from workers.rank.epoch import Epoch
-
         self._process.become(self._index, self._config)
-        self._current = Epoch(self._process, rendezvous, timeout_s, self._left)
+        self._current = self._new_epoch(self._process, rendezvous, timeout_s, self._left)
 
     def _make_process(self, gpus: Sequence[int | str]) -> None:
         if self._process is not None:
             return
         if gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        # This module starts CUDA, which reads the variable once.
+        # These modules start CUDA, which reads the variable once.
+        from workers.rank.epoch import Epoch
         from workers.rank.process import RankProcess
 
-        self._process = RankProcess(self._index, self._config)
+        gc.freeze()  # modules live as long as the process, so `Epoch.close` need not search them
+        self._process, self._new_epoch = RankProcess(self._index, self._config), Epoch
 
     async def leave_epoch(self, fence: int) -> None:
         """Leave the open epoch, and refuse all epochs before `fence` from now on.

@@ -51,15 +51,18 @@ def memory_for(what: str, num_bytes: int | None = None) -> Iterator[None]:
         ) from error
 
 
-def free_unused() -> None:
-    """Free all memory of torch that no tensor uses, the workspaces of cuBLAS too. No CUDA graph may be left.
+def free_unused(device: torch.device) -> None:
+    """Free what reference cycles hold, and on a GPU all memory of torch that no tensor uses. No graph may be left.
 
+    Engines, and exchanges that an error left unfinished, are cycles: they would keep threads of process groups, files
+    and shared memory until Python collects its oldest generation.
     torch keeps a workspace of cuBLAS (32 MiB on Hopper) for each pair of a host thread and a stream, and each epoch has
     new streams. A workspace that a capture has allocated lies in the memory pool of the graph, and keeps it.
     """
     gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
 
 
 def _allocation(error: Exception) -> str:

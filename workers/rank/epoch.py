@@ -370,8 +370,7 @@ class Epoch:
         for name in _HELD:
             vars(self).pop(name, None)
         self._shared_memory = None
-        if self.process.device.type == "cuda":
-            free_unused()
+        free_unused(self.process.device)
 
     def _keep_blocks(self) -> None:
         """Leave the KV blocks with their contents to the next epoch, unless their bookkeeping may be wrong."""
