@@ -118,9 +118,11 @@ class RankLauncher:
         wait_s = min(timeout_s, MAX_PLACEMENT_S)
         await asyncio.to_thread(placement.wait_ready, config, group, wait_s)
         self._environment = self._rank_environment()
-        return [
+        handles = [
             await self.start(rank, config, config.dims.node(rank)) for rank in config.dims.ranks()
         ]
+        self._environment = self._later_environment()
+        return handles
 
     def find(self) -> list[RankHandle]:
         """The living actors that an earlier process of this supervisor created, in any order.
@@ -130,7 +132,7 @@ class RankLauncher:
         self._placement_group = placement.find(self._name)
         if self._placement_group is None:
             return []
-        self._environment = self._rank_environment()
+        self._environment = self._later_environment()
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._actor_prefix):
                 with suppress(ValueError):  # it has died since
@@ -194,15 +196,14 @@ class RankLauncher:
     async def start_spares(self) -> None:
         """Let Ray start a process on each node of the ranks, in which the next actor there needs no start of Python.
 
-        Ray starts a process for an actor, and keeps the process for the next actor when this one ends first, if the
-        node has a free CPU. In a local Ray the process also imports the modules of a rank.
+        Ray starts a process for an actor, and keeps the process for the next actor with the same variables when this
+        one ends first, if the node has a free CPU. In a local Ray the process also imports the modules of a rank.
         """
         await asyncio.sleep(SPARE_DELAY_S)
         found = map(self._node, range(self._config.num_nodes))
         actor_class: Any = ray.remote(_Spare)
         spares = []
         for node in filter(None, found):
-            await asyncio.to_thread(spare_imports.request, node["NodeID"])
             here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
             spares.append(actor_class.options(**options, **self._runtime_env).remote())
@@ -314,6 +315,11 @@ class RankLauncher:
     def _group(self) -> PlacementGroup:
         assert self._placement_group is not None, "launch comes first"
         return self._placement_group
+
+    def _later_environment(self) -> dict[str, str]:
+        """Variables of the processes after the first ones: with a local Ray they can take a spare process."""
+        spare = {} if self._joined else {spare_imports.VARIABLE: "1"}
+        return self._rank_environment() | spare
 
     def _rank_environment(self) -> dict[str, str]:
         """Variables of the ranks' processes that they do not inherit: all where Ray was joined.

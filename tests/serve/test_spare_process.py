@@ -1,4 +1,4 @@
-"""A new rank starts in a process that Ray has started before, which has imported torch, over real Ray."""
+"""A new rank starts in a process that Ray has started before, which has imported torch; over real Ray."""
 
 import asyncio
 import os
@@ -23,8 +23,14 @@ class Host:
     async def ping(self) -> None:
         """As the supervisor's."""
 
-    async def replace(self) -> tuple[set[int], int]:
-        """The idle processes of Ray after the start of a rank, and the process of the rank that replaces it."""
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def replace(self) -> tuple[set[int], int, int]:
+        """Return the spare processes after the start of a rank, and the processes of two actors that start then.
+
+        The first is no rank, as a supervisor that Ray starts anew; the second replaces the rank.
+        """
         config = rank_config(1)
         launcher = RankLauncher(config, name="app:1", joined=False)
         (first,) = await launcher.launch(PATIENCE_S)
@@ -38,11 +44,13 @@ class Host:
                     idle = _idle_processes()
                     if idle:
                         break
+        other: Any = ray.remote(Host).options(num_cpus=0).remote()
+        other_pid = await other.pid.remote()
         launcher.end(first, before)
         second = await launcher.start(0, config, 0)
         pid = (await second.describe.remote())["pid"]
         launcher.kill()
-        return idle, pid
+        return idle, other_pid, pid
 
 
 def _idle_processes() -> set[int]:
@@ -65,7 +73,7 @@ def local_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ray.shutdown()
 
 
-def test_a_new_rank_takes_the_spare_process(local_ray: None) -> None:
+def test_a_new_rank_takes_the_spare_process_and_no_other_actor_does(local_ray: None) -> None:
     host: Any = ray.remote(Host).options(num_cpus=0).remote()
-    idle, pid = ray.get(host.replace.remote(), timeout=2 * PATIENCE_S)
-    assert pid in idle, (idle, pid)
+    spare, other, rank = ray.get(host.replace.remote(), timeout=2 * PATIENCE_S)
+    assert rank in spare and other not in spare, (spare, other, rank)
