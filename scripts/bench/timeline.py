@@ -25,7 +25,7 @@ from cluster.config.resolve import resolve_rank_config
 from scripts.bench import ROOT
 from scripts.bench.processes import add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
-from scripts.bench.timeline_ranks import State, run_rank
+from scripts.bench.timeline_ranks import TIMED, State, run_rank
 from scripts.bench.timeline_report import draw, page
 from workers.config import RankConfig
 from workers.models.registry import load_model_config
@@ -52,6 +52,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--scale", type=float, default=1.0, help="factor of sequences a rank")
     parser.add_argument("--lengths", type=float, default=1.0, help="factor of their tokens")
+    parser.add_argument(
+        "--state",
+        action="append",
+        default=[],
+        type=read_state,
+        help="in place of the usual ones, e.g. prefill:2:4096:4096 or decode:32:128:640",
+    )
     parser.add_argument("--set", action="append", default=[], help="setting of the configuration")
     add_limits(parser, patience_s=300, budget_s=400)
     add_options(parser, "gpu-timeline")
@@ -62,7 +69,8 @@ def measure(options: argparse.Namespace) -> None:
     """All states, in processes; those that were measured until something failed are written all the same."""
     overrides = [f"cluster.ranks={options.ranks}", *options.set]
     config = resolve_rank_config(load_config(options.config, overrides))
-    states = [scaled(state, options.scale, options.lengths) for state in STATES]
+    chosen = options.state or STATES
+    states = [scaled(state, options.scale, options.lengths) for state in chosen]
     check(config, states)
     started = time.perf_counter()
     with local_rendezvous() as rendezvous:
@@ -81,6 +89,14 @@ def measure(options: argparse.Namespace) -> None:
         print(options.out.with_suffix(".md").read_text())
     if outcome.failure is not None:
         raise SystemExit(outcome.failure)
+
+
+def read_state(text: str) -> State:
+    """Return the state of `phase:sequences:shortest:longest`."""
+    phase, *numbers = text.split(":")
+    if phase not in TIMED or len(numbers) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} is not phase:sequences:shortest:longest")
+    return State(phase, *map(int, numbers))
 
 
 def scaled(state: State, seqs: float, lengths: float) -> State:

@@ -190,10 +190,11 @@ class Loop:
         return seconds
 
     def _shape(self, state: State) -> StepShape:
+        fp8 = self._epoch.backends.grouped_gemm.fp8_weights
         if state.phase == "prefill":
-            return StepShape(state.seqs * state.longest, state.longest / 2, 0, state.seqs)
+            return StepShape(state.seqs * state.longest, state.longest / 2, 0, state.seqs, fp8)
         context = sum(seq.num_computed for seq in self._engine.scheduler.running)
-        return StepShape(state.seqs, context / state.seqs, context, state.seqs)
+        return StepShape(state.seqs, context / state.seqs, context, state.seqs, fp8)
 
     def _profile(self, state: State, bring: Callable[[], None]) -> Trace:
         activities, device = [ProfilerActivity.CPU], self._epoch.process.device

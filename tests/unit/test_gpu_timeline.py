@@ -254,9 +254,9 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         {"start": {"backends": backends, "stages_s": {}}},
         *({"state": state.title, "ranks": [it]} for state, it in zip(states, found, strict=True)),
     ]
-    monkeypatch.setattr(timeline, "STATES", states)
     monkeypatch.setattr(timeline, "run_group", lambda *args: Outcome(reports, None))
     options = argparse.Namespace(
+        state=states,
         config=ROOT / "configs" / "local.yaml",
         set=overrides,
         ranks=1,
@@ -277,6 +277,13 @@ def test_a_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SystemExit, match="rank 0: died"):
         timeline.measure(options)
     assert [state["phase"] for state in load(options.out)["states"]] == ["decode"]
+
+
+def test_states_of_the_command_line() -> None:
+    assert timeline.read_state("prefill:2:4096:4096") == State("prefill", 2, 4096, 4096)
+    for text in ("prefill", "sleep:1:2:3", "decode:1:2"):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            timeline.read_state(text)
 
 
 def test_states_that_do_not_fit_name_the_setting() -> None:
