@@ -1,11 +1,13 @@
 """Sections of the YAML that a rank reads: model, scheduler, cache. Knows nothing of Ray or HTTP."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from kernels.attention.spec import AttentionSpec
 from kernels.backends.config import KernelsConfig
 from workers import hub
 from workers.parallel import ParallelDims
@@ -109,6 +111,11 @@ class CacheConfig(Section):
     """The paged KV cache of one rank."""
 
     block_size: int = Field(16, ge=1, le=256, description="Tokens in one KV block.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
+        "auto",
+        description="Precision of cached K and V; auto = model.dtype; fp8 = e4m3 with a scale for each token and head: "
+        "half the memory of 16-bit values, with rounding errors. Not for latent attention (MLA).",
+    )
     prefix_caching: bool = Field(
         True, description="Keep full blocks and share them with later requests of equal prefix."
     )
@@ -129,6 +136,10 @@ class CacheConfig(Section):
         ge=0,
         description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there.",
     )
+
+    def cached(self, specs: Iterable[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+        """Return the specs of a model's layers with this cache's precision."""
+        return tuple(replace(spec, fp8_cache=self.dtype == "fp8") for spec in specs)
 
     def num_state_slots(self, max_num_seqs: int) -> int:
         """Slots of a rank for states of linear attention: of padding, running sequences and prefixes."""

@@ -121,10 +121,12 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     # Layers with a window read its keys alone.
     specs, context = model.attention_specs, max(1.0, shape.context)
     seen = [min(1.0, (spec.window or context) / context) for spec in specs]
-    cached = sum(of * layout_of(spec).block_values(1) for of, spec in zip(seen, specs, strict=True))
+    cached = sum(
+        of * layout_of(spec).block_bytes(1, width) for of, spec in zip(seen, specs, strict=True)
+    )
     return {
         StepPart.ATTENTION: Work(
-            memory_bytes=shape.kv_reads * width * cached,
+            memory_bytes=shape.kv_reads * cached,
             flops=2.0 * sum(seen) * tokens * values.of_pair * shape.context,
             activation_bytes=width * attending * tokens * values.attended,
         ),

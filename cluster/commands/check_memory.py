@@ -70,7 +70,7 @@ def rank_rows(
     if graphs:
         of_graph = backend_memory(selection, replace(shape, max_num_tokens=graphs.largest))
         graph_bytes = of_graph.step + _model_bytes(config, model, shape.dtype, graphs.largest)
-    groups = selection.attention_class.kv_groups(model.attention_specs)
+    groups = selection.attention_class.kv_groups(shape.attention_specs)
     dtype = config.model.dtype
     assert dtype != "auto", "a RankConfig has the checkpoint's dtype in its place"
     value_bytes = DTYPE_BYTES[dtype]

@@ -127,5 +127,5 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
     attention = backend_class("attention", report.backends["attention"]["name"])
     if torch.cuda.is_available():
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        specs = load_model_config(config.model.folder).attention_specs
+        specs = config.cache.cached(load_model_config(config.model.folder).attention_specs)
         attention.compile_kernels(getattr(torch, report.config["model"]["dtype"]), specs)

@@ -26,6 +26,7 @@ def check_together(config: PhalanxConfig) -> list[Problem]:
     problems += _check_cluster(config)
     problems += _check_scheduler(config)
     problems += _check_lengths(config, model)
+    problems += _check_cache_dtype(config, model)
     problems += _check_serve(config)
     return problems
 
@@ -111,6 +112,28 @@ def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator
             f"{cache.num_blocks} blocks of {cache.block_size} tokens cannot hold one request of "
             f"model.max_model_len = {length}; expected at least {needed}, or auto",
             ("cache.block_size", *involves),
+        )
+
+
+def _check_cache_dtype(config: PhalanxConfig, model: ModelConfig | None) -> Iterator[Problem]:
+    """A precision of the KV cache that the model's attention cannot read."""
+    wanted = config.cache.dtype
+    if model is None or wanted == "auto":
+        return
+    if wanted == "fp8":
+        if any(spec.latent is not None for spec in model.attention_specs):
+            yield Problem(
+                "cache.dtype",
+                "fp8 is for heads of K and V, the model caches latents (MLA); expected auto",
+                ("model.path",),
+            )
+        return
+    dtype = model.dtype if config.model.dtype == "auto" else config.model.dtype
+    if wanted != dtype:
+        yield Problem(
+            "cache.dtype",
+            f"{wanted} differs from model.dtype = {dtype}; expected auto, {dtype} or fp8",
+            ("model.dtype", "model.path"),
         )
 
 

@@ -41,7 +41,9 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     cache = config.cache
     if cache.num_blocks == "auto" and device == "cpu":
         # Attention is chosen later. Every backend that runs on CPU has this layout.
-        groups = group_layers(map(layout_of, model_config.attention_specs), model_config.windows)
+        groups = group_layers(
+            map(layout_of, cache.cached(model_config.attention_specs)), model_config.windows
+        )
         block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)

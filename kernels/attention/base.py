@@ -49,6 +49,8 @@ class Attention(Backend):
     # Whether it serves sliding windows, and sinks.
     windows: bool = False
     sinks: bool = False
+    # Whether it serves caches in e4m3.
+    fp8_cache: bool = False
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         """Take one spec a layer."""
@@ -72,6 +74,8 @@ class Attention(Backend):
                 return f"it has no sliding window, the model has one of {spec.window} tokens"
             if spec.sinks and not cls.sinks:
                 return "it has no attention sinks, the model has one for each head"
+            if spec.fp8_cache and not cls.fp8_cache:
+                return "it reads K and V in model.dtype alone, cache.dtype is fp8"
         return None
 
     @classmethod

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import ClassVar
 
 from kernels.attention.spec import AttentionSpec
 
@@ -24,9 +25,12 @@ class KVLayout(ABC):
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """Return the shape of one layer's cache tensor."""
 
-    def block_values(self, block_size: int) -> int:
-        """Return how many values one block of one layer has."""
-        return math.prod(self.shape(1, block_size))
+    # Whether a cache is a tensor of bytes, whatever the model's dtype.
+    in_bytes: ClassVar[bool] = False
+
+    def block_bytes(self, block_size: int, value_bytes: int) -> int:
+        """Return the bytes of one block of one layer, for a model with values of `value_bytes` bytes."""
+        return math.prod(self.shape(1, block_size)) * (1 if self.in_bytes else value_bytes)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,27 @@ class PagedHeads(KVLayout):
 
 
 @dataclass(frozen=True)
+class PagedFp8Heads(KVLayout):
+    """K and V of every token in e4m3, and the exponent of a power-of-two scale for each token and head.
+
+    One tensor of bytes: the values of all blocks, [2, num_blocks, block_size, num_kv_heads, head_dim], K first, then V;
+    behind them the exponents, [2, num_blocks, num_kv_heads, block_size]. `Fp8Pages` has the views.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    in_bytes = True
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> "PagedFp8Heads":
+        """Return the layout for K and V of this attention."""
+        return cls(spec.num_kv_heads, spec.head_dim)
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (2 * num_blocks * block_size * self.num_kv_heads * (self.head_dim + 1),)
+
+
+@dataclass(frozen=True)
 class PagedLatents(KVLayout):
     """One latent of every token and the rotated key beside it, for all heads: [num_blocks, block_size, width]."""
 
@@ -57,7 +82,9 @@ class PagedLatents(KVLayout):
 
 def layout_of(spec: AttentionSpec) -> KVLayout:
     """Return the layout of a layer's cache in every backend that declares no other."""
-    return PagedHeads.of(spec) if spec.latent is None else PagedLatents(spec.latent.width)
+    if spec.latent is not None:
+        return PagedLatents(spec.latent.width)
+    return PagedFp8Heads.of(spec) if spec.fp8_cache else PagedHeads.of(spec)
 
 
 @dataclass(frozen=True)
@@ -92,6 +119,7 @@ def group_layers(
 
 
 def kv_block_bytes(groups: Iterable[KVGroup], block_size: int, value_bytes: int) -> int:
-    """Return the bytes of one block over all layers, for values of `value_bytes` bytes."""
-    values = sum(len(group.caches) * group.layout.block_values(block_size) for group in groups)
-    return values * value_bytes
+    """Return the bytes of one block over all layers, for a model with values of `value_bytes` bytes."""
+    return sum(
+        len(group.caches) * group.layout.block_bytes(block_size, value_bytes) for group in groups
+    )

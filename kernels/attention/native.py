@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.attention.base import AttentionBatch
-from kernels.attention.sdpa import Cache, SdpaAttention, SpanPlan
+from kernels.attention.layer_cache import Cache
+from kernels.attention.sdpa import SdpaAttention, SpanPlan
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.backend import BackendShape
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
@@ -20,6 +21,7 @@ class NativeAttention(SdpaAttention):
     name = "native"
     devices = ("cpu",)
     auto = "compiled C reads the pages of decodes where they lie"
+    fp8_cache = False
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
@@ -50,7 +52,7 @@ class NativeAttention(SdpaAttention):
 
     def _store(
         self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache, slots: torch.Tensor
-    ) -> None:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         spec = cache.spec
         for x_Thd in (k_Thd, v_Thd):
             assert x_Thd.dtype == torch.float32 and x_Thd.stride()[1:] == (spec.head_dim, 1)
@@ -65,6 +67,7 @@ class NativeAttention(SdpaAttention):
             cache.k_slots.data_ptr(),
             cache.v_slots.data_ptr(),
         )
+        return k_Thd, v_Thd
 
     def _attend_spans(
         self,

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.base import Attention, AttentionBatch
+from kernels.attention.layer_cache import Cache, Fp8Cache
 from kernels.attention.spans import attend_span
 from kernels.attention.spec import AttentionSpec
 from kernels.pending import wait_previous_ubatch
@@ -60,27 +61,17 @@ class SpanPlan:
     spans: list[Extend]
 
 
-class Cache:
-    """One layer's spec, and flat views of its cache: whole blocks for reading, slots for writing."""
-
-    def __init__(self, spec: AttentionSpec, kv_cache: torch.Tensor):
-        self.spec = spec
-        _, num_blocks, block_size, num_kv_heads, head_dim = kv_cache.shape
-        self.k_blocks, self.v_blocks = kv_cache.view(2, num_blocks, -1).unbind(0)
-        slots = kv_cache.view(2, num_blocks * block_size, num_kv_heads * head_dim)
-        self.k_slots, self.v_slots = slots.unbind(0)
-
-
 class SdpaAttention(Attention):
     """Decodes in groups of similar length, prompts one by one."""
 
     name = "sdpa"
     auto = "gathers pages for torch's own attention, runs everywhere"
-    windows = sinks = True
+    windows = sinks = fp8_cache = True
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
         self._caches: list[Cache] = []
+        self._mask_dtype = torch.float32
         self._num_tokens = 0
         self._num_decodes = 0
         self._decodes: list[DecodeGroup] = []
@@ -93,8 +84,11 @@ class SdpaAttention(Attention):
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         super().bind(kv_caches)
         self._caches = [
-            Cache(spec, kv_cache) for spec, kv_cache in zip(self.specs, kv_caches, strict=False)
+            Fp8Cache(spec, kv_cache, self.block_size) if spec.fp8_cache else Cache(spec, kv_cache)
+            for spec, kv_cache in zip(self.specs, kv_caches, strict=False)
         ]
+        if kv_caches and kv_caches[0].dtype.is_floating_point:  # caches in e4m3 are bytes
+            self._mask_dtype = kv_caches[0].dtype
 
     def plan(self, batch: AttentionBatch) -> None:
         if not self.specs:  # of a model with linear attention alone
@@ -139,7 +133,8 @@ class SdpaAttention(Attention):
         plan = self._span_plans[cache.spec.window] if special else None
         if num_rows > num_tokens:
             k_Thd, v_Thd = k_Thd[:num_tokens], v_Thd[:num_tokens]
-        self._store(k_Thd, v_Thd, cache, self._slot_mapping if plan is None else plan.slots)
+        slots = self._slot_mapping if plan is None else plan.slots
+        k_Thd, v_Thd = self._store(k_Thd, v_Thd, cache, slots)
         wait_previous_ubatch()
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if num_rows > num_tokens:
@@ -156,10 +151,9 @@ class SdpaAttention(Attention):
 
     def _store(
         self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, cache: Cache, slots: torch.Tensor
-    ) -> None:
-        """Write the new K and V to their slots."""
-        cache.k_slots.index_copy_(0, slots, k_Thd.flatten(1))
-        cache.v_slots.index_copy_(0, slots, v_Thd.flatten(1))
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new K and V to their slots; return them as a reader of the cache finds them."""
+        return cache.store(k_Thd, v_Thd, slots)
 
     def _attend_spans(
         self,
@@ -171,16 +165,14 @@ class SdpaAttention(Attention):
         first: int = 0,
     ) -> None:
         """Write the attention of the sequences from `first` on to out_THd."""
-        paged = (-1, cache.spec.num_kv_heads, cache.spec.head_dim)
         for span in plan.spans[first:]:
             assert span.blocks is not None
             num_keys = span.context + span.end - span.start
-            k_Lhd, v_Lhd = (
-                blocks.index_select(0, span.blocks).view(paged)[:num_keys]
-                for blocks in (cache.k_blocks, cache.v_blocks)
-            )
+            k_Lhd, v_Lhd = cache.read(span.blocks, q_THd.dtype)
             rows = slice(span.start, span.end)
-            out_THd[rows] = attend_span(q_THd[rows], k_Lhd, v_Lhd, cache.spec, sinks_H)
+            out_THd[rows] = attend_span(
+                q_THd[rows], k_Lhd[:num_keys], v_Lhd[:num_keys], cache.spec, sinks_H
+            )
 
     def _plan_decodes(self, batch: AttentionBatch) -> None:
         seq_lens = batch.seq_lens_cpu[: batch.num_decodes]
@@ -206,11 +198,10 @@ class SdpaAttention(Attention):
         num_blocks: np.ndarray,
         members: np.ndarray | None,
     ) -> DecodeGroup:
-        cache = self.kv_caches[0]
         if members is None:
             rows, table = None, batch.block_table[: batch.num_decodes]
         else:
-            rows = torch.from_numpy(members).to(cache.device)
+            rows = torch.from_numpy(members).to(batch.block_table.device)
             seq_lens, num_blocks = seq_lens[members], num_blocks[members]
             table = batch.block_table.index_select(0, rows)
         width = int(num_blocks.max())
@@ -219,19 +210,21 @@ class SdpaAttention(Attention):
         if (seq_lens < num_keys).any():
             hidden_BL = np.arange(num_keys) >= seq_lens[:, None]
             mask_BL = np.where(hidden_BL, np.float32("-inf"), np.float32(0))
-            mask_B11L = torch.from_numpy(mask_BL).to(cache.device, cache.dtype)[:, None, None, :]
+            mask_B11L = torch.from_numpy(mask_BL)[:, None, None, :]
+            mask_B11L = mask_B11L.to(table.device, self._mask_dtype)
         return DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
 
     def _decode(self, q_BHd: torch.Tensor, cache: Cache, group: DecodeGroup) -> torch.Tensor:
         spec, batch_size = cache.spec, q_BHd.shape[0]
         paged = (batch_size, -1, spec.num_kv_heads, spec.head_dim)
-        k_BLhd = cache.k_blocks.index_select(0, group.blocks).view(paged)
-        v_BLhd = cache.v_blocks.index_select(0, group.blocks).view(paged)
+        k_Lhd, v_Lhd = cache.read(group.blocks, q_BHd.dtype)
+        k_BLhd, v_BLhd = k_Lhd.view(paged), v_Lhd.view(paged)
+        mask_B11L = None if group.mask_B11L is None else group.mask_B11L.to(q_BHd.dtype)
         out_BhGd = F.scaled_dot_product_attention(
             q_BHd.reshape(batch_size, spec.num_kv_heads, -1, spec.head_dim),
             k_BLhd.transpose(1, 2),
             v_BLhd.transpose(1, 2),
-            attn_mask=group.mask_B11L,
+            attn_mask=mask_B11L,
             scale=spec.scale,
         )
         return out_BhGd.reshape(q_BHd.shape)
@@ -249,9 +242,7 @@ class SdpaAttention(Attention):
         if extend.blocks is None:
             k_Lhd, v_Lhd = k_Thd[extend.start : extend.end], v_Thd[extend.start : extend.end]
         else:
-            paged = (-1, spec.num_kv_heads, spec.head_dim)
-            k_Lhd = cache.k_blocks.index_select(0, extend.blocks).view(paged)
-            v_Lhd = cache.v_blocks.index_select(0, extend.blocks).view(paged)
+            k_Lhd, v_Lhd = cache.read(extend.blocks, q_THd.dtype)
         group = spec.group_size
         for start in range(extend.start, extend.end, QUERY_CHUNK):
             end = min(start + QUERY_CHUNK, extend.end)
@@ -266,7 +257,7 @@ class SdpaAttention(Attention):
                 q_hGMd,
                 k_Lhd[:num_keys].transpose(0, 1).unsqueeze(1).expand(heads),
                 v_Lhd[:num_keys].transpose(0, 1).unsqueeze(1).expand(heads),
-                attn_mask=self._causal_mask(offset, len(q_MHd), num_keys) if offset else None,
+                attn_mask=self._causal_mask(offset, q_MHd, num_keys) if offset else None,
                 is_causal=not offset,
                 scale=spec.scale,
             )
@@ -277,15 +268,15 @@ class SdpaAttention(Attention):
         columns = 0 if self._causal is None else self._causal.shape[1]
         if columns < num_keys + QUERY_CHUNK:
             columns = (1 << (num_keys - 1).bit_length()) + QUERY_CHUNK
-            cache = self.kv_caches[0]
             hidden = torch.full((QUERY_CHUNK, columns), float("-inf"))
-            self._causal = hidden.triu_(columns - QUERY_CHUNK + 1).to(cache.device, cache.dtype)
+            hidden = hidden.triu_(columns - QUERY_CHUNK + 1)
+            self._causal = hidden.to(self.kv_caches[0].device, self._mask_dtype)
 
-    def _causal_mask(self, offset: int, num_rows: int, num_keys: int) -> torch.Tensor:
-        """Return the part [num_rows, num_keys] of the mask in which row i shows keys up to `offset + i`."""
+    def _causal_mask(self, offset: int, q_MHd: torch.Tensor, num_keys: int) -> torch.Tensor:
+        """Return the part [M, num_keys] of the mask in which row i shows keys up to `offset + i`, in q's dtype."""
         assert self._causal is not None
         first = self._causal.shape[1] - QUERY_CHUNK - offset
-        mask = self._causal[:num_rows, first : first + num_keys]
+        mask = self._causal[: len(q_MHd), first : first + num_keys].to(q_MHd.dtype)
         # CUDA kernels fault on a mask that does not start at an aligned address.
         return mask.clone(memory_format=torch.contiguous_format) if mask.is_cuda else mask
 

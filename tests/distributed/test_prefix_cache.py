@@ -46,13 +46,23 @@ def shared_traffic(chance: random.Random, num_ranks: int) -> list[Event]:
 
 
 def serve(
-    pool: RankPool, checkpoint: Path, num_ranks: int, events: list[Event], caching: bool
+    pool: RankPool,
+    checkpoint: Path,
+    num_ranks: int,
+    events: list[Event],
+    caching: bool,
+    dtype: str = "auto",
 ) -> list[RankResult]:
     config = rank_config(
         checkpoint,
         num_ranks,
         model={"max_model_len": 160},
-        cache={"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "prefix_caching": caching},
+        cache={
+            "num_blocks": NUM_BLOCKS,
+            "block_size": BLOCK,
+            "prefix_caching": caching,
+            "dtype": dtype,
+        },
         scheduler={"max_num_seqs": 6, "max_num_batched_tokens": 48},
     )
     return run_engines(pool, config, events)
@@ -92,3 +102,27 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(rank_pool, checkpoint
     (fresh,) = run_engines(rank_pool, config, [Event(0, 0, make_request("b", second))])
     assert chat.tokens["b"] == fresh.tokens["b"]
     assert chat.cached_tokens == {"a": 0, "b": 112} and fresh.cached_tokens == {"b": 0}
+
+
+def test_an_fp8_cache_gives_one_answer_from_any_cache(rank_pool, checkpoint):
+    """Chunks, preemption and the prefix cache change sums by 1e-6, which turns a rounding to e4m3 now and then."""
+    events = shared_traffic(random.Random(5), 2)
+    cached, plain, exact = (
+        serve(rank_pool, checkpoint, 2, events, caching=caching, dtype=dtype)
+        for caching, dtype in ((True, "fp8"), (False, "fp8"), (True, "auto"))
+    )
+    assert all(result.prefix_cache_hits > 0 for result in cached)
+    assert sum(result.num_preemptions for result in (*cached, *plain)) > 0
+    tokens = [
+        {name: ids for result in results for name, ids in result.tokens.items()}
+        for results in (cached, plain, exact)
+    ]
+    ended = {name for result in plain for name in result.reasons}
+    ended -= {event.abort for event in events if event.abort is not None}
+    same, changed = (
+        sum(tokens[0][name] == other[name] for name in ended) / len(ended) for other in tokens[1:]
+    )
+    assert same >= 0.95
+    assert changed < 1, "the cache was not in FP8"
+    again = serve(rank_pool, checkpoint, 2, events, caching=True, dtype="fp8")
+    assert [result.tokens for result in again] == [result.tokens for result in cached]

@@ -12,6 +12,7 @@ from cluster.config.errors import ConfigError, leaf_schemas
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig, json_schema
 from cluster.config.resolve import resolve_rank_config, resolve_threads
+from tests.family_cases import family_checkpoint
 from workers.weights.checkpoint import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
@@ -297,6 +298,23 @@ def test_broken_checkpoint_names_its_field(tmp_path: Path, checkpoint: Path) -> 
     assert "hidden_act" in problems(path)["model.path"]
 
 
+def test_the_cache_has_the_precision_of_the_model_or_fp8(yaml_path: Path) -> None:
+    for dtype in ("auto", "bfloat16", "fp8"):
+        assert load_config(yaml_path, [f"cache.dtype={dtype}"]).cache.dtype == dtype
+    load_config(yaml_path, ["cache.dtype=float32", "model.dtype=float32"])
+    found = problems(yaml_path, "cache.dtype=float16")
+    assert found == {
+        "cache.dtype": "float16 differs from model.dtype = bfloat16; expected auto, bfloat16 or fp8"
+    }
+
+
+def test_latents_are_not_cached_in_fp8(tmp_path: Path) -> None:
+    folder = family_checkpoint(tmp_path / "latent", "deepseek_v3", "untied")
+    path = write(tmp_path, f"model: {{path: {folder}}}")
+    found = problems(path, "cache.dtype=fp8")["cache.dtype"]
+    assert found == "fp8 is for heads of K and V, the model caches latents (MLA); expected auto"
+
+
 def test_error_survives_pickling(yaml_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(yaml_path, ["serve.port=0"])
@@ -314,6 +332,11 @@ def test_resolve_fills_every_auto(yaml_path: Path, checkpoint: Path) -> None:
     assert rank_config.cache.num_blocks == 2**29 // bytes_per_block
     assert rank_config.device == "cpu"
     assert rank_config.threads >= 1
+    fp8 = load_config(
+        yaml_path, ["cluster.device=cpu", "cache.cpu_memory_gib=0.5", "cache.dtype=fp8"]
+    )
+    bytes_per_block = 2 * 1 * 16 * 2 * (64 + 1)  # and a byte for each scale
+    assert resolve_rank_config(fp8).cache.num_blocks == 2**29 // bytes_per_block
     fixed = load_config(
         yaml_path,
         [

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.base import Attention, AttentionBatch
-from kernels.attention.kv_layout import PagedHeads
+from kernels.attention.fp8_pages import Fp8Pages, round_heads, widen
+from kernels.attention.kv_layout import layout_of
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
 from kernels.attention.spec import AttentionSpec
@@ -28,26 +30,74 @@ class LayerRows:
 
     def __init__(self, pages: "Pages", spec: AttentionSpec, dtype: torch.dtype, padding: int):
         self.spec, self.dtype, self._generator = spec, dtype, pages.generator
-        shape = PagedHeads.of(spec).shape(pages.num_blocks, pages.block_size)
-        self.cache = torch.zeros(shape, dtype=dtype)
-        self.cache[:, pages.spoiled] = math.nan
-        self.keys, self.values = [], []
+        shape = layout_of(spec).shape(pages.num_blocks, pages.block_size)
+        self.cache = torch.zeros(shape, dtype=torch.uint8 if spec.fp8_cache else dtype)
+        self._block_size = pages.block_size
+        self._spoil(pages.spoiled)
+        self.keys, self.values, new_rows = [], [], ([], [])
         slots_of = pages.slots_of if spec.window is None else pages.window_slots_of
         self.sinks = torch.randn(spec.num_heads, generator=self._generator) if spec.sinks else None
         for (context, new), slots in zip(pages.seqs, slots_of, strict=True):
             key, value = (self._random(context + new, spec.num_kv_heads) for _ in "kv")
-            for rows, cache in zip((key, value), self.cache, strict=True):
-                cache.flatten(0, 1)[slots[:context]] = rows[:context]
+            for rows, of in zip((key, value), new_rows, strict=True):
+                of.append(rows[context:])
+            key, value = self._cached(key), self._cached(value)
+            self._write(slots[:context], key[:context], value[:context])
             self.keys.append(key)
             self.values.append(value)
         pad = self._random(padding, spec.num_kv_heads)
-        self.k, self.v = (
-            torch.cat(
-                [*(rows[context:] for rows, (context, _) in zip(of, pages.seqs, strict=True)), pad]
-            )
-            for of in (self.keys, self.values)
-        )
+        self.k, self.v = (torch.cat([*of, pad]) for of in new_rows)
         self.q = self._random(len(self.k), spec.num_heads)
+
+    def _spoil(self, block: int) -> None:
+        if self.spec.fp8_cache:
+            for tensor in self._pages().tensors:
+                tensor.view(torch.uint8)[block] = 255  # not a number, times infinity
+        else:
+            self.cache[:, block] = math.nan
+
+    def _pages(self) -> Fp8Pages:
+        return Fp8Pages(self.cache, self.spec, self._block_size)
+
+    def _cached(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows as the cache holds them."""
+        return widen(*round_heads(rows), self.dtype) if self.spec.fp8_cache else rows
+
+    def _write(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        if not self.spec.fp8_cache:
+            for rows, cache in zip((key, value), self.cache, strict=True):
+                cache.flatten(0, 1)[slots] = rows
+            return
+        pages = self._pages()
+        blocks, offsets = slots // self._block_size, slots % self._block_size
+        for rows, values, exponents in (
+            (key, pages.k, pages.k_exponents),
+            (value, pages.v, pages.v_exponents),
+        ):
+            rounded, exponent = round_heads(rows)
+            values.view(torch.uint8)[blocks, offsets] = rounded.view(torch.uint8)
+            exponents[blocks, :, offsets] = exponent
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """K and V of these slots, [2, T, h, d]."""
+        if not self.spec.fp8_cache:
+            return self.cache.flatten(1, 2)[:, slots]
+        pages = self._pages()
+        blocks, offsets = slots // self._block_size, slots % self._block_size
+        found = (
+            (pages.k, pages.k_exponents),
+            (pages.v, pages.v_exponents),
+        )
+        return torch.stack(
+            [
+                widen(
+                    values.view(torch.uint8)[blocks, offsets].view(torch.float8_e4m3fn),
+                    exponents[blocks, :, offsets],
+                    self.dtype,
+                )
+                for values, exponents in found
+            ]
+        )
 
     def _random(self, rows: int, heads: int) -> torch.Tensor:
         shape = (rows, heads, self.spec.head_dim)
@@ -154,6 +204,7 @@ def check(
     head_dim: int = 8,
     specs: Sequence[AttentionSpec] | None = None,
     block_size: int = 4,
+    fp8: bool = False,
     attention: Attention | None = None,
     backend: type[Attention] = SdpaAttention,
     device: str = "cpu",
@@ -161,6 +212,8 @@ def check(
     """Run one batch through all layers (specs: one a layer, None: equal layers); also run by the GPU tests."""
     if specs is None:
         specs = [AttentionSpec(*heads, head_dim, scale=0.85 * head_dim**-0.5)] * NUM_LAYERS
+    if fp8:
+        specs = [replace(spec, fp8_cache=True) for spec in specs]
     pages = Pages(seqs, specs, block_size, dtype, padding)
     pages.move(device)
     attention = attention or backend(specs, block_size)
@@ -186,8 +239,8 @@ def check_layer(pages: Pages, layer: LayerRows, out: torch.Tensor) -> None:
         start += new
     assert torch.count_nonzero(out[start:]) == 0
     slots = pages.slots if layer.spec.window is None else pages.window_slots
-    written = layer.cache.flatten(1, 2)[:, slots]
-    assert torch.equal(written, torch.stack((layer.k[:start], layer.v[:start])))
+    expected = [layer._cached(rows[:start]) for rows in (layer.k, layer.v)]
+    assert torch.equal(layer.read(slots), torch.stack(expected))
 
 
 BATCHES = {
@@ -210,6 +263,12 @@ BATCHES = {
 @pytest.mark.parametrize("label", BATCHES)
 def test_equals_dense_attention(label: str, padding: int, dtype: torch.dtype):
     check(BATCHES[label], dtype=dtype, padding=padding)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("label", BATCHES)
+def test_fp8_cache_equals_dense_attention_over_rounded_values(label: str, dtype: torch.dtype):
+    check(BATCHES[label], dtype=dtype, padding=3, fp8=True)
 
 
 @needs_native
@@ -262,6 +321,7 @@ WINDOW_LAYERS = (
 def test_windows_and_sinks(label: str, padding: int):
     check(BATCHES[label], specs=WINDOW_LAYERS, padding=padding)
     check(BATCHES[label], specs=WINDOW_LAYERS, padding=padding, dtype=torch.bfloat16)
+    check(BATCHES[label], specs=WINDOW_LAYERS, padding=padding, fp8=True)
     if NATIVE_MISSING is None:
         check(BATCHES[label], specs=WINDOW_LAYERS, padding=padding, backend=NativeAttention)
 

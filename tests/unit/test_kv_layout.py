@@ -43,7 +43,7 @@ def test_layers_with_a_window_share_caches_with_the_other_layers():
     (group,) = group_layers([PagedHeads(4, 16)] * 5, [128, None, 128, None, 128])
     assert (group.layers, group.window_layers) == ((1, 3), (0, 2, 4))
     assert group.caches == ((1, 0), (3, 2), (4,))
-    assert kv_block_bytes([group], 16, 2) == 3 * PagedHeads(4, 16).block_values(16) * 2
+    assert kv_block_bytes([group], 16, 2) == 3 * PagedHeads(4, 16).block_bytes(16, 2)
     caches = allocate_kv_caches([group], 3, 16, torch.float32, torch.device("cpu"))
     addresses = [cache.data_ptr() for cache in caches]
     assert addresses[0] == addresses[1] and addresses[2] == addresses[3]
@@ -63,6 +63,29 @@ def test_bytes_of_a_block_are_the_sum_over_layers() -> None:
     values_a_token = 2 * (4 * 16 + 1 * 8 + 4 * 16)
     assert kv_block_bytes(groups, 32, 2) == values_a_token * 32 * 2
     assert kv_block_bytes(groups, 1, 4) == values_a_token * 4
+
+
+def test_an_fp8_cache_takes_a_byte_a_value_and_one_for_each_scale() -> None:
+    specs = [replace(spec, fp8_cache=True) for spec in (WIDE, NARROW)]
+    groups = group_layers(map(layout_of, specs))
+    for value_bytes in (2, 4):
+        assert kv_block_bytes(groups, 32, value_bytes) == 2 * 32 * (4 * (16 + 1) + 1 * (8 + 1))
+    caches = allocate_kv_caches(groups, 5, 4, torch.bfloat16, torch.device("cpu"))
+    assert {cache.dtype for cache in caches} == {torch.uint8}
+    assert sum(cache.nbytes for cache in caches) == 5 * kv_block_bytes(groups, 4, 2)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_an_fp8_cache_is_refused_by_backends_without_it(name: str) -> None:
+    attention = backend_class("attention", name)
+    spec = LATENT if attention.latent else AttentionSpec(8, 4, 64, 0.125)
+    dtype = torch.bfloat16 if attention.graph else torch.float32
+    shape = replace(CPU, dtype=dtype, attention_specs=(replace(spec, fp8_cache=True),))
+    reason = attention.unsupported_reason(shape)
+    if attention.fp8_cache:
+        assert reason is None
+    else:
+        assert reason is not None and "cache.dtype is fp8" in reason
 
 
 def test_caches_take_the_bytes_of_their_blocks() -> None:

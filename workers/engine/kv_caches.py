@@ -23,7 +23,8 @@ def allocate_kv_caches(
     caches: dict[int, torch.Tensor] = {}
     for group in groups:
         for layers in group.caches:
-            shared = _zeros(group.layout.shape(num_blocks, block_size), dtype, device)
+            of_layout = torch.uint8 if group.layout.in_bytes else dtype
+            shared = _zeros(group.layout.shape(num_blocks, block_size), of_layout, device)
             caches |= dict.fromkeys(layers, shared)
     return [caches[layer] for layer in range(len(caches))]
 

@@ -25,7 +25,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         num_experts=model.num_experts,
         top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
-        attention_specs=model.attention_specs,
+        attention_specs=config.cache.cached(model.attention_specs),
         linear_specs=model.linear_specs,
         fp8_checkpoint=stores_fp8_experts(model),
         expert_bias=model.moe.bias,

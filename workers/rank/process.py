@@ -253,7 +253,7 @@ class RankProcess:
         return self.num_state_slots * linear.slot_bytes(self.model_config.linear_specs, self.dtype)
 
     def _kv_groups(self) -> tuple[KVGroup, ...]:
-        return self.selection.attention_class.kv_groups(self.model_config.attention_specs)
+        return self.selection.attention_class.kv_groups(self.shape.attention_specs)
 
     @property
     def kv_demand(self) -> KVDemand:
