@@ -46,6 +46,7 @@ class Found:
     errors: list[str] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
     device_bytes: list[int] = field(default_factory=list)
+    states_restored: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -163,6 +164,8 @@ def live(
         assert model is None or model is process.model, "the weights were loaded again"
         model = process.model
         found.measure()
+    if process.snapshots is not None:
+        found.states_restored = process.snapshots.num_restored
     process.close()
     gc.enable()
     gc.unfreeze()
@@ -213,24 +216,44 @@ def test_rebuilt_epochs_leak_nothing_and_change_no_token(
         kernels={"all2all": all2all},
     ).model_copy(update={"vote_timeout_s": 10.0})
     requests = [requests_of(rank, num_epochs) for rank in range(NUM_RANKS)]
-    events = [Event(0, rank, request) for rank in range(NUM_RANKS) for request in requests[rank]]
-    undisturbed = run_engines(rank_pool, config, events)
     segments = set(SHM.glob("phalanx-*"))
-    with local_rendezvous() as rendezvous:
-        found = rank_pool.run(
-            live,
-            NUM_RANKS,
-            config,
-            rendezvous,
-            requests,
-            num_epochs,
-            with_group=False,
-            timeout_s=120,
-        )
+    for rebuilt in rebuild(rank_pool, config, requests, num_epochs):
+        assert_flat(rebuilt, num_epochs)
     assert set(SHM.glob("phalanx-*")) <= segments, "a segment of shared memory is left"
+
+
+def test_states_of_linear_attention_stay_over_rebuilds(rank_pool, tmp_path: Path):
+    """A request that comes again goes on from the state that an earlier epoch kept at the end of its prompt."""
+    num_epochs = 6
+    config = rank_config(
+        make_checkpoint(tmp_path / "model", family="qwen3_next", num_layers=2, hidden_size=32),
+        NUM_RANKS,
+        model={"max_model_len": 512},
+        cache={"num_blocks": 128},
+    ).model_copy(update={"vote_timeout_s": 10.0})
+    requests = [
+        [
+            replace(request, prompt_token_ids=[(rank + 7 * i) % 251 for i in range(99)])
+            for request in requests_of(rank, num_epochs)
+        ]
+        for rank in range(NUM_RANKS)
+    ]
+    for rebuilt in rebuild(rank_pool, config, requests, num_epochs):
+        assert rebuilt.states_restored >= num_epochs
+
+
+def rebuild(
+    pool: Any, config: RankConfig, requests: list[list[EngineRequest]], num_epochs: int
+) -> list[Found]:
+    """Serve the requests of all ranks over rebuilds; compare their tokens with those of one undisturbed epoch."""
+    events = [Event(0, rank, request) for rank in range(NUM_RANKS) for request in requests[rank]]
+    undisturbed = run_engines(pool, config, events)
+    with local_rendezvous() as rendezvous:
+        arguments = (config, rendezvous, requests, num_epochs)
+        found: list[Found] = pool.run(live, NUM_RANKS, *arguments, with_group=False, timeout_s=120)
     for rank, (rebuilt, whole) in enumerate(zip(found, undisturbed, strict=True)):
         assert rebuilt.tokens == whole.tokens, f"rank {rank}"
-        assert_flat(rebuilt, num_epochs)
+    return found
 
 
 def assert_flat(found: Found, num_epochs: int) -> None:

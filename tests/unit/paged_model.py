@@ -30,9 +30,11 @@ class PagedModel:
         if before is not None:
             self._content = before._content
         self._snapshots = scheduler.snapshots
-        self._states: dict[int, int] = {}
+        self._states: dict[int, int] = {} if before is None else before._states
         self._scheduler = scheduler
         self._written: list[list[int]] = []  # slots, by step
+        # Copies and slots of rows, by step.
+        self._states_written: list[tuple[tuple[tuple[int, int], ...], list[int]]] = []
         self.num_tokens = 0
 
     def spoil(self, num_steps: int) -> None:
@@ -40,10 +42,20 @@ class PagedModel:
         for slots in self._written[len(self._written) - num_steps :]:
             for slot in slots:
                 self._content[slot] ^= 1 << 50
+        spoilt: set[int] = set()
+        for copies, rows in self._states_written[len(self._states_written) - num_steps :]:
+            for (
+                source,
+                target,
+            ) in copies:  # before the forward, of what the steps before it have left
+                (spoilt.add if source in spoilt else spoilt.discard)(target)
+            spoilt.update(rows)
+        self._states |= dict.fromkeys(spoilt, -1)
 
     def execute(self, batch: ScheduledBatch) -> list[int]:
         """The new token of each sampling sequence."""
         self._written.append([])
+        self._states_written.append((batch.state_copies, []))
         rows = [seq.row for seq in batch.seqs]
         if self._snapshots is not None:
             self._copy_states(batch)
@@ -83,6 +95,7 @@ class PagedModel:
                 self._written[-1].append(slot)
                 self._check_window(row, position)
         self._states[row + 1] = before
+        self._states_written[-1][1].append(row + 1)
         return before
 
     def _check_window(self, row: int, position: int) -> None:

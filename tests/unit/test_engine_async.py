@@ -13,6 +13,7 @@ from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.scheduler import ScheduledBatch, Scheduler
+from workers.engine.state_snapshots import StateSnapshots
 from workers.engine.step_sync import PlanConfig
 from workers.engine.vote_transport import LocalVoteTransport
 from workers.runner.step_output import StepOutput
@@ -63,6 +64,7 @@ class Run:
     invalid: frozenset[str] = frozenset()
     before: "Run | None" = None  # the epoch with the same cache
     window: int | None = None
+    snapshots: StateSnapshots | None = None
 
     def __post_init__(self):
         limits = {"max_num_seqs": 4, "max_num_batched_tokens": 16, **self.limits}
@@ -74,6 +76,7 @@ class Run:
             prefix_caching=self.caching,
             pool=self.before and self.before.scheduler.pool,
             window=self.window,
+            snapshots=self.snapshots,
         )
         self.runner = PagedRunner(self.scheduler, self.invalid)
         if self.before is not None:

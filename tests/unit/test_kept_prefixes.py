@@ -1,4 +1,4 @@
-"""KV blocks keep their contents from one epoch of a process to the next, except what unfinished steps have written."""
+"""KV blocks and states keep their contents from one epoch to the next, except what unfinished steps have written."""
 
 import random
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB
 from tests.unit.test_engine_async import BLOCK, Run
+from workers.engine.state_snapshots import StateSnapshots
 from workers.engine.step_sync import AbortedError
 from workers.rank.epoch import Epoch
 from workers.runner.step_output import StepOutput
@@ -22,7 +23,13 @@ def next_epoch(run: Run) -> Run:
     run.runner.model.spoil(len(run.engine._in_flight))
     run.engine.close()
     assert run.scheduler.pool.num_free == run.num_blocks, "blocks leaked"
-    return Run(run.asynchronous, run.num_blocks, before=run, window=run.window)
+    kept = {"window": run.window, "snapshots": run.snapshots}
+    return Run(run.asynchronous, run.num_blocks, before=run, **kept)
+
+
+def new_snapshots(count: int | None) -> StateSnapshots | None:
+    """Snapshots behind the slots of four rows."""
+    return None if count is None else StateSnapshots(5, count, min_gain=BLOCK)
 
 
 def requests_of(chance: random.Random) -> list[EngineRequest]:
@@ -41,8 +48,13 @@ def submit(run: Run, request: EngineRequest, emitted: list[int]) -> None:
     run.engine.submit(EngineRequest(**fields))
 
 
-@pytest.mark.parametrize(("asynchronous", "window"), [(False, None), (True, None), (True, 6)])
-def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(asynchronous, window):
+@pytest.mark.parametrize(
+    ("asynchronous", "window", "snapshots"),
+    [(False, None, None), (True, None, None), (True, 6, None), (False, None, 6), (True, None, 6)],
+)
+def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(
+    asynchronous, window, snapshots
+):
     hits = 0
     num_blocks = NUM_BLOCKS + (0 if window is None else 12)
     for seed in range(60):
@@ -55,7 +67,7 @@ def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(asynchr
 
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
         ended: set[str] = set()
-        run = Run(asynchronous, num_blocks, window=window)
+        run = Run(asynchronous, num_blocks, window=window, snapshots=new_snapshots(snapshots))
         for _ in range(chance.randint(1, 6)):
             run.tokens, run.ends = tokens, dict.fromkeys(ended, "earlier")
             for request in requests:
@@ -72,7 +84,7 @@ def test_requests_get_the_same_tokens_over_epochs_that_keep_their_blocks(asynchr
                 submit(run, request, tokens[request.request_id])
         run.finish()
         assert tokens == whole.tokens, f"seed {seed}"
-    assert hits > 1000
+    assert hits > (1000 if snapshots is None else 400)
 
 
 def test_a_request_that_goes_on_finds_what_it_has_computed():
@@ -86,6 +98,23 @@ def test_a_request_that_goes_on_finds_what_it_has_computed():
     run.submit("a", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, *emitted], max_tokens=3)
     run.finish()
     assert run.scheduler.prefixes.num_hits == 3 * BLOCK
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_snapshot_stays_over_epochs_if_it_was_made(copied: bool):
+    run = Run(False, NUM_BLOCKS, snapshots=new_snapshots(2))
+    prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 0]
+    run.submit("a", prompt, max_tokens=6)
+    run.engine.step()  # it ends where the state is worth keeping; the next step makes the copy
+    if copied:
+        run.engine.step()
+    assert run.snapshots is not None and run.snapshots.num_kept == 1
+    run = next_epoch(run)
+    assert run.snapshots is not None and run.snapshots.num_kept == copied
+    assert not run.snapshots.copies
+    run.submit("a", prompt, max_tokens=3)
+    run.finish()
+    assert run.scheduler.prefixes.num_hits == 3 * BLOCK * copied
 
 
 def test_a_warm_up_leaves_nothing_and_keeps_what_is_there():

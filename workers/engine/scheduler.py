@@ -149,7 +149,7 @@ class Scheduler:
         return seq
 
     def close(self, launched: Iterable[ScheduledBatch] = ()) -> None:
-        """Release all blocks and keep their contents in the pool, for another scheduler.
+        """Release all blocks and keep their contents in the pool, and snapshots of states, for another scheduler.
 
         launched   steps that were launched and will not be committed: what they were to write is forgotten
         """
@@ -160,6 +160,8 @@ class Scheduler:
         for seq, count in missing.items():
             # A sequence that was preempted meanwhile has fewer computed tokens: more is forgotten.
             self.prefixes.forget(seq, max(0, seq.num_computed - count))
+        if self.snapshots is not None:
+            self.snapshots.close()
         while self.running:
             self._release(self.running.pop())
 

@@ -70,6 +70,12 @@ class StateSnapshots:
             if slot is not None:
                 self._free.append(slot)
 
+    def close(self) -> None:
+        """Drop the copies that were not made, and the snapshots that they were to make; all others stay."""
+        targets = {target for _, target in self.copies}
+        self.forget([key for key, slot in self._slot_of.items() if slot in targets])
+        self.copies.clear()
+
 
 def independent(copies: list[tuple[int, int]]) -> list[tuple[list[int], list[int]]]:
     """Return the copies in order as sources and targets of batches; the copies of a batch can be made in any order."""

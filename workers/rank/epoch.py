@@ -238,6 +238,7 @@ class Epoch:
             if not process.kv_caches:
                 process.kv_caches = process.caches(process.num_blocks)
                 process.pool = BlockPool(process.num_blocks)
+                process.snapshots = process.new_snapshots()
                 self.ubatches.bind(process.kv_caches)
             self.runner, self.scheduler = self.make(process.num_blocks, pool=process.pool)
             self._closing.callback(self.runner.close)

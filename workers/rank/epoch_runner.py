@@ -6,7 +6,6 @@ from kernels.attention.base import Attention
 from kernels.backends.select import Backends
 from workers.engine.block_pool import BlockPool
 from workers.engine.scheduler import Scheduler
-from workers.engine.state_snapshots import StateSnapshots
 from workers.models.causal_lm import CausalLM
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
@@ -36,7 +35,8 @@ class RunnerMaker:
         """Return a runner and its scheduler, which allocates `num_blocks` KV blocks.
 
         attention   replaces the attention of whole steps
-        pool        the KV blocks with their contents; without it, blocks without contents
+        pool        the KV blocks with their contents, and the snapshots of the process; without it, blocks without
+                    contents
         """
         process, config, model, backends = (
             self.process,
@@ -55,7 +55,7 @@ class RunnerMaker:
             prefix_caching=config.cache.prefix_caching,
             pool=pool,
             window=process.model_config.window,
-            snapshots=self._snapshots(),
+            snapshots=process.new_snapshots() if pool is None else process.snapshots,
         )
         runner = ModelRunner(
             model,
@@ -70,19 +70,6 @@ class RunnerMaker:
             ubatches=self.ubatches.wrapper(self.model),
         )
         return runner, scheduler
-
-    def _snapshots(self) -> StateSnapshots | None:
-        """Return the bookkeeping of the slots behind the null slot and the rows; None without linear attention."""
-        process, config = self.process, self.process.config
-        linear, specs = process.selection.linear_attention_class, process.model_config.linear_specs
-        if linear is None:
-            return None
-        first = 1 + config.scheduler.max_num_seqs
-        return StateSnapshots(
-            first,
-            process.num_state_slots - first,
-            slot_bytes=linear.slot_bytes(specs, process.dtype),
-        )
 
     def warm_up_steps(self) -> WarmUpSteps:
         """Return the steps that all ranks run alike, before there are requests."""

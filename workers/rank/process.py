@@ -28,6 +28,7 @@ from workers.engine.block_pool import BlockPool
 from workers.engine.kv_caches import allocate_kv_caches
 from workers.engine.kv_demand import KVDemand
 from workers.engine.prefill_cap import PrefillCap
+from workers.engine.state_snapshots import StateSnapshots
 from workers.models.causal_lm import CausalLM
 from workers.models.registry import load_model_config, model_class
 from workers.models.specs import ModelConfig
@@ -63,6 +64,7 @@ class RankProcess:
     kv_caches    one tensor a layer with KV blocks, allocated once
     states       the pools of states, one a layer of linear attention, allocated once
     pool         the blocks of the KV caches with their contents: the prefix cache of all epochs
+    snapshots    the states that belong to blocks of the pool; None: no layer has linear attention
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
@@ -90,6 +92,7 @@ class RankProcess:
         self.kv_caches: list[torch.Tensor] = []
         self.states: list[LinearStates] = []
         self.pool = BlockPool(0)
+        self.snapshots: StateSnapshots | None = None
         self.warm = False
         self.pace = Pace()
         self.prefill_cap = PrefillCap(config.scheduler, config.cache.block_size)
@@ -238,6 +241,15 @@ class RankProcess:
             with memory_for("the states of linear attention", self.state_bytes()):
                 self.states = linear.allocate(specs, slots, self.dtype, self.device)
         return self.states
+
+    def new_snapshots(self) -> StateSnapshots | None:
+        """Return bookkeeping of the slots behind the null slot and the rows; None without linear attention."""
+        linear, specs = self.selection.linear_attention_class, self.model_config.linear_specs
+        if linear is None:
+            return None
+        first = 1 + self.config.scheduler.max_num_seqs
+        slot_bytes = linear.slot_bytes(specs, self.dtype)
+        return StateSnapshots(first, self.num_state_slots - first, slot_bytes=slot_bytes)
 
     @property
     def num_state_slots(self) -> int:
