@@ -98,3 +98,17 @@ def test_a_timeline_of_two_ranks_has_all_states_of_both(dry_run, tmp_path):
     for state in found["states"]:
         assert [rank["step_ms"] > 0 for rank in state["ranks"]] == [True, True]
     assert len(list(tmp_path.glob("x-*.png"))) == 3
+
+
+def test_overlap_is_swept_over_gloo_and_one_that_fails_costs_no_other(dry_run, tmp_path):
+    options = (
+        "--ranks 2 --all2alls deepep,torch_dist --gemms auto --model configs/models/demo --layers 2"
+    )
+    options += f" --max-model-len 64 --prefill 8,16 --rounds 2 --trace {tmp_path / 'step'}"
+    (group,) = dry_run("overlap", options)["groups"]
+    figures = group["all2alls"]
+    assert "on GPUs only" in figures["deepep"]["missing"]
+    for name in ("resident", "torch_dist"):
+        assert [len(step["whole_ms"]) for step in figures[name]["steps"]] == [2, 2]
+    assert figures["torch_dist"]["traced"]["tokens"] == 16
+    assert (tmp_path / "step-auto-prefill.png").exists()
