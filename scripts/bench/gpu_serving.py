@@ -27,6 +27,7 @@ from cluster.bench.metrics import RoundResult
 from cluster.bench.roofline import Hardware, floor_of
 from cluster.bench.settings import Load
 from scripts.bench import ROOT, qwen_tokenizer, released_shapes, results
+from scripts.bench.gpu_energy import GpuEnergy, used
 from scripts.bench.gpu_serving_report import page
 from scripts.bench.servers import ServerProcess, free_port
 from workers.models.registry import load_model_config
@@ -194,7 +195,7 @@ def make_loads(options: argparse.Namespace) -> list[Load]:
 def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dict[str, Any]:
     """One load: what clients saw, where the ranks' time went, and the floor."""
     before = rank_stats(server.url)
-    result = loop.run(send(load, server.url))
+    result, joules = loop.run(send(load, server.url, GpuEnergy(range(len(before)))))
     after = rank_stats(server.url)
     lengths = {"input_len": load.input_len, "output_len": load.output_len}
     floor = floor_of(
@@ -215,17 +216,20 @@ def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dic
         **lengths,
         "requests": load.requests,
         "result": asdict(result),
+        "joules": joules,
         "ranks": steps_between(before, after),
         "floor": asdict(floor),
     }
 
 
-async def send(load: Load, url: str) -> RoundResult:
-    """Warm up with other prompts, then the round."""
+async def send(load: Load, url: str, energy: GpuEnergy) -> tuple[RoundResult, float | None]:
+    """Warm up with other prompts, then the round, with the joules that its GPUs use."""
     driver = Driver(load, {})
     (target,) = await driver.prepare({"phalanx": url}, None)
     await driver.run_round(target, -1, load.warmup)
-    return await driver.run_round(target, 0, load.requests)
+    before = energy.joules()
+    result = await driver.run_round(target, 0, load.requests)
+    return result, used(before, energy.joules())
 
 
 def rank_stats(url: str) -> list[dict[str, Any]]:

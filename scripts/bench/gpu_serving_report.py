@@ -34,6 +34,7 @@ def page(report: dict[str, Any], _name: str) -> str:
         "",
         *(_a_gpu(report) if report.get("shape") else ()),
         *kinds_table(report["loads"]),
+        *energy_table(report["loads"]),
         *_start(report),
         "",
         *_steps(report),
@@ -101,6 +102,22 @@ def kinds_table(loads: Sequence[dict[str, Any]]) -> list[str]:
             " + ".join(f"{1e3 * max(part[kind].values()):,.2f}" for kind in kinds) for part in parts
         )
         lines.append(f"| {label_of(load)} | {' | '.join(of_kinds)} |")
+    return [*lines, ""]
+
+
+def energy_table(loads: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of joules; nothing for CPUs and for reports from before they were counted."""
+    loads = [load for load in loads if load.get("joules")]
+    if not loads:
+        return []
+    lines = [
+        "| energy of the GPUs (NVML) | J | mJ a token of prompts and answers |",
+        "|---|---:|---:|",
+    ]
+    for load in loads:
+        tokens = load["requests"] * (load["input_len"] + load["output_len"])
+        of_token = 1e3 * load["joules"] / tokens
+        lines.append(f"| {label_of(load)} | {load['joules']:,.0f} | {of_token:,.1f} |")
     return [*lines, ""]
 
 

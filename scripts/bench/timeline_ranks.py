@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cluster.bench.step_work import StepShape
+from scripts.bench.gpu_energy import GpuEnergy, used
 from scripts.bench.processes import Report
 from scripts.bench.timeline_events import (
     EXCHANGE,
@@ -112,6 +113,8 @@ class Loop:
         self._chance = random.Random(epoch.process.rank)
         self._names: list[str] = []
         self._annotated = Annotations(epoch)
+        device = epoch.process.device
+        self._energy = GpuEnergy([epoch.process.rank] if device.type == "cuda" else [])
 
     def measure(self, state: State) -> dict[str, Any]:
         """Median milliseconds of a step by the wall, the parts of profiled ones, and what was in them."""
@@ -119,7 +122,9 @@ class Loop:
         for _ in range(WARM_UP):
             self._step(state, bring)
         steps, before = TIMED[state.phase], self._engine.stats.snapshot()
+        joules = self._energy.joules()
         seconds = [self._step(state, bring) for _ in range(steps)]
+        joules = used(joules, self._energy.joules())
         after = self._engine.stats.snapshot()
         shape = self._shape(state)
         trace = self._profile(state, bring)
@@ -128,6 +133,7 @@ class Loop:
         return {
             "step_ms": round(1e3 * statistics.median(seconds), 4),
             "steps": steps,
+            "joules_a_step": joules and joules / steps,
             "kinds": kinds_between(before["kinds"], after["kinds"]),
             "host_ms": {
                 name: round(1e3 * (after["step_seconds"][name] - old) / counted, 4)

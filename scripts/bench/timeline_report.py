@@ -111,6 +111,17 @@ def excesses(state: dict[str, Any]) -> list[tuple[str, float]]:
     return sorted(found.items(), key=lambda item: -item[1])
 
 
+def _energy(ranks: Sequence[dict[str, Any]], tokens: float) -> list[str]:
+    """Return a line on joules; none for CPUs and for reports from before they were counted."""
+    joules = [rank.get("joules_a_step") for rank in ranks]
+    if not all(joules):
+        return []
+    a_step = sum(joules) / len(joules)
+    return [
+        f"Energy (NVML): {a_step:.1f} J a step and GPU, {1e3 * a_step / tokens:.2f} mJ a token."
+    ]
+
+
 def _state(state: dict[str, Any], num_ranks: int) -> list[str]:
     ranks, slow = state["ranks"], slowest_rank(state)
     first, floor, shape = ranks[0], state["step_floor"], state["shape"]
@@ -122,6 +133,7 @@ def _state(state: dict[str, Any], num_ranks: int) -> list[str]:
         f"**{max(median):.3f} ms** a step (median of {first['steps']}: {kinds}), floor {floor['floor_ms']:.3f} ms "
         f"({floor['floor_ms'] / max(median):.0%}); {first['device']['step_ms']:.3f} ms while profiled.",
         f"Host (ms a step, rank 0; forward and sample by the device's clock): {host}.",
+        *_energy(ranks, shape["tokens"]),
         "",
         f"| ms a step, profiled | rank 0 | rank {slow}, the slowest | floor | of the floor | bound by | kernels |",
         "|---|---:|---:|---:|---:|---|---:|",
