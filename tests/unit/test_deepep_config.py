@@ -1,0 +1,70 @@
+"""configs/deepep-deepgemm.yaml: DeepEP overlapped with DeepGEMM, or an error that names what is missing."""
+
+from pathlib import Path
+
+import pytest
+
+from cluster.commands import check as check_module
+from cluster.commands.check import check
+from cluster.commands.check_backends import ASSUMED
+from cluster.config.load import load_config
+from kernels.all2all import deepep
+from kernels.backends import select
+from kernels.backends.select import BackendChoiceError
+from kernels.grouped_gemm import deepgemm
+
+CONFIG = Path(__file__).parents[2] / "configs" / "deepep-deepgemm.yaml"
+
+
+def checked(*overrides: str) -> check_module.CheckReport:
+    return check(load_config(CONFIG, list(overrides)), num_api_keys=0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_it_is_the_pair_with_ubatches_and_rows_in_fp8(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    monkeypatch.setattr(check_module, "probe_or_assume", lambda device: ({}, ASSUMED))
+    report = checked(f"cluster.ranks={ranks}")
+    names = {seam: choice["name"] for seam, choice in report.backends.items()}
+    assert names["all2all"] == "deepep" and names["grouped_gemm"] == "deepgemm_fp8"
+    choices = [select.Choice(names[seam], "") for seam in ("all2all", "grouped_gemm", "attention")]
+    assert select.Selection(*choices).fp8_rows
+    assert report.steps["cuda_graphs"].startswith("on")
+    assert report.steps["prefill"].startswith("measured at the start")
+    assert "8, 16, 20, 24, 32" in report.steps["comm_sms"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "key", "says"),
+    [
+        ("deep_ep", "kernels.all2all: 'deepep'", "deep_ep is not installed, 1.2.1 or newer"),
+        ("deep_gemm", "kernels.grouped_gemm: 'deepgemm_fp8'", "deep_gemm is not installed"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, missing: str, key: str, says: str
+) -> None:
+    """Hopper without one of the packages; the reasons are those that a start would find."""
+    monkeypatch.setattr(deepep, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepgemm, "find_spec", lambda name: None)
+    deepep.deep_ep_unavailable.cache_clear()
+    deepgemm._package_unavailable.cache_clear()
+    reasons = {
+        "deep_ep": ("all2all.deepep", deepep.deep_ep_unavailable()),
+        "deep_gemm": ("grouped_gemm.deepgemm_fp8", deepgemm._package_unavailable()),
+    }
+    deepep.deep_ep_unavailable.cache_clear()
+    deepgemm._package_unavailable.cache_clear()
+    monkeypatch.setattr(
+        check_module, "probe_or_assume", lambda device: (dict([reasons[missing]]), "")
+    )
+    with pytest.raises(BackendChoiceError) as error:
+        checked()
+    assert str(error.value).startswith(f"{key} cannot run here: {says}")
+    assert "What works: auto" in str(error.value)
+
+
+def test_other_hardware_is_refused_by_number() -> None:
+    with pytest.raises(BackendChoiceError, match=r"2, 4 or 8 ranks .* cluster\.ranks is 3"):
+        checked("cluster.ranks=3")
