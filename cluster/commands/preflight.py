@@ -1,8 +1,9 @@
-"""Runs `phalanx check`, then attention's compiler, in a process of its own while Ray starts.
+"""Runs `phalanx check`, then all compilers at once, in a process of its own while Ray starts.
 
 Importing torch and probing backends takes as long as Ray's start, and would slow it down in the same process.
-FlashAttention 3 takes more than a minute to compile if the cache folder has no kernels. The ranks find the compiled
-kernels in the folder that they share, or wait for its lock. Compiler errors are reported by the ranks, not here.
+FlashAttention 3 takes a minute to compile if the cache folder has no kernels, DeepGEMM's kernels more than that one
+after another. The ranks find the compiled kernels in the folder that they share, or wait for its lock. Compiler errors
+are reported by the ranks, not here.
 """
 
 import os
@@ -13,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -118,14 +119,26 @@ def _check(
 
 
 def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
-    """Compile attention's kernels for this machine's GPUs, if ranks here would."""
+    """Compile attention's kernels and the grouped products' for this machine's GPUs, if ranks here would."""
     import torch
 
+    from cluster.config.resolve import resolve_rank_config
     from kernels.backends.registry import backend_class
     from workers.models.registry import load_model_config
+    from workers.rank.backend_choice import backend_shape
+    from workers.rank.warm_up import warm_up_sizes
+    from workers.weights.tensors import fp8_shapes
 
-    attention = backend_class("attention", report.backends["attention"]["name"])
-    if torch.cuda.is_available():
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        specs = config.cache.cached(load_model_config(config.model.folder).attention_specs)
-        attention.compile_kernels(getattr(torch, report.config["model"]["dtype"]), specs)
+    if not torch.cuda.is_available():
+        return
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    attention, gemm = (
+        backend_class(seam, report.backends[seam]["name"]) for seam in ("attention", "grouped_gemm")
+    )
+    model, ranks = load_model_config(config.model.folder), resolve_rank_config(config)
+    shape = backend_shape(ranks, model)
+    sizes = warm_up_sizes(shape.max_num_tokens, dense=gemm.compiles_by_rows)
+    dense = list(fp8_shapes(model).values()) if gemm.fp8_dense else []
+    with ThreadPoolExecutor(2) as compilers:
+        compilers.submit(gemm.compile_kernels, shape, dense, sizes)
+        compilers.submit(attention.compile_kernels, shape.dtype, shape.attention_specs)

@@ -1,6 +1,7 @@
 """The experts' gated MLP over rows in expert order. R rows, D hidden, I expert width, e local experts."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,16 @@ class GroupedGemm(Backend):
         if shape.expert_bias and not cls.adds_biases:
             return "it adds no biases, the model's experts have them"
         return None
+
+    @classmethod
+    def compile_kernels(
+        cls, shape: BackendShape, dense: Sequence[tuple[int, int]], sizes: Sequence[int]
+    ) -> None:
+        """Compile what would compile at first use, into the folder of compiled kernels; from a process without ranks.
+
+        dense   [N, K] of the dense products with weights in FP8
+        sizes   tokens of a rank's steps
+        """
 
     @classmethod
     def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:

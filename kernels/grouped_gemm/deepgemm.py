@@ -10,7 +10,7 @@ R permuted rows, D hidden, I expert width, e local experts, M rows of an expert'
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -22,7 +22,7 @@ from kernels.all2all.base import ExpertInput, MaskedInput
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, BlockWeights
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
-from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
+from kernels.grouped_gemm.few_rows_fp8 import MOST_ROWS, FewRowsFp8
 from kernels.host.cache_folder import cache_folder
 from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
@@ -53,11 +53,11 @@ def load_deep_gemm() -> Any:
     ) as error:  # a wheel for another torch fails in many ways, with AssertionError without CUDA
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise DeepGemmUnavailableError(
-            f"import deep_gemm failed with torch {torch.__version__} ({_installed()}; {FITS}): {said[0]}"
+            f"import deep_gemm failed with torch {torch.__version__} ({installed()}; {FITS}): {said[0]}"
         ) from error
     lacking = [name for name in NEEDED if not hasattr(deep_gemm, name)]
     if lacking:
-        raise DeepGemmUnavailableError(f"{_installed()}, {FITS}: it has no {', '.join(lacking)}")
+        raise DeepGemmUnavailableError(f"{installed()}, {FITS}: it has no {', '.join(lacking)}")
     return deep_gemm
 
 
@@ -72,7 +72,8 @@ def _package_unavailable() -> str | None:
     return None
 
 
-def _installed() -> str:
+def installed() -> str:
+    """Return name and version of the installed distribution, as a sentence."""
     for name in DISTRIBUTIONS:
         try:
             return f"{name} {version(name)} is installed"
@@ -94,10 +95,23 @@ class DeepGemm(GroupedGemm):
     layouts = ("contiguous", "masked")
     compiles_by_rows = True
     width_multiple = BLOCK // 2
+    fewest_rows = 0.0  # of an expert on average
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
         return too_old_gpu(device, (9, 0)) or _package_unavailable()
+
+    @classmethod
+    def compile_kernels(
+        cls, shape: BackendShape, dense: Sequence[tuple[int, int]], sizes: Sequence[int]
+    ) -> None:
+        from kernels.grouped_gemm.deepgemm_kernels import compile_products, products_of
+
+        alignment = int(load_deep_gemm().get_mk_alignment_for_contiguous_layout())
+        fewest, fp8 = cls.fewest_rows, cls.fp8_weights
+        compile_products(
+            products_of(shape, dense, sizes, fp8=fp8, alignment=alignment, fewest=fewest)
+        )
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
@@ -182,6 +196,7 @@ class DeepGemmFp8(DeepGemm):
     name = "deepgemm_fp8"
     auto = "the checkpoint's experts are in FP8, and are computed with as they are"
     width_multiple = BLOCK
+    fewest_rows = float(MOST_ROWS)
     fp8_weights = True
     fp8_dense = True
     masked_fp8 = True

@@ -22,6 +22,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.backends.registry import ATTENTION, backend_class
 from kernels.backends.select import BackendChoiceError
+from kernels.grouped_gemm.deepgemm import DeepGemm
 from workers.models.registry import load_model_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -154,22 +155,26 @@ def test_a_broken_check_says_how(monkeypatch, capfd) -> None:
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_the_chosen_attention_compiles_its_kernels(gpu, monkeypatch) -> None:
-    compiled: list[tuple[object, int]] = []
+def test_the_chosen_backends_compile_their_kernels(gpu, monkeypatch) -> None:
+    attention: list[tuple[object, int]] = []
+    products: list[Any] = []
     monkeypatch.setattr(
         FlashInferAttention,
         "compile_kernels",
-        lambda dtype, specs: compiled.append((dtype, len(specs))),
+        lambda dtype, specs: attention.append((dtype, len(specs))),
     )
+    monkeypatch.setattr(DeepGemm, "compile_kernels", lambda *found: products.append(found))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(preflight.os, "dup2", lambda *_: None)
-    report = SimpleNamespace(
-        backends={"attention": {"name": "flashinfer"}}, config={"model": {"dtype": "bfloat16"}}
-    )
-    config = _config()
-    preflight._compile(config, report)
-    layers = len(load_model_config(config.model.path).layers)
-    assert compiled == ([(torch.bfloat16, layers)] if gpu else [])
+    names = {"attention": {"name": "flashinfer"}, "grouped_gemm": {"name": "deepgemm"}}
+    config = _config("model.dtype=bfloat16", "scheduler.max_num_batched_tokens=512")
+    preflight._compile(config, SimpleNamespace(backends=names))
+    model = load_model_config(config.model.path)
+    assert attention == ([(torch.bfloat16, len(model.layers))] if gpu else [])
+    assert len(products) == gpu
+    for shape, dense, sizes in products:
+        assert (shape.num_experts, shape.max_num_tokens) == (model.num_experts, 512)
+        assert not dense and {512, 384, 256, 128, 1} <= set(sizes)
 
 
 def test_backends_declare_whether_prompts_are_captured() -> None:

@@ -36,12 +36,21 @@ def experts_with_row_scales(config: ModelConfig) -> bool:
 
 def fp8_parameters(config: ModelConfig) -> frozenset[str]:
     """Return the parameters of dense products that FP8 blocks hold exactly as the checkpoint stores them."""
+    return frozenset(fp8_shapes(config))
+
+
+def fp8_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return rows and columns of each of `fp8_parameters`."""
     tensors: dict[str, list[WeightEntry]] = {}
     if config.quantization is not None:
         for entry in weight_map(config):
             if entry.expert is None:
                 tensors.setdefault(entry.parameter, []).append(entry)
-    return frozenset(name for name, entries in tensors.items() if _fits_blocks(name, entries))
+    return {
+        name: (sum(entry.shape[0] for entry in entries), entries[0].columns)
+        for name, entries in tensors.items()
+        if _fits_blocks(name, entries)
+    }
 
 
 def _fits_blocks(parameter: str, entries: list[WeightEntry]) -> bool:
