@@ -1,11 +1,12 @@
 """Fails ranks of a server under load, and compares every stream with that of an undisturbed run.
 
 A fixed set of requests is answered five times by the undisturbed server. A request with two different answers is
-dropped: the batch, or a cached prefix, decides by rounding errors between two tokens or two experts. Then
-`--streams` clients repeat the other requests while failures follow each other, a few seconds apart. A stream fails by
-an error, a missing or a doubled token, or a wrong usage. The pause of a failure is the time until every stream that was
-open has its next item. Memory, files, threads and segments after the last rebuild are compared with those after the
-first. Run it as scripts/chaos.
+dropped: the batch, or a cached prefix, decides by rounding errors between two tokens or two experts. Then `--streams`
+clients repeat the other requests while failures follow each other, a few seconds apart. A stream fails by an error, a
+missing or a doubled token, or a wrong usage. An answer that differs counts as rounding if the undisturbed server also
+gives it when noise of the size of rounding errors is added to all hidden states. The pause of a failure is the time
+until every stream that was open has its next item. Memory, files, threads and segments after the last rebuild are
+compared with those after the first. Run it as scripts/chaos.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import random
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Coroutine
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -25,6 +27,7 @@ import httpx
 
 from scripts.bench import ROOT
 from scripts.bench.chaos_faults import BREAKS_CONNECTIONS, FAULTS, Failure, Victim, cause
+from scripts.bench.chaos_judge import control, judge
 from scripts.bench.chaos_resources import growth, measure
 from scripts.bench.chaos_streams import Answer, Found, Request, reference, repeat, requests_of
 from scripts.bench.results import add_options, origin, save
@@ -57,11 +60,15 @@ async def disturb(
         )
         await asyncio.sleep(SETTLE_S)
         after = measure(server.pid)
+        rounding = await judge(victim, client, requests, found)
+        noise = await control(victim, client, requests, expected)
     return {
         "different_requests": len(requests),
         "requests_without_one_answer": len(asked) - len(requests),
         "answered": dict(found.done),
         "failed": found.failed,
+        "rounding": [str(difference) for difference in rounding],
+        "noise_without_failures": asdict(noise),
         "connections_ended_with_their_ingress": found.broken,
         "failures": pauses(failures, found),
         "resources": {"after_first": before, "after_last": after, "grew": growth(before, after)},
@@ -188,7 +195,7 @@ def main() -> None:
         **found,
     }
     save(options.out, results)
-    shown = ("answered", "failed", "failures", "resources")
+    shown = ("answered", "failed", "rounding", "noise_without_failures", "failures", "resources")
     print(json.dumps({key: results[key] for key in shown}, indent=1))
     sys.exit(1 if found["failed"] or found["resources"]["grew"] else 0)
 

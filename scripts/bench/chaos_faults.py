@@ -105,9 +105,9 @@ class Victim:
             await asyncio.sleep(POLL_S)
 
     @contextlib.contextmanager
-    def delayed(self) -> Any:
-        """Let all exchanges wait at random."""
-        path = self._folder / "delay"
+    def present(self, name: str) -> Any:
+        """Let a file be there, see fault_hooks."""
+        path = self._folder / name
         path.touch()
         try:
             yield
@@ -191,7 +191,7 @@ def poison(way: str) -> Fault:
 
 async def delay(victim: Victim, _rng: random.Random) -> None:
     """Exchanges wait at random for some seconds; nothing else happens."""
-    with victim.delayed():
+    with victim.present("delay"):
         await asyncio.sleep(DELAYED_S)
 
 

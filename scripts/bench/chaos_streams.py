@@ -93,12 +93,31 @@ class Answer:
             self.reasons[index] = choice["finish_reason"]
 
 
+@dataclass(frozen=True)
+class Difference:
+    """An answer without an error that differs in `part` from that of the undisturbed run.
+
+    number   of its request
+    """
+
+    kind: str
+    number: int
+    part: str
+    wanted: Answer
+    answer: Answer
+
+    def __str__(self) -> str:
+        was, now = (str(getattr(one, self.part))[:300] for one in (self.wanted, self.answer))
+        return f"{self.kind} {self.number}: {self.part}: {was} -> {now}: {self.answer.error}"
+
+
 @dataclass
 class Found:
-    """The results of the disturbed run."""
+    """The results of the disturbed run. `different`: answers that chaos_judge has to judge."""
 
     done: Counter[str] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
+    different: list[Difference] = field(default_factory=list)
     broken: int = 0  # connections that ended with their ingress; the request was sent again
     answers: list[Answer] = field(default_factory=list)
 
@@ -221,9 +240,10 @@ async def repeat(
         found.done[kind] += 1
         wanted = expected[number % len(requests)]
         if part := answer.differs(wanted):
-            was, now = (str(getattr(one, part))[:300] for one in (wanted, answer))
-            found.failed.append(
-                f"{kind} {number % len(requests)}: {part}: {was} -> {now}: {answer.error}"
-            )
+            difference = Difference(kind, number % len(requests), part, wanted, answer)
+            if part == "error":
+                found.failed.append(str(difference))
+            else:
+                found.different.append(difference)
         if ended.is_set():
             return

@@ -13,6 +13,7 @@ import pytest
 
 from scripts.bench.chaos import HOOKS, streams_under
 from scripts.bench.chaos_faults import Failure, Victim, cause
+from scripts.bench.chaos_judge import judge
 from scripts.bench.chaos_streams import Found, requests_of, stream
 from tests.serve.server import START_TIMEOUT_S, Server, running
 
@@ -37,9 +38,7 @@ def test_streams_go_on_while_ranks_end_by_a_signal_and_by_a_request(tmp_path, ch
         found, failures = asyncio.run(scenario(server, hooks))
     assert [failure.kind for failure in failures] == KINDS
     assert found.done.total() >= 10
-    # Batches differ, and rounding may choose another token in one of them.
-    errors = [failed for failed in found.failed if "error" in failed]
-    assert not errors and len(found.failed) <= 1, found.failed[:3]
+    assert not found.failed, found.failed[:3]
     assert server.log.read_text().count("is set aside: it ends its rank") == 1
 
 
@@ -62,4 +61,6 @@ async def scenario(server: Server, hooks: Path) -> tuple[Found, list[Failure]]:
         expected = await asyncio.gather(*(stream(client, *request[1:]) for request in asked))
         victim = Victim(server.process.pid, server.log, client, hooks, 2)
         causes = partial(cause, victim, KINDS, 0.5, 0)
-        return await streams_under(client, asked, list(expected), causes, 10, KINDS)
+        found, failures = await streams_under(client, asked, list(expected), causes, 10, KINDS)
+        await judge(victim, client, asked, found)
+        return found, failures

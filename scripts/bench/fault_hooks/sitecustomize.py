@@ -2,8 +2,10 @@
 
 Python imports this module in every process of the server. The file PID.NAME in the folder of the environment variable
 PHALANX_FAULTS arms point NAME in process PID: the point removes the file and fails. A file `delay` there makes every
-exchange wait at random; while a file `no-start` is there, no new rank starts. While a file `poison` is there, each step
-with a request of seed POISON_SEED fails: by SIGKILL of its rank if the file contains `die`, otherwise by an error.
+exchange wait at random; while a file `no-start` is there, no new rank starts; while a file `noise` is there, each
+value between attention and experts is changed by about NOISE of it, which is the size of a rounding error. While a
+file `poison` is there, each step with a request of seed POISON_SEED fails: by SIGKILL of its rank if the file contains
+`die`, otherwise by an error.
 """
 
 import importlib.machinery
@@ -19,6 +21,7 @@ from typing import Any
 
 FOLDER = Path(os.environ["PHALANX_FAULTS"])
 MAX_DELAY_S = 0.05
+NOISE = 1e-6
 POISON_SEED = 666_000_666
 
 
@@ -80,6 +83,8 @@ def fail_if_poisoned(batch: Any) -> None:
 
 
 def patch_points() -> None:
+    import torch
+
     from kernels.backends.registry import backend_class
     from workers.engine.scheduler import Scheduler
     from workers.layers.moe import MoeBlock
@@ -94,6 +99,14 @@ def patch_points() -> None:
     ModelRunner.launch = launch_unless_poisoned  # type: ignore[method-assign]
     before(ModelRunner, "_forward", in_forward)
     before(backend_class("all2all", "shm"), "dispatch", in_dispatch)
+    forward = MoeBlock.forward
+
+    def with_noise(self: MoeBlock, residual_TD: Any, *args: Any) -> Any:
+        if (FOLDER / "noise").exists():
+            residual_TD = residual_TD * (1 + NOISE * torch.randn_like(residual_TD))
+        return forward(self, residual_TD, *args)
+
+    MoeBlock.forward = with_noise  # type: ignore[method-assign]
     before(MoeBlock, "forward", in_moe)
     before(Scheduler, "commit", lambda: fail_if_armed("commit"))
 
