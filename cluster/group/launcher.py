@@ -107,6 +107,7 @@ class RankLauncher:
         self._addresses: dict[int, str] = {}  # of the nodes of these places
         self._places: dict[RankHandle, PlacementGroup] = {}  # those of their bundles at their start
         self._beside: dict[RankHandle, PlacementGroup] = {}
+        self._spares: set[int] = set()  # bundles with a spare process
 
     async def launch(self, timeout_s: float) -> list[RankHandle]:
         """Create one actor per rank, in rank order. Raises PlacementError when the cluster has no room for them."""
@@ -118,11 +119,9 @@ class RankLauncher:
         wait_s = min(timeout_s, MAX_PLACEMENT_S)
         await asyncio.to_thread(placement.wait_ready, config, group, wait_s)
         self._environment = self._rank_environment()
-        handles = [
+        return [
             await self.start(rank, config, config.dims.node(rank)) for rank in config.dims.ranks()
         ]
-        self._environment = self._later_environment()
-        return handles
 
     def find(self) -> list[RankHandle]:
         """The living actors that an earlier process of this supervisor created, in any order.
@@ -132,7 +131,8 @@ class RankLauncher:
         self._placement_group = placement.find(self._name)
         if self._placement_group is None:
             return []
-        self._environment = self._later_environment()
+        self._environment = self._rank_environment()
+        self._spares = set(range(self._config.num_nodes))
         for actor in ray.util.list_named_actors(all_namespaces=True):
             if actor["namespace"] == NAMESPACE and actor["name"].startswith(self._actor_prefix):
                 with suppress(ValueError):  # it has died since
@@ -173,7 +173,9 @@ class RankLauncher:
         name = f"{self._actor_prefix}{bundle}:{own}"
         options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
         actor_class: Any = ray.remote(RankActor)
-        handle = actor_class.options(**options, **self._runtime_env).remote(rank, config)
+        options |= self._runtime_env(spare=bundle in self._spares)
+        self._spares.discard(bundle)
+        handle = actor_class.options(**options).remote(rank, config)
         handle.follow.remote(ray.get_runtime_context().current_actor)
         self._bundles[handle], self._places[handle] = bundle, place
         if beside is not None:
@@ -200,22 +202,30 @@ class RankLauncher:
         one ends first, if the node has a free CPU. In a local Ray the process also imports the modules of a rank.
         """
         await asyncio.sleep(SPARE_DELAY_S)
-        found = map(self._node, range(self._config.num_nodes))
         actor_class: Any = ray.remote(_Spare)
         spares = []
-        for node in filter(None, found):
+        for bundle in range(self._config.num_nodes):
+            node = self._node(bundle)
+            if node is None or bundle in self._spares:
+                continue
             here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}
-            spares.append(actor_class.options(**options, **self._runtime_env).remote())
+            options = self._runtime_env(spare=True) | {"scheduling_strategy": here}
+            spares.append(actor_class.options(num_cpus=0, **options).remote())
+            self._spares.add(bundle)
         try:
             await asyncio.sleep(SPARE_S)
         finally:
             for spare in spares:
                 ray.kill(spare)
 
-    @property
-    def _runtime_env(self) -> dict[str, Any]:
-        return {"runtime_env": {"env_vars": self._environment}} if self._environment else {}
+    def _runtime_env(self, *, spare: bool) -> dict[str, Any]:
+        """Ray options with the variables of a process, which is a spare one or takes a spare one if `spare`.
+
+        A variable is a second start of Python for a new process, so a process that finds no spare one has none.
+        """
+        reserved = {spare_imports.VARIABLE: "1"} if spare and not self._joined else {}
+        variables = self._environment | reserved
+        return {"runtime_env": {"env_vars": variables}} if variables else {}
 
     async def _reserve_beside(self, config: RankConfig, bundle: int, own: str) -> PlacementGroup:
         name = self._name_beside(own)
@@ -315,11 +325,6 @@ class RankLauncher:
     def _group(self) -> PlacementGroup:
         assert self._placement_group is not None, "launch comes first"
         return self._placement_group
-
-    def _later_environment(self) -> dict[str, str]:
-        """Variables of the processes after the first ones: with a local Ray they can take a spare process."""
-        spare = {} if self._joined else {spare_imports.VARIABLE: "1"}
-        return self._rank_environment() | spare
 
     def _rank_environment(self) -> dict[str, str]:
         """Variables of the ranks' processes that they do not inherit: all where Ray was joined.

@@ -35,15 +35,10 @@ class Host:
         launcher = RankLauncher(config, name="app:1", joined=False)
         (first,) = await launcher.launch(PATIENCE_S)
         before = placement.located(0, await first.describe.remote())
-        idle: set[int] = set()  # with torch
+        await launcher.start_spares()
         async with asyncio.timeout(PATIENCE_S):
-            while not idle:
-                await launcher.start_spares()
-                for _ in range(50):
-                    await asyncio.sleep(0.1)
-                    idle = _idle_processes()
-                    if idle:
-                        break
+            while not (idle := _idle_processes()):
+                await asyncio.sleep(0.1)
         other: Any = ray.remote(Host).options(num_cpus=0).remote()
         other_pid = await other.pid.remote()
         launcher.end(first, before)
