@@ -13,7 +13,7 @@ import torch
 from kernels import dense_fp8
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import ExpertInput
-from kernels.all2all.payload import Gathered, permute_local
+from kernels.all2all.payload import Gathered, permute_local, quantise
 from kernels.backends.registry import backend_class
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.base import GroupedGemm
@@ -29,7 +29,8 @@ COMPILERS = 32
 class ResidentRows(AllGatherAllToAll):
     """Rows of all ranks that lie here from the start, with experts chosen uniformly; nothing travels either way.
 
-    The product and the sums of its rows are those of an all-to-all that brings every row to every rank.
+    The product and the sums of its rows are those of an all-to-all that brings every row to every rank. Experts in FP8
+    need quantised rows with or without an all-to-all, so this rank's rows are quantised.
     """
 
     max_num_tokens = num_experts = 0  # tokens of a rank, experts of all; set before any is built
@@ -40,6 +41,8 @@ class ResidentRows(AllGatherAllToAll):
     ) -> Pending[ExpertInput]:
         if self._rows is None:
             self._rows = self._draw(x_TD.device)
+        if self._format.fp8:
+            quantise(x_TD)
         rows = self._rows[: self._num_ranks * len(x_TD)]
         return Pending(
             lambda: permute_local(*self._format.fields(rows), self._permutation, len(x_TD))
