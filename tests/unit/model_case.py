@@ -15,6 +15,7 @@ from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.linear_attention.base import LinearAttention
+from kernels.linear_attention.triton_delta import HEAD_DIMS
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from workers.engine.kv_caches import allocate_kv_caches
@@ -134,7 +135,8 @@ class OneRank:
         specs = self.config.linear_specs
         if not specs:
             return None
-        name = "triton" if device.type == "cuda" else "torch"
+        on_gpu = device.type == "cuda" and all(spec.value_dim in HEAD_DIMS for spec in specs)
+        name = "triton" if on_gpu else "torch"
         linear: LinearAttention = backend_class("linear_attention", name)(specs)
         linear.bind(linear.allocate(specs, 1 + max_seqs, dtype, device))
         return linear

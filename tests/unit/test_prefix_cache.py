@@ -335,8 +335,5 @@ def test_many_turns_of_many_chats_in_a_small_cache(num_blocks, layers):
     assert {name: cached.tokens(name) for name in cached.outputs} == {
         name: plain.tokens(name) for name in plain.outputs
     }
-    if (
-        layers[1] is None
-    ):  # a state serves one length alone, and 12 chats replace one another's blocks
-        assert cached.model.num_tokens < plain.model.num_tokens
+    assert cached.model.num_tokens < plain.model.num_tokens
     assert cached.scheduler.prefixes.num_hits > 0

@@ -40,6 +40,27 @@ def test_the_longest_unused_state_is_replaced():
     assert server.scheduler.snapshots.num_kept == 2
 
 
+def test_states_that_are_replaced_before_their_first_use_are_kept_seldom():
+    """Chats in turn, more than there are snapshots: then a few of them are kept for long, and find theirs."""
+    server, saved = Server(num_blocks=64, snapshots=4), []
+    restored = []
+    for turn in range(6):
+        for chat in range(7):
+            server.run(f"{turn} {chat}", [chat] * 9)
+            saved.append(len(server.scheduler.snapshots.copies))
+        restored.append(server.scheduler.snapshots.num_restored)
+    assert restored[0] == 0 and restored[-1] >= 5
+    assert sum(saved) < len(saved) / 2
+
+
+def test_blocks_behind_the_last_state_are_evicted_first():
+    """No request can start there, so that a few of them are worth less than the blocks before a state."""
+    server = Server(num_blocks=12, snapshots=4)
+    server.run("a", PROMPT, max_tokens=20)  # 8 blocks are full; a state is kept behind 3
+    server.run("b", [6] * 25)  # takes 7 blocks
+    assert server.run("c", PROMPT) == 12
+
+
 def test_a_request_with_invalid_logits_leaves_no_state():
     server = Server(snapshots=4)
     server.add("broken", PROMPT)

@@ -38,7 +38,8 @@ class BlockPool:
     """Blocks with reference counts; a block is free when its last holder has released it.
 
     A free block with a key keeps its contents: `find` returns it, `share` holds it again. It is evicted when no free
-    block without a key is left, the longest unused block first, and of one sequence the last block first.
+    block without a key is left, the longest unused block first, and of one sequence the last block first; blocks that
+    were released as less useful go before all others.
     """
 
     def __init__(self, num_blocks: int):
@@ -92,16 +93,26 @@ class BlockPool:
                 del self._unused[block]
             self._references[block] += 1
 
-    def release(self, blocks: list[int]) -> None:
-        """Remove a holder from each of `blocks`, which are in the order of their sequence."""
+    def release(self, blocks: list[int], num_useful: int | None = None) -> None:
+        """Remove a holder from each of `blocks`, which are in the order of their sequence.
+
+        num_useful   the blocks behind this number are less useful than any other block; None: all are useful
+        """
+        free = []
         for block in reversed(blocks):
             assert self._references[block] > 0, f"block {block} is released but not held"
             self._references[block] -= 1
             if not self._references[block]:
                 if block in self._key_of:
                     self._unused[block] = None
+                    free.append(block)
                 else:
                     self._blank.append(block)
+        if num_useful is not None:
+            less = set(blocks[num_useful:])
+            for block in reversed(free):
+                if block in less:
+                    self._unused.move_to_end(block, last=False)
 
     def register(self, block: int, key: bytes) -> None:
         """Set the key of a held block with K and V written. A second block of the same key gets none."""

@@ -143,8 +143,11 @@ class PrefixCache:
         count, keys = len(found.blocks), seq.block_keys
         if count:
             snapshots.restore(keys[count - 1], seq.row + 1)
-        for end in (found.num_shared, (seq.num_tokens - 1) // self._block_size):
-            if (end - count) * self._block_size >= snapshots.min_gain:
+        last, least = (seq.num_tokens - 1) // self._block_size, snapshots.min_gain
+        if (last - count) * self._block_size < least or not snapshots.ask():
+            return
+        for end in (found.num_shared, last):
+            if (end - count) * self._block_size >= least:
                 self._wanted.add(keys[end - 1])
                 count = end
 
@@ -191,6 +194,10 @@ class PrefixCache:
             self._coming.difference_update(seq.block_keys[num_full:])
             if self._wanted:
                 self._wanted.difference_update(seq.block_keys)
+
+    def num_useful(self, seq: Sequence) -> int | None:
+        """Return how many blocks of `seq` come before its last kept state; None: blocks need no state."""
+        return None if self._snapshots is None else self._snapshots.longest(seq.block_keys)
 
     def forget(self, seq: Sequence, first_token: int = 0) -> None:
         """Remove the blocks of `seq` with its tokens from `first_token` on, also blocks that it has released."""

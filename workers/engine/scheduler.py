@@ -360,7 +360,7 @@ class Scheduler:
         if seq in self._admitted:
             self._admitted.remove(seq)
         self.prefixes.stopped(seq)
-        self.pool.release(seq.block_ids)
+        self.pool.release(seq.block_ids, self.prefixes.num_useful(seq))
         self.pool.release(seq.window_ids)
         seq.block_ids, seq.window_ids, seq.window_first = [], [], 0
         self.table.remove(seq)

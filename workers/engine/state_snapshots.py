@@ -9,9 +9,11 @@ Knows nothing of requests and of tensors.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-MIN_GAIN = (
-    64  # tokens of a prompt that a snapshot must save; a chunk that ends at a snapshot costs a step
-)
+# Tokens of a prompt that a snapshot must save, because a chunk that ends at a snapshot costs a step.
+MIN_GAIN = 64
+# Snapshots replaced in a row before their first use, from which on one of so many prompts gets snapshots: these few
+# stay longer, and a prompt without one takes a step less.
+PATIENCE, SELDOM = 8, 8
 
 
 class StateSnapshots:
@@ -31,6 +33,8 @@ class StateSnapshots:
         self.num_restored = 0  # sequences that went on from a snapshot
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
+        self._never_used: set[bytes] = set()
+        self._num_lost = self._num_asked = 0
 
     @property
     def num_kept(self) -> int:
@@ -52,6 +56,8 @@ class StateSnapshots:
     def restore(self, key: bytes, slot: int) -> None:
         """Copy the snapshot of `key` to the slot of a sequence."""
         self._slot_of.move_to_end(key)
+        self._never_used.discard(key)
+        self._num_lost = 0
         self.copies.append((self._slot_of[key], slot))
         self.num_restored += 1
 
@@ -59,9 +65,19 @@ class StateSnapshots:
         """Keep a copy of the slot of a sequence, as the launched forwards leave it, under `key`."""
         if not self.count or key in self._slot_of:
             return
-        kept = self._free.pop() if self._free else self._slot_of.popitem(last=False)[1]
+        if not self._free:
+            oldest = next(iter(self._slot_of))
+            self._num_lost += oldest in self._never_used
+            self.forget((oldest,))
+        kept = self._free.pop()
         self._slot_of[key] = kept
+        self._never_used.add(key)
         self.copies.append((slot, kept))
+
+    def ask(self) -> bool:
+        """Return whether a prompt gets snapshots: seldom, while they are replaced before their first use."""
+        self._num_asked += 1
+        return self._num_lost < PATIENCE or self._num_asked % SELDOM == 0
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let `longest` no longer find the snapshots of `keys`."""
@@ -69,6 +85,7 @@ class StateSnapshots:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
                 self._free.append(slot)
+                self._never_used.discard(key)
 
     def close(self) -> None:
         """Drop the copies that were not made, and the snapshots that they were to make; all others stay."""
