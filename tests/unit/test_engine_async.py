@@ -1,7 +1,7 @@
 """Steps launched before the last one's tokens are known give what steps in turn give, whatever happens meanwhile."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.scheduler import ScheduledBatch, Scheduler
 from workers.engine.state_snapshots import StateSnapshots
-from workers.engine.step_sync import PlanConfig
+from workers.engine.step_sync import FIELD_NAMES, PlanConfig, Vote
 from workers.engine.vote_transport import LocalVoteTransport
 from workers.runner.step_output import StepOutput
 from workers.wire.request import EngineRequest, SamplingParams
@@ -29,7 +29,7 @@ class PagedRunner:
         self.model = PagedModel(scheduler)
         self.launched: list[ScheduledBatch] = []
         self.admitted: list[str] = []
-        self.most_outstanding = self._outstanding = 0
+        self.most_outstanding = self._outstanding = self.waits = 0
         self._invalid = invalid
 
     def launch(self, batch: ScheduledBatch, plan) -> Pending[StepOutput]:
@@ -48,6 +48,7 @@ class PagedRunner:
 
         def read() -> StepOutput:
             self._outstanding -= 1
+            self.waits += 1
             return StepOutput(tokens)
 
         return Pending(read)
@@ -213,6 +214,36 @@ def test_the_next_step_is_launched_before_the_tokens_are_read():
     # The third is its last, whichever it is: no surplus step, its token comes at once.
     run.engine.step()
     assert run.ends == {"a": "length"} and len(run.runner.launched) == 3
+
+
+class BusyPeer(LocalVoteTransport):
+    """Another rank decodes in every step."""
+
+    def __init__(self, has_work: bool = True):
+        super().__init__()
+        self.has_work, self.votes = has_work, 0
+
+    def all_gather(self, row):
+        self.votes += 1
+        peer = Vote(epoch=0, step=int(row[FIELD_NAMES.index("step")]), has_work=self.has_work)
+        return np.stack([row, replace(peer, num_tokens=int(self.has_work)).row()])
+
+
+def test_a_rank_without_requests_votes_before_its_last_step_has_ended():
+    run = Run(True)
+    run.engine._vote_transport = peer = BusyPeer()
+    for _ in range(4):
+        before = run.runner.waits
+        run.engine._schedule()
+        assert run.runner.waits == before, "the vote waited for a step"
+        run.engine.step()
+    assert peer.votes == len(run.runner.launched) == 4 and len(run.engine._in_flight) == 1
+    run.submit("a", [1, 2, 3], max_tokens=2)
+    for _ in range(4):
+        run.engine.step()
+    assert run.ends == {"a": "length"} and len(run.tokens["a"]) == 2
+    peer.has_work = False
+    run.finish()
 
 
 def test_a_surplus_token_is_thrown_away():

@@ -240,12 +240,13 @@ class Engine:
     def _schedule(self) -> ScheduledBatch:
         """Return this step's batch.
 
-        Steps in flight are committed first if the batch depends on their tokens or is empty without them.
+        Steps in flight are committed first if the batch depends on their tokens or is empty without them. A rank
+        without requests does not wait for its steps, because all ranks would wait for its vote.
         """
         if self._in_flight and self.scheduler.needs_tokens:
             self._commit(0)
         batch = self.scheduler.schedule(self._next_cap)
-        if self._in_flight and not batch.seqs:
+        if self._in_flight and not batch.seqs and self.scheduler.has_work:
             self._commit(0)
             batch = self.scheduler.schedule(self._next_cap)
         return batch
