@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.step_work import StepPart
+from cluster.bench.step_work import LayerKind, StepPart
 from scripts.bench.results import origin_line
 from workers.trace import hidden
 
@@ -181,7 +181,24 @@ def _rows(state: dict[str, Any], slow: int) -> list[str]:
         f"| {GAPS} | {mine['gaps_ms']:.3f} | {other['gaps_ms']:.3f} | | | | {mine['num_gaps']:.0f} gaps |",
         f"| two at once | {twice[0]:.3f} | {twice[1]:.3f} | | | | |",
         f"| all | {total:.3f} | {other['step_ms']:.3f} | {floors:.3f} | {floors / total:.0%} | | {kernels:.0f} |",
+        *kind_rows(state["floors"], mine, other),
     ]
+
+
+def kind_rows(floors: dict[str, Any], mine: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return a row for each kind of layer that the step has: the sums of its parts, and of their floors."""
+    rows, nothing = [], {"ms": 0.0, "kernels": 0.0}
+    for kind in LayerKind:
+        parts = [part for part in StepPart if part.kind == kind]
+        here, there = ([of["parts"].get(part, nothing) for part in parts] for of in (mine, other))
+        ms, kernels = (sum(found[name] for found in here) for name in ("ms", "kernels"))
+        floor = sum(floors[part]["floor_ms"] for part in parts if part in floors)
+        if kernels:
+            rows.append(
+                f"| of it {kind} | {ms:.3f} | {sum(found['ms'] for found in there):.3f} | {floor:.3f} | "
+                f"{floor / ms:.0%} | | {kernels:.0f} |"
+            )
+    return rows
 
 
 def _gaps(gaps: Sequence[dict[str, Any]]) -> str:

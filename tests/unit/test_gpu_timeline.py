@@ -229,6 +229,19 @@ def test_what_exceeds_the_floor_and_who_is_slow() -> None:
     ]
 
 
+def test_kinds_of_layers_have_the_sums_of_their_parts() -> None:
+    def device(*ms: float) -> dict[str, Any]:
+        names = ("linear attention", "dispatch", "grouped GEMM")
+        parts = zip(names, ms, strict=True)
+        return {"parts": {name: {"ms": value, "kernels": 30} for name, value in parts}}
+
+    floors = {name: {"floor_ms": 1.0} for name in ("attention", "linear attention", "grouped GEMM")}
+    assert timeline_report.kind_rows(floors, device(2, 0.5, 1.5), device(3, 1, 1)) == [
+        "| of it delta nets | 2.000 | 3.000 | 1.000 | 50% | | 30 |",
+        "| of it experts | 2.000 | 2.000 | 1.000 | 50% | | 60 |",
+    ]
+
+
 def test_a_dry_run_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ("cluster.ranks=1", "cluster.device=cpu", "model.weights=dummy")
     config = resolve_rank_config(load_config(ROOT / "configs" / "local.yaml", overrides))
