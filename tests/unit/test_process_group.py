@@ -22,17 +22,45 @@ def join(port: int, left: threading.Event) -> None:
     process_group.join(rendezvous, 1, ParallelDims(num_ranks=2), cpu, FAR_S, left)
 
 
-def test_a_join_without_its_peers_ends_when_rank_0_closes_the_store():
+@pytest.fixture(autouse=True)
+def without_a_group():
+    yield
+    process_group.leave()
+
+
+def failed_join() -> None:
     store, left = process_group.host_store("127.0.0.1"), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(join, store.port, left)
-        time.sleep(0.5)  # it waits for rank 0
+        before = store.num_keys()
+        while store.num_keys() == before:  # then it waits for rank 0
+            time.sleep(0.01)
         assert not joining.done(), joining.result()
         del store
         left.set()  # a slow machine may not have connected yet
         with pytest.raises(dist.DistError):
             joining.result(60)
+
+
+def test_a_join_without_its_peers_ends_when_rank_0_closes_the_store():
+    failed_join()
     assert not dist.is_initialized()
+
+
+def name_of_group() -> str:
+    """The name of this process's next group: its ranks write their keys in the store under it."""
+    with process_group.local_rendezvous() as rendezvous:
+        alone, cpu = ParallelDims(num_ranks=1), torch.device("cpu")
+        process_group.join(rendezvous, 0, alone, cpu, FAR_S)
+        name = dist.group.WORLD.group_name
+        process_group.leave()
+    return name
+
+
+def test_a_rank_meets_new_processes_after_a_join_that_failed():
+    failed_join()
+    after = name_of_group()
+    assert after == name_of_group(), "the leave of a group makes the process as new"
 
 
 def test_a_join_without_a_store_ends_when_the_rank_leaves():

@@ -57,6 +57,9 @@ def join(
     # The store's own timeout bounds the wait for late ranks, the group's bounds its collectives.
     store.set_timeout(timedelta(seconds=timeout_s))
     on_gpu = device.type == "cuda"
+    # torch counts each attempt and writes its keys under the number: after a join that failed, this rank would never
+    # meet a new process.
+    dist.distributed_c10d._world.group_count = 0
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=PrefixStore(rendezvous.name, store),
