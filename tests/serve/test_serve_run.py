@@ -1,6 +1,8 @@
-"""`serve run cluster.app:build`: Ray Serve starts the application, and starts it again when the group fails."""
+"""`serve run cluster.app:build`: Ray Serve starts the application, and again its HTTP processes and a failed group."""
 
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,9 +15,15 @@ import psutil
 import pytest
 import yaml
 
+from tests.serve.open_streams import Stream
 from tests.serve.server import ROOT, free_port, left_running, write_config
+from workers.weights.checkpoint import make_checkpoint
 
 START_S, RECOVERY_S = 120, 90
+NUM_TOKENS = (
+    12_000  # of a stream that is still open when the lease of a dead HTTP process has ended
+)
+MAX_LEN = NUM_TOKENS + 100
 BODY = {"model": "tiny", "prompt": "x", "max_tokens": 4, "ignore_eos": True}
 
 
@@ -24,7 +32,15 @@ class ServeRun:
 
     def __init__(self, folder: Path, checkpoint: Path):
         port = free_port()
-        config = write_config(folder, checkpoint, port, cluster={"ranks": 1, "rebuild_attempts": 0})
+        config = write_config(
+            folder,
+            checkpoint,
+            port,
+            model={"max_model_len": MAX_LEN},
+            cluster={"ranks": 1, "rebuild_attempts": 0},
+            cache={"num_blocks": 6 * MAX_LEN // 16},
+            serve={"replicas": 2},
+        )
         application = {"name": "phalanx", "import_path": "cluster.app:build", "route_prefix": "/"}
         file = folder / "serve.yaml"
         settings = {
@@ -44,8 +60,18 @@ class ServeRun:
             )
 
     def ranks(self) -> list[psutil.Process]:
+        return self.processes("RankActor")
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """The processes with `title` in their command line."""
         family = psutil.Process(self.process.pid).children(recursive=True)
-        return [p for p in family if "RankActor" in " ".join(p.cmdline())]
+        return [p for p in family if title in " ".join(p.cmdline())]
+
+    def running(self) -> float:
+        """The requests that run; infinitely many without an answer that has their number."""
+        answer = httpx.get(f"{self.url}/metrics", timeout=60)
+        found = re.findall(r"^phalanx:num_requests_running{.*} (\S+)$", answer.text, re.M)
+        return sum(map(float, found)) if found else math.inf
 
     def complete(self) -> httpx.Response:
         return httpx.post(f"{self.url}/v1/completions", json=BODY, timeout=60)
@@ -74,7 +100,9 @@ class ServeRun:
 
 
 @pytest.fixture
-def served(tmp_path: Path, checkpoint: Path) -> Iterator[ServeRun]:
+def served(tmp_path: Path) -> Iterator[ServeRun]:
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_experts": 6, "head_dim": 32}
+    checkpoint = make_checkpoint(tmp_path / "tiny", max_position_embeddings=MAX_LEN, **sizes)
     subject = ServeRun(tmp_path, checkpoint)
     try:
         yield subject
@@ -82,8 +110,35 @@ def served(tmp_path: Path, checkpoint: Path) -> Iterator[ServeRun]:
         subject.stop()
 
 
-def test_it_serves_and_recovers_from_a_failed_group(served):
+def lose_an_http_process(served: ServeRun) -> None:
+    """Its streams end and their requests leave the rank; the other streams go on, and Serve replaces it."""
+    before = served.processes("ServeReplica")
+    streams = [Stream(served, NUM_TOKENS) for _ in range(6)]
+    assert len(before) == 2 and served.running() == 6
+    before[0].kill()
+    deadline = time.monotonic() + RECOVERY_S
+
+    def going() -> list[Stream]:
+        return [stream for stream in streams if stream.is_alive()]
+
+    while len(going()) == 6 or served.running() > len(going()):
+        assert time.monotonic() < deadline, (len(going()), served.running())
+        time.sleep(0.1)
+    assert going(), "too late to prove anything"
+    assert not any(s.lines[-1] == "data: [DONE]" for s in streams), "too late to prove anything"
+    while len(served.processes("ServeReplica")) < 2:
+        assert time.monotonic() < deadline, served.log.read_text()
+        time.sleep(0.1)
+    for stream in going():
+        seen = len(stream.lines)
+        while len(stream.lines) == seen:
+            assert time.monotonic() < deadline, stream.lines[-1]
+            time.sleep(0.01)
+
+
+def test_it_serves_and_recovers_from_the_loss_of_an_http_process_and_of_its_group(served):
     served.wait_served(START_S)
+    lose_an_http_process(served)
     (rank,) = served.ranks()
     rank.kill()
     rank.wait(10)
