@@ -10,7 +10,7 @@ import importlib
 import os
 
 VARIABLE = "PHALANX_SPARE_RANK"
-MODULES = ("torch", "workers.rank.epoch")
+MODULES = ("torch", "workers.rank.actor", "workers.rank.epoch")
 """Neither starts CUDA, which reads CUDA_VISIBLE_DEVICES once."""
 
 
