@@ -33,7 +33,7 @@ class DeltaNetBlock:
         self.in_PD = builder.empty(spec.input_size, dim)
         self.conv_C1w = builder.empty(sizes.channels, 1, sizes.conv_width)
         self.dt_bias_V = builder.empty(heads, dtype=torch.float32)
-        self.a_log_V = builder.empty(heads, dtype=torch.float32)
+        self.neg_exp_a_V = builder.empty(heads, dtype=torch.float32)
         self.norm = builder.norm(sizes.value_dim, centred=False)
         self.out_DO = builder.empty(dim, sizes.value_size)
 
@@ -62,7 +62,7 @@ class DeltaNetBlock:
             b_TV,
             self.layer,
             self.conv_C1w.squeeze(1),
-            self.a_log_V.exp().neg_(),
+            self.neg_exp_a_V,
             self.dt_bias_V,
         )
         triton = self.input_norm.triton

@@ -21,7 +21,7 @@ def delta_net_weights(
     conv = (sizes.channels, 1, sizes.conv_width)
     yield WeightEntry(f"{at}conv1d.weight", conv, f"{to}conv_C1w", WeightKind.CONVOLUTION)
     yield WeightEntry(f"{at}dt_bias", heads, f"{to}dt_bias_V", WeightKind.BIAS)
-    yield WeightEntry(f"{at}A_log", heads, f"{to}a_log_V", WeightKind.DECAY)
+    yield WeightEntry(f"{at}A_log", heads, f"{to}neg_exp_a_V", WeightKind.DECAY)
     yield WeightEntry(f"{at}norm.weight", (sizes.value_dim,), f"{to}norm", WeightKind.NORM)
     shape = (dim, sizes.value_size)
     yield WeightEntry(f"{at}out_proj.weight", shape, f"{to}out_DO", WeightKind.PROJECTION)

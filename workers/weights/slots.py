@@ -14,7 +14,7 @@ import torch
 from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
 from kernels.mxfp4 import dequantise_mxfp4
 from workers.layers.norm import RMSNorm
-from workers.weights.weight_map import WeightEntry
+from workers.weights.weight_map import WeightEntry, WeightKind
 
 Progress = Callable[[int, int], None]
 
@@ -28,6 +28,7 @@ class WeightSlot:
     scale       factor on the values
     offset      added to the values, before the factor
     part        the rows of the disk tensor that are meant, as of WeightEntry
+    decay       the values become -exp(value)
     heads       (head_dim, rotary_dim): the disk tensor has heads of which only the first values are to be paired
     """
 
@@ -37,6 +38,7 @@ class WeightSlot:
     heads: tuple[int, int] | None = None
     offset: float = 0.0
     part: tuple[int, int, int] | None = None
+    decay: bool = False
 
     @classmethod
     def plain(cls, target: torch.Tensor, scale: float = 1.0) -> "WeightSlot":
@@ -61,7 +63,8 @@ class WeightSlot:
         row_only = len(entry.shape) < target.dim()
         shape = tuple(target.shape[1:]) if row_only else tuple(target.shape)
         assert math.prod(shape) == entry.size, (entry, shape)
-        make = partial(cls, offset=entry.offset, part=entry.part)
+        decay = entry.kind == WeightKind.DECAY
+        make = partial(cls, offset=entry.offset, part=entry.part, decay=decay)
         if not entry.head_dim or entry.rotary_dim:
             heads = (entry.head_dim, entry.rotary_dim) if entry.rotary_dim else None
             return make(target, (1, *shape) if row_only else shape, scale, heads)
@@ -83,6 +86,8 @@ class WeightSlot:
         if self.heads is not None:
             disk_tensor = pair_rotary(disk_tensor, *self.heads)
         self.target.copy_(disk_tensor.view(self.disk_view))
+        if self.decay:
+            self.target.exp_().neg_()
         if self.offset:
             self.target.add_(self.offset)
         if self.scale != 1.0:

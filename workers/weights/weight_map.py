@@ -24,7 +24,7 @@ class WeightKind(StrEnum):
     ROUTER = "router"
     GATE = "gate of a shared expert"
     CONVOLUTION = "convolution"
-    DECAY = "decay"
+    DECAY = "decay"  # A_log, held as -exp(A_log)
     PROJECTION = "projection"
     DOWN_PROJECTION = "down projection"
 
