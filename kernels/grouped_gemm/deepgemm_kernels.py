@@ -26,6 +26,7 @@ from kernels.routing.device_routing import max_permuted
 from kernels.routing.placement import ExpertPlacement
 
 MOST_PROCESSES = 16  # each holds some 0.5 GB of a GPU
+NICENESS = 10  # attention's compilers beside them take longest, so they come first
 _ATTACH_GLOBAL = 1  # CU_MEM_ATTACH_GLOBAL
 
 
@@ -110,6 +111,7 @@ _memory: list[torch.Tensor] = []  # of this process: weights, rows, results
 def _begin(counter: "multiprocessing.sharedctypes.Synchronized[int]", num_gpus: int) -> None:
     with counter.get_lock():
         index, counter.value = counter.value, counter.value + 1
+    os.nice(NICENESS)
     torch.cuda.set_device(index % num_gpus)
     torch.zeros(1, device="cuda")  # makes CUDA's context, which the driver's allocations need
 
