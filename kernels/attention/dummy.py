@@ -6,6 +6,7 @@ T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotate
 import torch
 
 from kernels.attention.base import Attention, AttentionBatch
+from kernels.attention.fp8_pages import Fp8Pages
 
 
 class DummyAttention(Attention):
@@ -44,7 +45,8 @@ class DummyAttention(Attention):
     ) -> None:
         from kernels.triton.qk_rope import norm_rotate_store
 
-        caches = self.kv_caches[layer]
+        spec, cache = self.specs[layer], self.kv_caches[layer]
+        caches = Fp8Pages(cache, spec, self.block_size).tensors if spec.fp8_cache else cache
         norm_rotate_store(qkv_TMd, norm_Nd, eps, rotation_T1r, self._slots, *caches)
 
     def attend(

@@ -23,6 +23,7 @@ from kernels.attention.decode_chunks import (
     read_keys,
     whole_rows,
 )
+from kernels.attention.fp8_pages import Fp8Pages
 from kernels.attention.spec import AttentionSpec
 from kernels.backends.backend import BackendShape
 from kernels.host.capability import too_old_gpu
@@ -65,17 +66,19 @@ class TritonPagedAttention(GraphAttention):
     name = "triton"
     devices = ("cuda",)
     auto = "our kernels serve sinks and sliding windows"
-    windows = sinks = True
+    windows = sinks = fp8_cache = True
     distributions = ("triton",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
         from kernels.triton import paged_attention, paged_decode
+        from kernels.triton.fp8_heads import store_fp8
         from kernels.triton.paged import store_kv
 
         self._prompt_kernel: Any = paged_attention
         self._decode_kernel: Any = paged_decode
-        self._store_kv = store_kv
+        self._store_kv, self._store_fp8 = store_kv, store_fp8
+        self._caches: list[tuple[torch.Tensor, ...]] = []
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
         self._kv_heads = min((spec.num_kv_heads for spec in specs), default=1)
         groups = {spec.group_size for spec in specs}
@@ -100,13 +103,22 @@ class TritonPagedAttention(GraphAttention):
 
     @classmethod
     def auto_reason(cls, shape: BackendShape) -> str | None:
-        """See Backend. Where there are neither sinks nor windows, other backends are faster."""
-        special = any(spec.sinks or spec.window is not None for spec in shape.attention_specs)
+        """See Backend. Where there are no sinks, windows and caches in e4m3, other backends are faster."""
+        special = any(
+            spec.sinks or spec.window is not None or spec.fp8_cache
+            for spec in shape.attention_specs
+        )
         return super().auto_reason(shape) if special else None
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         super().bind(kv_caches)
         self._graphs = None
+        self._caches = [
+            tuple(Fp8Pages(cache, spec, self.block_size).tensors)
+            if spec.fp8_cache
+            else cache.unbind(0)
+            for spec, cache in zip(self.specs, kv_caches, strict=False)
+        ]
         if kv_caches:
             self._device = kv_caches[0].device
             self._programs = PROGRAMS_PER_SM * _multiprocessors(self._device) // self._kv_heads
@@ -165,9 +177,13 @@ class TritonPagedAttention(GraphAttention):
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         spec = self.specs[layer]
-        k_cache, v_cache = self.kv_caches[layer].unbind(0)
+        k_cache, v_cache, *exponents = self._caches[layer]
         layers, rows = self._layers[spec.window], self._num_decodes
-        self._store_kv(k_Thd, v_Thd, layers.slots, k_cache, v_cache)
+        if exponents:
+            self._store_fp8(k_Thd, layers.slots, k_cache, exponents[0])
+            self._store_fp8(v_Thd, layers.slots, v_cache, exponents[1])
+        else:
+            self._store_kv(k_Thd, v_Thd, layers.slots, k_cache, v_cache)
         wait_previous_ubatch()
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if self._num_tokens < len(q_THd):
@@ -176,6 +192,7 @@ class TritonPagedAttention(GraphAttention):
             *(q_THd[:rows], k_cache, v_cache, out_THd[:rows], layers.chunks),
             scale=spec.scale,
             sinks_H=sinks_H,
+            exponents=exponents,
         )
         if self._prompts is not None:
             self._prompt_kernel.paged_attention(
@@ -184,6 +201,7 @@ class TritonPagedAttention(GraphAttention):
                 scale=spec.scale,
                 window=spec.window,
                 sinks_H=sinks_H,
+                exponents=exponents,
             )
         return out_THd
 

@@ -6,31 +6,51 @@ head. It reads no key before the window of its first token.
 T tokens, H query heads, h KV heads, G = H / h, d head dim, B sequences, N tiles.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.fp8_heads import power_of_two
+
+LN_2 = tl.constexpr(0.6931471805599453)
 ROWS = 16  # fewest rows of a product of tensor cores
 KEYS = 64  # keys at a time
 
 
 @triton.jit
 def _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM):
-    """Return where the values of each key of a KV head lie; `key` counts tokens of the table's sequence."""
-    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=seen, other=0)
-    slot = block.to(tl.int64) * BLOCK_SIZE + key % BLOCK_SIZE
-    return (slot * HEADS + head)[:, None] * HEAD_DIM + value[None, :]
+    """Return where the values and the exponent of each key of a KV head lie; `key` counts the sequence's tokens."""
+    block = tl.load(table_ptr + key // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+    slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+    exponent = (block * HEADS + head) * BLOCK_SIZE + key % BLOCK_SIZE
+    return (slot * HEADS + head)[:, None] * HEAD_DIM + value[None, :], exponent
 
 
 @triton.jit
-def _merge(top, total, out, scores, v, PRECISION: tl.constexpr):
-    """Return the softmax so far merged with further scores; -inf: not attended to."""
+def _half_rows(q):
+    """Return q in float16 and the power of two that its rows were divided by; float32 stays."""
+    if q.dtype == tl.float32:
+        return q, tl.full((q.shape[0],), 1.0, tl.float32)
+    wide = q.to(tl.float32)
+    exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+    exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+    return (wide * power_of_two(254 - exponent)[:, None]).to(tl.float16), power_of_two(exponent)
+
+
+@triton.jit
+def _merge(top, total, out, scores, v, share, PRECISION: tl.constexpr):
+    """Return the softmax so far merged with further scores; -inf: not attended to.
+
+    share   part of a key's weight that counts to the sum, [keys] or 1
+    """
     new_top = tl.maximum(top, tl.max(scores, 1))
     floor = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
     weights = tl.exp(scores - floor[:, None])
     decay = tl.exp(top - floor)
     out = tl.dot(weights.to(v.dtype), v, out * decay[:, None], input_precision=PRECISION)
-    return new_top, total * decay + tl.sum(weights, 1), out
+    return new_top, total * decay + tl.sum(weights * share, 1), out
 
 
 @triton.jit
@@ -38,6 +58,8 @@ def attend(
     q,
     k_ptr,
     v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
     table_ptr,
     top,
     total,
@@ -54,34 +76,51 @@ def attend(
     HEAD_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Attend from the rows of q to keys `begin` to `end` - 1 from `lowest` on.
 
     Return maximum, sum and unscaled output of the softmax in float32; top and total are those of the sinks.
+    FP8: K and V in e4m3 become float16 (float32 with q in float32) without their scales. The scale of a key multiplies
+    its scores, that of a value its weight, and the maximum is that of both, so that no weight exceeds 1.
     """
     out = tl.zeros(q.shape, tl.float32)
+    factor = tl.full((q.shape[0],), 1.0, tl.float32) * scale
+    if FP8:
+        q, of_row = _half_rows(q)
+        factor *= of_row
     for key_0 in range(begin, end, KEYS):
         key = key_0 + tl.arange(0, KEYS)
         seen = (key < end) & (
             key >= lowest
         )  # blocks before the window of the first row may be freed
-        at = _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM)
+        at, exponent_at = _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM)
         mask = seen[:, None] & (value < HEAD_DIM)[None, :]
-        k = tl.load(k_ptr + at, mask=mask, other=0)
-        v = tl.load(v_ptr + at, mask=mask, other=0)
+        k = tl.load(k_ptr + at, mask=mask, other=0.0)
+        v = tl.load(v_ptr + at, mask=mask, other=0.0)
         attends = seen[None, :] & (key[None, :] <= position[:, None])
         if WINDOW:
             attends = attends & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
-        scores = tl.where(attends, scores, float("-inf"))
-        top, total, out = _merge(top, total, out, scores, v, PRECISION)
+        if FP8:
+            k_exponent = tl.load(k_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
+            v_exponent = tl.load(v_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
+            scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
+            scores *= factor[:, None] * power_of_two(k_exponent)[None, :]
+            scores += ((v_exponent - 127) * LN_2)[None, :]
+            scores = tl.where(attends, scores, float("-inf"))
+            share = power_of_two(254 - v_exponent)[None, :]
+            top, total, out = _merge(top, total, out, scores, v.to(q.dtype), share, PRECISION)
+        else:
+            scores = tl.dot(q, k.T, input_precision=PRECISION) * scale
+            scores = tl.where(attends, scores, float("-inf"))
+            top, total, out = _merge(top, total, out, scores, v, 1.0, PRECISION)
     return top, total, out
 
 
 @triton.jit(
     do_not_specialize=[
         *("q_row", "table_ptr", "table_row", "seq_ptr", "first_ptr", "starts_ptr", "lens_ptr"),
-        "sinks_ptr",
+        *("sinks_ptr", "k_exponents_ptr", "v_exponents_ptr"),
     ]
 )
 def paged_attention_kernel(
@@ -89,6 +128,8 @@ def paged_attention_kernel(
     q_row,
     k_ptr,
     v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
     out_ptr,
     table_ptr,
     table_row,
@@ -109,6 +150,7 @@ def paged_attention_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """One tile of up to TOKENS tokens, for one KV head. WINDOW 0: no window."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -132,10 +174,11 @@ def paged_attention_kernel(
         total += 1
     lowest = tl.maximum(context + first + 1 - WINDOW, 0) if WINDOW else 0
     top, total, out = attend(
-        *(q, k_ptr, v_ptr, table_ptr + seq.to(tl.int64) * table_row, top, total),
+        *(q, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr),
+        *(table_ptr + seq.to(tl.int64) * table_row, top, total),
         *(lowest // KEYS * KEYS, tl.minimum(context + first + TOKENS, context + num_new), lowest),
         *(context + token, head, value, scale),
-        *(WINDOW, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION),
+        *(WINDOW, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION, FP8),
     )
     out = out / tl.where(total == 0, 1.0, total)[:, None]
     out_at = at * (HEADS * GROUP * HEAD_DIM) + head_at
@@ -160,6 +203,7 @@ def paged_attention(
     scale: float,
     window: int | None,
     sinks_H: torch.Tensor | None,
+    exponents: Sequence[torch.Tensor] = (),
 ) -> None:
     """Write the attention of the tiles' rows to out_THd; K and V of the new tokens are in the cache already.
 
@@ -169,6 +213,7 @@ def paged_attention(
     tiles         int32 [N] each: the sequence of a tile, and the first of its up to `tile_tokens` new tokens
     starts, lens  int32 [B + 1] first row of a sequence, and [B] its context and new tokens
     sinks         float32 [H]
+    exponents     of caches in float8_e4m3fn: those of K and of V, uint8 [num_blocks, h, block_size]
     """
     num_heads, head_dim = q_THd.shape[1:]
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -179,7 +224,7 @@ def paged_attention(
     if not len(seqs):
         return
     paged_attention_kernel[(len(seqs), num_kv_heads)](
-        *(q_THd, q_THd.stride(0), k_cache, v_cache, out_THd),
+        *(q_THd, q_THd.stride(0), k_cache, v_cache, *(exponents or (lens, lens)), out_THd),
         *(block_table, block_table.stride(0), seqs, firsts, starts, lens),
         *(starts if sinks_H is None else sinks_H, scale),
         WINDOW=window or 0,
@@ -193,5 +238,6 @@ def paged_attention(
         ROWS=max(ROWS, triton.next_power_of_2(tokens * group)),
         KEYS=KEYS,
         PRECISION="ieee" if q_THd.dtype == torch.float32 else "tf32",
+        FP8=bool(exponents),
         num_warps=4,
     )

@@ -7,10 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.fp8_heads import round_heads
+
 HEADS_PER_PROGRAM = 4
 
 
-@triton.jit(do_not_specialize=["slots_ptr", "num_tokens"])
+@triton.jit(do_not_specialize=["slots_ptr", "num_tokens", "k_exponents_ptr", "v_exponents_ptr"])
 def _norm_rotate(
     x_ptr,
     x_row,
@@ -21,6 +23,8 @@ def _norm_rotate(
     num_tokens,
     k_slots_ptr,
     v_slots_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -29,10 +33,12 @@ def _norm_rotate(
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     STORE: tl.constexpr,
+    FP8_BLOCK: tl.constexpr,
 ):
     """Take HEADS heads of one token per program.
 
-    NORM: norm q and k. ROTARY_DIM: rotate as many values of each head. STORE: copy K and V to their slots.
+    NORM: norm q and k. ROTARY_DIM: rotate as many values of each head. STORE: copy K and V to their slots. FP8_BLOCK:
+    tokens of a block of a cache in e4m3, to which K and V are rounded in place too; 0: the cache has their dtype.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -66,6 +72,20 @@ def _norm_rotate(
         tl.store(at, y, mask=head < rotated_heads)
     if STORE:
         slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+        if FP8_BLOCK:
+            kv = tl.where(head >= rotated_heads, x, y).to(tl.float32)
+            kv, exponent, rounded = round_heads(kv)
+            is_kv = (head >= NUM_HEADS) & (head < all_heads)
+            tl.store(at, rounded.to(x_ptr.dtype.element_ty), mask=is_kv)
+            x, y = kv, kv
+            of = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+            of_key = (of >= NUM_HEADS) & (of < rotated_heads) & (slot >= 0)
+            of_value = (of >= rotated_heads) & (of < all_heads) & (slot >= 0)
+            first = slot // FP8_BLOCK * (NUM_KV_HEADS * FP8_BLOCK) + slot % FP8_BLOCK
+            key_at = k_exponents_ptr + first + (of - NUM_HEADS) * FP8_BLOCK
+            value_at = v_exponents_ptr + first + (of - rotated_heads) * FP8_BLOCK
+            tl.store(key_at, exponent.to(tl.uint8), mask=of_key)
+            tl.store(value_at, exponent.to(tl.uint8), mask=of_value)
         row = slot * (NUM_KV_HEADS * HEAD_DIM) + dim
         is_key = (head >= NUM_HEADS) & (head < rotated_heads) & (slot >= 0)
         tl.store(k_slots_ptr + row + (head - NUM_HEADS) * HEAD_DIM, y, mask=is_key)
@@ -81,6 +101,7 @@ def norm_rotate_store(
     slots: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
+    *exponents: torch.Tensor,
 ) -> None:
     """Norm and rotate q and k in place, copy k and v into the cache.
 
@@ -89,11 +110,12 @@ def norm_rotate_store(
     rotation  complex64 [T, 1, r/2], r <= d: turns the first r values of each head in interleaved pairs;
               None: no rotation
     slots     int64 [up to T], -1 for none; K and V of rows beyond `slots` are not copied
-    caches    [num_blocks, block_size, h, d]
+    caches    [num_blocks, block_size, h, d]; in float8_e4m3fn k and v are rounded in place too
+    exponents of k_cache and v_cache in float8_e4m3fn: uint8 [num_blocks, h, block_size]
     """
     num_kv_heads = k_cache.shape[2]
     num_heads = qkv_TMd.shape[1] - 2 * num_kv_heads
-    store = (slots, k_cache, v_cache)
+    store = (slots, k_cache, v_cache, *exponents)
     _launch(qkv_TMd, weight_Nd, eps, rotation_T1r, num_heads, num_kv_heads, store)
 
 
@@ -114,7 +136,7 @@ def _launch(
     rotation_T1r: torch.Tensor | None,
     num_heads: int,
     num_kv_heads: int,
-    store: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    store: tuple[torch.Tensor, ...] | None,
 ) -> None:
     num_rows, all_heads, head_dim = x.shape
     assert x.stride()[1:] == (head_dim, 1), "heads must be contiguous"
@@ -126,7 +148,7 @@ def _launch(
         assert rotary_dim <= head_dim, f"rotation of {rotary_dim} values, heads have {head_dim}"
     if not num_rows:
         return
-    slots, k_cache, v_cache = store or (x, x, x)
+    slots, k_cache, v_cache, *exponents = store or (x, x, x)
     _norm_rotate[(num_rows, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
         x,
         x.stride(0),
@@ -137,6 +159,7 @@ def _launch(
         len(slots),
         k_cache,
         v_cache,
+        *(exponents or (slots, slots)),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -145,5 +168,6 @@ def _launch(
         BLOCK=block,
         NORM=weight_Nd is not None,
         STORE=store is not None,
+        FP8_BLOCK=k_cache.shape[1] if exponents else 0,
         num_warps=1 if block <= 128 else 2,
     )

@@ -3,7 +3,7 @@
 N rows, D their width, K experts per row, E experts, B sequences.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,9 @@ from kernels.activation import Activation
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.attention.batch import AttentionBatch
+from kernels.attention.fp8_pages import Fp8Pages
+from kernels.attention.kv_layout import layout_of
+from kernels.attention.spec import AttentionSpec
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
@@ -52,6 +55,12 @@ class Inputs:
         shape = (4, BLOCK, HEADS, HEAD_DIM)
         return self.rows()[:0].new_zeros(shape), self.rows()[:0].new_zeros(shape)
 
+    def fp8_caches(self) -> Sequence[torch.Tensor]:
+        """K and V of a layer in e4m3, and their exponents."""
+        spec = AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0, fp8_cache=True)
+        cache = torch.zeros(layout_of(spec).shape(4, BLOCK), dtype=torch.uint8, device=self.device)
+        return Fp8Pages(cache, spec, BLOCK).tensors
+
 
 def _list_pages(at: Inputs, *, padded: bool) -> None:
     from kernels.triton.paged import list_pages
@@ -70,7 +79,22 @@ def _store_kv(at: Inputs) -> None:
     store_kv(qkv[:, HEADS : 2 * HEADS], qkv[:, 2 * HEADS :], at.slice(), *at.caches())
 
 
-def _norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int) -> None:
+def _store_fp8(at: Inputs) -> None:
+    from kernels.triton.fp8_heads import store_fp8
+
+    qkv, (k, _, exponents, _) = at.rows(3 * HEADS, HEAD_DIM), at.fp8_caches()
+    store_fp8(qkv[:, HEADS : 2 * HEADS], at.slice(), k, exponents)
+
+
+def _expand_fp8(at: Inputs) -> None:
+    from kernels.triton.expand_fp8 import expand_fp8
+
+    whole = torch.zeros(at.offset + 3 * at.size, dtype=torch.int32, device=at.device)
+    rows = [at.rows(HEADS, HEAD_DIM) for _ in "kv"]
+    expand_fp8(at.fp8_caches(), *whole[at.offset :].split(at.size), *rows)
+
+
+def _norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int, fp8: bool = False) -> None:
     from kernels.triton.qk_rope import norm_rotate_store
 
     weight = None
@@ -78,7 +102,8 @@ def _norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int) -> None:
         weight = torch.ones(2 * HEADS, HEAD_DIM, dtype=torch.bfloat16, device=at.device)
     rotation = at.rows(1, rotary_dim // 2, dtype=torch.complex64)
     qkv = at.rows(3 * HEADS, HEAD_DIM)
-    norm_rotate_store(qkv, weight, 1e-6, rotation, at.slice(), *at.caches())
+    caches = at.fp8_caches() if fp8 else at.caches()
+    norm_rotate_store(qkv, weight, 1e-6, rotation, at.slice(), *caches)
 
 
 def _latents(at: Inputs) -> None:
@@ -243,24 +268,29 @@ def _grouped_gemm(
     gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation, added)
 
 
-def _decodes(at: Inputs, *, cut: bool, sinks: bool = True) -> None:
+def _decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> None:
     """Decodes of 8 query heads for each KV head."""
     from kernels.triton.paged_decode import Chunks, paged_decode
 
-    q, (k, v) = at.rows(8 * HEADS, HEAD_DIM), at.caches()
+    q = at.rows(8 * HEADS, HEAD_DIM)
+    k, v, *exponents = at.fp8_caches() if fp8 else at.caches()
     parts = (at.size, at.size, at.size, at.size + 1)
     whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
     chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
     of_heads = torch.zeros(at.offset + 8 * HEADS, device=at.device)[at.offset :]
     paged_decode(
-        q, k, v, torch.empty_like(q), chunks, scale=0.1, sinks_H=of_heads if sinks else None
+        *(q, k, v, torch.empty_like(q), chunks),
+        scale=0.1,
+        sinks_H=of_heads if sinks else None,
+        exponents=exponents,
     )
 
 
-def _prompts(at: Inputs, *, window: int | None) -> None:
+def _prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
     from kernels.triton.paged_attention import paged_attention
 
-    q, (k, v) = at.rows(8 * HEADS, HEAD_DIM), at.caches()
+    q = at.rows(8 * HEADS, HEAD_DIM)
+    k, v, *exponents = at.fp8_caches() if fp8 else at.caches()
     parts = (at.size, at.size, at.size + 1, at.size)
     whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
     seqs, firsts, starts, lens = whole[at.offset :].split(parts)
@@ -269,6 +299,7 @@ def _prompts(at: Inputs, *, window: int | None) -> None:
         scale=0.1,
         window=window,
         sinks_H=None,
+        exponents=exponents,
     )
 
 
@@ -311,7 +342,10 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "list_pages": partial(_list_pages, padded=False),
     "list_pages_for_graphs": partial(_list_pages, padded=True),
     "store_kv": _store_kv,
+    "store_fp8": _store_fp8,
+    "expand_fp8": _expand_fp8,
     "norm_rotate_store": partial(_norm_rotate_store, norm=True, rotary_dim=HEAD_DIM),
+    "norm_rotate_store_fp8": partial(_norm_rotate_store, norm=True, rotary_dim=HEAD_DIM, fp8=True),
     "rotate_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
     "rotate_part_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
     "latents": _latents,
@@ -336,6 +370,9 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "decodes": partial(_decodes, cut=False),
     "decodes_without_sinks": partial(_decodes, cut=False, sinks=False),
     "decodes_in_chunks": partial(_decodes, cut=True),
+    "decodes_fp8": partial(_decodes, cut=False, sinks=False, fp8=True),
+    "decodes_fp8_in_chunks": partial(_decodes, cut=True, sinks=False, fp8=True),
+    "prompts_fp8": partial(_prompts, window=None, fp8=True),
     "prompts": partial(_prompts, window=None),
     "prompts_with_a_window": partial(_prompts, window=128),
 }
@@ -380,8 +417,9 @@ def _decode_programs() -> list[int]:
     from kernels.attention.triton_paged import PROGRAMS_PER_SM
 
     for cut in (False, True):
-        _decodes(Inputs(DEVICE, 16, 0), cut=cut)
-    return [PROGRAMS_PER_SM] * 2
+        for fp8 in (False, True):
+            _decodes(Inputs(DEVICE, 16, 0), cut=cut, fp8=fp8)
+    return [PROGRAMS_PER_SM] * 4
 
 
 LAUNCHES: dict[str, Callable[[], list[int]]] = {

@@ -1,12 +1,14 @@
 """Paged attention with sinks and windows against dense attention in float32."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.attention.spec import AttentionSpec
 from kernels.attention.triton_paged import TritonPagedAttention
-from tests.triton.device import DEVICE, compiled_only
+from tests.triton.device import COMPILED, DEVICE, compiled_only
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs, check, check_layer
 
 LAYERS = (
@@ -34,6 +36,22 @@ def test_equals_dense_attention(label: str, dtype: torch.dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("label", ["decodes", "mixed", *compiled_only(*BATCHES)])
+@torch.inference_mode()
+def test_fp8_cache_equals_dense_attention_over_rounded_values(label: str, dtype: torch.dtype):
+    check(
+        BATCHES[label],
+        specs=LAYERS,
+        padding=2,
+        dtype=dtype,
+        fp8=True,
+        rounded=not COMPILED,
+        backend=TritonPagedAttention,
+        device=DEVICE,
+    )
+
+
 DECODES: dict[str, tuple[Seqs, GraphForm]] = {
     "even": ([(5, 1), (0, 1), (90, 1)], GraphForm.EVEN_DECODES),
     "one_long": ([(3, 1), (1300, 1), (70, 1)], GraphForm.DECODES),
@@ -44,15 +62,19 @@ GRAPH_ROWS = 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16)])
-@pytest.mark.parametrize("label", DECODES)
+@pytest.mark.parametrize(
+    ("label", "fp8"),
+    [*((label, False) for label in DECODES), ("one_long", True), *compiled_only(("even", True))],
+)
 @torch.inference_mode()
-def test_plans_of_graphs_equal_dense_attention(label: str, dtype: torch.dtype):
+def test_plans_of_graphs_equal_dense_attention(label: str, dtype: torch.dtype, fp8: bool):
     """Padded rows are zero and their slots are not written; the general form serves any batch."""
     seqs, form = DECODES[label]
+    specs = [replace(spec, fp8_cache=fp8) for spec in LAYERS]
     for chosen in {form, GraphForm.DECODES}:
-        pages = Pages(seqs, LAYERS, 16, dtype, GRAPH_ROWS - len(seqs))
+        pages = Pages(seqs, specs, 16, dtype, GRAPH_ROWS - len(seqs), rounded=not COMPILED)
         pages.move(DEVICE)
-        attention = TritonPagedAttention(LAYERS, 16)
+        attention = TritonPagedAttention(specs, 16)
         attention.bind(pages.caches)
         attention.reserve_graphs(GRAPH_ROWS, GRAPH_ROWS, 100)
         batch = pages.batch()

@@ -39,6 +39,8 @@ class LayerRows:
         self.sinks = torch.randn(spec.num_heads, generator=self._generator) if spec.sinks else None
         for (context, new), slots in zip(pages.seqs, slots_of, strict=True):
             key, value = (self._random(context + new, spec.num_kv_heads) for _ in "kv")
+            if pages.rounded:
+                key, value = self._cached(key), self._cached(value)
             for rows, of in zip((key, value), new_rows, strict=True):
                 of.append(rows[context:])
             key, value = self._cached(key), self._cached(value)
@@ -138,7 +140,11 @@ class Pages:
         block_size: int,
         dtype: torch.dtype,
         padding: int,
+        *,
+        rounded: bool = False,
     ):
+        """rounded: K and V of new rows are what a cache in e4m3 can hold."""
+        self.rounded = rounded
         self.seqs, self.block_size = seqs, block_size
         self.generator = torch.Generator().manual_seed(3)
         needed = [-(-(context + new) // block_size) for context, new in seqs]
@@ -205,6 +211,7 @@ def check(
     specs: Sequence[AttentionSpec] | None = None,
     block_size: int = 4,
     fp8: bool = False,
+    rounded: bool = False,
     attention: Attention | None = None,
     backend: type[Attention] = SdpaAttention,
     device: str = "cpu",
@@ -214,7 +221,7 @@ def check(
         specs = [AttentionSpec(*heads, head_dim, scale=0.85 * head_dim**-0.5)] * NUM_LAYERS
     if fp8:
         specs = [replace(spec, fp8_cache=True) for spec in specs]
-    pages = Pages(seqs, specs, block_size, dtype, padding)
+    pages = Pages(seqs, specs, block_size, dtype, padding, rounded=rounded)
     pages.move(device)
     attention = attention or backend(specs, block_size)
     attention.bind(pages.caches)

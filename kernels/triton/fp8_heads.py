@@ -1,0 +1,78 @@
+"""K and V rounded to e4m3 with a power-of-two scale for each token and head (kernels/attention/fp8_pages.py).
+
+T tokens, h KV heads, d head dim.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def power_of_two(exponent):
+    """float32 of biased exponents in int32."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_heads(x):
+    """float32 [h, d] -> e4m3 of the same shape, biased exponents int32 [h], the rounded values in float32."""
+    largest = tl.max(tl.abs(x), 1)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 7
+    exponent = tl.minimum(tl.maximum(exponent, 1), 247)
+    values = (x * power_of_two(254 - exponent)[:, None]).to(tl.float8e4nv)
+    return values, exponent, values.to(tl.float32) * power_of_two(exponent)[:, None]
+
+
+@triton.jit(do_not_specialize=["slots_ptr", "num_tokens"])
+def _store_fp8(
+    x_ptr,
+    x_row,
+    slots_ptr,
+    num_tokens,
+    values_ptr,
+    exponents_ptr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
+    head, dim = tl.arange(0, HEADS), tl.arange(0, BLOCK)
+    at = head[:, None] * HEAD_DIM + dim[None, :]
+    mask = (head < NUM_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
+    x = tl.load(x_ptr + token * x_row + at, mask=mask, other=0.0)
+    values, exponent, rounded = round_heads(x.to(tl.float32))
+    tl.store(x_ptr + token * x_row + at, rounded.to(x_ptr.dtype.element_ty), mask=mask)
+    tl.store(values_ptr + slot * (NUM_HEADS * HEAD_DIM) + at, values, mask=mask & (slot >= 0))
+    place = (slot // BLOCK_SIZE * NUM_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    is_head = (head < NUM_HEADS) & (slot >= 0)
+    tl.store(exponents_ptr + place, exponent.to(tl.uint8), mask=is_head)
+
+
+def store_fp8(
+    x_Thd: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, exponents: torch.Tensor
+) -> None:
+    """Round each token's K (or V) to e4m3 in place, and write it to its slot.
+
+    x           rows of contiguous heads, any stride between rows
+    slots       int64 [up to T]: block * block_size + offset, -1 for none; rows beyond `slots` are not written
+    values      float8_e4m3fn [num_blocks, block_size, h, d]
+    exponents   uint8 [num_blocks, h, block_size]
+    """
+    num_rows, num_heads, head_dim = x_Thd.shape
+    assert x_Thd.stride()[1:] == (head_dim, 1), "heads must be contiguous"
+    if num_rows:
+        heads, block = triton.next_power_of_2(num_heads), triton.next_power_of_2(head_dim)
+        _store_fp8[(num_rows,)](
+            *(x_Thd, x_Thd.stride(0), slots, len(slots), values, exponents),
+            BLOCK_SIZE=values.shape[1],
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            HEADS=heads,
+            BLOCK=block,
+            num_warps=1 if heads * block <= 1024 else 4,
+        )
