@@ -24,7 +24,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests.triton.device import COMPILED, DEVICE
-from tests.triton.launches import CASES, LAUNCHES, OFFSETS, SIZES, Inputs
+from tests.triton.launch_inputs import OFFSETS, SIZES, Inputs
+from tests.triton.launches import CASES, LAUNCHES
 
 # The others' programs are small and do not wait for each other.
 LARGE = (

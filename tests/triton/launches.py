@@ -3,7 +3,7 @@
 N rows, D their width, K experts per row, E experts, B sequences.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,95 +15,31 @@ from kernels.activation import Activation
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.attention.batch import AttentionBatch
-from kernels.attention.fp8_pages import Fp8Pages
-from kernels.attention.kv_layout import layout_of
-from kernels.attention.spec import AttentionSpec
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
+from tests.triton.attention_launches import (
+    decodes,
+    expand_fp8,
+    list_pages,
+    norm_rotate_store,
+    prompts,
+    store_fp8,
+    store_kv,
+)
 from tests.triton.device import DEVICE, FOR_HOPPER
+from tests.triton.launch_inputs import (
+    BLOCK,
+    EXPERTS,
+    HEAD_DIM,
+    HEADS,
+    SIZES,
+    TOP_K,
+    WIDTH,
+    Inputs,
+)
 from tests.triton.symm_ranks import build_ranks
-
-# One, a multiple of 16, and neither; 16 and 17 rows of 8 experts are both one chunk of pairs.
-SIZES = (5, 1, 16, 17)
-OFFSETS = (0, 1, 2)
-WIDTH, TOP_K, EXPERTS, HEADS, HEAD_DIM, BLOCK = 64, 8, 32, 4, 64, 16
-
-
-class Inputs:
-    """Tensors as a step's are: fresh ones are aligned, slices of the batch's begin anywhere."""
-
-    def __init__(self, device: str, size: int, offset: int):
-        self.device, self.size, self.offset = device, size, offset
-
-    def rows(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Zeros, fresh."""
-        return torch.zeros(self.size, *shape, dtype=dtype, device=self.device)
-
-    def slice(self, *shape: int) -> torch.Tensor:
-        """int64 zeros behind `offset` rows of others."""
-        whole = torch.zeros(self.offset + self.size, *shape, dtype=torch.int64, device=self.device)
-        return whole[self.offset :]
-
-    def ids(self) -> torch.Tensor:
-        """int64 [N, K], each row's ids different."""
-        return torch.arange(TOP_K, device=self.device).repeat(self.size, 1)
-
-    def caches(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer."""
-        shape = (4, BLOCK, HEADS, HEAD_DIM)
-        return self.rows()[:0].new_zeros(shape), self.rows()[:0].new_zeros(shape)
-
-    def fp8_caches(self) -> Sequence[torch.Tensor]:
-        """K and V of a layer in e4m3, and their exponents."""
-        spec = AttentionSpec(HEADS, HEADS, HEAD_DIM, 1.0, fp8_cache=True)
-        cache = torch.zeros(layout_of(spec).shape(4, BLOCK), dtype=torch.uint8, device=self.device)
-        return Fp8Pages(cache, spec, BLOCK).tensors
-
-
-def _list_pages(at: Inputs, *, padded: bool) -> None:
-    from kernels.triton.paged import list_pages
-
-    num_rows = at.size + 2
-    starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=at.device)
-    pages = torch.zeros(64, dtype=torch.int32, device=at.device)
-    slots = (at.slice(), torch.zeros(num_rows, dtype=torch.int64, device=at.device))
-    list_pages(at.slice(at.size), starts, pages, *(slots if padded else ()))
-
-
-def _store_kv(at: Inputs) -> None:
-    from kernels.triton.paged import store_kv
-
-    qkv = at.rows(3 * HEADS, HEAD_DIM)
-    store_kv(qkv[:, HEADS : 2 * HEADS], qkv[:, 2 * HEADS :], at.slice(), *at.caches())
-
-
-def _store_fp8(at: Inputs) -> None:
-    from kernels.triton.fp8_heads import store_fp8
-
-    qkv, (k, _, exponents, _) = at.rows(3 * HEADS, HEAD_DIM), at.fp8_caches()
-    store_fp8(qkv[:, HEADS : 2 * HEADS], at.slice(), k, exponents)
-
-
-def _expand_fp8(at: Inputs) -> None:
-    from kernels.triton.expand_fp8 import expand_fp8
-
-    whole = torch.zeros(at.offset + 3 * at.size, dtype=torch.int32, device=at.device)
-    rows = [at.rows(HEADS, HEAD_DIM) for _ in "kv"]
-    expand_fp8(at.fp8_caches(), *whole[at.offset :].split(at.size), *rows)
-
-
-def _norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int, fp8: bool = False) -> None:
-    from kernels.triton.qk_rope import norm_rotate_store
-
-    weight = None
-    if norm:
-        weight = torch.ones(2 * HEADS, HEAD_DIM, dtype=torch.bfloat16, device=at.device)
-    rotation = at.rows(1, rotary_dim // 2, dtype=torch.complex64)
-    qkv = at.rows(3 * HEADS, HEAD_DIM)
-    caches = at.fp8_caches() if fp8 else at.caches()
-    norm_rotate_store(qkv, weight, 1e-6, rotation, at.slice(), *caches)
 
 
 def _latents(at: Inputs) -> None:
@@ -268,41 +204,6 @@ def _grouped_gemm(
     gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation, added)
 
 
-def _decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> None:
-    """Decodes of 8 query heads for each KV head."""
-    from kernels.triton.paged_decode import Chunks, paged_decode
-
-    q = at.rows(8 * HEADS, HEAD_DIM)
-    k, v, *exponents = at.fp8_caches() if fp8 else at.caches()
-    parts = (at.size, at.size, at.size, at.size + 1)
-    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
-    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
-    of_heads = torch.zeros(at.offset + 8 * HEADS, device=at.device)[at.offset :]
-    paged_decode(
-        *(q, k, v, torch.empty_like(q), chunks),
-        scale=0.1,
-        sinks_H=of_heads if sinks else None,
-        exponents=exponents,
-    )
-
-
-def _prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
-    from kernels.triton.paged_attention import paged_attention
-
-    q = at.rows(8 * HEADS, HEAD_DIM)
-    k, v, *exponents = at.fp8_caches() if fp8 else at.caches()
-    parts = (at.size, at.size, at.size + 1, at.size)
-    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
-    seqs, firsts, starts, lens = whole[at.offset :].split(parts)
-    paged_attention(
-        *(q, k, v, torch.empty_like(q), at.slice(at.size), (seqs, firsts), starts, lens),
-        scale=0.1,
-        window=window,
-        sinks_H=None,
-        exponents=exponents,
-    )
-
-
 def _dense_fp8(at: Inputs) -> None:
     """Rows and activated rows of a dense product in FP8."""
     from kernels.dense_fp8 import activate, quantise
@@ -339,15 +240,15 @@ def _push(at: Inputs) -> None:
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
-    "list_pages": partial(_list_pages, padded=False),
-    "list_pages_for_graphs": partial(_list_pages, padded=True),
-    "store_kv": _store_kv,
-    "store_fp8": _store_fp8,
-    "expand_fp8": _expand_fp8,
-    "norm_rotate_store": partial(_norm_rotate_store, norm=True, rotary_dim=HEAD_DIM),
-    "norm_rotate_store_fp8": partial(_norm_rotate_store, norm=True, rotary_dim=HEAD_DIM, fp8=True),
-    "rotate_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
-    "rotate_part_store": partial(_norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
+    "list_pages": partial(list_pages, padded=False),
+    "list_pages_for_graphs": partial(list_pages, padded=True),
+    "store_kv": store_kv,
+    "store_fp8": store_fp8,
+    "expand_fp8": expand_fp8,
+    "norm_rotate_store": partial(norm_rotate_store, norm=True, rotary_dim=HEAD_DIM),
+    "norm_rotate_store_fp8": partial(norm_rotate_store, norm=True, rotary_dim=HEAD_DIM, fp8=True),
+    "rotate_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM),
+    "rotate_part_store": partial(norm_rotate_store, norm=False, rotary_dim=HEAD_DIM // 2),
     "latents": _latents,
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
@@ -367,14 +268,14 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "few_rows_fp8": _few_rows_fp8,
     "push": _push,
     "penalise": _penalise,
-    "decodes": partial(_decodes, cut=False),
-    "decodes_without_sinks": partial(_decodes, cut=False, sinks=False),
-    "decodes_in_chunks": partial(_decodes, cut=True),
-    "decodes_fp8": partial(_decodes, cut=False, sinks=False, fp8=True),
-    "decodes_fp8_in_chunks": partial(_decodes, cut=True, sinks=False, fp8=True),
-    "prompts_fp8": partial(_prompts, window=None, fp8=True),
-    "prompts": partial(_prompts, window=None),
-    "prompts_with_a_window": partial(_prompts, window=128),
+    "decodes": partial(decodes, cut=False),
+    "decodes_without_sinks": partial(decodes, cut=False, sinks=False),
+    "decodes_in_chunks": partial(decodes, cut=True),
+    "decodes_fp8": partial(decodes, cut=False, sinks=False, fp8=True),
+    "decodes_fp8_in_chunks": partial(decodes, cut=True, sinks=False, fp8=True),
+    "prompts_fp8": partial(prompts, window=None, fp8=True),
+    "prompts": partial(prompts, window=None),
+    "prompts_with_a_window": partial(prompts, window=128),
 }
 
 
@@ -418,7 +319,7 @@ def _decode_programs() -> list[int]:
 
     for cut in (False, True):
         for fp8 in (False, True):
-            _decodes(Inputs(DEVICE, 16, 0), cut=cut, fp8=fp8)
+            decodes(Inputs(DEVICE, 16, 0), cut=cut, fp8=fp8)
     return [PROGRAMS_PER_SM] * 4
 
 

@@ -1,0 +1,84 @@
+"""Launches of the Triton kernels of attention. B sequences."""
+
+import torch
+
+from tests.triton.launch_inputs import HEAD_DIM, HEADS, Inputs
+
+
+def list_pages(at: Inputs, *, padded: bool) -> None:
+    from kernels.triton.paged import list_pages
+
+    num_rows = at.size + 2
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=at.device)
+    pages = torch.zeros(64, dtype=torch.int32, device=at.device)
+    slots = (at.slice(), torch.zeros(num_rows, dtype=torch.int64, device=at.device))
+    list_pages(at.slice(at.size), starts, pages, *(slots if padded else ()))
+
+
+def store_kv(at: Inputs) -> None:
+    from kernels.triton.paged import store_kv
+
+    qkv = at.rows(3 * HEADS, HEAD_DIM)
+    store_kv(qkv[:, HEADS : 2 * HEADS], qkv[:, 2 * HEADS :], at.slice(), *at.caches())
+
+
+def store_fp8(at: Inputs) -> None:
+    from kernels.triton.fp8_heads import store_fp8
+
+    qkv, (k, _, exponents, _) = at.rows(3 * HEADS, HEAD_DIM), at.fp8_caches()
+    store_fp8(qkv[:, HEADS : 2 * HEADS], at.slice(), k, exponents)
+
+
+def expand_fp8(at: Inputs) -> None:
+    from kernels.triton.expand_fp8 import expand_fp8
+
+    whole = torch.zeros(at.offset + 3 * at.size, dtype=torch.int32, device=at.device)
+    rows = [at.rows(HEADS, HEAD_DIM) for _ in "kv"]
+    expand_fp8(at.fp8_caches(), *whole[at.offset :].split(at.size), *rows)
+
+
+def norm_rotate_store(at: Inputs, *, norm: bool, rotary_dim: int, fp8: bool = False) -> None:
+    from kernels.triton.qk_rope import norm_rotate_store
+
+    weight = None
+    if norm:
+        weight = torch.ones(2 * HEADS, HEAD_DIM, dtype=torch.bfloat16, device=at.device)
+    rotation = at.rows(1, rotary_dim // 2, dtype=torch.complex64)
+    qkv = at.rows(3 * HEADS, HEAD_DIM)
+    caches = at.fp8_caches() if fp8 else at.caches()
+    norm_rotate_store(qkv, weight, 1e-6, rotation, at.slice(), *caches)
+
+
+def decodes(at: Inputs, *, cut: bool, sinks: bool = True, fp8: bool = False) -> None:
+    """Decodes of 8 query heads for each KV head."""
+    from kernels.triton.paged_decode import Chunks, paged_decode
+
+    q = at.rows(8 * HEADS, HEAD_DIM)
+    k, v, *exponents = at.fp8_caches() if fp8 else at.caches()
+    parts = (at.size, at.size, at.size, at.size + 1)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    chunks = Chunks(*whole[at.offset :].split(parts), at.slice(at.size), cut)
+    of_heads = torch.zeros(at.offset + 8 * HEADS, device=at.device)[at.offset :]
+    paged_decode(
+        *(q, k, v, torch.empty_like(q), chunks),
+        scale=0.1,
+        sinks_H=of_heads if sinks else None,
+        exponents=exponents,
+    )
+
+
+def prompts(at: Inputs, *, window: int | None, fp8: bool = False) -> None:
+    from kernels.triton.paged_attention import paged_attention
+
+    q = at.rows(8 * HEADS, HEAD_DIM)
+    k, v, *exponents = at.fp8_caches() if fp8 else at.caches()
+    parts = (at.size, at.size, at.size + 1, at.size)
+    whole = torch.zeros(at.offset + sum(parts), dtype=torch.int32, device=at.device)
+    seqs, firsts, starts, lens = whole[at.offset :].split(parts)
+    paged_attention(
+        *(q, k, v, torch.empty_like(q), at.slice(at.size), (seqs, firsts), starts, lens),
+        scale=0.1,
+        window=window,
+        sinks_H=None,
+        exponents=exponents,
+    )
