@@ -71,12 +71,13 @@ class TritonPagedAttention(GraphAttention):
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
-        from kernels.triton import paged_attention, paged_decode
+        from kernels.triton import paged_attention, paged_decode, paged_decode_fp8
         from kernels.triton.fp8_heads import store_fp8
         from kernels.triton.paged import store_kv
 
         self._prompt_kernel: Any = paged_attention
         self._decode_kernel: Any = paged_decode
+        self._decode_fp8 = paged_decode_fp8.paged_decode_fp8
         self._store_kv, self._store_fp8 = store_kv, store_fp8
         self._caches: list[tuple[torch.Tensor, ...]] = []
         self._windows = tuple(dict.fromkeys(spec.window for spec in specs))
@@ -188,20 +189,19 @@ class TritonPagedAttention(GraphAttention):
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if self._num_tokens < len(q_THd):
             out_THd[self._num_tokens :] = 0
-        self._decode_kernel.paged_decode(
-            *(q_THd[:rows], k_cache, v_cache, out_THd[:rows], layers.chunks),
-            scale=spec.scale,
-            sinks_H=sinks_H,
-            exponents=exponents,
-        )
+        decoded = (out_THd[:rows], layers.chunks)
+        options = {"scale": spec.scale, "sinks_H": sinks_H}
+        if exponents:
+            self._decode_fp8(q_THd[:rows], self._caches[layer], *decoded, **options)
+        else:
+            self._decode_kernel.paged_decode(q_THd[:rows], k_cache, v_cache, *decoded, **options)
         if self._prompts is not None:
             self._prompt_kernel.paged_attention(
                 *(q_THd, k_cache, v_cache, out_THd, layers.block_table),
                 *(self._prompts.tiles, self._prompts.starts, self._prompts.lens),
-                scale=spec.scale,
                 window=spec.window,
-                sinks_H=sinks_H,
                 exponents=exponents,
+                **options,
             )
         return out_THd
 

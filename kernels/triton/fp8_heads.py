@@ -16,12 +16,29 @@ def power_of_two(exponent):
 
 @triton.jit
 def round_heads(x):
-    """float32 [h, d] -> e4m3 of the same shape, biased exponents int32 [h], the rounded values in float32."""
+    """[h, d] -> e4m3 of the same shape, biased exponents int32 [h], the rounded values in float32."""
+    x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 7
     exponent = tl.minimum(tl.maximum(exponent, 1), 247)
     values = (x * power_of_two(254 - exponent)[:, None]).to(tl.float8e4nv)
     return values, exponent, values.to(tl.float32) * power_of_two(exponent)[:, None]
+
+
+@triton.jit
+def place_exponents(exponents_ptr, exponent, slot, head, NUM_HEADS, BLOCK_SIZE):
+    """Store the exponents of a token's heads from 0 to NUM_HEADS - 1; slot -1: none."""
+    place = (slot // BLOCK_SIZE * NUM_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    is_head = (head >= 0) & (head < NUM_HEADS) & (slot >= 0)
+    tl.store(exponents_ptr + place, exponent.to(tl.uint8), mask=is_head)
+
+
+@triton.jit
+def place_both(exponents, exponent, slot, head, NUM_HEADS, BLOCK_SIZE):
+    """Store the exponents of a token's heads of K, which begin with head 0, and of V behind them."""
+    k_exponents_ptr, v_exponents_ptr = exponents
+    place_exponents(k_exponents_ptr, exponent, slot, head, NUM_HEADS, BLOCK_SIZE)
+    place_exponents(v_exponents_ptr, exponent, slot, head - NUM_HEADS, NUM_HEADS, BLOCK_SIZE)
 
 
 @triton.jit(do_not_specialize=["slots_ptr", "num_tokens"])
@@ -45,12 +62,10 @@ def _store_fp8(
     at = head[:, None] * HEAD_DIM + dim[None, :]
     mask = (head < NUM_HEADS)[:, None] & (dim < HEAD_DIM)[None, :]
     x = tl.load(x_ptr + token * x_row + at, mask=mask, other=0.0)
-    values, exponent, rounded = round_heads(x.to(tl.float32))
+    values, exponent, rounded = round_heads(x)
     tl.store(x_ptr + token * x_row + at, rounded.to(x_ptr.dtype.element_ty), mask=mask)
     tl.store(values_ptr + slot * (NUM_HEADS * HEAD_DIM) + at, values, mask=mask & (slot >= 0))
-    place = (slot // BLOCK_SIZE * NUM_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    is_head = (head < NUM_HEADS) & (slot >= 0)
-    tl.store(exponents_ptr + place, exponent.to(tl.uint8), mask=is_head)
+    place_exponents(exponents_ptr, exponent, slot, head, NUM_HEADS, BLOCK_SIZE)
 
 
 def store_fp8(

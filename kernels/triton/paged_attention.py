@@ -29,14 +29,15 @@ def _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM):
 
 
 @triton.jit
-def _half_rows(q):
-    """Return q in float16 and the power of two that its rows were divided by; float32 stays."""
+def _half_rows(q, scale):
+    """Return q in float16, its rows divided by powers of two, and these times `scale`; float32 stays."""
     if q.dtype == tl.float32:
-        return q, tl.full((q.shape[0],), 1.0, tl.float32)
+        return q, tl.full((q.shape[0],), 1.0, tl.float32) * scale
     wide = q.to(tl.float32)
     exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    return (wide * power_of_two(254 - exponent)[:, None]).to(tl.float16), power_of_two(exponent)
+    half = (wide * power_of_two(254 - exponent)[:, None]).to(tl.float16)
+    return half, power_of_two(exponent) * scale
 
 
 @triton.jit
@@ -85,10 +86,8 @@ def attend(
     its scores, that of a value its weight, and the maximum is that of both, so that no weight exceeds 1.
     """
     out = tl.zeros(q.shape, tl.float32)
-    factor = tl.full((q.shape[0],), 1.0, tl.float32) * scale
     if FP8:
-        q, of_row = _half_rows(q)
-        factor *= of_row
+        q, scale = _half_rows(q, scale)
     for key_0 in range(begin, end, KEYS):
         key = key_0 + tl.arange(0, KEYS)
         seen = (key < end) & (
@@ -105,7 +104,7 @@ def attend(
             k_exponent = tl.load(k_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
             v_exponent = tl.load(v_exponents_ptr + exponent_at, mask=seen, other=127).to(tl.int32)
             scores = tl.dot(q, k.to(q.dtype).T, input_precision=PRECISION)
-            scores *= factor[:, None] * power_of_two(k_exponent)[None, :]
+            scores *= scale[:, None] * power_of_two(k_exponent)[None, :]
             scores += ((v_exponent - 127) * LN_2)[None, :]
             scores = tl.where(attends, scores, float("-inf"))
             share = power_of_two(254 - v_exponent)[None, :]

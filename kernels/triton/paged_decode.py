@@ -5,7 +5,6 @@ A program computes the G query heads that share a KV head, for the keys of one c
 R rows, a decode each; C chunks; H query heads, h KV heads, G = H / h, d head dim.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ WARPS = 2  # 48 us with 2, 59 with 4 (128 sequences of 640 tokens, gpt-oss's hea
 @triton.jit(
     do_not_specialize=[
         *("q_row", "table_ptr", "table_row", "seq_ptr", "first_ptr", "end_ptr", "starts_ptr"),
-        *("sinks_ptr", "k_exponents_ptr", "v_exponents_ptr"),
+        "sinks_ptr",
     ]
 )
 def paged_decode_kernel(
@@ -28,8 +27,6 @@ def paged_decode_kernel(
     q_row,
     k_ptr,
     v_ptr,
-    k_exponents_ptr,
-    v_exponents_ptr,
     out_ptr,
     lse_ptr,
     table_ptr,
@@ -50,7 +47,6 @@ def paged_decode_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
-    FP8: tl.constexpr,
 ):
     """One chunk for one KV head. PARTIAL: rows may have several chunks, which a merge follows."""
     chunk, head = tl.program_id(0), tl.program_id(1)
@@ -72,10 +68,9 @@ def paged_decode_kernel(
         top = tl.where(begins, sinks, top)
         total = tl.where(begins, total + 1, total)
     top, total, out = attend(
-        *(q, k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr),
-        *(table_ptr + seq.to(tl.int64) * table_row, top, total),
+        *(q, k_ptr, v_ptr, k_ptr, v_ptr, table_ptr + seq.to(tl.int64) * table_row, top, total),
         *(first // KEYS * KEYS, end, first, end + tl.zeros((ROWS,), tl.int32), head),
-        *(value, scale, 0, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION, FP8),
+        *(value, scale, 0, BLOCK_SIZE, HEADS, HEAD_DIM, KEYS, PRECISION, False),
     )
     total = tl.where(total == 0, 1.0, total)
     out = out / total[:, None]
@@ -144,14 +139,12 @@ def paged_decode(
     *,
     scale: float,
     sinks_H: torch.Tensor | None,
-    exponents: Sequence[torch.Tensor] = (),
 ) -> None:
     """Write the attention of all rows to out_RHd; K and V of the new tokens are in the cache already.
 
     q             rows of contiguous heads, any stride between rows; out is contiguous
     k, v cache    [num_blocks, block_size, h, d]
     sinks         float32 [H]
-    exponents     of caches in float8_e4m3fn: those of K and of V, uint8 [num_blocks, h, block_size]
     """
     num_rows, num_heads, head_dim = q_RHd.shape
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -165,8 +158,7 @@ def paged_decode(
         partial = q_RHd.new_empty(num_chunks, num_heads, head_dim, dtype=torch.float32)
         lse = partial.new_empty(num_chunks, num_heads)
     paged_decode_kernel[(num_chunks, num_kv_heads)](
-        *(q_RHd, q_RHd.stride(0), k_cache, v_cache),
-        *(*(exponents or (chunks.seqs, chunks.seqs)), partial, lse),
+        *(q_RHd, q_RHd.stride(0), k_cache, v_cache, partial, lse),
         *(chunks.block_table, chunks.block_table.stride(0)),
         *(chunks.seqs, chunks.firsts, chunks.ends, chunks.starts),
         *(lse if sinks_H is None else sinks_H, scale),
@@ -180,14 +172,21 @@ def paged_decode(
         ROWS=max(ROWS, triton.next_power_of_2(group)),
         KEYS=KEYS,
         PRECISION="ieee" if q_RHd.dtype == torch.float32 else "tf32",
-        FP8=bool(exponents),
         num_warps=WARPS,
     )
     if chunks.cut:
-        merge_chunks_kernel[(num_rows, num_heads)](
-            *(partial, lse, chunks.starts, out_RHd),
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            HEAD_DIM_2=padded_dim,
-            num_warps=1,
-        )
+        merge_chunks(partial, lse, chunks, out_RHd)
+
+
+def merge_chunks(
+    partial_CHd: torch.Tensor, lse_CH: torch.Tensor, chunks: Chunks, out_RHd: torch.Tensor
+) -> None:
+    """Write the softmax over all chunks of each row to out_RHd. partial, lse: float32, of each chunk."""
+    num_rows, num_heads, head_dim = out_RHd.shape
+    merge_chunks_kernel[(num_rows, num_heads)](
+        *(partial_CHd, lse_CH, chunks.starts, out_RHd),
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_2=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=1,
+    )

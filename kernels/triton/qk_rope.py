@@ -7,9 +7,25 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.fp8_heads import round_heads
+from kernels.triton.fp8_heads import place_both, round_heads
 
 HEADS_PER_PROGRAM = 4
+
+
+@triton.jit
+def _rotate(y_f32, rotation_ptr, ROTARY_DIM: tl.constexpr):
+    """Return heads [HEADS, BLOCK] with their first ROTARY_DIM values rotated."""
+    half: tl.constexpr = y_f32.shape[1] // 2
+    even, odd = tl.split(tl.reshape(y_f32, (y_f32.shape[0], half, 2)))
+    value = tl.arange(0, 2 * half)
+    if 2 * half == ROTARY_DIM:
+        rotation = tl.load(rotation_ptr + value)
+    else:  # values from ROTARY_DIM on are multiplied by 1 + 0i
+        rotation = tl.load(rotation_ptr + value, mask=value < ROTARY_DIM, other=0.0)
+        rotation += tl.where((value >= ROTARY_DIM) & (value % 2 == 0), 1.0, 0.0)
+    cos, sin = tl.split(tl.reshape(rotation, (1, half, 2)))
+    turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+    return tl.reshape(turned, (y_f32.shape[0], 2 * half))
 
 
 @triton.jit(do_not_specialize=["slots_ptr", "num_tokens", "k_exponents_ptr", "v_exponents_ptr"])
@@ -37,8 +53,8 @@ def _norm_rotate(
 ):
     """Take HEADS heads of one token per program.
 
-    NORM: norm q and k. ROTARY_DIM: rotate as many values of each head. STORE: copy K and V to their slots. FP8_BLOCK:
-    tokens of a block of a cache in e4m3, to which K and V are rounded in place too; 0: the cache has their dtype.
+    NORM: norm q and k. ROTARY_DIM: rotate as many values of each head. STORE: copy K and V to their slots.
+    FP8_BLOCK: tokens of a block of a cache in e4m3, to which K and V are rounded in place too; 0: another cache.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -51,41 +67,23 @@ def _norm_rotate(
     x = tl.load(at, mask=head < all_heads, other=0.0)
     y_f32 = x.to(tl.float32)
     if NORM:
-        weight_at = weight_ptr + head * HEAD_DIM + dim
-        weight = tl.load(weight_at, mask=head < rotated_heads, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + head * HEAD_DIM + dim, mask=head < rotated_heads, other=0.0)
         mean = tl.sum(y_f32 * y_f32, axis=1, keep_dims=True) / HEAD_DIM
-        y_f32 = y_f32 * tl.rsqrt(mean + eps) * weight
+        y_f32 = y_f32 * tl.rsqrt(mean + eps) * weight.to(tl.float32)
     if ROTARY_DIM > 0:
-        even, odd = tl.split(tl.reshape(y_f32, (HEADS, BLOCK // 2, 2)))
-        value = tl.arange(0, BLOCK)
-        rotation_at = rotation_ptr + token * ROTARY_DIM + value
-        if ROTARY_DIM == BLOCK:
-            rotation = tl.load(rotation_at)
-        else:  # values from ROTARY_DIM on are multiplied by 1 + 0i
-            rotation = tl.load(rotation_at, mask=value < ROTARY_DIM, other=0.0)
-            rotation += tl.where((value >= ROTARY_DIM) & (value % 2 == 0), 1.0, 0.0)
-        cos, sin = tl.split(tl.reshape(rotation, (1, BLOCK // 2, 2)))
-        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-        y_f32 = tl.reshape(turned, (HEADS, BLOCK))
+        y_f32 = _rotate(y_f32, rotation_ptr + token * ROTARY_DIM, ROTARY_DIM)
     y = y_f32.to(x_ptr.dtype.element_ty)
     if NORM or ROTARY_DIM > 0:
         tl.store(at, y, mask=head < rotated_heads)
     if STORE:
         slot = tl.load(slots_ptr + token, mask=token < num_tokens, other=-1)
         if FP8_BLOCK:
-            kv = tl.where(head >= rotated_heads, x, y).to(tl.float32)
-            kv, exponent, rounded = round_heads(kv)
-            is_kv = (head >= NUM_HEADS) & (head < all_heads)
-            tl.store(at, rounded.to(x_ptr.dtype.element_ty), mask=is_kv)
+            kv, exponent, rounded = round_heads(tl.where(head < rotated_heads, y, x))
+            tl.store(at, rounded.to(y.dtype), mask=(head >= NUM_HEADS) & (head < all_heads))
             x, y = kv, kv
-            of = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-            of_key = (of >= NUM_HEADS) & (of < rotated_heads) & (slot >= 0)
-            of_value = (of >= rotated_heads) & (of < all_heads) & (slot >= 0)
-            first = slot // FP8_BLOCK * (NUM_KV_HEADS * FP8_BLOCK) + slot % FP8_BLOCK
-            key_at = k_exponents_ptr + first + (of - NUM_HEADS) * FP8_BLOCK
-            value_at = v_exponents_ptr + first + (of - rotated_heads) * FP8_BLOCK
-            tl.store(key_at, exponent.to(tl.uint8), mask=of_key)
-            tl.store(value_at, exponent.to(tl.uint8), mask=of_value)
+            of = tl.program_id(1) * HEADS + tl.arange(0, HEADS) - NUM_HEADS
+            to = (k_exponents_ptr, v_exponents_ptr)
+            place_both(to, exponent, slot, of, NUM_KV_HEADS, FP8_BLOCK)
         row = slot * (NUM_KV_HEADS * HEAD_DIM) + dim
         is_key = (head >= NUM_HEADS) & (head < rotated_heads) & (slot >= 0)
         tl.store(k_slots_ptr + row + (head - NUM_HEADS) * HEAD_DIM, y, mask=is_key)

@@ -35,6 +35,7 @@ LARGE = (
     "push_rows_kernel",
     "push_sums_kernel",
     "paged_decode_kernel",
+    "paged_decode_fp8_kernel",
 )
 
 

@@ -1,0 +1,281 @@
+"""Attention of decodes over pages in e4m3 (kernels/attention/fp8_pages.py), in chunks of keys as `paged_decode`.
+
+A program computes the G query heads that share a KV head, for the keys of one chunk. Keys are the rows of its products
+and query heads the columns, so that 8 heads fill a tensor core's tile. Bytes stay packed in words until they become
+float16, and the words of the next keys are loaded before these are computed. The scale of a key multiplies its scores,
+that of a value its weight; the maximum is that of both, so that no weight exceeds 1.
+
+R rows, a decode each; C chunks; H query heads, h KV heads, G = H / h, d head dim.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from kernels.triton.fp8_heads import power_of_two
+from kernels.triton.paged_decode import Chunks, merge_chunks
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+COLUMNS = 8  # fewest columns of a product
+KEYS = 64
+WARPS = 2
+
+
+@triton.jit
+def _halves(words):
+    """int32 [N, W] -> float16 [N, 4 W], the e4m3 values of each word in order of memory."""
+    a, b, c, d = tl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        .reg .b32 first, second;
+        mov.b32 {low, high}, $4;
+        cvt.rn.f16x2.e4m3x2 first, low;
+        cvt.rn.f16x2.e4m3x2 second, high;
+        mov.b32 {$0, $1}, first;
+        mov.b32 {$2, $3}, second;
+        }""",
+        "=h,=h,=h,=h,r",
+        [words],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+        is_pure=True,
+        pack=1,
+    )
+    joined = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(joined, (words.shape[0], 4 * words.shape[1]))
+
+
+@triton.jit
+def _values(x, dtype):
+    """Return the values of words or of e4m3 in `dtype`."""
+    if x.dtype == tl.int32:
+        x = _halves(x)
+    return x.to(dtype)
+
+
+@triton.jit
+def _load(
+    caches,
+    block,
+    key,
+    seen,
+    head,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+):
+    """Return K and V of these keys as they lie in the cache, and their exponents."""
+    k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr = caches
+    unit: tl.constexpr = 4 if k_ptr.dtype.element_ty == tl.int32 else 1
+    value, offset = tl.arange(0, HEAD_DIM_2 // unit), key % BLOCK_SIZE
+    row = block * (BLOCK_SIZE * HEADS) + offset * HEADS + head
+    at = row[:, None] * (HEAD_DIM // unit) + value[None, :]
+    exponent_at = block * (HEADS * BLOCK_SIZE) + head * BLOCK_SIZE + offset
+    mask = seen[:, None] & (value < HEAD_DIM // unit)[None, :]
+    k = tl.load(k_ptr + at, mask=mask, other=0.0)
+    v = tl.load(v_ptr + at, mask=mask, other=0.0)
+    k_exponent = tl.load(k_exponents_ptr + exponent_at, mask=seen, other=127)
+    v_exponent = tl.load(v_exponents_ptr + exponent_at, mask=seen, other=127)
+    return k, v, k_exponent, v_exponent
+
+
+@triton.jit
+def _blocks(table_ptr, key, end, BLOCK_SIZE: tl.constexpr):
+    return tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+
+
+@triton.jit
+def _query(
+    q_ptr,
+    sinks_ptr,
+    begins,
+    query_head,
+    used,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Return q [d, G] in float16, the power of two that its columns were divided by, maximum and sum of the sinks.
+
+    float32 stays. begins: the chunk is the first of its row, because a sink counts once.
+    """
+    value = tl.arange(0, HEAD_DIM_2)
+    mask = used[None, :] & (value < HEAD_DIM)[:, None]
+    q = tl.load(q_ptr + query_head[None, :] * HEAD_DIM + value[:, None], mask=mask, other=0)
+    factor = tl.full((q.shape[1],), 1.0, tl.float32)
+    if q.dtype != tl.float32:
+        wide = q.to(tl.float32)
+        exponent = tl.max(tl.abs(wide), 0).to(tl.int32, bitcast=True) >> 23
+        exponent = tl.minimum(tl.maximum(exponent, 1), 253)
+        factor = power_of_two(exponent)
+        q = (wide * power_of_two(254 - exponent)[None, :]).to(tl.float16)
+    top = tl.full((q.shape[1],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[1],), tl.float32)
+    if SINKS:
+        sinks = tl.load(sinks_ptr + query_head, mask=used, other=0).to(tl.float32) * LOG2_E
+        top, total = tl.where(begins, sinks, top), tl.where(begins, total + 1, total)
+    return q, factor, top, total
+
+
+@triton.jit
+def _merge(q, factor, loaded, seen, top, total, out):
+    """Return the softmax so far merged with loaded keys."""
+    k, v, k_exponent, v_exponent = loaded
+    precision: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
+    k_exponent, v_exponent = k_exponent.to(tl.int32), v_exponent.to(tl.int32)
+    scores = tl.dot(_values(k, q.dtype), q, input_precision=precision)
+    scores *= power_of_two(k_exponent)[:, None] * factor[None, :]
+    scores += tl.where(seen, (v_exponent - 127).to(tl.float32), float("-inf"))[:, None]
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    floor = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf - -inf would be NaN
+    weights = tl.exp2(scores - floor[None, :])
+    decay = tl.exp2(top - floor)
+    total = total * decay + tl.sum(weights * power_of_two(254 - v_exponent)[:, None], 0)
+    v_dN, weights = _values(v, q.dtype).T, weights.to(q.dtype)
+    out = tl.dot(v_dN, weights, out * decay[None, :], input_precision=precision)
+    return new_top, total, out
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("q_row", "table_ptr", "table_row", "seq_ptr", "first_ptr", "end_ptr", "starts_ptr"),
+        "sinks_ptr",
+    ]
+)
+def paged_decode_fp8_kernel(
+    q_ptr,
+    q_row,
+    k_ptr,
+    v_ptr,
+    k_exponents_ptr,
+    v_exponents_ptr,
+    out_ptr,
+    lse_ptr,
+    table_ptr,
+    table_row,
+    seq_ptr,
+    first_ptr,
+    end_ptr,
+    starts_ptr,
+    sinks_ptr,
+    scale,
+    SINKS: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """One chunk for one KV head. PARTIAL: rows may have several chunks, which a merge follows."""
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    seq = tl.load(seq_ptr + chunk)
+    if seq < 0:
+        return
+    first, end = tl.load(first_ptr + chunk), tl.load(end_ptr + chunk)
+    column = tl.arange(0, COLUMNS)
+    query_head, used = head * GROUP + column, column < GROUP
+    q_ptr += seq.to(tl.int64) * q_row
+    begins = tl.load(starts_ptr + seq) == chunk
+    q, factor, top, total = _query(
+        q_ptr, sinks_ptr, begins, query_head, used, HEAD_DIM, HEAD_DIM_2, SINKS
+    )
+    factor *= scale * LOG2_E
+    out = tl.zeros(q.shape, tl.float32)
+    caches = (k_ptr, v_ptr, k_exponents_ptr, v_exponents_ptr)
+    table_ptr += seq.to(tl.int64) * table_row
+    key = first // KEYS * KEYS + tl.arange(0, KEYS)
+    seen = (key >= first) & (key < end)
+    block = _blocks(table_ptr, key, end, BLOCK_SIZE)
+    tile = _load(caches, block, key, seen, head, BLOCK_SIZE, HEADS, HEAD_DIM, HEAD_DIM_2)
+    block = _blocks(table_ptr, key + KEYS, end, BLOCK_SIZE)
+    for _ in tl.range(first // KEYS * KEYS, end, KEYS, num_stages=1):
+        now, loaded, key = seen, tile, key + KEYS
+        seen = key < end
+        tile = _load(caches, block, key, seen, head, BLOCK_SIZE, HEADS, HEAD_DIM, HEAD_DIM_2)
+        block = _blocks(table_ptr, key + KEYS, end, BLOCK_SIZE)
+        top, total, out = _merge(q, factor, loaded, now, top, total, out)
+    of = (chunk, seq, query_head, used)
+    _store(out_ptr, lse_ptr, of, top, total, out, HEADS * GROUP, HEAD_DIM, HEAD_DIM_2, PARTIAL)
+
+
+@triton.jit
+def _store(
+    out_ptr,
+    lse_ptr,
+    of,
+    top,
+    total,
+    out,
+    ALL_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_2: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Store the output of the row, or that of the chunk with its log-sum-exp in base e."""
+    chunk, seq, query_head, used = of
+    total = tl.where(total == 0, 1.0, total)
+    out = out / total[None, :]
+    at = seq
+    if PARTIAL:
+        at = chunk
+        lse = tl.where(top == float("-inf"), top, (top + tl.log2(total)) / LOG2_E)
+        tl.store(lse_ptr + chunk * ALL_HEADS + query_head, lse, mask=used)
+    value = tl.arange(0, HEAD_DIM_2)
+    mask = used[None, :] & (value < HEAD_DIM)[:, None]
+    out_at = at.to(tl.int64) * (ALL_HEADS * HEAD_DIM)
+    out_at += query_head[None, :] * HEAD_DIM + value[:, None]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def paged_decode_fp8(
+    q_RHd: torch.Tensor,
+    caches: Sequence[torch.Tensor],
+    out_RHd: torch.Tensor,
+    chunks: Chunks,
+    *,
+    scale: float,
+    sinks_H: torch.Tensor | None,
+) -> None:
+    """Write the attention of all rows to out_RHd; K and V of the new tokens are in the cache already.
+
+    q        rows of contiguous heads, any stride between rows; out is contiguous
+    caches   K, V [num_blocks, block_size, h, d] in float8_e4m3fn, their exponents [num_blocks, h, block_size]
+    sinks    float32 [H]
+    """
+    num_rows, num_heads, head_dim = q_RHd.shape
+    k_cache, v_cache, *exponents = caches
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group, num_chunks = num_heads // num_kv_heads, len(chunks.seqs)
+    assert q_RHd.stride()[1:] == (head_dim, 1) and out_RHd.is_contiguous()
+    if not num_rows:
+        return
+    if head_dim % 4 == 0 and not knobs.runtime.interpret:  # the interpreter knows no assembly
+        k_cache, v_cache = k_cache.view(torch.int32), v_cache.view(torch.int32)
+    partial, lse = out_RHd, out_RHd
+    if chunks.cut:
+        partial = q_RHd.new_empty(num_chunks, num_heads, head_dim, dtype=torch.float32)
+        lse = partial.new_empty(num_chunks, num_heads)
+    paged_decode_fp8_kernel[(num_chunks, num_kv_heads)](
+        *(q_RHd, q_RHd.stride(0), k_cache, v_cache, *exponents, partial, lse),
+        *(chunks.block_table, chunks.block_table.stride(0)),
+        *(chunks.seqs, chunks.firsts, chunks.ends, chunks.starts),
+        *(lse if sinks_H is None else sinks_H, scale),
+        SINKS=sinks_H is not None,
+        PARTIAL=chunks.cut,
+        BLOCK_SIZE=block_size,
+        HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        HEAD_DIM_2=max(16, triton.next_power_of_2(head_dim)),
+        COLUMNS=max(COLUMNS, triton.next_power_of_2(group)),
+        KEYS=KEYS,
+        num_warps=WARPS,
+    )
+    if chunks.cut:
+        merge_chunks(partial, lse, chunks, out_RHd)
