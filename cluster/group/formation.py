@@ -76,9 +76,10 @@ class Formation:
 
     async def _join(self) -> None:
         roster, locations = self._roster, self._status.locations
-        host, port = await of_rank(0, roster.ranks[0].host_rendezvous.remote())
+        ((host, port),) = await self._gather([roster.ranks[0].host_rendezvous.remote()])
         epoch = self._status.epoch
         rendezvous = Rendezvous(host, port, f"{self._name}-{os.getpid()}-{epoch}", epoch)
+        roster.called()
         await self._gather(
             rank.join_group.remote(
                 rendezvous, self.start_timeout_s, visible_gpus(locations, own), index, roster.config
@@ -90,7 +91,8 @@ class Formation:
         """Let every rank leave its epoch; replace the processes of ranks that do not, and those that `target` changes.
 
         Ranks that hang end first: a peer that waits for one in a collective leaves when its process ends. A rank on
-        a node that cannot be reached keeps its process if it leaves when the network is back.
+        a node that cannot be reached keeps its process if it leaves when the network is back. A process that starts and
+        was called into no epoch goes on with its start.
         Returns the ranks that failed by themselves, by their numbers in that epoch.
 
         anew: replace the processes of all ranks
@@ -99,9 +101,10 @@ class Formation:
         ranks = range(len(before))
         cut = await roster.cut_off(hung)
         roster.end(hung - cut)
-        others = [rank for rank in ranks if rank not in hung]
+        called = [rank for rank in ranks if roster.was_called(rank)]
+        others = [rank for rank in called if rank not in hung]
         left = dict(zip(others, await asyncio.gather(*map(self.leave, others)), strict=True))
-        dead = {rank for rank in ranks if not left.get(rank)}
+        dead = {rank for rank in called if not left.get(rank)}
         cut |= await roster.cut_off(dead - hung)
         failed = dead - cut
         if not roster.may_shrink:
@@ -178,14 +181,15 @@ class Formation:
         return outcome
 
     async def _gather(self, calls: Iterable[Awaitable[T]]) -> list[T]:
-        """The results of one call to every rank, in rank order; the roster learns which rank failed first."""
+        """The results of one call to every rank, in rank order; the roster learns which ranks failed or were late."""
+        ranks = self._roster.ranks
 
         async def watched(rank: int, call: Awaitable[T]) -> T:
             try:
                 return await of_rank(rank, call)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
                 if not checkpoint_unreadable(error):
-                    self._roster.failed(rank)
+                    self._roster.failed(ranks[rank])
                 raise
 
         return await asyncio.gather(*(watched(*pair) for pair in enumerate(calls)))

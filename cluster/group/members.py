@@ -15,12 +15,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Member:
-    """A process, the bundle that it runs in, the settings that it was started with, and its place once it answers."""
+    """A process, the bundle that it runs in, the settings that it was started with, and its place once it answers.
+
+    called   it was called to join an epoch
+    """
 
     handle: RankHandle
     bundle: int
     config: RankConfig
     location: RankLocation | None = field(default=None, kw_only=True)
+    called: bool = field(default=False, kw_only=True)
 
 
 @dataclass(eq=False)

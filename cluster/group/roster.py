@@ -107,7 +107,7 @@ class Roster:
         for rank in config.dims.ranks():
             bundle = self._bundles[config.dims.node(rank)]
             handle = seats.get(rank) or await self._launcher.start(rank, config, bundle)
-            self._members.append(Member(handle, bundle, config))
+            self._members.append(Member(handle, bundle, config, called=rank in seats))
 
     async def renew(
         self, living: Sequence[bool], target: RankConfig, *, anew: bool = False
@@ -143,10 +143,20 @@ class Roster:
                 self._end(member)
             stay = [None if member in late else member for member in self._members]
 
-    def failed(self, rank: int) -> None:
-        """Note that a call to `rank` failed. A process that has not served yet is not used again."""
-        if self._members[rank] in self._new:
-            self._broken.add(self._members[rank])
+    def called(self) -> None:
+        """Note that all processes are called to join an epoch."""
+        for member in self._members:
+            member.called = True
+
+    def was_called(self, rank: int) -> bool:
+        """Whether the process of a rank was called to join an epoch."""
+        return self._members[rank].called
+
+    def failed(self, handle: RankHandle) -> None:
+        """Note that a call to a rank failed. A process that has not served yet is not used again."""
+        for member in self._members:
+            if member.handle == handle and (member in self._new or not member.called):
+                self._broken.add(member)
 
     def serves(self) -> None:
         """Note that the ranks serve; standbys that are missing start now, or a spare process in place of a used one."""

@@ -163,6 +163,7 @@ class Supervisor:
                 f"application {config.serve.app_name!r} is already running with another configuration; "
                 "stop it first, or give this one another serve.app_name"
             )
+        self._leases.restart_wait()  # the caller is an ingress, or will start one
         if not self._tasks:
             self._run()
 
@@ -311,7 +312,7 @@ class Supervisor:
                 )
                 await asyncio.to_thread(_delete_application, self._config.serve.app_name)
                 break
-            if any(group.health.state == "starting" for group in self._groups):
+            if any(group.health.state in ("starting", "rebuilding") for group in self._groups):
                 self._leases.restart_wait()  # ingresses register with groups that serve
             for lease_id, ingress_id in self._leases.expire():
                 logger.warning(

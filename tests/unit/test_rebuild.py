@@ -186,6 +186,37 @@ def test_a_death_during_the_start_begins_another(method):
     run(scenario())
 
 
+def test_a_death_during_a_rebuild_leaves_a_process_that_starts_alone():
+    async def scenario() -> None:
+        now = Scene()
+        await now.serving(0)
+        started = asyncio.Event()
+
+        def slow(process: FakeRank) -> None:
+            """The process of rank 1 starts slowly, and rank 2 dies meanwhile."""
+            if process.rank != 1:
+                return
+            describe = process.describe
+
+            async def describe_later() -> dict[str, Any]:
+                await started.wait()
+                return await describe()
+
+            process.describe = describe_later
+            process.hang.add("leave_epoch")
+            now.launcher.handles[2].dead = True
+
+        now.launcher.make = slow
+        now.kill(1)
+        await until(lambda: now.launcher.replaced == [1, 2])
+        started.set()
+        await now.serving(2)
+        assert now.launcher.replaced == [1, 2]
+        await now.close()
+
+    run(scenario())
+
+
 def test_deaths_at_every_start_fail_the_group_with_the_rank():
     async def scenario() -> None:
         now = Scene(rebuild_attempts=0)
