@@ -67,7 +67,7 @@ class TritonPagedAttention(GraphAttention):
     devices = ("cuda",)
     auto = "our kernels serve sinks and sliding windows"
     windows = sinks = fp8_cache = True
-    distributions = ("triton",)
+    distributions: tuple[str, ...] = ("triton",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
@@ -145,12 +145,16 @@ class TritonPagedAttention(GraphAttention):
 
     def _prompt_arrays(self, batch: AttentionBatch) -> list[np.ndarray]:
         """Sequence and first token of each tile; first row and length of each sequence."""
-        decodes, starts = batch.num_decodes, batch.query_start_loc_cpu
+        first, starts = self._first_in_tiles(batch), batch.query_start_loc_cpu
         per_tile = self._prompt_kernel.tile_tokens(self._group)
-        counts = -(-np.diff(starts)[decodes:] // per_tile)
-        seqs = np.repeat(np.arange(decodes, batch.num_seqs), counts)
+        counts = -(-np.diff(starts)[first:] // per_tile)
+        seqs = np.repeat(np.arange(first, batch.num_seqs), counts)
         before = np.repeat(np.cumsum(counts) - counts, counts)
         return [seqs, (np.arange(len(seqs)) - before) * per_tile, starts, batch.seq_lens_cpu]
+
+    def _first_in_tiles(self, batch: AttentionBatch) -> int:
+        """Return the first sequence whose rows are cut into tiles; those behind it are cut too."""
+        return batch.num_decodes
 
     def _whole(self, seq_lens: np.ndarray, num_rows: int) -> bool:
         """Return whether no layer's decodes are worth a cut."""
@@ -177,22 +181,34 @@ class TritonPagedAttention(GraphAttention):
         layer: int,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        spec = self.specs[layer]
-        k_cache, v_cache, *exponents = self._caches[layer]
-        layers, rows = self._layers[spec.window], self._num_decodes
-        if exponents:
-            self._store_fp8(k_Thd, layers.slots, k_cache, exponents[0])
-            self._store_fp8(v_Thd, layers.slots, v_cache, exponents[1])
-        else:
-            self._store_kv(k_Thd, v_Thd, layers.slots, k_cache, v_cache)
+        self._write(k_Thd, v_Thd, layer)
         wait_previous_ubatch()
+        return self._attend(q_THd, layer, sinks_H)
+
+    def _write(self, k_Thd: torch.Tensor, v_Thd: torch.Tensor, layer: int) -> None:
+        """Write the new K and V to the cache; they are rounded in place where it is in e4m3."""
+        k_cache, v_cache, *exponents = self._caches[layer]
+        slots = self._layers[self.specs[layer].window].slots
+        if exponents:
+            self._store_fp8(k_Thd, slots, k_cache, exponents[0])
+            self._store_fp8(v_Thd, slots, v_cache, exponents[1])
+        else:
+            self._store_kv(k_Thd, v_Thd, slots, k_cache, v_cache)
+
+    def _attend(
+        self, q_THd: torch.Tensor, layer: int, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the attention of the decodes and of the tiles; rows of other sequences are undefined."""
+        spec, caches = self.specs[layer], self._caches[layer]
+        k_cache, v_cache, *exponents = caches
+        layers, rows = self._layers[spec.window], self._num_decodes
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         if self._num_tokens < len(q_THd):
             out_THd[self._num_tokens :] = 0
         decoded = (out_THd[:rows], layers.chunks)
-        options = {"scale": spec.scale, "sinks_H": sinks_H}
+        options: dict[str, Any] = {"scale": spec.scale, "sinks_H": sinks_H}
         if exponents:
-            self._decode_fp8(q_THd[:rows], self._caches[layer], *decoded, **options)
+            self._decode_fp8(q_THd[:rows], caches, *decoded, **options)
         else:
             self._decode_kernel.paged_decode(q_THd[:rows], k_cache, v_cache, *decoded, **options)
         if self._prompts is not None:

@@ -28,6 +28,7 @@ GROUPED_GEMM = {
 }
 ATTENTION = {
     "flashinfer": "kernels.attention.flashinfer.FlashInferAttention",
+    "flashinfer_fp8": "kernels.attention.flashinfer_fp8.FlashInferFp8Attention",
     "flashinfer_latent": "kernels.attention.flashinfer_latent.FlashInferLatentAttention",
     "triton": "kernels.attention.triton_paged.TritonPagedAttention",
     "native": "kernels.attention.native.NativeAttention",

@@ -26,6 +26,7 @@ ALLOWED = {
     "deep_gemm": ("kernels/grouped_gemm/deepgemm.py",),
     "flashinfer": (
         "kernels/attention/flashinfer.py",
+        "kernels/attention/flashinfer_fp8.py",
         "kernels/attention/flashinfer_latent.py",
         "kernels/attention/flashinfer_modules.py",
     ),
