@@ -153,7 +153,7 @@ class TritonPagedAttention(GraphAttention):
         return [seqs, (np.arange(len(seqs)) - before) * per_tile, starts, batch.seq_lens_cpu]
 
     def _first_in_tiles(self, batch: AttentionBatch) -> int:
-        """Return the first sequence whose rows are cut into tiles; those behind it are cut too."""
+        """Return the first sequence of the tiles; those behind it run in tiles too."""
         return batch.num_decodes
 
     def _whole(self, seq_lens: np.ndarray, num_rows: int) -> bool:
