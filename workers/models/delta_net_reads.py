@@ -14,7 +14,18 @@ from workers.models.specs import (
     SharedExpertSpec,
 )
 
-DELTA_NETS: dict[str, Any] = {  # as transformers has them
+HYBRID_DEFAULTS: dict[str, Any] = {  # of both families, as transformers has them
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rope_theta": 10_000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
     "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,

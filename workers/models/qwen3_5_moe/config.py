@@ -10,27 +10,20 @@ from typing import Any
 
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
-from workers.models.delta_net_reads import CHECKPOINT_DELTA_NETS, DELTA_NETS, read_hybrid_layers
+from workers.models.delta_net_reads import (
+    CHECKPOINT_DELTA_NETS,
+    HYBRID_DEFAULTS,
+    read_hybrid_layers,
+)
 from workers.models.specs import ModelConfig
 from workers.weights.weight_map import WeightEntry
 
-DEFAULTS = {  # as transformers has them
+DEFAULTS = {
+    **HYBRID_DEFAULTS,
     "vocab_size": 248320,
-    "hidden_size": 2048,
     "num_hidden_layers": 40,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "rope_theta": 10_000.0,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
     "num_experts": 256,
     "num_experts_per_tok": 8,
-    **DELTA_NETS,
 }
 # What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
 CHECKPOINT_FIELDS = {**CHECKPOINT_DELTA_NETS, "partial_rotary_factor": 0.25}
