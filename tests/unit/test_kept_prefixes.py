@@ -11,6 +11,7 @@ from tests.unit.test_engine_async import BLOCK, Run
 from workers.engine.state_snapshots import StateSnapshots
 from workers.engine.step_sync import AbortedError
 from workers.rank.epoch import Epoch
+from workers.rank.process import RankProcess
 from workers.runner.step_output import StepOutput
 from workers.wire.request import EngineRequest, SamplingParams
 
@@ -160,12 +161,17 @@ class Process:
 
     def __init__(self, run: Run):
         self.pool, self.kv_caches = run.scheduler.pool, [object()]
-        self.num_blocks = run.num_blocks
+        self.num_blocks, self.snapshots = run.num_blocks, run.snapshots
+
+    forget_prefixes = RankProcess.forget_prefixes
+
+    def new_snapshots(self) -> StateSnapshots | None:
+        return new_snapshots(3)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_blocks_are_dropped_after_an_error_of_their_own_bookkeeping(fails):
-    run = Run(False, NUM_BLOCKS)
+    run = Run(False, NUM_BLOCKS, snapshots=new_snapshots(3))
     run.submit("a", [1, 2, 3, 4, 5], max_tokens=6)
     run.engine.step()
     if fails:
@@ -174,4 +180,5 @@ def test_blocks_are_dropped_after_an_error_of_their_own_bookkeeping(fails):
     epoch.process, epoch.engine, epoch.scheduler = Process(run), run.engine, run.scheduler
     epoch._keep_blocks()
     assert (epoch.process.pool is run.scheduler.pool) != fails
+    assert (epoch.process.snapshots is run.snapshots) != fails
     assert epoch.process.pool.num_free == NUM_BLOCKS

@@ -18,7 +18,6 @@ from kernels.backends.memory import backend_memory
 from kernels.backends.select import Backends
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
-from workers.engine.block_pool import BlockPool
 from workers.engine.datagram_vote import DatagramVoteTransport
 from workers.engine.engine import Engine, Publish
 from workers.engine.scheduler import Scheduler
@@ -237,8 +236,7 @@ class Epoch:
         with memory_for("the KV cache", process.num_blocks * process.block_bytes()):
             if not process.kv_caches:
                 process.kv_caches = process.caches(process.num_blocks)
-                process.pool = BlockPool(process.num_blocks)
-                process.snapshots = process.new_snapshots()
+                process.forget_prefixes()
                 self.ubatches.bind(process.kv_caches)
             self.runner, self.scheduler = self.make(process.num_blocks, pool=process.pool)
             self._closing.callback(self.runner.close)
@@ -382,7 +380,7 @@ class Epoch:
         process = self.process
         failed = self.started and self.engine.failed
         if process.kv_caches and (failed or process.pool.usage):
-            process.pool = BlockPool(process.num_blocks)
+            process.forget_prefixes()
 
     def _wait_for_attention(self) -> None:
         if self._attention_compiled is not None:

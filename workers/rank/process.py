@@ -242,6 +242,10 @@ class RankProcess:
                 self.states = linear.allocate(specs, slots, self.dtype, self.device)
         return self.states
 
+    def forget_prefixes(self) -> None:
+        """Take a new pool of blocks without contents, and no snapshots of states."""
+        self.pool, self.snapshots = BlockPool(self.num_blocks), self.new_snapshots()
+
     def new_snapshots(self) -> StateSnapshots | None:
         """Return bookkeeping of the slots behind the null slot and the rows; None without linear attention."""
         linear, specs = self.selection.linear_attention_class, self.model_config.linear_specs
