@@ -144,8 +144,9 @@ async def kill_two(victim: Victim, rng: random.Random) -> None:
 async def kill_in_rebuild(victim: Victim, rng: random.Random) -> None:
     """SIGKILL of a rank, and of another one while the group rebuilds."""
     first, second = rng.sample(await victim.ranks(), 2)
+    before = victim.group()[1]
     first.kill()
-    await victim.wait_group(lambda state, _: state == "rebuilding")
+    await victim.wait_group(lambda state, epoch: state == "rebuilding" or epoch > before)
     await asyncio.sleep(rng.uniform(0, 1.5))
     with contextlib.suppress(psutil.NoSuchProcess):
         second.kill()
