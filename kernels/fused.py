@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from kernels.block_fp8 import Fp8Rows
+from kernels.block_fp8 import BlockWeights, Fp8Rows
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -27,6 +27,8 @@ class FusedKernels:
     gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     route_top_k: Callable[..., Tensors]
     route_groups: Callable[..., Tensors]
+    takes_thin: Callable[[torch.Tensor, torch.Tensor | BlockWeights], bool]
+    thin_linear: Callable[..., torch.Tensor]
 
 
 @functools.cache
@@ -39,7 +41,15 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
     from kernels.triton.qk_rope import norm_rotate
     from kernels.triton.route import route_top_k
     from kernels.triton.route_groups import route_groups
+    from kernels.triton.thin_linear import takes_thin, thin_linear
 
     return FusedKernels(
-        add_rms_norm, add_rms_norm_fp8, norm_rotate, gated_rms_norm, route_top_k, route_groups
+        add_rms_norm,
+        add_rms_norm_fp8,
+        norm_rotate,
+        gated_rms_norm,
+        route_top_k,
+        route_groups,
+        takes_thin,
+        thin_linear,
     )

@@ -159,6 +159,7 @@ class SymmAllToAll(PayloadAllToAll):
     def _push_rows(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> None:
+        from kernels.triton.pdl import dependent_launch
         from kernels.triton.push_rows import push_rows_kernel
 
         num_rows = x_TD.shape[0]
@@ -176,10 +177,12 @@ class SymmAllToAll(PayloadAllToAll):
             self._rows_at,
             0,
             FP8=self._format.fp8,
+            **dependent_launch(self._num_ranks * num_rows),
             **self._constants(),
         )
 
     def _push_sums(self, y_RD: torch.Tensor, handle: Gathered, out_TD: torch.Tensor) -> None:
+        from kernels.triton.pdl import dependent_launch
         from kernels.triton.push_sums import push_sums_kernel
 
         routing, num_rows = handle.routing, out_TD.shape[0]
@@ -199,6 +202,7 @@ class SymmAllToAll(PayloadAllToAll):
             self._rank,
             self._sums_at,
             4 * self._num_ranks,
+            **dependent_launch(self._num_ranks * num_rows),
             **self._constants(),
         )
 

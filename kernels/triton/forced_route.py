@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.pdl import begin, dependent_launch
 from kernels.triton.route import top_k_keys
 
 NOISE_SHIFT = tl.constexpr(16)  # 32 minus the bits of the noise table
@@ -39,7 +40,9 @@ def _forced_route(
     BLOCK_K: tl.constexpr,
     IN_TURN: tl.constexpr,
     ON_DEVICE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     choice = tl.arange(0, BLOCK_K)
     chosen = choice < TOP_K
@@ -101,6 +104,7 @@ def forced_route(
             BLOCK_K=triton.next_power_of_2(top_k),
             IN_TURN=in_turn,
             ON_DEVICE=on_device,
+            **dependent_launch(num_rows),
             num_warps=1,
         )
     return ids_TK, weights_TK

@@ -17,6 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.activation import Activation
 from kernels.triton.gated_activation import activate
+from kernels.triton.pdl import begin, dependent_launch
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class TileShape:
             TILE_R=self.rows,
             TILE_W=self.columns,
             TILE_D=self.depth,
+            **dependent_launch(operands.out_RW.shape[0] // 8),
             num_warps=self.num_warps,
             num_stages=self.num_stages,
         )
@@ -198,12 +200,14 @@ def grouped_gemm_kernel(
     TILE_R: tl.constexpr,
     TILE_W: tl.constexpr,
     TILE_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Compute out[i] = x[row_R[i]] @ weights[expert of i].T, tile by tile; `x` and `weights` are descriptors.
 
     The product is computed transposed, so that rows are the narrow side of the tensor cores' instruction and a decode's
     few rows per expert waste little.
     """
+    begin(PDL)
     experts = tl.arange(0, EXPERTS_2)
     starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     ends = tl.load(ends_ptr + experts, mask=experts < NUM_EXPERTS, other=0)

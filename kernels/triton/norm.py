@@ -6,6 +6,7 @@ import triton.language as tl
 
 from kernels.block_fp8 import Fp8Rows
 from kernels.triton.fp8 import GROUP, quantise
+from kernels.triton.pdl import begin, dependent_launch
 from kernels.triton.quantise_rows import empty_scales
 
 
@@ -27,7 +28,9 @@ def _add_rms_norm(
     PARTS: tl.constexpr,
     FP8: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -119,5 +122,6 @@ def _launch(
             PARTS=parts,
             FP8=scale_RS is not None,
             GROUP=GROUP,
+            **dependent_launch(num_rows),
             num_warps=max(1, min(16, block // 512)),
         )

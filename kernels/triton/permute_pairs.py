@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.count_pairs import bins_of, count_pairs
+from kernels.triton.pdl import begin, dependent_launch
 from kernels.triton.scan_counts import scan_counts
 
 # Pairs and warps of the one program of an expert; pairs of a chunk. The fastest on one H200 with 32 local experts of
@@ -56,8 +57,10 @@ def permute_pairs_few_kernel(
     BINS: tl.constexpr,
     PAIRS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Permute the pairs of one expert."""
+    begin(PDL)
     expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
     its_bin = bins_of(ids_ptr, ids_stride, pairs, num_pairs, first_expert, TOP_K, NUM_EXPERTS)
@@ -140,6 +143,7 @@ def permute_pairs(
                 **sizes,
                 PAIRS=pairs,
                 ALIGNMENT=alignment,
+                **dependent_launch(len(topk_idx_NK)),
                 num_warps=warps,
             )
             return permuted_idx_NK, row_R, bounds_3e

@@ -9,6 +9,7 @@ T rows of this rank, N = r * T of all ranks, D hidden, K experts per row, r rank
 import triton
 import triton.language as tl
 
+from kernels.triton.pdl import begin
 from kernels.triton.signals import signal_ranks, wait_for_ranks
 
 
@@ -124,8 +125,10 @@ def push_sums_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Push, signal, wait, add. calls_ptr int32 [2] counts sums apart from rows, so a combine may be left out."""
+    begin(PDL)
     # Read before the signal, because program 0 writes it after all programs have signalled.
     call = tl.load(calls_ptr + 1) + 1
     _push(y_ptr, place_ptr, rows_ptr, bases_ptr, num_rows, rank, sums_at,

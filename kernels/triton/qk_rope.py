@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.fp8_heads import place_both, round_heads
+from kernels.triton.pdl import begin_last, dependent_launch
 
 HEADS_PER_PROGRAM = 4
 
@@ -50,19 +51,20 @@ def _norm_rotate(
     NORM: tl.constexpr,
     STORE: tl.constexpr,
     FP8_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Take HEADS heads of one token per program.
 
     NORM: norm q and k. ROTARY_DIM: rotate as many values of each head. STORE: copy K and V to their slots.
     FP8_BLOCK: tokens of a block of a cache in e4m3, to which K and V are rounded in place too; 0: another cache.
     """
+    begin_last(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
-    rotated_heads: tl.constexpr = NUM_HEADS + NUM_KV_HEADS
+    rotated_heads: tl.constexpr = NUM_HEADS + NUM_KV_HEADS  # values beyond a head are of none
     all_heads: tl.constexpr = rotated_heads + NUM_KV_HEADS if STORE else rotated_heads
-    if BLOCK != HEAD_DIM:  # values beyond a head belong to no head
-        head = tl.where(dim < HEAD_DIM, head, all_heads)
+    head = tl.where(dim < HEAD_DIM, head, all_heads) if BLOCK != HEAD_DIM else head
     at = x_ptr + token * x_row + head * HEAD_DIM + dim
     x = tl.load(at, mask=head < all_heads, other=0.0)
     y_f32 = x.to(tl.float32)
@@ -70,8 +72,7 @@ def _norm_rotate(
         weight = tl.load(weight_ptr + head * HEAD_DIM + dim, mask=head < rotated_heads, other=0.0)
         mean = tl.sum(y_f32 * y_f32, axis=1, keep_dims=True) / HEAD_DIM
         y_f32 = y_f32 * tl.rsqrt(mean + eps) * weight.to(tl.float32)
-    if ROTARY_DIM > 0:
-        y_f32 = _rotate(y_f32, rotation_ptr + token * ROTARY_DIM, ROTARY_DIM)
+    y_f32 = _rotate(y_f32, rotation_ptr + token * ROTARY_DIM, ROTARY_DIM) if ROTARY_DIM else y_f32
     y = y_f32.to(x_ptr.dtype.element_ty)
     if NORM or ROTARY_DIM > 0:
         tl.store(at, y, mask=head < rotated_heads)
@@ -167,5 +168,6 @@ def _launch(
         NORM=weight_Nd is not None,
         STORE=store is not None,
         FP8_BLOCK=k_cache.shape[1] if exponents else 0,
+        **dependent_launch(num_rows),
         num_warps=1 if block <= 128 else 2,
     )

@@ -4,6 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.pdl import begin, dependent_launch
+
 
 @triton.jit
 def top_k_keys(
@@ -46,7 +48,9 @@ def _route_top_k(
     SIGMOID: tl.constexpr,
     SCALING: tl.constexpr,
     ON_DEVICE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     inside = expert < NUM_EXPERTS
@@ -117,6 +121,7 @@ def route_top_k(
             SIGMOID=score == "sigmoid",
             SCALING=scaling,
             ON_DEVICE=on_device,
+            **dependent_launch(num_rows),
             num_warps=1,
         )
     return ids_TK, weights_TK

@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
         action="append",
         default=[],
         type=read_state,
-        help="in place of the usual ones, e.g. prefill:2:4096:4096 or decode:32:128:640",
+        help="in place of the usual ones, e.g. prefill:2:4096:4096, decode:32:128:640 or decode:4:512:768:group",
     )
     parser.add_argument("--set", action="append", default=[], help="setting of the configuration")
     add_limits(parser, patience_s=300, budget_s=400)
@@ -92,11 +92,13 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def read_state(text: str) -> State:
-    """Return the state of `phase:sequences:shortest:longest`."""
-    phase, *numbers = text.split(":")
+    """Return the state of `phase:sequences:shortest:longest`, or of the whole group with `:group` behind."""
+    phase, *numbers = text.removesuffix(":group").split(":")
     if phase not in TIMED or len(numbers) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} is not phase:sequences:shortest:longest")
-    return State(phase, *map(int, numbers))
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not phase:sequences:shortest:longest[:group]"
+        )
+    return State(phase, *map(int, numbers), of_group=text.endswith(":group"))
 
 
 def scaled(state: State, seqs: float, lengths: float) -> State:
@@ -140,6 +142,8 @@ def make_report(
     rows = []
     for state, of_ranks in zip(states, found, strict=True):
         shape = StepShape(**of_ranks[0]["shape"])
+        if state.of_group:
+            shape = replace(shape, tokens=state.seqs / config.num_ranks)
         floors = step_floors(model, config.num_ranks, shape)
         rows.append(
             {

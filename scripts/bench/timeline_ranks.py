@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -49,21 +49,37 @@ JOIN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class State:
-    """A steady state: sequences of a rank, and the tokens that each of them has, or brings to each step."""
+    """A steady state: sequences of a rank, and the tokens that each of them has, or brings to each step.
+
+    of_group   `seqs` are those of all ranks, dealt in turn: ranks without one run along
+    """
 
     phase: str
     seqs: int
     shortest: int
     longest: int
+    of_group: bool = False
 
     @property
     def title(self) -> str:
         """For people."""
         if self.phase == "prefill":
             return f"Prefill: {self.seqs} prompts of {self.longest:,} tokens a rank in each step"
-        return (
-            f"Decode: {self.seqs} sequences a rank of {self.shortest:,} to {self.longest:,} tokens"
-        )
+        seqs = "1 sequence" if self.seqs == 1 else f"{self.seqs} sequences"
+        where = "in the whole group" if self.of_group else "a rank"
+        return f"Decode: {seqs} {where} of {self.shortest:,} to {self.longest:,} tokens"
+
+    def of_rank(self, rank: int, num_ranks: int) -> "State":
+        """Return the state of one rank."""
+        if not self.of_group:
+            return self
+        seqs = self.seqs // num_ranks + (rank < self.seqs % num_ranks)
+        return replace(self, seqs=seqs, of_group=False)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a rank's step."""
+        return self.seqs * (self.longest if self.phase == "prefill" else 1)
 
     @property
     def steps(self) -> int:
@@ -116,8 +132,16 @@ class Loop:
         device = epoch.process.device
         self._energy = GpuEnergy([epoch.process.rank] if device.type == "cuda" else [])
 
-    def measure(self, state: State) -> dict[str, Any]:
+    def seed(self, number: int) -> None:
+        """Let the next prompts be those of this number."""
+        self._chance = random.Random(f"{number} {self._epoch.process.rank}")
+
+    def measure(self, state: State, *, profiled: bool = True) -> dict[str, Any]:
         """Median milliseconds of a step by the wall, the parts of profiled ones, and what was in them."""
+        ranks = range(self._epoch.process.config.num_ranks)
+        of_ranks = [state.of_rank(rank, len(ranks)) for rank in ranks]
+        self._tokens = tuple(found.tokens for found in of_ranks)
+        state = of_ranks[self._epoch.process.rank]
         bring = self._fill(state) if state.phase == "decode" else self._prompts(state)
         for _ in range(WARM_UP):
             self._step(state, bring)
@@ -127,7 +151,7 @@ class Loop:
         joules = used(joules, self._energy.joules())
         after = self._engine.stats.snapshot()
         shape = self._shape(state)
-        trace = self._profile(state, bring)
+        trace = self._profile(state, bring) if profiled else None
         self._drain()
         counted = after["steps"] - before["steps"]
         return {
@@ -140,16 +164,20 @@ class Loop:
                 for name, old in before["step_seconds"].items()
             },
             "shape": asdict(shape),
-            "device": summarise(trace),
-            **({"drawing": one_step(trace)} if self._epoch.process.rank == 0 else {}),
+            **({} if trace is None else self._summary(trace)),
         }
+
+    def _summary(self, trace: Trace) -> dict[str, Any]:
+        drawing = {"drawing": one_step(trace)} if self._epoch.process.rank == 0 else {}
+        return {"device": summarise(trace), **drawing}
 
     def _fill(self, state: State) -> Callable[[], None]:
         """Compute all prompts; of lengths that make contexts as they should be over the steps to come."""
         limits = self._epoch.process.config.scheduler
         # Sequences that are done with their prompts decode beside the others.
-        for_prompts = limits.max_num_batched_tokens - state.seqs
-        fill = -(-state.seqs * state.longest // for_prompts) + 2
+        most = max(self._tokens)  # equal on all ranks, because all take as many steps
+        for_prompts = limits.max_num_batched_tokens - most
+        fill = -(-most * state.longest // for_prompts) + 2
         longest = max(state.shortest, state.longest - state.steps - fill)
         spread = (longest - state.shortest) / max(1, state.seqs - 1)
         lengths = [round(state.shortest + spread * seq) for seq in range(state.seqs)]
@@ -191,8 +219,10 @@ class Loop:
         bring()
         plan = self._engine.step()
         seconds = time.perf_counter() - started
-        tokens = state.seqs * (state.longest if state.phase == "prefill" else 1)
-        assert set(plan.num_tokens_across_dp) == {tokens}, (plan.num_tokens_across_dp, tokens)
+        assert tuple(plan.num_tokens_across_dp) == self._tokens, (
+            plan.num_tokens_across_dp,
+            self._tokens,
+        )
         return seconds
 
     def _shape(self, state: State) -> StepShape:
@@ -200,7 +230,7 @@ class Loop:
         if state.phase == "prefill":
             return StepShape(state.seqs * state.longest, state.longest / 2, 0, state.seqs, fp8)
         context = sum(seq.num_computed for seq in self._engine.scheduler.running)
-        return StepShape(state.seqs, context / state.seqs, context, state.seqs, fp8)
+        return StepShape(state.seqs, context / max(1, state.seqs), context, state.seqs, fp8)
 
     def _profile(self, state: State, bring: Callable[[], None]) -> Trace:
         activities, device = [ProfilerActivity.CPU], self._epoch.process.device

@@ -239,6 +239,16 @@ def _push(at: Inputs) -> None:
     _there_and_back(exchange, at, 256)
 
 
+def _thin_linear(at: Inputs, *, fp8: bool) -> None:
+    from kernels.triton.thin_linear import thin_linear
+
+    weights = torch.zeros(256, 256, dtype=torch.bfloat16, device=at.device)
+    blocks = BlockWeights.empty(256, 256, device=at.device)
+    for num_rows in (1, 2, 3, 4, 9):
+        x = at.rows(256)[:1].expand(num_rows, 256)
+        thin_linear(x.contiguous(), blocks if fp8 else weights)
+
+
 CASES: dict[str, Callable[[Inputs], None]] = {
     "list_pages": partial(list_pages, padded=False),
     "list_pages_for_graphs": partial(list_pages, padded=True),
@@ -265,6 +275,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
     "dense_fp8": _dense_fp8,
+    "thin_linear": partial(_thin_linear, fp8=False),
+    "thin_linear_fp8": partial(_thin_linear, fp8=True),
     "few_rows_fp8": _few_rows_fp8,
     "push": _push,
     "penalise": _penalise,

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from kernels import dense_fp8
 from kernels.activation import Activation
 from kernels.block_fp8 import BlockWeights, Fp8Rows
+from kernels.fused import fused_kernels
 from kernels.gated_activation import gated_activation
 from kernels.native.dense import dense_kernels
 
@@ -22,6 +23,10 @@ def linear(
 
     Rows are in FP8 only where the weights are; others are quantised for FP8 weights.
     """
+    if isinstance(x_TK, torch.Tensor) and x_TK.is_cuda:
+        fused = fused_kernels("cuda")
+        if fused is not None and fused.takes_thin(x_TK, w_NK):
+            return fused.thin_linear(x_TK, w_NK, start)
     if isinstance(w_NK, BlockWeights):
         rows = x_TK if isinstance(x_TK, Fp8Rows) else dense_fp8.quantise(x_TK)
         out_TN = dense_fp8.multiply(rows, w_NK)

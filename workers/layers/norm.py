@@ -97,9 +97,14 @@ class RMSNorm:
         delta_TD: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows]:
         """As `add`, with the norm in the form that `linear` with these weights takes."""
-        if self.triton is None or not isinstance(weights, BlockWeights):
+        triton = self.triton
+        if (
+            triton is None
+            or not isinstance(weights, BlockWeights)
+            or triton.takes_thin(x_TD, weights)
+        ):
             return self.add(x_TD, delta_TD)
-        return x_TD, self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps)
+        return x_TD, triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps)
 
     def _call_fused(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dim() == 1:
