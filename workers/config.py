@@ -107,6 +107,9 @@ class SchedulerConfig(Section):
     )
 
 
+FEW_SNAPSHOTS = 16  # of states, where no free memory was measured
+
+
 class CacheConfig(Section):
     """The paged KV cache of one rank."""
 
@@ -131,19 +134,34 @@ class CacheConfig(Section):
     cpu_memory_gib: float = Field(
         1.0, gt=0, description="KV memory a rank on CPU (auto, cpu), in GiB."
     )
-    state_snapshots: int = Field(
-        16,
-        ge=0,
-        description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there.",
+    state_snapshots: Auto | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description="Prefixes a rank keeps the states of linear attention of; 0 = no prefix caching there; auto = as "
+        "memory allows for requests of expected_tokens, 16 where num_blocks is set.",
+    )
+    expected_tokens: int = Field(
+        4096,
+        ge=1,
+        description="Tokens of a usual request, its answer included: where a model has linear attention, memory is "
+        "split by it between state_snapshots and KV blocks.",
     )
 
     def cached(self, specs: Iterable[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Return the specs of a model's layers with this cache's precision."""
         return tuple(replace(spec, fp8_cache=self.dtype == "fp8") for spec in specs)
 
+    @property
+    def num_snapshots(self) -> int | None:
+        """States of prefixes; None: the rank measures how many fit."""
+        if not self.prefix_caching:
+            return 0
+        if self.state_snapshots == "auto":
+            return FEW_SNAPSHOTS if self.num_blocks != "auto" else None
+        return self.state_snapshots
+
     def num_state_slots(self, max_num_seqs: int) -> int:
         """Slots of a rank for states of linear attention: of padding, running sequences and prefixes."""
-        return 1 + max_num_seqs + (self.state_snapshots if self.prefix_caching else 0)
+        return 1 + max_num_seqs + (self.num_snapshots or 0)
 
 
 class OverlapConfig(Section):

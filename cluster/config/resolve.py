@@ -48,9 +48,8 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
         slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in model_config.linear_specs)
-        sizes = _CpuSizes(block_bytes, slot_bytes * cache.num_state_slots(limits.max_num_seqs))
-        num_blocks = _cpu_blocks(cache, sizes, max_model_len, demand, limits.max_num_seqs)
-        cache = cache.model_copy(update={"num_blocks": num_blocks})
+        sizes = _CpuSizes(block_bytes, slot_bytes, limits.max_num_seqs)
+        cache = _with_cpu_sizes(cache, sizes, max_model_len, demand)
     return RankConfig(
         model=model,
         scheduler=resolve_scheduler(config.scheduler, device, max_model_len),
@@ -72,30 +71,51 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
 
 @dataclass(frozen=True)
 class _CpuSizes:
-    """Bytes of one KV block, and of all states of linear attention."""
+    """Bytes of one KV block and of one slot of states of linear attention, and the most running sequences."""
 
     block: int
-    states: int
+    slot: int
+    num_seqs: int
 
 
-def _cpu_blocks(
-    cache: CacheConfig, sizes: _CpuSizes, max_model_len: int, demand: KVDemand, max_num_seqs: int
-) -> int:
-    """KV blocks of a rank on CPU; where no layer has blocks, as many as all sequences count."""
-    needed = demand.blocks(max_model_len)
+def _with_cpu_sizes(
+    cache: CacheConfig, sizes: _CpuSizes, max_model_len: int, demand: KVDemand
+) -> CacheConfig:
+    """Return the cache with KV blocks and snapshots of a rank on CPU.
+
+    Where no layer has blocks, there are as many as all sequences count.
+    """
+    from workers.rank.kv_sizing import split_memory  # imports torch
+
+    needed, states = (
+        demand.blocks(max_model_len),
+        sizes.slot * cache.num_state_slots(sizes.num_seqs),
+    )
+    free = int(cache.cpu_memory_gib * GIB) - states
+    num_blocks, snapshots = free // max(1, sizes.block), cache.num_snapshots
+    if snapshots is None:
+        num_blocks, snapshots = split_memory(
+            free,
+            block_bytes=sizes.block,
+            slot_bytes=sizes.slot,
+            num_rows=sizes.num_seqs,
+            usual=demand.blocks(min(cache.expected_tokens, max_model_len)),
+            longest=needed,
+        )
     if not sizes.block:
-        return needed * max_num_seqs
-    num_blocks = (int(cache.cpu_memory_gib * GIB) - sizes.states) // sizes.block
+        num_blocks = needed * sizes.num_seqs
     if num_blocks < needed:
-        states = f" beside {sizes.states / GIB:.3g} GiB of states" if sizes.states else ""
+        beside = f" beside {states / GIB:.3g} GiB of states" if states else ""
         problem = Problem(
             "cache.cpu_memory_gib",
             f"{cache.cpu_memory_gib:g} GiB cannot hold one request of model.max_model_len = "
-            f"{max_model_len}{states}; expected at least "
-            f"{(needed * sizes.block + sizes.states) / GIB:.3g}, or a smaller length",
+            f"{max_model_len}{beside}; expected at least "
+            f"{(needed * sizes.block + states) / GIB:.3g}, or a smaller length",
         )
         raise ConfigError.of("configuration", [problem])
-    return num_blocks
+    if not cache.prefix_caching:
+        return cache.model_copy(update={"num_blocks": num_blocks})
+    return cache.model_copy(update={"num_blocks": num_blocks, "state_snapshots": snapshots})
 
 
 def resolve_scheduler(

@@ -8,7 +8,12 @@ import torch
 from workers.engine.kv_demand import KVDemand
 from workers.engine.step_sync import GraphMode
 from workers.rank import kv_sizing
-from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_longest_request_fits
+from workers.rank.kv_sizing import (
+    OwnBytes,
+    check_longest_request_fits,
+    free_bytes,
+    split_memory,
+)
 from workers.runner.graph_sizes import GraphSizes
 
 POOL, WHOLE, UBATCHED, OTHERS = 1000, 10, 30, 7
@@ -91,11 +96,31 @@ def test_what_is_left_for_blocks(monkeypatch, free, reserved, fraction, own, blo
     device = torch.device("cuda")
     memory = {"mem_get_info": (free * GB, 100 * GB), "memory_reserved": reserved * GB}
     on_gpu(monkeypatch, empty_cache=None, **memory)
-    found = blocks_that_fit(device, fraction, block_bytes=GB, own_bytes=own * GB)
-    assert found == blocks
-    if blocks > 0:
-        fewer = blocks_that_fit(device, fraction, block_bytes=GB + 1, own_bytes=own * GB)
-        assert fewer == blocks - 1, "a part of a block is none"
+    assert free_bytes(device, fraction, own * GB) == blocks * GB
+
+
+SLOT, BLOCK = 30 * (2 * 2**20 + 3 * 8192 * 2), 16 * 10 * 2 * 2 * 256 * 2  # of Qwen3.6-35B-A3B
+SIZES = {"block_bytes": BLOCK, "slot_bytes": SLOT, "num_rows": 256, "usual": 256, "longest": 2048}
+
+
+@pytest.mark.parametrize(
+    ("free", "snapshots"),
+    [(80 * GB, 394), (60 * GB, 259), (20 * GB, 16), (BLOCK * 2048 + 3 * SLOT, 3), (GB // 2, 0)],
+)
+def test_memory_is_split_by_the_length_of_a_usual_request(free, snapshots):
+    """Each request has a state, the usual one of 4,096 tokens 84 MB of K and V beside 64 MB of states."""
+    blocks, found = split_memory(free, **SIZES)
+    assert found == snapshots
+    assert 0 <= free - blocks * BLOCK - found * SLOT < BLOCK
+    if found > 16:
+        requests = 256 + found
+        assert requests * 256 <= blocks < (requests + 1) * 256 + SLOT // BLOCK + 1
+    longer, fewer = split_memory(free, **SIZES | {"usual": 2048})
+    assert fewer <= found and longer >= blocks
+
+
+def test_models_without_states_get_blocks_alone():
+    assert split_memory(10 * GB, **SIZES | {"slot_bytes": 0})[0] == 10 * GB // BLOCK
 
 
 def test_weights_steps_and_graphs_are_told_apart(monkeypatch):

@@ -116,11 +116,12 @@ class Epoch:
             process_group.join(
                 self.rendezvous, process.rank, process.dims, process.device, timeout_s, self._left
             )
-        found = process_group.gather_objects((process.settings(), process.warm, process.num_blocks))
-        settings, warm, num_blocks = zip(*found, strict=True)
+        sizes = process.num_blocks, process.num_snapshots
+        found = process_group.gather_objects((process.settings(), process.warm, sizes))
+        settings, warm, of_ranks = zip(*found, strict=True)
         compare_settings(settings)
         self._warm = all(warm)
-        process.num_blocks = max(num_blocks)
+        process.take_sizes(*max(of_ranks))
         self._shared_memory = self._share_memory()
         self._network = HostNetwork(
             address=self._address(),
@@ -232,7 +233,8 @@ class Epoch:
             process.config.scheduler, process.selection, process.device, mixed=mixed
         )
         if not process.num_blocks:
-            process.num_blocks = self.make.num_kv_blocks(self.graph_sizes)
+            process.take_sizes(*self.make.cache_sizes(self.graph_sizes))
+            self.ubatches.bind_states(process.state_pools())
         with memory_for("the KV cache", process.num_blocks * process.block_bytes()):
             if not process.kv_caches:
                 process.kv_caches = process.caches(process.num_blocks)

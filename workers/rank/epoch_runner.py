@@ -9,7 +9,13 @@ from workers.engine.scheduler import Scheduler
 from workers.models.causal_lm import CausalLM
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
-from workers.rank.kv_sizing import OwnBytes, blocks_that_fit, check_longest_request_fits, own_bytes
+from workers.rank.kv_sizing import (
+    OwnBytes,
+    check_longest_request_fits,
+    free_bytes,
+    own_bytes,
+    split_memory,
+)
 from workers.rank.process import RankProcess
 from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
@@ -83,24 +89,33 @@ class RunnerMaker:
             windows=self.process.model_config.window is not None,
         )
 
-    def num_kv_blocks(self, graph_sizes: GraphSizes) -> int:
-        """Return the KV blocks of every rank: as configured, or measured by a profiling forward. Collective."""
+    def cache_sizes(self, graph_sizes: GraphSizes) -> tuple[int, int]:
+        """Return the KV blocks and snapshots of states of every rank: as configured, or measured. Collective.
+
+        A profiling forward measures the memory beside them.
+        """
         process, cache = self.process, self.process.config.cache
         if cache.num_blocks != "auto":
-            return cache.num_blocks
+            return cache.num_blocks, process.num_snapshots
         assert process.device.type == "cuda", "on CPU the configuration sets the number of blocks"
         own = self._own_bytes(graph_sizes)
-        fitting = blocks_that_fit(
-            process.device,
-            cache.memory_fraction,
-            block_bytes=process.block_bytes(),
-            own_bytes=own.total,
-        )
+        free = free_bytes(process.device, cache.memory_fraction, own.total)
         if not process.dims.alone:
-            of_ranks = process_group.gather_objects((fitting, own))
-            fitting, own = min(of_ranks, key=lambda found: found[0])
-        check_longest_request_fits(fitting, process.max_model_len, process.kv_demand, own)
-        return fitting
+            of_ranks = process_group.gather_objects((free, own))
+            free, own = min(of_ranks, key=lambda found: found[0])
+        demand, block_bytes = process.kv_demand, process.block_bytes()
+        blocks, snapshots = free // block_bytes, process.num_snapshots
+        if cache.num_snapshots is None and process.slot_bytes:
+            blocks, snapshots = split_memory(
+                free,
+                block_bytes=block_bytes,
+                slot_bytes=process.slot_bytes,
+                num_rows=process.config.scheduler.max_num_seqs,
+                usual=demand.blocks(min(cache.expected_tokens, process.max_model_len)),
+                longest=demand.blocks(process.max_model_len),
+            )
+        check_longest_request_fits(blocks, process.max_model_len, demand, own)
+        return blocks, snapshots
 
     def _own_bytes(self, graph_sizes: GraphSizes) -> OwnBytes:
         """Measure with a small KV cache, which is freed afterwards."""

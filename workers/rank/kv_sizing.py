@@ -1,4 +1,4 @@
-"""Number of KV blocks that fit on a GPU beside weights, the largest steps and CUDA graphs. Knows nothing of ranks.
+"""KV blocks and snapshots of states that fit beside weights, the largest steps and CUDA graphs. Knows nothing of ranks.
 
 All sizes are measured: the caller runs the largest step and the step that samples most (see WarmUpSteps), and the
 largest graphs are captured once and discarded.
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.config import FEW_SNAPSHOTS
 from workers.engine.kv_demand import KVDemand
 from workers.engine.scheduler import Scheduler
 from workers.rank.device_memory import memory_for, size
@@ -91,14 +92,29 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
     return int(_MARGIN * (largest + max(0, each) * (count - 1)))
 
 
-def blocks_that_fit(
-    device: torch.device, memory_fraction: float, *, block_bytes: int, own_bytes: int
-) -> int:
-    """Return the KV blocks that fit in `memory_fraction` of the GPU less `own_bytes` and memory of other programs."""
+def free_bytes(device: torch.device, memory_fraction: float, own_bytes: int) -> int:
+    """Return `memory_fraction` of the GPU less `own_bytes` and memory of other programs."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
-    return (int(total * memory_fraction) - others - own_bytes) // block_bytes
+    return int(total * memory_fraction) - others - own_bytes
+
+
+def split_memory(
+    free: int, *, block_bytes: int, slot_bytes: int, num_rows: int, usual: int, longest: int
+) -> tuple[int, int]:
+    """Return KV blocks and snapshots of states in `free` bytes, which are beside the states of `num_rows` sequences.
+
+    Memory is for as many usual requests as fit, each with a state: those that run, and prefixes of those that ran.
+
+    usual, longest   KV blocks of a usual request, and of the longest one, which has room whatever the snapshots
+    """
+    if not slot_bytes or not block_bytes:
+        return free // max(1, block_bytes), FEW_SNAPSHOTS
+    requests = (free + num_rows * slot_bytes) // (slot_bytes + usual * block_bytes)
+    most = (free - longest * block_bytes) // slot_bytes
+    snapshots = max(0, min(max(FEW_SNAPSHOTS, requests - num_rows), most))
+    return (free - snapshots * slot_bytes) // block_bytes, snapshots
 
 
 def check_longest_request_fits(

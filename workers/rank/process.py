@@ -61,6 +61,7 @@ class RankProcess:
     model        the weights; an epoch runs them with its own backends
     experts      the experts of the model's weights
     num_blocks   KV blocks of every rank, 0 until the first epoch has sized the cache
+    num_snapshots   states of prefixes of every rank; 0 until then, if they are measured
     kv_caches    one tensor a layer with KV blocks, allocated once
     states       the pools of states, one a layer of linear attention, allocated once
     pool         the blocks of the KV caches with their contents: the prefix cache of all epochs
@@ -88,7 +89,7 @@ class RankProcess:
         self.backends: select.Backends | None = None
         self.model: CausalLM | None = None
         self.experts = range(0)
-        self.num_blocks = 0
+        self.num_blocks, self.num_snapshots = 0, config.cache.num_snapshots or 0
         self.kv_caches: list[torch.Tensor] = []
         self.states: list[LinearStates] = []
         self.pool = BlockPool(0)
@@ -132,7 +133,8 @@ class RankProcess:
             self.backends, self.model, self.experts = None, None, range(0)
             self.kv_caches, self.states = [], []
         if self.device.type == "cuda":
-            self.warm, self.num_blocks, self.kv_caches = False, 0, []
+            self.warm, self.kv_caches = False, []
+            self.take_sizes(0, self.config.cache.num_snapshots or 0)
             torch.cuda.empty_cache()
 
     def enter(self, epoch: ClosableEpoch) -> None:
@@ -242,31 +244,39 @@ class RankProcess:
                 self.states = linear.allocate(specs, slots, self.dtype, self.device)
         return self.states
 
+    def take_sizes(self, num_blocks: int, num_snapshots: int) -> None:
+        """Use these numbers of KV blocks and snapshots; other numbers of snapshots take new pools of states."""
+        if num_snapshots != self.num_snapshots:
+            self.states = []
+        self.num_blocks, self.num_snapshots = num_blocks, num_snapshots
+
     def forget_prefixes(self) -> None:
         """Take a new pool of blocks without contents, and no snapshots of states."""
         self.pool, self.snapshots = BlockPool(self.num_blocks), self.new_snapshots()
 
     def new_snapshots(self) -> StateSnapshots | None:
         """Return bookkeeping of the slots behind the null slot and the rows; None without linear attention."""
-        linear, specs = self.selection.linear_attention_class, self.model_config.linear_specs
-        if linear is None:
+        if not self.slot_bytes:
             return None
         first = 1 + self.config.scheduler.max_num_seqs
-        slot_bytes = linear.slot_bytes(specs, self.dtype)
-        return StateSnapshots(first, self.num_state_slots - first, slot_bytes=slot_bytes)
+        return StateSnapshots(first, self.num_snapshots, slot_bytes=self.slot_bytes)
 
     @property
     def num_state_slots(self) -> int:
-        """The slots of each pool of states."""
-        config = self.config
-        return config.cache.num_state_slots(config.scheduler.max_num_seqs)
+        """The slots of each pool of states: of padding, running sequences and snapshots."""
+        return 1 + self.config.scheduler.max_num_seqs + self.num_snapshots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the states of one sequence; 0 without linear attention."""
+        linear = self.selection.linear_attention_class
+        return (
+            0 if linear is None else linear.slot_bytes(self.model_config.linear_specs, self.dtype)
+        )
 
     def state_bytes(self) -> int:
         """Return the bytes of all pools of states."""
-        linear = self.selection.linear_attention_class
-        if linear is None:
-            return 0
-        return self.num_state_slots * linear.slot_bytes(self.model_config.linear_specs, self.dtype)
+        return self.num_state_slots * self.slot_bytes
 
     def _kv_groups(self) -> tuple[KVGroup, ...]:
         return self.selection.attention_class.kv_groups(self.shape.attention_specs)
