@@ -40,7 +40,8 @@ class Life(Answers):
     at_start       keys after the start, of each epoch
     in_steps       captures of the second epoch's steps
     while_idle     captures of the second epoch's idle ranks
-    device_bytes   of the GPU in use at the end of each epoch, with all graphs
+    device_bytes   of the GPU in use at the end of each epoch, with all graphs. Memory that torch keeps free does not
+                   count: a workspace of cuBLAS may lie in a segment that a larger tensor has left
     stage_s        seconds of the stage of graphs, of each epoch
     """
 
@@ -85,7 +86,8 @@ def live_twice(
             gc.collect()
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info()
-            life.device_bytes.append(total - free)
+            kept_free = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            life.device_bytes.append(total - free - kept_free)
             life.stage_s.append(epoch.seconds[GRAPHS])
             epoch.close()
     finally:
