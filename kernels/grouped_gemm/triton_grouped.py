@@ -20,6 +20,10 @@ from kernels.host.triton_version import triton_unavailable
 from kernels.pending import wait_previous_ubatch
 from kernels.routing.device_routing import DeviceRouting
 
+# Mean rows of an expert up to which most experts have none. With 64 of 128 experts on an H200, top-8, the first product
+# takes 10.5 us for one row (13.3 with the next tile), 27.1 for four (30.3), 43.3 for eight (42.1).
+FEW_ROWS = 0.25
+
 
 class TritonGroupedGemm(GroupedGemm):
     """bfloat16, float16 and (slowly, for comparisons) float32 on GPUs."""
@@ -108,6 +112,8 @@ class TritonGroupedGemm(GroupedGemm):
         mean = routing.expected / max(1, len(routing.ends_e))
         up, down = self._tiles_of_any_gpu(mean, x.dtype)
         if hopper and self._hopper is not None and x.dtype != torch.float32:
+            if mean <= FEW_ROWS:  # tiles are fewer than SMs: each program reads further ahead
+                up = self._kernel.TileShape(16, 64, 128, 4, 5, 1)
             if mean > 768 and self._hopper.takes(x, row_R):
                 up = self._hopper.HopperTile(columns=128, stages=4)
             if mean > 192:

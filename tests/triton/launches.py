@@ -270,7 +270,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "forced_route": _forced_route,
     "experts": _experts,
     "exchange": _exchange,
-    "grouped_gemm": _grouped_gemm,
+    "grouped_gemm": partial(_grouped_gemm, expected=EXPERTS),
+    "grouped_gemm_of_few": partial(_grouped_gemm, expected=EXPERTS // 4),
     "grouped_gemm_of_many": partial(_grouped_gemm, expected=EXPERTS * 1000),
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
@@ -291,10 +292,10 @@ CASES: dict[str, Callable[[Inputs], None]] = {
 }
 
 
-def _tiles(rows_per_expert: int, activation: Activation = "silu") -> list[int]:
+def _tiles(rows_per_expert: float, activation: Activation = "silu") -> list[int]:
     """Launch the products of Qwen3-30B-A3B's experts of one rank of four; how many programs an SM shall hold."""
-    expected = EXPERTS * rows_per_expert
-    none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
+    expected = int(EXPERTS * rows_per_expert)
+    none = torch.zeros(max(expected, EXPERTS), dtype=torch.int32, device=DEVICE)
     routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
     x, gemm = torch.zeros(expected, 2048, **new), TritonGroupedGemm(num_sms=132, hopper=FOR_HOPPER)
@@ -336,7 +337,7 @@ def _decode_programs() -> list[int]:
 
 
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
-    **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (8, 40, 80, 400, 1000)},
+    **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (0.25, 8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
     "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
     **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (8, 16, 48)},
