@@ -118,10 +118,16 @@ class Victim:
         """Send a request that fails each step of its rank, by SIGKILL (`die`) or an error; return the answer."""
         path = self._folder / "poison"
         path.write_text(way)
+        deadline = time.monotonic() + SERVING_S
         try:
-            models = (await self._client.get("/v1/models")).json()["data"]
-            body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
-            return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
+            while True:
+                try:
+                    models = (await self._client.get("/v1/models")).json()["data"]
+                    body = {"model": models[0]["id"], "prompt": "poison", "seed": POISON_SEED}
+                    return await self._client.post("/v1/completions", json=body, timeout=SERVING_S)
+                except httpx.ConnectError:  # the ingress starts anew
+                    assert time.monotonic() < deadline, "no ingress"
+                    await asyncio.sleep(POLL_S)
         finally:
             path.unlink()
 
