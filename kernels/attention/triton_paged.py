@@ -100,6 +100,9 @@ class TritonPagedAttention(GraphAttention):
             return reason
         if len({spec.group_size for spec in shape.attention_specs}) > 1:
             return "it takes layers with equal groups of query heads"
+        for spec in shape.attention_specs:
+            if spec.fp8_cache and spec.head_dim & (spec.head_dim - 1):
+                return f"with cache.dtype fp8 it takes a head_dim of a power of two, the model has {spec.head_dim}"
         return None
 
     @classmethod

@@ -89,5 +89,5 @@ def store_fp8(
             HEAD_DIM=head_dim,
             HEADS=heads,
             BLOCK=block,
-            num_warps=1 if heads * block <= 1024 else 4,
+            num_warps=4,
         )

@@ -49,7 +49,7 @@ def put(pages: Fp8Pages, slots: Sequence[int], k: torch.Tensor, v: torch.Tensor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 40), (8, 128)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 32), (8, 128)])
 def test_store_fp8(heads: int, head_dim: int, dtype: torch.dtype):
     """Rows of -1 and those behind the slots go nowhere, other slots stay; all rows are rounded."""
     qkv, slots = randn(6, 5 * heads, head_dim, dtype=dtype), [9, -1, 0, 19]
@@ -72,7 +72,7 @@ def test_store_fp8(heads: int, head_dim: int, dtype: torch.dtype):
 @pytest.mark.parametrize(
     ("norm", "rotate"), [(False, False), *compiled_only((True, True), (False, True))]
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (3, 3, 16), (4, 2, 96)])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (3, 3, 16), (4, 2, 128)])
 def test_norm_rotate_store_rounds_what_it_would_have_stored(
     heads: int, kv_heads: int, head_dim: int, norm: bool, rotate: bool, dtype: torch.dtype
 ):
@@ -96,7 +96,7 @@ def test_norm_rotate_store_rounds_what_it_would_have_stored(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 40), (2, 128)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(1, 16), (3, 32), (2, 128)])
 def test_expand_fp8(heads: int, head_dim: int, dtype: torch.dtype):
     """Sequences of 6, 1 and 4 tokens; an entry without rows writes nothing, nor do tokens behind a sequence."""
     pages = empty_pages(heads, head_dim)
