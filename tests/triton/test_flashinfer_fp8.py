@@ -116,6 +116,7 @@ def test_what_it_refuses() -> None:
     assert "cache.dtype is not fp8" in str(reason(replace(spec, fp8_cache=False)))
     assert "model.dtype is float16" in str(reason(spec, dtype=torch.float16))
     assert "equal attention" in str(reason(spec, replace(spec, scale=0.1)))
-    assert "head_dim of 64, 128, 256" in str(reason(replace(spec, head_dim=96)))
+    assert "head_dim of 64, 128, 256" in str(reason(replace(spec, head_dim=32)))
+    assert "a power of two, the model has 96" in str(reason(replace(spec, head_dim=96)))
     assert "sliding window" in str(reason(replace(spec, window=4)))
     assert "no attention sinks" in str(reason(replace(spec, sinks=True)))
