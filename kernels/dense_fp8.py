@@ -1,4 +1,4 @@
-"""Dense products with FP8 weights on GPUs: DeepGEMM multiplies, rows are quantised in Triton.
+"""Dense products with FP8 weights on GPUs: DeepGEMM multiplies, a kernel of ours few rows; Triton quantises rows.
 
 A backend of the experts' products states whether these products can run (`GroupedGemm.fp8_dense`).
 
@@ -13,6 +13,7 @@ import torch
 
 from kernels.activation import Activation
 from kernels.block_fp8 import BlockWeights, Fp8Rows
+from kernels.host.hopper import on_hopper
 
 
 def quantise(x_TK: torch.Tensor) -> Fp8Rows:
@@ -30,8 +31,16 @@ def activate(h_T2I: torch.Tensor, activation: Activation) -> Fp8Rows:
     return Fp8Rows(values_1TI.squeeze(0), scales_1TS.squeeze(0))
 
 
-def multiply(x_TK: Fp8Rows, weights_NK: BlockWeights) -> torch.Tensor:
-    """Return x @ weights.T, bfloat16 [T, N]. N is a multiple of 64, K of 128."""
+def multiply(x_TK: Fp8Rows, weights_NK: BlockWeights, *, partial: bool = False) -> torch.Tensor:
+    """Return x @ weights.T, bfloat16 [T, N]. N is a multiple of 64, K of 128.
+
+    partial   allow float32 sums over parts of K, [P, T, N], for `sum_partials`
+    """
+    thin = _thin()
+    parts = 1 if thin is None else thin.parts_of(weights_NK)
+    if thin is not None and (parts == 1 or partial) and thin.takes(x_TK, weights_NK, parts):
+        found: torch.Tensor = thin.thin_fp8(x_TK, weights_NK, parts)
+        return found
     values = x_TK.values
     out_TN = torch.empty(
         len(values), len(weights_NK.values), dtype=torch.bfloat16, device=values.device
@@ -53,7 +62,18 @@ def compile_products(
     start = len(calls) * rank // num_ranks
     for found, rows in calls[start:] + calls[:start]:
         x = torch.zeros(rows, found.shape[1], dtype=torch.bfloat16, device=found.values.device)
-        multiply(quantise(x), found)
+        for partial in (False, True):
+            multiply(quantise(x), found, partial=partial)
+
+
+@functools.cache
+def _thin() -> Any:
+    """Return the module of products of few rows, None where its kernel cannot run."""
+    if not on_hopper():
+        return None
+    from kernels.triton import hopper_thin_fp8
+
+    return hopper_thin_fp8
 
 
 @functools.cache

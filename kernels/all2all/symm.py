@@ -27,7 +27,9 @@ from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 
-WARPS = 16  # of one SM
+WARPS = 16  # of one SM with a limit on SMs
+# Of one SM without: each row of a prompt's step waits for its places and then for its outputs, so many rows at once.
+FREE_WARPS = 28
 VALUES_OF_A_WARP = 512
 
 
@@ -93,7 +95,8 @@ class SymmAllToAll(PayloadAllToAll):
         warps = 1 << (warps - 1).bit_length()
         rows = WARPS // warps
         if num_sms is None:  # many small programs: a decode's rows get one each
-            limit, rows = min(MAX_PROGRAMS, self._all_sms * rows), 1
+            programs = max(1, FREE_WARPS // warps)
+            limit, rows = min(MAX_PROGRAMS, self._all_sms * programs), 1
         else:  # an SM's worth of warps in each
             limit, warps = min(num_sms, self._all_sms), WARPS
         self._limit, self._rows, self._warps = limit, rows, warps

@@ -14,6 +14,9 @@ from kernels.triton.fp8 import GROUP, quantise
 from kernels.triton.gated_activation import activate
 from kernels.triton.quantise_rows import SCALES_ALIGNMENT
 
+# Groups of 128 values that a program computes: rows of a prompt's step are many and short.
+UNITS = 32
+
 
 @triton.jit(do_not_specialize=["rows_per_group", "scale_stride"])
 def gated_activation_fp8_kernel(
@@ -23,28 +26,31 @@ def gated_activation_fp8_kernel(
     scale_ptr,
     rows_per_group,
     scale_stride,
-    num_scales,
+    NUM_SCALES: tl.constexpr,
     COUNTED: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    UNITS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One row: gate in the first half of h's row, up in the second."""
-    row, group = tl.program_id(0), tl.program_id(1)
+    """UNITS units of 128 values of neighbouring rows: gate in the first half of h's row, up in the second."""
+    first, group = tl.program_id(0) * UNITS, tl.program_id(1)
     count = rows_per_group
     if COUNTED:
         count = tl.load(counts_ptr + group)
-    if row < count:
+    if first < count * NUM_SCALES:
+        unit = first + tl.arange(0, UNITS)
+        row, scales = unit // NUM_SCALES, unit % NUM_SCALES
+        inside = row < count
         at = group.to(tl.int64) * rows_per_group + row
-        scales = tl.arange(0, BLOCK_S)
-        inside = scales < num_scales
         columns = scales[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        gate_at = h_ptr + at * 2 * num_scales * GROUP + columns
+        gate_at = h_ptr + at[:, None] * (2 * NUM_SCALES * GROUP) + columns
         gate = tl.load(gate_at, mask=inside[:, None], other=0).to(tl.float32)
-        up = tl.load(gate_at + num_scales * GROUP, mask=inside[:, None], other=0).to(tl.float32)
+        up_at = gate_at + NUM_SCALES * GROUP
+        up = tl.load(up_at, mask=inside[:, None], other=0).to(tl.float32)
         quantised, scale = quantise(activate(gate, up, ACTIVATION))
-        tl.store(out_ptr + at * num_scales * GROUP + columns, quantised, mask=inside[:, None])
-        scale_at = scale_ptr + (group.to(tl.int64) * num_scales + scales) * scale_stride + row
+        out_at = out_ptr + at[:, None] * (NUM_SCALES * GROUP) + columns
+        tl.store(out_at, quantised, mask=inside[:, None])
+        scale_at = scale_ptr + (group.to(tl.int64) * NUM_SCALES + scales) * scale_stride + row
         tl.store(scale_at, scale, mask=inside)
 
 
@@ -60,17 +66,17 @@ def gated_activation_fp8(
     out_GMI = torch.empty(num_groups, rows, width, dtype=torch.float8_e4m3fn, device=device)
     scale_GSM = torch.empty(num_groups, num_scales, stride, dtype=torch.float32, device=device)
     if num_groups and rows:
-        gated_activation_fp8_kernel[(rows, num_groups)](
+        gated_activation_fp8_kernel[(triton.cdiv(rows * num_scales, UNITS), num_groups)](
             h_GM2I,
             h_GM2I if counts_G is None else counts_G,
             out_GMI,
             scale_GSM,
             rows,
             stride,
-            num_scales,
+            NUM_SCALES=num_scales,
             COUNTED=counts_G is not None,
             ACTIVATION=activation,
-            BLOCK_S=triton.next_power_of_2(num_scales),
+            UNITS=UNITS,
             GROUP=GROUP,
             num_warps=4,
         )

@@ -9,6 +9,7 @@ W output columns (half of an expert's weight rows where GATED), D input columns,
 """
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import triton
@@ -24,6 +25,59 @@ from kernels.triton.quantise_rows import empty_scales
 
 
 @dataclass(frozen=True)
+class Fp8Operands:
+    """The arguments of `grouped_gemm_fp8`, and out, the result, which is not empty."""
+
+    x: Fp8Rows
+    row_R: torch.Tensor | None
+    weights: BlockWeights
+    bounds: tuple[torch.Tensor, torch.Tensor]
+    activation: Activation | None
+    result: Fp8Rows
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Indices of the permuted rows; another tensor where x has the permuted rows."""
+        return self.bounds[0] if self.row_R is None else self.row_R
+
+    @property
+    def out(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """The result, its scales, and their stride from group to group; of a product that is not gated, others."""
+        values, scales = self.result
+        return values, self.x.scales if self.activation is None else scales, scales.stride(1)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """W and D."""
+        return self.result.values.shape[1], self.x.values.shape[1]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """The constants that kernels are compiled for."""
+        num_experts = len(self.weights.values)
+        return {
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_2": triton.next_power_of_2(num_experts),
+            "GATED": self.activation is not None,
+            "ACTIVATION": self.activation,
+            "INDEXED": self.row_R is not None,
+        }
+
+    def most_tiles(self, rows: int, columns: int) -> int:
+        """Return the largest number of tiles of this shape for any distribution of rows to experts."""
+        num_permuted, width = self.result.values.shape
+        row_tiles = num_permuted // rows + len(self.weights.values)
+        return row_tiles * triton.cdiv(width, columns)
+
+
+class Fp8TileShape(Protocol):
+    """The shape of a tile, and the launch of its kernel."""
+
+    def launch(self, operands: Fp8Operands, num_sms: int) -> None:
+        """Fill operands.result on at most `num_sms` SMs."""
+
+
+@dataclass(frozen=True)
 class Fp8Tile:
     """A tile of `rows` permuted rows by `columns` outputs; gated products need 128 columns.
 
@@ -35,6 +89,27 @@ class Fp8Tile:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+
+    def launch(self, operands: Fp8Operands, num_sms: int) -> None:
+        """See Fp8TileShape."""
+        (values, scales), (width, depth) = operands.x, operands.sizes
+        assert GROUP % self.columns == 0
+        assert operands.activation is None or self.columns == GROUP, self
+        rows = operands.weights.values.view(-1, depth)
+        most_tiles = operands.most_tiles(self.rows, self.columns)
+        grouped_gemm_fp8_kernel[(min(num_sms * self.programs_per_sm, most_tiles),)](
+            *(values, values.stride(0), scales, *scales.stride()),
+            operands.rows,
+            TensorDescriptor.from_tensor(rows, [self.columns, GROUP]),
+            operands.weights.scales,
+            *(*operands.bounds, *operands.out, width, depth // GROUP),
+            **operands.constants,
+            TILE_R=self.rows,
+            TILE_W=self.columns,
+            GROUP=GROUP,
+            num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )
 
 
 @triton.jit
@@ -167,15 +242,6 @@ def grouped_gemm_fp8_kernel(
             tl.store(out_at, out, mask=inside[:, None] & (columns < width)[None, :])
 
 
-def _check(x: Fp8Rows, weights: BlockWeights, gated_width: int | None, tile: Fp8Tile) -> None:
-    depth = weights.shape[2]
-    assert x.values.stride(1) == 1 and x.values.shape[1] == depth and depth % GROUP == 0, depth
-    assert weights.values.is_contiguous() and weights.scales.is_contiguous()
-    assert GROUP % tile.columns == 0
-    if gated_width is not None:
-        assert tile.columns == GROUP and gated_width % GROUP == 0, (tile, gated_width)
-
-
 def grouped_gemm_fp8(
     x: Fp8Rows,
     row_R: torch.Tensor | None,
@@ -183,7 +249,7 @@ def grouped_gemm_fp8(
     bounds: tuple[torch.Tensor, torch.Tensor, int],
     *,
     activation: Activation | None,
-    tile: Fp8Tile,
+    tile: Fp8TileShape,
     num_sms: int,
 ) -> Fp8Rows:
     """Return bfloat16 [R, W] without scales, or gated rows in FP8; unused permuted rows are undefined.
@@ -194,36 +260,19 @@ def grouped_gemm_fp8(
     bounds     int32 starts_e and ends_e: the permuted rows of expert i are starts_e[i] .. ends_e[i] - 1; R
     activation   of the gated product; None: the product is not gated
     """
-    values, scales = x
+    values = x.values
     starts_e, ends_e, num_permuted = bounds
     num_experts, weight_rows, depth = weights.values.shape
     gated = activation is not None
-    width, num_groups = weight_rows // 2 if gated else weight_rows, depth // GROUP
-    _check(x, weights, width if gated else None, tile)
+    width = weight_rows // 2 if gated else weight_rows
+    assert values.stride(1) == 1 and values.shape[1] == depth and depth % GROUP == 0, depth
+    assert weights.values.is_contiguous() and weights.scales.is_contiguous()
+    assert not gated or width % GROUP == 0, width
     new_dtype = values.dtype if gated else torch.bfloat16
     out_RW = torch.empty(num_permuted, width, dtype=new_dtype, device=values.device)
     out_scale = empty_scales(num_permuted, width // GROUP if gated else 0, values.device)
-    if not num_permuted or not num_experts:
-        return Fp8Rows(out_RW, out_scale)
-    rows = weights.values.view(-1, depth)
-    column_tiles = triton.cdiv(width, tile.columns)
-    most_tiles = (num_permuted // tile.rows + num_experts) * column_tiles
-    grouped_gemm_fp8_kernel[(min(num_sms * tile.programs_per_sm, most_tiles),)](
-        *(values, values.stride(0), scales, *scales.stride()),
-        starts_e if row_R is None else row_R,
-        TensorDescriptor.from_tensor(rows, [tile.columns, GROUP]),
-        weights.scales,
-        *(starts_e, ends_e, out_RW, out_scale if gated else scales, out_scale.stride(1)),
-        *(width, num_groups),
-        NUM_EXPERTS=num_experts,
-        EXPERTS_2=triton.next_power_of_2(num_experts),
-        GATED=gated,
-        ACTIVATION=activation,
-        INDEXED=row_R is not None,
-        TILE_R=tile.rows,
-        TILE_W=tile.columns,
-        GROUP=GROUP,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return Fp8Rows(out_RW, out_scale)
+    result = Fp8Rows(out_RW, out_scale)
+    if num_permuted and num_experts:
+        operands = Fp8Operands(x, row_R, weights, (starts_e, ends_e), activation, result)
+        tile.launch(operands, num_sms)
+    return result

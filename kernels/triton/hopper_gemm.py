@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.triton.grouped_gemm import Operands
+from kernels.triton.hopper_ring import activate, next_stage
 
 TILE_R, TILE_D = 128, 64
 GROUP_R = TILE_R // 2  # rows of one multiplying group
@@ -66,16 +67,6 @@ class HopperTile:
             num_warps=4,
             maxnreg=REGISTERS,
         )
-
-
-@gluon.jit
-def _next(stage, phase, STAGES: gl.constexpr):
-    """Return the next stage of the ring and the phase, 0 or 1, of its barriers."""
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
 
 
 @gluon.jit
@@ -146,28 +137,7 @@ def _load(
                 async_copy.mbarrier_arrive(full, increment_count=False)
             else:
                 tma.async_copy_global_to_shared(x, [start, d], full, x_bufs.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
-
-
-@gluon.jit
-def _activate(gate, up, ACTIVATION: gl.constexpr):
-    """Return activation(gate) * up of float32 values.
-
-    kernels.triton.gated_activation has the same in Triton. It is not shared, because this module must also run as
-    Python, with torch in place of Gluon's language.
-    """
-    if ACTIVATION == "clamped_swiglu":
-        gate = gl.minimum(gate, 7.0)
-        up = gl.minimum(gl.maximum(up, -7.0), 7.0) + 1
-        out = gate * (1 / (1 + gl.exp(-1.702 * gate)))
-    elif ACTIVATION == "silu":
-        out = gate * (1 / (1 + gl.exp(-gate)))
-    elif ACTIVATION == "gelu":
-        out = 0.5 * gate * (1 + gl.erf(gate * 0.7071067811865476))
-    else:
-        gl.static_assert(ACTIVATION == "gelu_tanh")
-        out = gate * (1 / (1 + gl.exp(-1.5957691216057308 * gate * (1 + 0.044715 * gate * gate))))
-    return out * up
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -222,19 +192,19 @@ def _multiply(
                 out = warpgroup_mma(x, weights, out, use_acc=d > 0, is_async=True)
                 out = warpgroup_mma_wait(1, (out,))
                 mbarrier.arrive(empty.index(_previous(stage, STAGES)), pred=d > 0)
-                stage, phase = _next(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
             out = warpgroup_mma_wait(0, (out,))
             mbarrier.arrive(empty.index(_previous(stage, STAGES)))
             if GATED:
                 # The columns of gate, then those of up: a thread holds both values of a pair.
                 out, up = gl.permute(gl.reshape(out, (GROUP_ROWS, 2, TILE_W)), (0, 2, 1)).split()
-                out = _activate(out, up, ACTIVATION)
+                out = activate(out, up, ACTIVATION)
             _store(out, out_tiles, out_bufs.index(GROUP), start, end, tile % column_tiles * TILE_W)
         else:
             for _ in range(0, depth, DEPTH):
                 mbarrier.wait(ready.index(stage), phase)
                 mbarrier.arrive(empty.index(stage))
-                stage, phase = _next(stage, phase, STAGES)
+                stage, phase = next_stage(stage, phase, STAGES)
     tma.store_wait(0)
 
 

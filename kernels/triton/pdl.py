@@ -41,10 +41,15 @@ def begin_last(PDL: tl.constexpr):
 def dependent_launch(num_rows: int, *, early: bool = True) -> dict[str, Any]:
     """Return the arguments of a kernel that calls `begin`, by the rows that it takes.
 
-    early   False: the kernel starts as usual. In ubatches, on several streams, all kernels do.
+    early   False: the kernel starts as usual
     """
-    on = early and num_rows <= MOST_ROWS and not can_yield_ubatch() and supported()
+    on = early and num_rows <= MOST_ROWS and starts_early()
     return {"PDL": on, "launch_pdl": on}
+
+
+def starts_early() -> bool:
+    """Return whether kernels may start before the end of the one before. In ubatches, on several streams, none may."""
+    return supported() and not can_yield_ubatch()
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kernels.block_fp8 import Fp8Rows
 from kernels.triton.fp8 import GROUP, quantise
+from kernels.triton.pdl import begin, dependent_launch
 
 SCALES_ALIGNMENT = 4  # float32 values of 16 bytes
 
@@ -26,8 +27,10 @@ def quantise_rows_kernel(
     num_groups,
     BLOCK_S: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Quantise some groups of one row."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     groups = tl.program_id(1) * BLOCK_S + tl.arange(0, BLOCK_S)
     columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -63,6 +66,7 @@ def quantise_rows(x_ND: torch.Tensor) -> Fp8Rows:
             num_groups,
             BLOCK_S=block,
             GROUP=GROUP,
+            **dependent_launch(num_rows),
             num_warps=4,
         )
     return Fp8Rows(out_ND, scale_NS)

@@ -1,10 +1,10 @@
-"""Times FP8 products on one GPU: dense ones against bf16, and the experts' few rows by Triton against DeepGEMM.
+"""Times FP8 products on one GPU: dense ones against bf16, and the experts' few rows by our kernel against DeepGEMM.
 
     python -m scripts.bench.fp8 --out OUT.json
 
 Dense: weights of Qwen3-30B-A3B and DeepSeek-V3, by rows. Experts: 64 of Qwen3-30B-A3B and 16 of DeepSeek-V3, by rows
-of an expert, with even random routing; `tiles` times each product of the Triton kernel alone with other tiles. GB/s are
-of weights. Processes compile all kernels before; `--budget` ends the measuring. Writes one JSON file.
+of an expert, with even random routing; `tiles` times each product of our kernel alone with other tiles. GB/s are of
+weights. Processes compile all kernels before; `--budget` ends the measuring. Writes one JSON file.
 """
 
 import argparse
@@ -37,16 +37,10 @@ DENSE = {
 ROWS = (1, 16, 64, 256, 4096, 8192)
 EXPERTS = {"qwen3-30b-a3b": (64, 2048, 768), "deepseek-v3": (16, 7168, 2048)}
 MEANS = (1, 2, 4, 8, 16, 32, 48, 64, 96)
-# rows, columns, warps, stages, programs of an SM
-UP_TILES = (
-    *((16, 128, 4, 3, 2), (16, 128, 4, 2, 2), (16, 128, 4, 5, 1), (16, 128, 8, 3, 2)),
-    *((32, 128, 4, 2, 2), (32, 128, 4, 4, 1), (64, 128, 8, 2, 2), (64, 128, 8, 4, 1)),
-)
-DOWN_TILES = (
-    *((16, 128, 4, 4, 2), (16, 64, 4, 6, 3), (16, 64, 4, 4, 4), (16, 128, 4, 6, 1)),
-    *((32, 128, 4, 4, 2), (32, 64, 4, 5, 3), (64, 128, 8, 4, 2), (64, 64, 4, 4, 3)),
-)
-TILE_MEANS = (2, 8, 32, 64)
+# rows, stages of the ring
+UP_TILES = ((16, 6), (16, 4), (32, 5), (32, 3), (64, 5), (64, 4))
+DOWN_TILES = ((16, 12), (16, 6), (32, 10), (32, 6), (64, 8), (64, 6))
+TILE_MEANS = (2, 8, 16, 32, 64)
 COMPILERS, COMPILE_S = 24, 100.0
 COPIES_BYTES = 200e6  # weights that take turns, so that none is found in the cache
 TIMES, ROUNDS = 8, 5
@@ -106,22 +100,23 @@ class Experts:
         return int((self.routing.ends_e > self.routing.starts_e).sum())
 
     def whole(self, times: int) -> Result:
-        """Microseconds of the experts' MLP by the Triton kernel and by DeepGEMM, quantising included."""
+        """Microseconds of the experts' MLP by our kernels and by DeepGEMM, quantising included."""
         gemm, weights = DeepGemmFp8(), (self.w13, self.w2)
         few, sms = gemm._few_rows, gemm._all_sms
         runs: Runs = {
-            "triton_us": lambda _: few(self.input, *weights, num_sms=sms),
+            "few_rows_us": lambda _: few(self.input, *weights, num_sms=sms),
             "deepgemm_us": lambda _: DeepGemm.__call__(gemm, self.input, *weights),
         }
         found = timed(runs, times)
         size = sum(w.values[0].numel() for w in weights) * self.used
-        for kernel in ("triton", "deepgemm"):
+        for kernel in ("few_rows", "deepgemm"):
             found[f"{kernel}_gb_s"] = round(size / found[f"{kernel}_us"] / 1e3)
         return {"experts": self.name, "mean_rows": self.mean, "used": self.used, **found}
 
     def tiles(self, product: str, tile: tuple[int, ...], times: int) -> Result:
         """Microseconds of one product with a tile."""
-        from kernels.triton.grouped_gemm_fp8 import Fp8Tile, grouped_gemm_fp8
+        from kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8
+        from kernels.triton.hopper_gemm_fp8 import HopperFp8Tile
 
         up = product == "up"
         rows = dense_fp8.quantise(self.x)
@@ -136,13 +131,13 @@ class Experts:
             return grouped_gemm_fp8(
                 *(rows, self.routing.row_R if up else None, held, bounds),
                 activation="silu" if up else None,
-                tile=Fp8Tile(*tile),
+                tile=HopperFp8Tile(*tile),
                 num_sms=sms,
             )
 
         found = timed({"us": run}, times)
         found["gb_s"] = round(held.values[0].numel() * self.used / found["us"] / 1e3)
-        shape = asdict(Fp8Tile(*tile))
+        shape = asdict(HopperFp8Tile(*tile))
         return {"tiles": self.name, "product": product, "mean_rows": self.mean, **shape, **found}
 
 

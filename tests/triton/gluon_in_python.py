@@ -18,6 +18,7 @@ from unittest import mock
 import torch
 import triton  # noqa: F401 - before its parts are replaced
 
+SHARED_PARTS = ("kernels.triton.hopper_ring", "kernels.triton.hopper_tiles")
 PATIENCE_S = 10.0  # at a barrier, after which the kernel is taken for stuck
 ADDRESSES = 2**63  # of two bytes each, after which they begin anew
 
@@ -41,11 +42,20 @@ class Pointer:
     def __add__(self, offset: Any) -> "Pointer":
         return Pointer(self.memory, self.places + offset)
 
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.memory.dtype)
+
     def read(self, mask: Any = True, other: Any = 0) -> Any:
         if isinstance(self.places, int):
-            return int(self.memory[self.places])
+            return self.memory[self.places].item()
         places = torch.where(torch.as_tensor(mask), self.places, 0)
-        return torch.where(torch.as_tensor(mask), self.memory[places], other)
+        values = _gather(self.memory, places)
+        return values if mask is True else torch.where(torch.as_tensor(mask), values, other)
+
+    def write(self, values: torch.Tensor, mask: Any) -> None:
+        places, mask, values = torch.broadcast_tensors(self.places, mask, values)
+        _scatter(self.memory, places[mask], values[mask])
 
 
 class Shared:
@@ -63,6 +73,9 @@ class Shared:
 
     def permute(self, order: Sequence[int]) -> "Shared":
         return Shared(self.values.permute(*order))
+
+    def load(self, _: Any) -> torch.Tensor:
+        return self.values.clone()
 
     def store(self, values: torch.Tensor) -> None:
         assert list(values.shape) == self.shape, (values.shape, self.shape)
@@ -105,10 +118,11 @@ class Descriptor:
     def __init__(
         self, base: torch.Tensor, shape: list[int], strides: list[int], block: list[int], _: Any
     ):
-        assert strides[-1] == 1 and all(stride % 8 == 0 for stride in strides[:-1]), strides
+        size = base.element_size()
+        assert strides[-1] == 1 and all(step * size % 16 == 0 for step in strides[:-1]), strides
         self.memory, self.shape, self.strides, self.block = _memory(base), shape, strides, block
         self.dtype, self.layout = base.dtype, None
-        num_bytes = torch.Size(block).numel() * base.element_size()
+        num_bytes = torch.Size(block).numel() * size
         self.block_type = SimpleNamespace(nbytes=num_bytes)
 
     def places(self, corner: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,11 +140,25 @@ class Descriptor:
 
     def load(self, corner: Sequence[int]) -> torch.Tensor:
         inside, places = self.places(corner)
-        return torch.where(inside, self.memory[places], 0)
+        values = _gather(self.memory, places)
+        return torch.where(inside, values.float(), 0).to(values.dtype)
 
     def store(self, corner: Sequence[int], values: torch.Tensor) -> None:
         inside, places = self.places(corner)
         self.memory[places[inside]] = values[inside]
+
+
+def _gather(memory: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Values of any dtype; torch indexes none of 8 bits but integers."""
+    if memory.element_size() == 1:
+        return memory.view(torch.uint8)[places].view(memory.dtype)
+    return memory[places]
+
+
+def _scatter(memory: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    if memory.element_size() == 1:
+        memory, values = memory.view(torch.uint8), values.view(torch.uint8)
+    memory[places] = values
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,9 +243,9 @@ class Machine:
         self.warps.products.append(product)
         return out
 
-    def wait_products(self, left: int, results: tuple[Any]) -> Any:
+    def wait_products(self, left: int, results: tuple[Any, ...]) -> Any:
         _finish(self.warps.products, left)
-        return results[0]
+        return results if len(results) > 1 else results[0]
 
     def fetch(self, buffer: Shared, pointer: Pointer) -> None:
         self.warps.copies.append(lambda: buffer.store(pointer.read()))
@@ -239,8 +267,11 @@ class Machine:
         """What gl has, as far as it is used."""
         layout = lambda *_: None  # noqa: E731
         return SimpleNamespace(
-            **{name: getattr(torch, name) for name in ("int64", "float32", "float16", "bfloat16")},
+            **{name: getattr(torch, name) for name in ("int32", "int64", "float32", "float16")},
+            bfloat16=torch.bfloat16,
+            float8e4nv=torch.float8_e4m3fn,
             **dict.fromkeys(("BlockedLayout", "SliceLayout", "NVMMADistributedLayout"), layout),
+            SwizzledSharedLayout=layout,
             NVMMASharedLayout=SimpleNamespace(get_default_for=layout),
             constexpr=type("constexpr", (int,), {"value": property(int)}),
             program_id=lambda _: self.program,
@@ -252,7 +283,14 @@ class Machine:
             zeros=lambda shape, dtype, _: torch.zeros(shape, dtype=dtype).as_subclass(Registers),
             load=lambda pointer, **options: pointer.read(**options),
             where=lambda condition, yes, no: yes if condition else no,
+            store=lambda pointer, values, mask: pointer.write(values, mask),
+            convert_layout=lambda values, _: values,
+            inline_asm_elementwise=lambda *_, **__: None,
+            thread_barrier=lambda: None,
+            associative_scan=_sums_so_far,
             sum=lambda values, axis: int(values.sum(axis)),
+            max=lambda values, axis: values.amax(axis),
+            abs=torch.abs,
             exp=torch.exp,
             minimum=lambda values, limit: values.clamp(max=limit),
             maximum=lambda values, limit: values.clamp(min=limit),
@@ -266,7 +304,11 @@ class Machine:
     def modules(self) -> dict[str, Any]:
         """By name, what stands in for Gluon's."""
         language, root = self.language(), "triton.experimental.gluon"
-        gluon = SimpleNamespace(jit=lambda function: _Kernel(function, self), language=language)
+
+        def jit(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+            return jit if function is None else _Kernel(function, self)
+
+        gluon = SimpleNamespace(jit=jit, constexpr_function=lambda it: it, language=language)
         warps = self.warps
         tma = SimpleNamespace(
             async_copy_global_to_shared=_receive,
@@ -313,6 +355,11 @@ def _receive(tiles: Descriptor, corner: Sequence[int], barrier: Barrier, buffer:
     barrier.arrive(0, -tiles.block_type.nbytes)
 
 
+def _sums_so_far(values: torch.Tensor, axis: int, add: Callable[[Any, Any], Any]) -> torch.Tensor:
+    assert add(2, 3) == 5
+    return values.cumsum(axis)
+
+
 def _check(condition: bool) -> None:
     assert condition
 
@@ -331,11 +378,14 @@ MBARRIER = SimpleNamespace(
 
 
 def in_python(name: str) -> ModuleType:
-    """The module of this name, its kernels run as Python."""
-    spec = find_spec(name)
-    assert spec is not None and spec.origin is not None
-    module = ModuleType(name)
-    source = compile(Path(spec.origin).read_text(), spec.origin, "exec")
-    with mock.patch.dict(sys.modules, Machine().modules()):
-        exec(source, module.__dict__)
-    return module
+    """The module of this name, and what such modules share, its kernels run as Python."""
+    modules = Machine().modules()
+    for part in (*SHARED_PARTS, name):
+        spec = find_spec(part)
+        assert spec is not None and spec.origin is not None
+        modules[part] = ModuleType(part)
+        source = compile(Path(spec.origin).read_text(), spec.origin, "exec")
+        with mock.patch.dict(sys.modules, modules):
+            exec(source, modules[part].__dict__)
+    found: ModuleType = modules[name]
+    return found

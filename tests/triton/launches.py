@@ -16,9 +16,9 @@ from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.attention.batch import AttentionBatch
 from kernels.block_fp8 import BlockWeights
-from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import DeviceRouting, route_on_device
+from tests.triton import launches_fp8
 from tests.triton.attention_launches import (
     decodes,
     expand_fp8,
@@ -204,23 +204,6 @@ def _grouped_gemm(
     gemm(routed, weights, weights[:, :WIDTH].contiguous(), activation, added)
 
 
-def _dense_fp8(at: Inputs) -> None:
-    """Rows and activated rows of a dense product in FP8."""
-    from kernels.dense_fp8 import activate, quantise
-
-    quantise(at.rows(256))
-    activate(at.rows(512), "silu")
-
-
-def _few_rows_fp8(at: Inputs) -> None:
-    """Rows in FP8 of an expert's few."""
-    routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS, alignment=128)
-    weights = BlockWeights.empty(EXPERTS, 256, 128, device=at.device)
-    down = BlockWeights.empty(EXPERTS, 128, 128, device=at.device)
-    routed = ExpertInput(at.rows(128), routing.offs_e, None, routing)
-    FewRowsFp8()(routed, weights, down, num_sms=4)
-
-
 def _there_and_back(exchange: AllToAll, at: Inputs, width: int) -> None:
     routed = exchange.dispatch(at.rows(width), at.ids(), at.rows(TOP_K, dtype=torch.float32)).wait()
     y_RD = torch.zeros(
@@ -275,10 +258,9 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_of_many": partial(_grouped_gemm, expected=EXPERTS * 1000),
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
-    "dense_fp8": _dense_fp8,
+    **launches_fp8.CASES,
     "thin_linear": partial(_thin_linear, fp8=False),
     "thin_linear_fp8": partial(_thin_linear, fp8=True),
-    "few_rows_fp8": _few_rows_fp8,
     "push": _push,
     "penalise": _penalise,
     "decodes": partial(decodes, cut=False),
@@ -304,19 +286,6 @@ def _tiles(rows_per_expert: float, activation: Activation = "silu") -> list[int]
     return [tile.programs_per_sm for tile in gemm._tiles(routing, x, routing.row_R)]
 
 
-def _fp8_tiles(rows_per_expert: int) -> list[int]:
-    """As _tiles, of the products in FP8 of few rows."""
-    expected = EXPERTS * rows_per_expert
-    none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
-    routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
-    x = torch.zeros(expected, 2048, dtype=torch.bfloat16, device=DEVICE)
-    weights = BlockWeights.empty(EXPERTS, 1536, 2048, device=DEVICE)
-    down = BlockWeights.empty(EXPERTS, 2048, 768, device=DEVICE)
-    gemm = FewRowsFp8()
-    gemm(ExpertInput(x, routing.offs_e, None, routing), weights, down, num_sms=132)
-    return [tile.programs_per_sm for tile in gemm.tiles(rows_per_expert)]
-
-
 def _pushes(num_ranks: int, num_sms: int | None, *, fp8: bool = False) -> list[int]:
     """Launch both kernels of the exchange; all programs of the second wait, so as many as there are must fit."""
     row_format = RowFormat(2048, 8, torch.bfloat16, fp8)
@@ -340,7 +309,7 @@ LAUNCHES: dict[str, Callable[[], list[int]]] = {
     **{f"{rows}_rows_an_expert": partial(_tiles, rows) for rows in (0.25, 8, 40, 80, 400, 1000)},
     "1000_rows_an_expert_with_gelu": partial(_tiles, 1000, "gelu"),
     "1000_rows_an_expert_with_gelu_tanh": partial(_tiles, 1000, "gelu_tanh"),
-    **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (8, 16, 48)},
+    **launches_fp8.LAUNCHES,
     **{f"push_{ranks}_ranks": partial(_pushes, ranks, None) for ranks in (2, 4, 8)},
     "push_fp8": partial(_pushes, 4, None, fp8=True),
     "push_fp8_on_8_sms": partial(_pushes, 4, 8, fp8=True),

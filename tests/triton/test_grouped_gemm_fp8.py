@@ -9,7 +9,9 @@ from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
+from kernels.pending import set_yield_ubatch
 from kernels.routing.device_routing import DeviceRouting, route_on_device
+from kernels.triton import pdl
 from kernels.triton.grouped_gemm_fp8 import Fp8Tile, grouped_gemm_fp8
 from kernels.triton.quantise_rows import quantise_rows
 from tests.closeness import calc_diff
@@ -118,3 +120,21 @@ def test_takes_few_rows_alone() -> None:
         routing = routed(num_rows, 128)
         routed_input = ExpertInput(x[:num_rows], routing.offs_e, None, routing)
         assert FewRowsFp8.takes(routed_input) == taken, num_rows
+
+
+@pytest.mark.parametrize(("mean", "rows"), [(1, 16), (10, 16), (16, 32), (20, 32), (48, 64)])
+def test_tiles_on_hopper_hold_most_experts_rows(
+    mean: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second product alone starts early, because the first one reads what the routing wrote; not in ubatches."""
+    gemm = FewRowsFp8(hopper=True)
+    monkeypatch.setattr(pdl, "supported", lambda: True)
+    up, down = gemm.tiles(mean)
+    assert up.rows == down.rows == rows and not up.early and down.early
+    set_yield_ubatch(lambda: None)
+    try:
+        assert not gemm.tiles(mean)[1].early
+        assert pdl.dependent_launch(1) == {"PDL": False, "launch_pdl": False}
+    finally:
+        set_yield_ubatch(None)
+    assert pdl.dependent_launch(64)["PDL"] and not pdl.dependent_launch(65)["PDL"]

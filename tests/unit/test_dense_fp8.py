@@ -4,6 +4,7 @@ DeepGEMM and the Triton kernels are replaced by torch; see tests/triton and test
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from kernels.gated_activation import gated_activation
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
+from workers.layers.linear import linear
 from workers.models.registry import FAMILIES as FAMILY_NAMES
 from workers.models.registry import load_model_config
 from workers.weights.checkpoint import make_checkpoint
@@ -59,7 +61,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Multiply what the weights stand for with rows as they are; yields the weights' shapes, call by call."""
     shapes = []
 
-    def multiply(x: Fp8Rows, weights: BlockWeights) -> torch.Tensor:
+    def multiply(x: Fp8Rows, weights: BlockWeights, *, partial: bool = False) -> torch.Tensor:
         shapes.append((len(x.values), *weights.shape))
         return x.values @ dequantise(weights.values, weights.scales).to(x.values.dtype).t()
 
@@ -170,11 +172,55 @@ def test_only_checkpoints_in_fp8_have_any(tmp_path: Path) -> None:
     assert names == {"layers.0.attention.qkv_QD", *(f"layers.{n}.attention.o_DQ" for n in (0, 1))}
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "partial", "chosen"),
+    [
+        (64, 512, False, "thin 1"),
+        (64, 512, True, "thin 1"),
+        (65, 512, False, "deep_gemm"),
+        (8, 64, False, "deep_gemm"),
+        (8, 64, True, "thin 2"),
+    ],
+)
+def test_few_rows_have_a_kernel_of_their_own(
+    rows: int, width: int, partial: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums stay apart only where the caller adds them."""
+    monkeypatch.undo()
+    calls = []
+    thin = SimpleNamespace(
+        takes=lambda x, weights, parts: len(x.values) <= 64,
+        parts_of=lambda weights: 1 if len(weights.values) >= 512 else 2,
+        thin_fp8=lambda x, weights, parts: calls.append(f"thin {parts}"),
+    )
+    deep_gemm = SimpleNamespace(fp8_gemm_nt=lambda *_: calls.append("deep_gemm"))
+    monkeypatch.setattr(dense_fp8, "_thin", lambda: thin)
+    monkeypatch.setattr(dense_fp8, "_deep_gemm", lambda: deep_gemm)
+    x = torch.zeros(rows, 128)
+    dense_fp8.multiply(Fp8Rows(x, x), BlockWeights.empty(width, 128, device="cpu"), partial=partial)
+    assert calls == [chosen]
+
+
+def test_sums_stay_apart_only_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def multiply(x: Fp8Rows, weights: BlockWeights, *, partial: bool) -> torch.Tensor:
+        asked.append(partial)
+        return torch.zeros(len(x.values), len(weights.values))
+
+    monkeypatch.setattr(dense_fp8, "multiply", multiply)
+    x, held = torch.zeros(2, 128), BlockWeights.empty(64, 128, device="cpu")
+    for start, partial in ((None, False), (None, True), (torch.ones(64), True)):
+        linear(x, held, start, partial=partial)
+    assert asked == [False, True, False]
+
+
 def test_ranks_begin_to_compile_at_different_sizes(in_torch: list[tuple[int, ...]]) -> None:
-    """Each compiles every size of each shape of weights once."""
+    """Each compiles every size of each shape of weights, whole and in parts."""
     weights = [quantise_blocks(torch.ones(rows, 128)) for rows in (64, 64, 192)]
-    calls = [(rows, *shape, 128) for shape in ((64,), (192,)) for rows in (8, 4, 1)]
+    shapes = ((64,), (192,))
+    calls = [(rows, *shape, 128) for shape in shapes for rows in (8, 4, 1) for _ in range(2)]
     for rank in range(2):
         in_torch.clear()
         dense_fp8.compile_products(weights, (8, 4, 1), rank, 2)
-        assert in_torch == calls[3 * rank :] + calls[: 3 * rank]
+        assert in_torch == calls[6 * rank :] + calls[: 6 * rank]

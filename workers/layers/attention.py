@@ -70,7 +70,7 @@ class AttentionBlock:
         else:
             o_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
         if self.input_norm.triton is not None:
-            return residual_TD, linear(o_TO, self.o_DQ, self.o_bias_D)
+            return residual_TD, linear(o_TO, self.o_DQ, self.o_bias_D, partial=True)
         out_TD = linear(o_TO, self.o_DQ, residual_TD)
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
 

@@ -74,7 +74,7 @@ class LatentAttentionBlock:
         kv_up_HuC = self.kv_up.view(self.spec.num_heads, -1, self.spec.dims.rank)
         o_TV = self.attention.attend_latent(q_THd, latent_TW, kv_up_HuC, self.layer).flatten(1)
         if self.input_norm.triton is not None:
-            return residual_TD, linear(o_TV, self.o_D, self.o_bias_D)
+            return residual_TD, linear(o_TV, self.o_D, self.o_bias_D, partial=True)
         out_TD = linear(o_TV, self.o_D, residual_TD)
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
 

@@ -17,11 +17,16 @@ Weight = torch.Tensor | BlockWeights
 
 
 def linear(
-    x_TK: torch.Tensor | Fp8Rows, w_NK: Weight, start: torch.Tensor | None = None
+    x_TK: torch.Tensor | Fp8Rows,
+    w_NK: Weight,
+    start: torch.Tensor | None = None,
+    *,
+    partial: bool = False,
 ) -> torch.Tensor:
     """Return start + x @ w.T, a new tensor [T, N]; start is a residual [T, N], a bias [N], or None for zeros.
 
     Rows are in FP8 only where the weights are; others are quantised for FP8 weights.
+    partial   without start, allow partial sums [P, T, N] for `sum_partials`
     """
     if isinstance(x_TK, torch.Tensor) and x_TK.is_cuda:
         fused = fused_kernels("cuda")
@@ -29,7 +34,7 @@ def linear(
             return fused.thin_linear(x_TK, w_NK, start)
     if isinstance(w_NK, BlockWeights):
         rows = x_TK if isinstance(x_TK, Fp8Rows) else dense_fp8.quantise(x_TK)
-        out_TN = dense_fp8.multiply(rows, w_NK)
+        out_TN = dense_fp8.multiply(rows, w_NK, partial=partial and start is None)
         return out_TN if start is None else out_TN.add_(start)
     assert isinstance(x_TK, torch.Tensor), "the weights are not in FP8"
     native = dense_kernels(x_TK.device.type, x_TK.dtype)

@@ -1,0 +1,115 @@
+"""Hopper's FP8 products of few rows against float32: on such a GPU compiled, without any GPU as Python.
+
+That they compile for Hopper, and fit an SM, is tested in test_forms.py.
+"""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from kernels.activation import ACTIVATIONS, Activation
+from kernels.block_fp8 import Fp8Rows, quantise_groups
+from kernels.gated_activation import gated_activation
+from kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8
+from tests.closeness import calc_diff
+from tests.triton.device import COMPILED, DEVICE, FOR_HOPPER, compiled_only
+from tests.triton.gluon_in_python import in_python
+from tests.triton.test_grouped_gemm_fp8 import spread, weights
+from tests.triton.test_hopper_gemm import _place
+from tests.triton.test_rows import randn
+
+pytestmark = pytest.mark.skipif(not FOR_HOPPER, reason="needs a Hopper GPU")
+
+NAME = "kernels.triton.hopper_gemm_fp8"
+# Rows of each expert: none, one, around the halves of tiles and whole ones.
+EDGES = [0, 1, 7, 8, 9, 0, 15, 16, 17, 33, 65, 0]
+COUNTS = {"edges": EDGES, "one": [70], "nobody": [0, 0, 0]}
+if COMPILED:
+    COUNTS |= {"many": list(range(64)), "even": [16] * 64}
+TILES = [(16, 6), (32, 5), (64, 4)]
+
+
+@pytest.fixture(scope="module")
+def hopper() -> ModuleType:
+    return pytest.importorskip(NAME) if COMPILED else in_python(NAME)
+
+
+@pytest.mark.parametrize(("gap", "num_sms"), [(0, 1), (37, 5), (0, 132)])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize(
+    ("gated", "indexed", "shape"),
+    [
+        (True, True, (256, 384)),
+        (True, False, (128, 128)),
+        (False, True, (192, 256)),
+        (False, False, (320, 128)),
+        *compiled_only((True, True, (768, 2048)), (False, False, (2048, 768))),
+    ],
+)
+@torch.inference_mode()
+def test_equals_float32(hopper, gated, indexed, shape, tile, counts, gap, num_sms):
+    """Widths of whole tiles and of parts; rows come by an index or in order."""
+    check(hopper, "silu" if gated else None, indexed, shape, tile, counts, gap, num_sms)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@torch.inference_mode()
+def test_activations_equal_float32(hopper, activation):
+    check(hopper, activation, True, (128, 256), (32, 5), [1, 0, 35], 3, 5)
+
+
+def check(
+    hopper: ModuleType,
+    activation: Activation | None,
+    indexed: bool,
+    shape: tuple[int, int],
+    tile: tuple[int, int],
+    counts: list[int],
+    gap: int,
+    num_sms: int,
+) -> None:
+    """Compare the kernel with a float32 product of each expert's rows; activation None: not gated."""
+    width, depth = shape
+    starts, ends, num_permuted = _place(counts, gap)
+    held, exact = weights(len(counts), width * (1 if activation is None else 2), depth)
+    num_rows = 50 if indexed else num_permuted
+    x = rows_among_others(quantise_groups(spread(randn(num_rows, depth))))
+    row_R = None
+    if indexed:
+        generator = torch.Generator().manual_seed(gap)
+        drawn = torch.randint(num_rows, (num_permuted,), generator=generator)
+        row_R = drawn.to(DEVICE, torch.int32)
+    out = grouped_gemm_fp8(
+        *(x, row_R, held, (starts, ends, num_permuted)),
+        activation=activation,
+        tile=hopper.HopperFp8Tile(*tile),
+        num_sms=num_sms,
+    )
+    x_ND = x.values.float() * x.scales.repeat_interleave(128, 1)
+    ordered = x_ND if row_R is None else x_ND[row_R.long()]
+    found = out.values.float()
+    if activation is not None:
+        assert out.scales.stride(0) == 1
+        found = found * out.scales.repeat_interleave(128, 1)
+    for expert, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        expected = F.linear(ordered[start:end], exact[expert])
+        if activation is not None:
+            expected = gated_activation(expected, activation)
+        if end > start:
+            limit = 2e-5 if activation is None else 2e-3
+            assert calc_diff(found[start:end], expected) < limit
+
+
+def rows_among_others(rows: Fp8Rows) -> Fp8Rows:
+    """The rows as views of bytes, as an all-to-all receives them: values, scales, others."""
+    num_rows, depth = rows.values.shape
+    whole = torch.zeros(num_rows, depth + depth // 32 + 48, dtype=torch.uint8, device=DEVICE)
+    whole = whole[:, : (depth + depth // 32) // 16 * 16 + 16].contiguous()
+    values = whole[:, :depth].view(torch.float8_e4m3fn)
+    scales = whole[:, depth : depth + depth // 32].view(torch.float32)
+    values.copy_(rows.values)
+    scales.copy_(rows.scales)
+    return Fp8Rows(values, scales)
