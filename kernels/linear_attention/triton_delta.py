@@ -1,14 +1,13 @@
 """Gated delta nets by our Triton kernels; forwards can be captured in CUDA graphs.
 
-A decode reads and writes each state once, in one launch. Prompts take four launches: convolution, its tails, the
-systems within the chunks, and the recurrence over chunks. Knows nothing of scheduling.
+A decode reads and writes each state once, in one launch. Prompts take three launches: the convolution, the systems
+within the chunks, and the recurrence over chunks. Knows nothing of scheduling.
 
-T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences, N chunks, n prompts.
+T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences.
 """
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch
@@ -18,12 +17,13 @@ from kernels.host.triton_version import triton_unavailable
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
-    ship,
     signed_slots,
 )
 from kernels.linear_attention.chunks import MAX_CHUNK
+from kernels.linear_attention.prompt_table import fill_table, graph_table, step_table, with_rows
 from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.pending import wait_previous_ubatch
+from kernels.triton.delta_table import PromptTable
 
 MAX_CONV_WIDTH = 4
 HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -41,17 +41,14 @@ class TritonLinearAttention(LinearAttention):
 
     def __init__(self, specs: Sequence[LinearAttentionSpec]):
         super().__init__(specs)
-        from kernels.triton.delta_conv import convolve_prompts
         from kernels.triton.delta_decode import advance_decodes
+        from kernels.triton.delta_prepare import prepare_chunks
         from kernels.triton.delta_scan import scan_chunks
-        from kernels.triton.delta_solve import solve_chunks
 
-        self._advance_decodes, self._convolve_prompts = advance_decodes, convolve_prompts
-        self._solve_chunks, self._scan_chunks = solve_chunks, scan_chunks
-        # The rows that the launches of decodes and of prompts take, and the first row that no launch of decodes writes
-        # and that may be padding.
-        self._decode_rows = self._prompt_rows = slice(0, 0)
-        self._padding = 0
+        self._advance_decodes = advance_decodes
+        self._prepare_chunks, self._scan_chunks = prepare_chunks, scan_chunks
+        self._graph_slots = torch.empty(0, dtype=torch.int64)
+        self._table: PromptTable | None = None
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -76,58 +73,27 @@ class TritonLinearAttention(LinearAttention):
 
     def plan(self, batch: AttentionBatch) -> None:
         slots, cut = signed_slots(batch, batch.block_table.device), batch.num_decodes
-        self._decode_rows, self._prompt_rows = slice(0, cut), slice(cut, batch.num_tokens)
-        self._padding = batch.num_tokens
-        self._decode_slots, self._prompt_slots = slots[:cut], slots[cut:]
+        self._num_tokens, self._decode_slots, self._table = batch.num_tokens, slots[:cut], None
         if batch.num_seqs > cut:
-            starts = batch.query_start_loc_cpu[cut:]
-            packed, chunks = pack_chunks(starts - starts[0])
-            self._set_chunks(ship(packed, slots.device), chunks, batch.num_seqs - cut)
-
-    def _set_chunks(self, packed: torch.Tensor, num_chunks: int, num_prompts: int) -> None:
-        parts = packed.split_with_sizes((2 * num_chunks, 3 * num_prompts))
-        self._chunks, self._prompts = parts[0].view(2, -1), parts[1].view(3, -1)
+            self._table = step_table(batch.query_start_loc_cpu[cut:], slots[cut:])
 
     def reserve_graphs(self, max_rows: int, max_seqs: int) -> None:
         device = self.states[0].state.device
         self._max_seqs = max_seqs
-        prompts, chunks = self._most(max_rows)
-        self._graph_slots = torch.zeros(max_rows + prompts, dtype=torch.int64, device=device)
-        room = 2 * chunks + 3 * prompts
-        self._graph_chunks = torch.zeros(room, dtype=torch.int32, device=device)
-
-    def _most(self, num_rows: int) -> tuple[int, int]:
-        """Return the most prompts of a graph of `num_rows` rows, and their most chunks."""
-        prompts = min(num_rows, self._max_seqs)
-        return prompts, prompts + (num_rows - prompts) // MAX_CHUNK
+        self._graph_slots = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._graph_table = graph_table(max_rows, max_seqs, device)
 
     def plan_graph(self, batch: AttentionBatch, num_rows: int, *, prompts: bool) -> None:
         cut = batch.num_decodes
         decodes = min(num_rows, self._max_seqs) if prompts else num_rows
         assert cut <= decodes and (prompts or cut == batch.num_seqs), (cut, batch.num_seqs)
-        slots = self._graph_slots[:num_rows]
-        real = signed_slots(batch, slots.device)
-        slots[:cut], slots[cut:] = real[:cut], 0
-        self._decode_rows, self._decode_slots = slice(0, decodes), slots[:decodes]
+        slots, signed = self._graph_slots[:decodes], signed_slots(batch, self._graph_slots.device)
+        slots[:cut], slots[cut:] = signed[:cut], 0
         # The launch of decodes writes zeros where it has no decode, and prompts come after it.
-        self._prompt_rows, self._padding = slice(0, 0), decodes
+        self._num_tokens, self._decode_slots, self._table = num_rows, slots, None
         if prompts:
-            self._plan_graph_prompts(batch, num_rows, real[cut:])
-
-    def _plan_graph_prompts(
-        self, batch: AttentionBatch, num_rows: int, slots: torch.Tensor
-    ) -> None:
-        """Rows of prompts are those of the whole forward, because a graph cannot begin at another row."""
-        num_prompts, num_chunks = self._most(num_rows)
-        packed, _ = pack_chunks(
-            batch.query_start_loc_cpu[batch.num_decodes :], num_chunks, num_prompts
-        )
-        target = self._graph_chunks[: len(packed)]
-        target.copy_(ship(packed, target.device))
-        self._set_chunks(target, num_chunks, num_prompts)
-        self._prompt_slots = self._graph_slots[num_rows : num_rows + num_prompts]
-        self._prompt_slots[: len(slots)], self._prompt_slots[len(slots) :] = slots, 0
-        self._prompt_rows = slice(0, num_rows)
+            fill_table(self._graph_table, batch.query_start_loc_cpu[cut:], signed[cut:])
+            self._table = with_rows(self._graph_table, num_rows)
 
     def __call__(
         self,
@@ -139,66 +105,30 @@ class TritonLinearAttention(LinearAttention):
         neg_exp_a_V: torch.Tensor,
         dt_bias_V: torch.Tensor,
     ) -> torch.Tensor:
-        spec, pool = self.specs[layer], self.states[layer]
+        spec, pool, table = self.specs[layer], self.states[layer], self._table
         out_TVv = mixed_TC.new_empty(mixed_TC.shape[0], spec.num_value_heads, spec.value_dim)
-        if self._padding < len(out_TVv):
-            out_TVv[self._padding :] = 0
+        weights = conv_weight_Cw, neg_exp_a_V, dt_bias_V
         wait_previous_ubatch()
-        rows = self._decode_rows
-        if rows.stop:
+        cut = len(self._decode_slots)
+        if cut:
             self._advance_decodes(
-                *(mixed_TC[rows], a_TV[rows], b_TV[rows], conv_weight_Cw, neg_exp_a_V, dt_bias_V),
-                *(self._decode_slots, pool.conv, pool.state, out_TVv[rows]),
+                *(mixed_TC[:cut], a_TV[:cut], b_TV[:cut], *weights),
+                *(self._decode_slots, pool.conv, pool.state, out_TVv[:cut]),
                 num_key_heads=spec.num_key_heads,
                 eps=NORM_EPS,
             )
-        rows = self._prompt_rows
-        if rows.stop > rows.start:
-            slots = self._prompt_slots
-            q, k, v = self._convolve_prompts(
-                *(mixed_TC[rows], conv_weight_Cw, self._chunks, self._prompts[:2]),
-                *(slots, pool.conv),
-                heads=(spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim),
-                eps=NORM_EPS,
+        if table is None:
+            out_TVv[self._num_tokens :] = 0
+        else:
+            heads = (spec.num_key_heads, spec.num_value_heads, spec.key_dim, spec.value_dim)
+            prepared = self._prepare_chunks(
+                *(mixed_TC, a_TV, b_TV, *weights, table, pool.conv), heads=heads, eps=NORM_EPS
             )
-            solved = self._solve_chunks(
-                *(q, k, v, a_TV[rows], b_TV[rows], neg_exp_a_V, dt_bias_V),
-                *(self._chunks, self._prompts[:2]),
-            )
-            self._scan_chunks(q, k, solved, self._prompts, slots, pool.state, out_TVv[rows])
+            self._scan_chunks(prepared, mixed_TC, table, pool.conv, pool.state, out_TVv)
         return out_TVv
 
 
-def pack_chunks(
-    starts: np.ndarray, num_chunks: int | None = None, num_prompts: int | None = None
-) -> tuple[np.ndarray, int]:
-    """Cut prompts into chunks of MAX_CHUNK tokens; return int32 [2N + 3n] and N.
-
-    The array has the prompt and the first row of each chunk, then of each prompt its first row, the row behind its last
-    and its first chunk. Chunks and prompts up to the given numbers have no rows.
-
-    starts   first row of each prompt, and the row behind the last prompt
-    """
-    count = len(starts) - 1
-    chunks = -(-np.diff(starts) // MAX_CHUNK)
-    first_chunk = np.cumsum(chunks) - chunks
-    prompt = np.repeat(np.arange(count), chunks)
-    used = len(prompt)
-    num_chunks, num_prompts = num_chunks or used, num_prompts or count
-    assert used <= num_chunks and count <= num_prompts, (used, count)
-    packed = np.zeros(2 * num_chunks + 3 * num_prompts, dtype=np.int32)
-    of_chunks = packed[: 2 * num_chunks].reshape(2, -1)
-    of_prompts = packed[2 * num_chunks :].reshape(3, -1)
-    of_chunks[:, :used] = (
-        prompt,
-        starts[prompt] + (np.arange(used) - first_chunk[prompt]) * MAX_CHUNK,
-    )
-    of_chunks[0, used:], of_chunks[1, used:] = num_prompts - 1, starts[-1]
-    of_prompts[:, :count] = starts[:-1], starts[1:], first_chunk
-    return packed, num_chunks
-
-
 def _token_bytes(spec: LinearAttentionSpec, itemsize: int) -> int:
-    """Bytes of a prompt's token: q, k and v, u, w and output, a row of scores and the decay of each value head."""
-    head = spec.key_dim + 2 * spec.value_dim + MAX_CHUNK
-    return (spec.channels + spec.num_value_heads * head) * itemsize + 4 * spec.num_value_heads
+    """Bytes of a prompt's token: q, k and v and output, and two rows of a chunk and four gates of each value head."""
+    head = spec.value_dim + 2 * MAX_CHUNK
+    return (spec.channels + spec.num_value_heads * head) * itemsize + 16 * spec.num_value_heads

@@ -1,127 +1,237 @@
 """Triton kernel that carries the states of gated delta nets from chunk to chunk and returns the outputs of prompts.
 
-A program holds the columns of one head's state in registers, from the first chunk of a prompt to its last.
-T tokens, N chunks, K key heads, V value heads, k key dim, v value dim, n prompts.
+A program holds the columns of one head's state in registers, from the first chunk of a prompt to its last. It holds
+them transposed, because the tensor cores of Hopper take the left operand of a product from registers: no product but
+those of loaded tiles waits for shared memory.
+
+T tokens, C channels, K key heads, V value heads, k key dim, v value dim, w conv width.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.delta_conv import CHUNK
-from kernels.triton.delta_gates import precision
+from kernels.triton.delta_conv import store_tail
+from kernels.triton.delta_gates import CHUNKS_AT, SIZE, precision
+from kernels.triton.delta_prepare import Prepared
+from kernels.triton.delta_table import PromptTable
 
-BLOCK_V = 32
+# On an H200 one prompt of 8,192 tokens takes 201 us, with 128 columns 321 us; 8 prompts of 1,024 tokens take 133 and
+# 100 us. The number of prompts does not choose the columns, because a step with another choice would compile.
+BLOCK_V = 64
 
 
-@triton.jit(do_not_specialize=["prompts_ptr", "slots_ptr", "num_prompts"])
-def _scan(
+@triton.jit
+def _zero_padding(out_ptr, column, num_real, num_rows, row_size):
+    """Zero some columns of the rows behind the real ones; the programs of one head share the rows."""
+    place = tl.arange(0, SIZE)
+    zeros = tl.zeros([SIZE, column.shape[0]], tl.float32).to(out_ptr.dtype.element_ty)
+    for first in range(num_real + tl.program_id(2) * SIZE, num_rows, tl.num_programs(2) * SIZE):
+        row = (first + place).to(tl.int64)
+        at = row[:, None] * row_size + column[None, :]
+        tl.store(out_ptr + at, zeros, mask=(row < num_rows)[:, None])
+
+
+@triton.jit
+def _load(x_ptr, row_size, row, column):
+    """Return rows of a chunk without a mask; those behind the prompt are finite, and leave nothing."""
+    return tl.load(x_ptr + (row[:, None] * row_size + column[None, :]))
+
+
+@triton.jit
+def _advance(
+    state,
+    total,
     q_ptr,
     k_ptr,
-    u_ptr,
-    w_ptr,
+    v_ptr,
+    inverse_ptr,
     scores_ptr,
-    decay_ptr,
-    prompts_ptr,
-    num_prompts,
+    gates_ptr,
+    value,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    ROW: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return the state behind a chunk and the outputs of the chunk, both transposed; pointers point to the chunk."""
+    key, place = tl.arange(0, KEY_DIM), tl.arange(0, SIZE)
+    dtype: tl.constexpr = q_ptr.dtype.element_ty
+    grown, left = tl.load(gates_ptr + 2 * SIZE + place), tl.load(gates_ptr + 3 * SIZE + place)
+    rounded = state.to(dtype)
+    k = _load(k_ptr, KEY_SIZE, place, key)
+    read = tl.dot(rounded, tl.trans(k), input_precision=PRECISION) * grown[None, :]
+    inverse = _load(inverse_ptr, ROW, place, place)
+    v = _load(v_ptr, VALUE_SIZE, place, value)
+    new = tl.dot(tl.trans(v), tl.trans(inverse), input_precision=PRECISION)
+    read = (-read).to(dtype)
+    new = tl.dot(read, tl.trans(inverse), acc=new, input_precision=PRECISION)
+    q = _load(q_ptr, KEY_SIZE, place, key)
+    out = tl.dot(rounded, tl.trans(q), input_precision=PRECISION) * grown[None, :]
+    scores = _load(scores_ptr, ROW, place, place)
+    out = tl.dot(new.to(dtype), tl.trans(scores), acc=out, input_precision=PRECISION)
+    kept = (new * left[None, :]).to(dtype)
+    return tl.dot(kept, k, acc=state * total, input_precision=PRECISION), out
+
+
+@triton.jit
+def _advance_prompt(
+    state,
+    start,
+    end,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    inverse_ptr,
+    scores_ptr,
+    gates_ptr,
+    out_ptr,
+    value,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the outputs of a prompt; return the state behind it. Pointers point to the head of row 0, those of gates
+    to the prompt's first chunk."""
+    place, row_size = tl.arange(0, SIZE), HEADS * SIZE
+    total = tl.load(gates_ptr + (3 * SIZE - 1))
+    for first in range(start, end, SIZE):
+        at = start.to(tl.int64) + (first - start)
+        # The next chunk's, because a product would wait for this one's.
+        later = tl.load(gates_ptr + (HEADS * 4 * SIZE + 3 * SIZE - 1))
+        state, out = _advance(
+            *(state, total, q_ptr + at * KEY_SIZE, k_ptr + at * KEY_SIZE, v_ptr + at * VALUE_SIZE),
+            *(inverse_ptr + at * row_size, scores_ptr + at * row_size, gates_ptr, value),
+            *(KEY_SIZE, VALUE_SIZE, HEADS * SIZE, KEY_DIM, PRECISION),
+        )
+        out_at = out_ptr + at * VALUE_SIZE + (place[:, None] * VALUE_SIZE + value[None, :])
+        out = tl.trans(out.to(out_ptr.dtype.element_ty))
+        tl.store(out_at, out, mask=(first + place < end)[:, None])
+        total = later
+        gates_ptr += HEADS * 4 * SIZE
+    return state
+
+
+@triton.jit(do_not_specialize=["numbers_ptr", "max_chunks", "max_prompts", "slots_ptr", "num_rows"])
+def _scan(
+    mixed_ptr,
+    mixed_row,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    inverse_ptr,
+    scores_ptr,
+    gates_ptr,
+    numbers_ptr,
+    max_chunks,
+    max_prompts,
     slots_ptr,
+    conv_ptr,
     state_ptr,
     out_ptr,
-    KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr,
+    num_rows,
+    KEY_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    SIZE: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Take BLOCK columns of one value head of one prompt."""
-    head, prompt = tl.program_id(1), tl.program_id(2)
-    value = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    key, place = tl.arange(0, KEY_DIM), tl.arange(0, SIZE)
-    key_size: tl.constexpr = KEY_HEADS * KEY_DIM
-    start = tl.load(prompts_ptr + prompt)
-    end = tl.load(prompts_ptr + num_prompts + prompt)
-    chunk = tl.load(prompts_ptr + 2 * num_prompts + prompt).to(tl.int64)
-    signed = tl.load(slots_ptr + prompt)
-    dtype = q_ptr.dtype.element_ty
-    state_at = state_ptr + (tl.abs(signed) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
-    state_at = state_at + key[:, None] * VALUE_DIM + value[None, :]
-    state = tl.load(state_at, mask=(signed > 0) & (key[:, None] >= 0), other=0.0)
-    key_at = (head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM + key
-    for first in range(start, end, SIZE):
-        row = first + place.to(tl.int64)
-        real = row < end
-        decay = tl.load(decay_ptr + row * VALUE_HEADS + head, mask=real, other=0.0)
-        last = tl.minimum(first + SIZE, end) - 1
-        total = tl.load(decay_ptr + last * VALUE_HEADS + head)
-        rounded = state.to(dtype)
-        w_at = w_ptr + (row[:, None] * VALUE_HEADS + head) * KEY_DIM + key[None, :]
-        w = tl.load(w_at, mask=real[:, None], other=0.0)
-        u_at = (row[:, None] * VALUE_HEADS + head) * VALUE_DIM + value[None, :]
-        u = tl.load(u_ptr + u_at, mask=real[:, None], other=0.0).to(tl.float32)
-        new = u - tl.dot(w, rounded, input_precision=PRECISION)
-        q = tl.load(
-            q_ptr + row[:, None] * key_size + key_at[None, :], mask=real[:, None], other=0.0
+    """Take BLOCK columns of one value head of some prompts, and a share of their tails' channels."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    prompts_ptr = numbers_ptr + CHUNKS_AT + 2 * max_chunks
+    value, key = part * BLOCK + tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
+    size: tl.constexpr = HEADS * VALUE_DIM
+    channels: tl.constexpr = 2 * KEY_SIZE + size
+    own: tl.constexpr = triton.cdiv(channels, size // BLOCK)  # the program's channels
+    place = tl.arange(0, triton.next_power_of_2(own))
+    channel = (head * (VALUE_DIM // BLOCK) + part) * own + place
+    exists = (place < own) & (channel < channels)
+    key_at = (head // GROUP) * KEY_DIM
+    out_ptr += head * VALUE_DIM
+    _zero_padding(out_ptr, value, tl.load(numbers_ptr + 2), num_rows, size)
+    for prompt in tl.range(
+        tl.program_id(2), tl.load(numbers_ptr + 1), tl.num_programs(2), disable_licm=True
+    ):
+        start, end = tl.load(prompts_ptr + prompt), tl.load(prompts_ptr + max_prompts + prompt)
+        chunk = tl.load(prompts_ptr + 2 * max_prompts + prompt)
+        signed = tl.load(slots_ptr + prompt)
+        if TAIL:
+            tail_ptr = conv_ptr + tl.abs(signed) * (TAIL * channels)
+            store_tail(
+                mixed_ptr, mixed_row, start, end, signed, tail_ptr, channel, exists, channels, TAIL
+            )
+        state_at = state_ptr + (tl.abs(signed) * HEADS + head) * (KEY_DIM * VALUE_DIM)
+        state_at = state_at + key[None, :] * VALUE_DIM + value[:, None]
+        state = tl.load(state_at, mask=(signed > 0) & (key[None, :] >= 0), other=0.0)
+        state = _advance_prompt(
+            *(state, start, end, q_ptr + key_at, k_ptr + key_at, v_ptr + head * VALUE_DIM),
+            *(inverse_ptr + head * SIZE, scores_ptr + head * SIZE),
+            *(gates_ptr + (chunk * HEADS + head) * (4 * SIZE), out_ptr, value),
+            *(KEY_SIZE, size, KEY_DIM, HEADS, PRECISION),
         )
-        out = tl.dot(q, rounded, input_precision=PRECISION) * tl.exp(decay)[:, None]
-        scores_at = scores_ptr + (chunk * VALUE_HEADS + head) * (SIZE * SIZE)
-        scores = tl.load(scores_at + place[:, None] * SIZE + place[None, :])
-        out = tl.dot(scores, new.to(dtype), acc=out, input_precision=PRECISION)
-        tl.store(out_ptr + u_at, out.to(out_ptr.dtype.element_ty), mask=real[:, None])
-        k_at = k_ptr + row[None, :] * key_size + key_at[:, None]
-        k = tl.load(k_at, mask=real[None, :], other=0.0)
-        kept = (new * tl.exp(total - decay)[:, None]).to(dtype)
-        state = tl.dot(k, kept, acc=state * tl.exp(total), input_precision=PRECISION)
-        chunk += 1
-    tl.store(state_at, state, mask=(signed != 0) & (key[:, None] >= 0))
+        tl.store(state_at, state, mask=(signed != 0) & (key[None, :] >= 0))
+
+
+def _stages(dtype: torch.dtype, key_dim: int, num_stages: int) -> int:
+    """Return the chunks in shared memory, which 3 chunks of longer heads and 2 of float32 exceed."""
+    if dtype == torch.float32:
+        return 1
+    return min(num_stages, 2) if key_dim > 128 else num_stages
 
 
 def scan_chunks(
-    q_TKk: torch.Tensor,
-    k_TKk: torch.Tensor,
-    solved: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    prompts_3n: torch.Tensor,
-    slots: torch.Tensor,
+    prepared: Prepared,
+    mixed_TC: torch.Tensor,
+    table: PromptTable,
+    conv: torch.Tensor,
     state: torch.Tensor,
     out_TVv: torch.Tensor,
     *,
     block: int = BLOCK_V,
-    num_warps: int = 4,
-    num_stages: int = 3,  # of one prompt of 8,192 tokens 212 us, with 2 stages 328 us
+    num_stages: int = 3,
 ) -> None:
-    """Write the outputs of all tokens, and the state of each prompt to its slot.
+    """Write the outputs of prompts and zeros behind the real rows, and the state and the tail of each prompt.
 
-    solved   from `solve_chunks`
-    prompts  int32: the first row of each prompt, the row behind its last, and its first chunk
-    slots    int64 [n]: a slot with a state, or minus a slot without one, or 0 for none
-    state    the pool [slots, V, k, v]
-    out      contiguous
+    prepared     from `prepare_chunks` with the same table
+    conv, state  the pools [slots, w-1, C] and [slots, V, k, v]
+    out          contiguous; rows of decodes stay as they are
     """
-    u, w, scores, decay = solved
-    num_heads, value_dim = u.shape[1:]
-    num_key_heads, key_dim = k_TKk.shape[1:]
+    _, num_heads, key_dim, value_dim = state.shape
+    num_key_heads = prepared.k.shape[1]
     block = min(block, value_dim)
-    assert out_TVv.is_contiguous() and state.is_contiguous()
-    _scan[(value_dim // block, num_heads, prompts_3n.shape[1])](
-        q_TKk,
-        k_TKk,
-        u,
-        w,
-        scores,
-        decay,
-        prompts_3n,
-        prompts_3n.shape[1],
-        slots,
+    dtype = mixed_TC.dtype
+    assert out_TVv.is_contiguous() and state.is_contiguous() and mixed_TC.stride(1) == 1
+    _scan[(value_dim // block, num_heads, table.prompt_programs)](
+        mixed_TC,
+        mixed_TC.stride(0),
+        prepared.q,
+        prepared.k,
+        prepared.v,
+        prepared.inverse,
+        prepared.scores,
+        prepared.gates,
+        table.numbers,
+        table.max_chunks,
+        table.max_prompts,
+        table.slots,
+        conv,
         state,
         out_TVv,
-        KEY_HEADS=num_key_heads,
-        VALUE_HEADS=num_heads,
+        len(out_TVv),
+        KEY_SIZE=num_key_heads * key_dim,
+        GROUP=num_heads // num_key_heads,
+        HEADS=num_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        SIZE=CHUNK,
+        TAIL=conv.shape[1],
         BLOCK=block,
-        PRECISION=precision(k_TKk.dtype),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        PRECISION=precision(dtype),
+        num_warps=max(4, block // 16),
+        num_stages=_stages(dtype, key_dim, num_stages),
     )

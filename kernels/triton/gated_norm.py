@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.delta_gates import silu
+
 HEADS_PER_PROGRAM = 8
 
 
@@ -34,13 +36,19 @@ def _gated_norm(
     gate = tl.load(gate_ptr + token * gate_row + at, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + dim, mask=dim < WIDTH, other=0.0).to(tl.float32)
     mean = tl.sum(x * x, 1, keep_dims=True) / WIDTH
-    y = x * tl.rsqrt(mean + eps) * weight * (gate * tl.sigmoid(gate))
+    y = x * tl.rsqrt(mean + eps) * weight * silu(gate)
     out_at = out_ptr + token * (NUM_HEADS * WIDTH) + at
     tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_rms_norm(
-    x_TVv: torch.Tensor, gate_TVv: torch.Tensor, weight_v: torch.Tensor, eps: float
+    x_TVv: torch.Tensor,
+    gate_TVv: torch.Tensor,
+    weight_v: torch.Tensor,
+    eps: float,
+    *,
+    heads: int = HEADS_PER_PROGRAM,
+    num_warps: int = 4,
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate) of each head, contiguous, in the dtype of x.
 
@@ -52,7 +60,7 @@ def gated_rms_norm(
     out = torch.empty_like(x_TVv)
     if num_tokens:
         block = triton.next_power_of_2(width)
-        _gated_norm[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
+        _gated_norm[(num_tokens, triton.cdiv(num_heads, heads))](
             x_TVv,
             gate_TVv,
             gate_TVv.stride(0),
@@ -61,8 +69,8 @@ def gated_rms_norm(
             eps,
             NUM_HEADS=num_heads,
             WIDTH=width,
-            HEADS=HEADS_PER_PROGRAM,
+            HEADS=heads,
             BLOCK=block,
-            num_warps=4,
+            num_warps=num_warps,
         )
     return out

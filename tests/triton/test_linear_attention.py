@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.linear_attention import prompt_table
 from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.linear_attention.triton_delta import TritonLinearAttention
-from tests.linear_case import BATCHES, SPECS, LinearCase, check
+from tests.closeness import calc_diff
+from tests.linear_case import BATCHES, SPECS, LinearCase, check, recurrence
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 
 SMALL = LinearAttentionSpec(1, 2, 16, 16, 4)
@@ -102,8 +104,57 @@ def test_steps_of_fixed_rows_with_prompts(seqs: list[tuple[int, int]]):
     subject.bind(case.states)
     subject.reserve_graphs(rows, 5)
     subject.plan_graph(case.batch(), rows, prompts=True)
-    assert subject._chunks.shape == (2, 5 + 71 // 64) and subject._prompts.shape == (3, 5)
+    table = subject._table
+    assert table is not None and (table.chunk_programs, table.prompt_programs) == (6, 5)
     case.check(0, case.run(subject, 0))
+
+
+@torch.inference_mode()
+def test_programs_share_more_chunks_and_prompts_than_there_are_programs(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(prompt_table, "MAX_CHUNK_PROGRAMS", 1)
+    monkeypatch.setattr(prompt_table, "MAX_PROMPT_PROGRAMS", 2)
+    case = LinearCase([SMALL], [(3, 1), (0, 2), (4, 3), (0, 66), (1, 2)], device=DEVICE)
+    subject = TritonLinearAttention(case.specs)
+    subject.bind(case.states)
+    subject.reserve_graphs(77, 6)
+    subject.plan_graph(case.batch(), 77, prompts=True)
+    table = subject._table
+    assert table is not None and (table.chunk_programs, table.prompt_programs) == (2, 2)
+    case.check(0, case.run(subject, 0))
+
+
+@pytest.mark.parametrize("seqs", [[(3, 1), (0, 7), (5, 66)], [(0, 70)]])
+@torch.inference_mode()
+def test_rows_that_nothing_wrote_are_not_read(seqs: list[tuple[int, int]]):
+    """Chunks are read whole; of a last chunk, only rows that were written."""
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        check(TritonLinearAttention, [SMALL], seqs, device=DEVICE)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@torch.inference_mode()
+def test_a_copied_slot_continues_the_prompt_and_the_copy_stays():
+    """As snapshots of prefixes do: slots are copied at ends of blocks, which may be ends of chunks."""
+    case = LinearCase([SMALL], [(0, 100)], device=DEVICE)
+    subject, slot = TritonLinearAttention(case.specs), int(case.slots[0])
+    subject.bind(case.states)
+    (mixed, a, b), weights = case.rows(0), case.layers[0].weights(DEVICE)
+    outs, snapshot = [], 1 if slot != 1 else 2
+    for start, end in ((0, 64), (64, 103)):
+        subject.plan(case.batch().ubatch(start, end))
+        rows = slice(start, end)
+        outs.append(subject(mixed[rows], a[rows], b[rows], 0, *weights))
+        if start == 0:
+            subject.copy_slots([slot], [snapshot])
+    pool = case.states[0]
+    _, expected, _ = recurrence(SMALL, case.layers[0], 0, 64)
+    assert calc_diff(pool.state[snapshot].cpu(), expected) < 1e-10
+    pool.state[snapshot], pool.conv[snapshot] = torch.nan, torch.nan
+    case.check(0, torch.cat(outs))
 
 
 @torch.inference_mode()
