@@ -256,7 +256,7 @@ def page(found: Found, name: str) -> str:
 def table(rows: list[Found]) -> str:
     """Milliseconds of each variant by state."""
     lines = []
-    for name in VARIANTS:
+    for name in dict.fromkeys(name for row in rows for name in row["variants"]):
         line = [name]
         for row in rows:
             if name not in row["variants"]:
