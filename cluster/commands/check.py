@@ -212,14 +212,14 @@ def render(report: CheckReport, console: Console) -> None:
     console.print(_rank_table(report.ranks))
     console.print("backends", style="bold")
     for family, choice in report.backends.items():
-        console.print(f"  {family:<14}{choice['name']:<20}{choice['reason']}")
+        console.print(f"  {family:<18}{choice['name']:<20}{choice['reason']}")
         for name, unsupported_reason in report.alternatives[family].items():
-            console.print(f"  {'':<14}{name:<20}{unsupported_reason or 'could run'}", style="dim")
+            console.print(f"  {'':<18}{name:<20}{unsupported_reason or 'could run'}", style="dim")
     for name, recognised in report.packages.items():
-        console.print(f"  {name:<14}{recognised}", style="dim")
+        console.print(f"  {name:<18}{recognised}", style="dim")
     console.print("steps", style="bold")
     for name, outcome in report.steps.items():
-        console.print(f"  {name:<14}{outcome}")
+        console.print(f"  {name:<18}{outcome}")
     if report.assumed:
         console.print(f"assumed: {report.assumed}")
     for warning in report.warnings:
