@@ -30,13 +30,13 @@ ALL2ALL_PARTS = (StepPart.DISPATCH, StepPart.COMBINE)
 # The first that is found in a kernel's name.
 RULES: tuple[tuple[StepPart, str], ...] = (
     (StepPart.COPIES, r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy"),
-    (StepPart.QK_NORM, r"\b_norm_rotate|_store_(kv|latents)|QKRMSNorm|ApplyRotary|AppendPagedKV"),
+    (StepPart.QK_NORM, r"\b_norm_rotate|_store_(fp8|kv|latents)|QKRMSNorm|ApplyRotary|AppendPagedKV"),
     (
         StepPart.ATTENTION,
         r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha"
-        r"|_expand_keys|_merge_attention|paged_attention|paged_decode|merge_chunks",
+        r"|_expand_keys|expand_fp8|_merge_attention|paged_attention|paged_decode|merge_chunks",
     ),
-    (StepPart.LINEAR_ATTENTION, r"\b_(advance|convolve|gated_norm|scan|solve|store_tails)\b"),
+    (StepPart.LINEAR_ATTENTION, r"\b_(advance|convolve|couple|gated_norm|scan)\b"),
     (StepPart.NORMS, r"_add_rms_norm|RMSNorm"),
     (StepPart.ROUTING, r"_route_(top_k|groups)|_forced_route"),
     (StepPart.COMBINE, r"push_sums|weighted_sum|deep_ep::.*combine|nccl.*ReduceScatter"),
@@ -45,7 +45,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
         r"push_rows|pack_rows|deep_ep::.*(dispatch|layout)|nccl.*(AllGather|SendRecv)",
     ),
     (StepPart.EXPERT_ORDER, r"permute_pairs|count_pairs|scan_counts|scatter_(rows|fp8)"),
-    (StepPart.DENSE, r"quantise_rows|_thin_linear|sm90_fp8_gemm.*GemmType\)0"),
+    (StepPart.DENSE, r"quantise_rows|thin_(linear|fp8)|sm90_fp8_gemm.*GemmType\)0"),
     (
         StepPart.GROUPED,
         r"grouped_gemm(_fp8)?_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm",

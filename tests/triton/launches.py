@@ -188,14 +188,13 @@ def _penalise(at: Inputs) -> None:
 def _grouped_gemm(
     at: Inputs,
     *,
-    expected: int | None = None,
+    expected: int = EXPERTS,
     activation: Activation = "silu",
     biases: bool = False,
 ) -> None:
     """`expected` rows, whatever their number, as the choice of kernels goes by."""
     routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
-    if expected is not None:
-        routing = replace(routing, expected=expected)
+    routing = replace(routing, expected=expected)
     weights = torch.zeros(EXPERTS, 2 * WIDTH, WIDTH, dtype=torch.bfloat16, device=at.device)
     routed = ExpertInput(at.rows(WIDTH), routing.offs_e, None, routing)
     gemm = TritonGroupedGemm(num_sms=4, hopper=FOR_HOPPER)
@@ -253,7 +252,7 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "forced_route": _forced_route,
     "experts": _experts,
     "exchange": _exchange,
-    "grouped_gemm": partial(_grouped_gemm, expected=EXPERTS),
+    "grouped_gemm": _grouped_gemm,
     "grouped_gemm_of_few": partial(_grouped_gemm, expected=EXPERTS // 4),
     "grouped_gemm_of_many": partial(_grouped_gemm, expected=EXPERTS * 1000),
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),

@@ -14,6 +14,7 @@ from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
 from kernels.triton.quantise_rows import quantise_rows
 from kernels.triton.route import route_top_k
 from kernels.triton.route_groups import route_groups
+from kernels.triton.thin_linear import takes_thin, thin_linear
 from tests.closeness import assert_near
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 from workers.layers.rope import apply_rope
@@ -47,7 +48,14 @@ def head_norm(x_TNd: torch.Tensor, weight_Nd: torch.Tensor) -> torch.Tensor:
 
 def test_gpus_have_them():
     assert fused_kernels("cuda") == FusedKernels(
-        add_rms_norm, add_rms_norm_fp8, norm_rotate, gated_rms_norm, route_top_k, route_groups
+        add_rms_norm,
+        add_rms_norm_fp8,
+        norm_rotate,
+        gated_rms_norm,
+        route_top_k,
+        route_groups,
+        takes_thin,
+        thin_linear,
     )
 
 
