@@ -1,6 +1,5 @@
 """Ubatches take turns in a fixed order, lose no error, and compute what one forward computes."""
 
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ from kernels.attention.base import GraphForm
 from kernels.attention.flashinfer_decodes import prompts_are_new
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
-from kernels.pending import Pending, can_yield_ubatch, wait_previous_ubatch
+from kernels.pending import Pending, can_yield_ubatch
 from tests.unit.model_case import (
     BLOCK_SIZE,
     BLOCKS_PER_SEQ,
@@ -254,9 +253,8 @@ def test_sms_are_divided_and_given_back(tmp_path: Path, fails: bool):
     product = Product()
     backends = [Backends(PassedOn(None, [], "0"), product, None) for _ in range(2)]
     try:
-        with sm_split(backends, 20, 132) as limit_gemms:
+        with sm_split(backends, 20, 132):
             assert [own.all2all.num_sms for own in backends] == [[20], [20]]
-            limit_gemms(True)
             assert set(product.num_sms) == {112}
             if fails:
                 raise KeyError
@@ -268,27 +266,9 @@ def test_sms_are_divided_and_given_back(tmp_path: Path, fails: bool):
 
 def test_without_a_split_nobody_is_limited():
     product = Product()
-    with sm_split([Backends(PassedOn(None, [], "0"), product, None)], None, 132) as limit_gemms:
-        limit_gemms(True)
+    with sm_split([Backends(PassedOn(None, [], "0"), product, None)], None, 132):
+        pass
     assert product.num_sms == []
-
-
-def test_products_are_limited_in_the_first_half_of_a_turn():
-    """While the all-to-all of the turn before may run; the first turn has none before it."""
-    log: list[str] = []
-
-    def ubatch(own: str) -> None:
-        for _ in range(2):
-            log.append(f"{own} first")
-            wait_previous_ubatch()
-            log.append(f"{own} second")
-            Pending(lambda: None).wait()
-
-    tasks = [partial(ubatch, own) for own in ("A", "B")]
-    alternate(tasks, limit_gemms=lambda limited: log.append("limited" if limited else "all"))
-    turn = ["{} first", "all", "{} second", "limited"]
-    turns = [step.format(own) for _ in range(2) for own in ("A", "B") for step in turn]
-    assert log[: len(turns)] == turns
 
 
 def test_a_split_leaves_something_to_both():

@@ -50,8 +50,7 @@ class UBatchWrapper:
     Each ubatch has its own all-to-all and attention, because the ubatches are in flight together. All attentions must
     be bound to the same KV caches. Make the wrapper when the weights are loaded.
 
-    comm_sms    SMs of the all-to-alls while ubatches take turns. In the first half of a turn, beside the all-to-all
-                of the turn before, the grouped GEMM has the rest; then it has all. None: no limit
+    comm_sms    SMs of the all-to-alls while ubatches take turns; the grouped GEMM has the rest. None: no limit
     total_sms   SMs of the device, 0 without one
     """
 
@@ -145,9 +144,8 @@ class UBatchWrapper:
         streams = self._streams(device)
         side_streams = [*streams[1:], *(own.all2all.stream for own in self.backends)]
         try:
-            split = sm_split(self.backends, self.comm_sms, self._total_sms)
-            with split as limit_gemms, forked(side_streams):
-                hidden = alternate(forwards, device, streams, limit_gemms)
+            with sm_split(self.backends, self.comm_sms, self._total_sms), forked(side_streams):
+                hidden = alternate(forwards, device, streams)
         except BaseException:
             for own in self.backends:
                 own.all2all.reset()
@@ -165,11 +163,8 @@ def alternate(
     tasks: Sequence[Callable[[], T]],
     device: torch.device = CPU,
     streams: Sequence[torch.cuda.Stream] = (),
-    limit_gemms: Callable[[bool], None] = lambda limited: None,
 ) -> list[T]:
     """Run the tasks in turns on this thread and return their results in order.
-
-    limit_gemms   called with True when a turn begins, with False in its middle (see `wait_previous_ubatch`)
 
     A turn ends at a `Pending.wait`. Each task runs on its stream of `device`; without `streams` all run on the
     caller's. The first error is raised at once, and tasks that have begun are unwound by GreenletExit. A task must
@@ -190,11 +185,9 @@ def alternate(
     def yield_ubatch() -> None:
         leave()
         turns.rotate(-1)
-        limit_gemms(True)
         turns[0].resume()
 
     def wait_previous_ubatch() -> None:
-        limit_gemms(False)
         if left is not None:
             torch.cuda.current_stream().wait_event(left)
 
@@ -280,27 +273,18 @@ def forked(streams: Iterable[torch.cuda.Stream | None]) -> Iterator[None]:
 
 
 @contextmanager
-def sm_split(
-    backends: Sequence[Backends], comm_sms: int | None, total_sms: int
-) -> Iterator[Callable[[bool], None]]:
-    """Limit the all-to-alls to `comm_sms` of the device's SMs until the end.
-
-    Yield a function that limits the grouped GEMMs to the rest, or lifts that limit. It is lifted at the end.
-    """
+def sm_split(backends: Sequence[Backends], comm_sms: int | None, total_sms: int) -> Iterator[None]:
+    """Limit the all-to-alls to `comm_sms` of the device's SMs and the grouped GEMMs to the rest, until the end."""
     if comm_sms is None:
-        yield lambda limited: None
+        yield
         return
     assert 0 < comm_sms < total_sms, f"{comm_sms} of {total_sms} SMs for the all-to-all"
-
-    def limit_gemms(limited: bool) -> None:
-        for own in backends:
-            own.grouped_gemm.set_num_sms(total_sms - comm_sms if limited else None)
-
     try:
         for own in backends:
             own.all2all.set_num_sms(comm_sms)
-        yield limit_gemms
+            own.grouped_gemm.set_num_sms(total_sms - comm_sms)
+        yield
     finally:
         for own in backends:
             own.all2all.set_num_sms(None)
-        limit_gemms(False)
+            own.grouped_gemm.set_num_sms(None)
