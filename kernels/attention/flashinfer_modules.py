@@ -4,14 +4,12 @@ import functools
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.attention.flashinfer_headers import write_headers
 from kernels.attention.spec import AttentionSpec
 from kernels.host.cuda_environment import share_compiled_kernels
 from kernels.host.hopper import on_hopper
@@ -51,26 +49,8 @@ def compile_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
 def compile_missing(found: Iterable[Any]) -> None:
     """Compile the JitSpecs that are not compiled yet, all at once."""
     missing = [module for module in found if not module.is_compiled]
-    for module in missing:
-        write_headers(_headers(module))
     with ThreadPoolExecutor(max(1, len(missing))) as pool:
-        list(pool.map(_build, missing))
-
-
-def _headers(module: Any) -> Path:
-    """Return the folder of headers beside the folder of all modules."""
-    folder: Path = module.build_dir.parent.parent / "headers"
-    return folder
-
-
-def _build(module: Any) -> None:
-    """Compile a JitSpec with few headers of CUTLASS, or with all where it needs more."""
-    folders = [_headers(module), *(module.extra_include_dirs or ())]
-    try:
-        replace(module, extra_include_dirs=folders).build(verbose=False)
-    except RuntimeError:
-        module.ninja_path.unlink(missing_ok=True)  # keeps the folders
-        module.build(verbose=False)
+        list(pool.map(lambda module: module.build(verbose=False), missing))
 
 
 def seal_modules(cache: Path) -> int:
