@@ -15,14 +15,26 @@ def power_of_two(exponent):
 
 
 @triton.jit
+def _round_e4m3(x):
+    """Round float32 of less than 2^8 to the nearest e4m3, ties to even, and stay in float32.
+
+    The conversion of values that were just converted to e4m3 gave wrong values on an H200 (Triton 3.6). A sum with
+    1.5 * 2^20 times x's power of two, or that of the smallest normal e4m3, keeps three bits behind the leading one.
+    """
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) & 255
+    large = 1.5 * power_of_two(tl.maximum(exponent, 121) + 20)
+    return (x + large) - large
+
+
+@triton.jit
 def round_heads(x):
     """[h, d] -> e4m3 of the same shape, biased exponents int32 [h], the rounded values in float32."""
     x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 7
     exponent = tl.minimum(tl.maximum(exponent, 1), 247)
-    values = (x * power_of_two(254 - exponent)[:, None]).to(tl.float8e4nv)
-    return values, exponent, values.to(tl.float32) * power_of_two(exponent)[:, None]
+    rounded = _round_e4m3(x * power_of_two(254 - exponent)[:, None])
+    return rounded.to(tl.float8e4nv), exponent, rounded * power_of_two(exponent)[:, None]
 
 
 @triton.jit

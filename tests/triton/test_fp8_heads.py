@@ -11,18 +11,17 @@ from kernels.attention.spec import AttentionSpec
 from kernels.triton.expand_fp8 import expand_fp8
 from kernels.triton.fp8_heads import store_fp8
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
-from tests.triton.device import COMPILED, DEVICE, compiled_only
+from tests.triton.device import DEVICE, compiled_only
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 5
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Heads of magnitudes from 2^-12 to 2^6; without a GPU rounded, because the interpreter rounds wrongly."""
+    """Heads of magnitudes from 2^-12 to 2^6."""
     generator = torch.Generator().manual_seed(sum(shape))
     scale = torch.randint(-12, 7, (*shape[:-1], 1), generator=generator)
-    x = (torch.randn(shape, generator=generator) * 2.0**scale).to(dtype)
-    return (x if COMPILED else widen(*round_heads(x), dtype)).to(DEVICE)
+    return (torch.randn(shape, generator=generator) * 2.0**scale).to(dtype).to(DEVICE)
 
 
 def empty_pages(num_heads: int, head_dim: int) -> Fp8Pages:
