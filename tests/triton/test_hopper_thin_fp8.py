@@ -19,6 +19,7 @@ from tests.triton.test_rows import randn
 pytestmark = pytest.mark.skipif(not FOR_HOPPER, reason="needs a Hopper GPU")
 
 NAME = "kernels.triton.hopper_thin_fp8"
+SUMS = 1e-7 if COMPILED else 1e-9  # Hopper's tensor cores add products of FP8 in about 14 bits
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def test_equals_float32(
     assert found.shape == ((num_rows, width) if parts == 1 else (parts, num_rows, width))
     x_TD = x.values.float() * x.scales.repeat_interleave(128, 1)
     total = found if parts == 1 else found.sum(0)
-    assert calc_diff(total, F.linear(x_TD, exact[0])) < (2e-5 if parts == 1 else 1e-9)
+    assert calc_diff(total, F.linear(x_TD, exact[0])) < (2e-5 if parts == 1 else SUMS)
 
 
 def test_takes_few_rows_and_whole_tiles(hopper: ModuleType) -> None:
