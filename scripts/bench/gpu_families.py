@@ -23,6 +23,7 @@ from workers.models.registry import load_model_config
 RESULTS = ROOT / "docs" / "results"
 PAGE = RESULTS / "gpu-families.md"
 PREFILL_RATIO = 64  # a load with this many prompt tokens for each answer token measures prefill
+MANY_TOKENS = 64  # of an answer; the gaps between fewer are those of prompts beside them
 Report = dict[str, Any]
 
 
@@ -82,24 +83,24 @@ def page(found: dict[str, Report]) -> str:
     lines = [
         "# Released shapes served on GPUs",
         "",
-        f"{devices(first)}. Layer shapes of released models, random weights, uniform routing; through HTTP, random "
-        "prompts, answers of full length. Each file in the last table has the commit and all versions.",
+        "Layer shapes of released models, random weights, uniform routing; through HTTP, random prompts, answers of "
+        "full length. Each file in the last table has the hardware, the commit and all versions.",
         f"Floors: {assumed['memory_bytes'] / 1e12:g} TB/s, {assumed['flops'] / 1e12:g} TFLOP/s, "
         f"{assumed['fp8_flops'] / 1e12:g} TFLOP/s in FP8, {assumed['link_bytes'] / 1e9:g} GB/s of links, "
         "all overlapped, nothing else.",
         "",
-        "| shape | weights | layers | in flight / in / out | tok/s a GPU | output tok/s | of the floor "
+        "| shape | weights | layers | GPUs | in flight / in / out | tok/s a GPU | output tok/s | of the floor "
         "| between tokens p50 (ms) | decode tok/s a GPU | must / aim | errors |",
-        "|---|---|---:|---|" + "---:|" * 7,
+        "|---|---|---:|---:|---|" + "---:|" * 7,
     ]
     for report in found.values():
         lines += [_load_row(report, one) for one in report["loads"]]
     lines += [
         "",
-        "| shape | weights | start to first answer (s) | kernels (s) | graphs (s) | exchange ",
+        "| shape | weights | GPUs | start to first answer (s) | kernels (s) | graphs (s) | exchange "
+        "| grouped GEMM | attention | commit | figures |",
+        "|---|---|---|---:|---:|---:|---|---|---|---|---|",
     ]
-    lines[-1] += "| grouped GEMM | attention | commit | figures |"
-    lines += ["|---|---|---:|---:|---:|---|---|---|---|---|"]
     lines += [_start_row(name, report) for name, report in found.items()]
     for report in found.values():
         if any(report["loads"][0]["floor"].get("decode_kinds", {}).get("delta nets", {}).values()):
@@ -118,15 +119,16 @@ def _shape(report: Report) -> tuple[str, str, int]:
 def _load_row(report: Report, one: Report) -> str:
     result, floor, ranks = one["result"], one["floor"], report["ranks"]
     share = result["total_tokens_per_s"] / floor["total_tokens_per_s"]
-    prefill = is_prefill(one)
+    decodes = one["output_len"] >= MANY_TOKENS
     cells = [
         *map(str, _shape(report)),
+        str(ranks),
         label_of(one),
         f"{result['total_tokens_per_s'] / ranks:,.0f}",
         f"{result['output_tokens_per_s']:,.0f}",
         f"{share:.0%}",
-        "-" if prefill else f"{result['itl_ms']['p50']:.1f}",
-        "-" if prefill else f"{decode_rate(report, one):,.0f}",
+        f"{result['itl_ms']['p50']:.1f}" if decodes else "-",
+        f"{decode_rate(report, one):,.0f}" if decodes else "-",
         bar_text(report, one),
         str(sum(result["errors"].values())),
     ]
@@ -190,6 +192,7 @@ def _start_row(name: str, report: Report) -> str:
     cells = [
         shape,
         weights,
+        devices(report),
         f"{report['start_to_first_answer_s']:.1f}",
         *(f"{stages.get(stage, 0.0):.1f}" for stage in ("kernels", "CUDA graphs")),
         *(backends[family]["name"] for family in ("all2all", "grouped_gemm", "attention")),
