@@ -13,6 +13,7 @@ import torch
 
 from kernels.activation import Activation
 from kernels.block_fp8 import BlockWeights, Fp8Rows
+from kernels.grouped_gemm.deepgemm_package import load_deep_gemm
 from kernels.host.hopper import on_hopper
 
 
@@ -78,6 +79,4 @@ def _thin() -> Any:
 
 @functools.cache
 def _deep_gemm() -> Any:
-    from kernels.grouped_gemm.deepgemm import load_deep_gemm
-
     return load_deep_gemm()

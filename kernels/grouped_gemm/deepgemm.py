@@ -8,11 +8,7 @@ pads to 128.
 R permuted rows, D hidden, I expert width, e local experts, M rows of an expert's array.
 """
 
-import functools
-import os
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,64 +18,15 @@ from kernels.all2all.base import ExpertInput, MaskedInput
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, BlockWeights
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
+from kernels.grouped_gemm.deepgemm_kernels import compile_products, products_of
+from kernels.grouped_gemm.deepgemm_package import (
+    DISTRIBUTIONS,
+    load_deep_gemm,
+    package_unavailable,
+)
 from kernels.grouped_gemm.few_rows_fp8 import MOST_ROWS, FewRowsFp8
-from kernels.host.cache_folder import cache_folder
 from kernels.host.capability import too_old_gpu
 from kernels.pending import wait_previous_ubatch
-
-DISTRIBUTIONS = ("sgl-deep-gemm", "deep-gemm")
-FITS = "sgl-deep-gemm 0.1.4.post1 is for torch 2.11, each release for one torch"
-NEEDED = (
-    "m_grouped_bf16_gemm_nt_contiguous",
-    "m_grouped_bf16_gemm_nt_masked",
-    "m_grouped_fp8_gemm_nt_contiguous",
-    "fp8_m_grouped_gemm_nt_masked",
-    "get_mk_alignment_for_contiguous_layout",
-    "fp8_gemm_nt",
-)
-
-
-class DeepGemmUnavailableError(RuntimeError):
-    """DeepGEMM cannot be used here. The message has the reason."""
-
-
-def load_deep_gemm() -> Any:
-    """Return the module `deep_gemm`. Raises DeepGemmUnavailableError where it is missing or too old."""
-    os.environ.setdefault("DG_JIT_CACHE_DIR", str(cache_folder() / "deep_gemm"))
-    try:
-        import deep_gemm
-    except (
-        Exception
-    ) as error:  # a wheel for another torch fails in many ways, with AssertionError without CUDA
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise DeepGemmUnavailableError(
-            f"import deep_gemm failed with torch {torch.__version__} ({installed()}; {FITS}): {said[0]}"
-        ) from error
-    lacking = [name for name in NEEDED if not hasattr(deep_gemm, name)]
-    if lacking:
-        raise DeepGemmUnavailableError(f"{installed()}, {FITS}: it has no {', '.join(lacking)}")
-    return deep_gemm
-
-
-@functools.cache
-def _package_unavailable() -> str | None:
-    if find_spec("deep_gemm") is None:
-        return f"deep_gemm is not installed: {FITS}"
-    try:
-        load_deep_gemm()
-    except DeepGemmUnavailableError as error:
-        return str(error)
-    return None
-
-
-def installed() -> str:
-    """Return name and version of the installed distribution, as a sentence."""
-    for name in DISTRIBUTIONS:
-        try:
-            return f"{name} {version(name)} is installed"
-        except PackageNotFoundError:
-            continue
-    return "an unknown version is installed"
 
 
 class DeepGemm(GroupedGemm):
@@ -99,14 +46,12 @@ class DeepGemm(GroupedGemm):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        return too_old_gpu(device, (9, 0)) or _package_unavailable()
+        return too_old_gpu(device, (9, 0)) or package_unavailable()
 
     @classmethod
     def compile_kernels(
         cls, shape: BackendShape, dense: Sequence[tuple[int, int]], sizes: Sequence[int]
     ) -> None:
-        from kernels.grouped_gemm.deepgemm_kernels import compile_products, products_of
-
         alignment = int(load_deep_gemm().get_mk_alignment_for_contiguous_layout())
         fewest, fp8 = cls.fewest_rows, cls.fp8_weights
         compile_products(

@@ -21,6 +21,7 @@ import torch
 
 from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, num_blocks
+from kernels.grouped_gemm.deepgemm_package import installed, load_deep_gemm
 from kernels.host.cache_folder import cache_folder
 from kernels.routing.device_routing import max_permuted
 from kernels.routing.placement import ExpertPlacement
@@ -91,8 +92,6 @@ def compile_products(products: Sequence[Product]) -> int:
 
 def _mark(products: Sequence[Product]) -> Path:
     """Return the file beside the kernels that exists once these products are compiled for this GPU and software."""
-    from kernels.grouped_gemm.deepgemm import installed
-
     facts = (installed(), torch.__version__, torch.cuda.get_device_name(0), sorted(products))
     folder = os.environ.get("DG_JIT_CACHE_DIR") or cache_folder() / "deep_gemm"
     return Path(folder) / f"compiled-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
@@ -118,8 +117,6 @@ def _begin(counter: "multiprocessing.sharedctypes.Synchronized[int]", num_gpus: 
 
 def _call(product: Product) -> None:
     """Run one product, in a process of the pool."""
-    from kernels.grouped_gemm.deepgemm import load_deep_gemm
-
     deep_gemm = load_deep_gemm()
     groups, width, depth, num_rows, fp8 = product
     itemsize = 1 if fp8 else 2

@@ -11,7 +11,7 @@ from cluster.config.load import load_config
 from kernels.all2all import deepep
 from kernels.backends import select
 from kernels.backends.select import BackendChoiceError
-from kernels.grouped_gemm import deepgemm
+from kernels.grouped_gemm import deepgemm_package
 
 CONFIG = Path(__file__).parents[2] / "configs" / "deepep-deepgemm.yaml"
 
@@ -47,15 +47,15 @@ def test_a_package_that_is_missing_is_named(
 ) -> None:
     """Hopper without one of the packages; the reasons are those that a start would find."""
     monkeypatch.setattr(deepep, "find_spec", lambda name: None)
-    monkeypatch.setattr(deepgemm, "find_spec", lambda name: None)
+    monkeypatch.setattr(deepgemm_package, "find_spec", lambda name: None)
     deepep.deep_ep_unavailable.cache_clear()
-    deepgemm._package_unavailable.cache_clear()
+    deepgemm_package.package_unavailable.cache_clear()
     reasons = {
         "deep_ep": ("all2all.deepep", deepep.deep_ep_unavailable()),
-        "deep_gemm": ("grouped_gemm.deepgemm_fp8", deepgemm._package_unavailable()),
+        "deep_gemm": ("grouped_gemm.deepgemm_fp8", deepgemm_package.package_unavailable()),
     }
     deepep.deep_ep_unavailable.cache_clear()
-    deepgemm._package_unavailable.cache_clear()
+    deepgemm_package.package_unavailable.cache_clear()
     monkeypatch.setattr(
         check_module, "probe_or_assume", lambda device: (dict([reasons[missing]]), "")
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.block_fp8 import quantise_blocks
-from kernels.grouped_gemm import deepgemm
+from kernels.grouped_gemm import deepgemm_package
 from kernels.host import triton_version
 from kernels.routing.device_routing import identity_routing, max_permuted
 from kernels.routing.permute import Permutation, Routing
@@ -74,15 +74,17 @@ def test_a_deep_gemm_that_is_too_old_is_named(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
-    monkeypatch.setattr(deepgemm, "version", lambda name: "0.0.1")
+    monkeypatch.setattr(deepgemm_package, "version", lambda name: "0.0.1")
     says = r"sgl-deep-gemm 0.0.1 is installed, sgl-deep-gemm 0.1.4.* no m_grouped_bf16_gemm_nt_cont"
-    with pytest.raises(deepgemm.DeepGemmUnavailableError, match=says):
-        deepgemm.load_deep_gemm()
+    with pytest.raises(deepgemm_package.DeepGemmUnavailableError, match=says):
+        deepgemm_package.load_deep_gemm()
     monkeypatch.delitem(sys.modules, "deep_gemm")
     (tmp_path / "deep_gemm.py").write_text("raise OSError('undefined symbol: _ZN3c10')\n")
     importlib.invalidate_caches()
-    with pytest.raises(deepgemm.DeepGemmUnavailableError, match=r"with torch .*: undefined symbol"):
-        deepgemm.load_deep_gemm()
+    with pytest.raises(
+        deepgemm_package.DeepGemmUnavailableError, match=r"with torch .*: undefined symbol"
+    ):
+        deepgemm_package.load_deep_gemm()
 
 
 def test_blocks_are_quantised_by_themselves():

@@ -23,7 +23,7 @@ ALLOWED = {
     "starlette": ("cluster",),
     "uvicorn": ("cluster",),
     "deep_ep": ("kernels/all2all/deepep.py",),
-    "deep_gemm": ("kernels/grouped_gemm/deepgemm.py",),
+    "deep_gemm": ("kernels/grouped_gemm/deepgemm_package.py",),
     "flashinfer": (
         "kernels/attention/flashinfer.py",
         "kernels/attention/flashinfer_fp8.py",
