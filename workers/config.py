@@ -117,7 +117,8 @@ class CacheConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = Field(
         "auto",
         description="Precision of cached K and V; auto = model.dtype; fp8 = e4m3 with a scale for each token and head: "
-        "half the memory of 16-bit values, with rounding errors. Not for latent attention (MLA).",
+        "half the memory of 16-bit values, with rounding errors. Not for latent attention (MLA). On GPUs it is "
+        "experimental: its kernels have not passed all their tests on a GPU yet.",
     )
     prefix_caching: bool = Field(
         True, description="Keep full blocks and share them with later requests of equal prefix."

@@ -30,7 +30,10 @@ ALL2ALL_PARTS = (StepPart.DISPATCH, StepPart.COMBINE)
 # The first that is found in a kernel's name.
 RULES: tuple[tuple[StepPart, str], ...] = (
     (StepPart.COPIES, r"^Mem(cpy|set)|direct_copy_kernel|FillFunctor|CatArrayBatchedCopy"),
-    (StepPart.QK_NORM, r"\b_norm_rotate|_store_(fp8|kv|latents)|QKRMSNorm|ApplyRotary|AppendPagedKV"),
+    (
+        StepPart.QK_NORM,
+        r"\b_norm_rotate|_store_(fp8|kv|latents)|QKRMSNorm|ApplyRotary|AppendPagedKV",
+    ),
     (
         StepPart.ATTENTION,
         r"(Prefill|Decode|POD)With\w*KVCache|MergeState|AttentionSum|_list_pages|flash_fwd|fmha"
