@@ -20,6 +20,7 @@ WITHOUT_TREE_STATE = {
 def test_a_result_names_its_origin(path: Path):
     found = json.loads(path.read_text())
     assert re.match(r"[0-9a-f]{7}", found["commit"])
+    assert "+" not in found["commit"], "a + is a tree with changes"
     assert re.match(r"20\d\d-\d\d-\d\d", found["date"])
     assert found["hardware"]
     if path.stem in WITHOUT_TREE_STATE and found["clean_tree"] == "not recorded":
