@@ -5,6 +5,9 @@ between 128 and 256, below the largest of e4m3 (448). So values keep their 4 sig
 largest, no calibration is needed, and the rounded value is exact in bfloat16 and float32. The new rows that attention
 reads are rounded too, so that a token has one K and one V, whether it is read as a new row or from the cache.
 
+Heads of zeros, and those below 2^-88, share the scale 2^-95. Attention adds up the inverse scales of V, and a smaller
+scale would let the sum overflow.
+
 T tokens, L keys, h KV heads, d head dim.
 """
 
@@ -18,7 +21,7 @@ from kernels.attention.spec import AttentionSpec
 MANTISSA_BITS = 23  # of float32
 ONE_SIDE = 254  # biased exponents of a power of two and of its inverse add up to it
 BELOW_TOP = 7  # binary digits before the point of a head's largest value, less one
-MIN_EXPONENT, MAX_EXPONENT = 1, 247
+MIN_EXPONENT, MAX_EXPONENT = 32, 247  # of scales from 2^-95 to 2^120
 
 
 class Fp8Pages:

@@ -32,7 +32,7 @@ def round_heads(x):
     x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 7
-    exponent = tl.minimum(tl.maximum(exponent, 1), 247)
+    exponent = tl.minimum(tl.maximum(exponent, 32), 247)  # see fp8_pages
     rounded = _round_e4m3(x * power_of_two(254 - exponent)[:, None])
     return rounded.to(tl.float8e4nv), exponent, rounded * power_of_two(exponent)[:, None]
 

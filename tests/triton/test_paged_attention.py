@@ -89,6 +89,29 @@ def test_plans_of_graphs_equal_dense_attention(label: str, dtype: torch.dtype, f
             check_layer(pages, layer, out)
 
 
+@pytest.mark.parametrize("zeros", [128, 600])
+@torch.inference_mode()
+def test_values_of_zeros_count_in_the_softmax_of_an_fp8_cache(zeros: int):
+    """The first `zeros` values of each sequence: of whole tiles before other values, of a whole chunk of keys."""
+    specs = [AttentionSpec(8, 1, 16, 0.3, fp8_cache=True)]
+    seqs = [(599, 1), (150, 9)]
+    pages = Pages(seqs, specs, 16, torch.float32, 0, rounded=not COMPILED)
+    (layer,) = pages.layers
+    new = layer.v.split([count for _, count in seqs])
+    for (context, _), key, value, slots, v in zip(
+        seqs, layer.keys, layer.values, pages.slots_of, new, strict=True
+    ):
+        value[:zeros] = 0
+        v[:] = value[context:]
+        layer._write(slots[:context], key[:context], value[:context])
+    pages.move(DEVICE)
+    attention = TritonPagedAttention(specs, 16)
+    attention.bind(pages.caches)
+    attention._programs = 8  # of a GPU that cuts the decode into chunks
+    attention.plan(pages.batch())
+    check_layer(pages, layer, attention(layer.q, layer.k, layer.v, 0))
+
+
 @torch.inference_mode()
 def test_plans_of_one_graph_share_addresses_and_launches():
     found = []
