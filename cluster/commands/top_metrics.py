@@ -57,7 +57,10 @@ class Scrape:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRow:
-    """One rank between two scrapes. Rates a second, times in milliseconds, shares from 0 to 1; None = no step ran."""
+    """One rank between two scrapes. Rates a second, times in milliseconds, shares from 0 to 1; None = no step ran.
+
+    prefill_cap   most prompt tokens of a step in which a rank decodes; None = no limit
+    """
 
     rank: int
     prompt_tokens_per_s: float
@@ -72,6 +75,7 @@ class RankRow:
     vote_age_s: float
     queue_p50_ms: float | None
     preemptions: int
+    prefill_cap: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +185,7 @@ def _rank(before: Scrape, now: Scrape, seconds: float, rank: str) -> RankRow:
     steps = grown("steps_total")
     step_s = grown("step_time_seconds_total")
     queries = grown("prefix_cache_queries_total")
+    cap = now.sum("max_prefill_tokens_with_decodes", rank=rank)
     return RankRow(
         rank=int(rank),
         prompt_tokens_per_s=grown("prompt_tokens_total") / seconds,
@@ -195,6 +200,7 @@ def _rank(before: Scrape, now: Scrape, seconds: float, rank: str) -> RankRow:
         vote_age_s=now.sum("vote_age_seconds", rank=rank),
         queue_p50_ms=_median_ms(before, now, "request_queue_time_seconds", rank=rank),
         preemptions=int(grown("num_preemptions_total")),
+        prefill_cap=int(cap) if cap else None,
     )
 
 

@@ -25,6 +25,7 @@ def table(seen: Overview, url: str) -> RenderableType:
         f"p50: first token {_ms(seen.ttft_p50_ms)}, between tokens {_ms(seen.inter_token_p50_ms)}, "
         f"whole request {_ms(seen.e2e_p50_ms)}"
     )
+    latencies.append(_caps(seen.ranks))
     states = [Text(_state(group), style=state_style(group.state)) for group in seen.groups]
     if not seen.ranks:
         return Group(head, *states, latencies, Text("no rank answers", style="red"))
@@ -66,6 +67,15 @@ def _state(group: GroupRow) -> str:
         f"{group.state} for {duration(group.seconds)}{stage}, epoch {group.epoch}, "
         f"{group.rebuilds} rebuild{'' if group.rebuilds == 1 else 's'}"
     )
+
+
+def _caps(rows: list[RankRow]) -> str:
+    """A line with the limit of prompts beside decodes, of the lowest to the highest group; empty without a limit."""
+    caps = [row.prefill_cap for row in rows if row.prefill_cap is not None]
+    if not caps:
+        return ""
+    values = " to ".join(f"{cap:,}" for cap in sorted({min(caps), max(caps)}))
+    return f"\nprompts beside decodes: at most {values} tokens of a rank in a step"
 
 
 def _cells(row: RankRow) -> list[str]:

@@ -65,6 +65,19 @@ def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
             "a limit needs scheduler.chunked_prefill = true, because it splits prompts; expected auto",
             ("scheduler.chunked_prefill",),
         )
+    if config.scheduler.target_itl_ms is not None:
+        if config.scheduler.max_prefill_tokens_with_decodes != "auto":
+            yield Problem(
+                "scheduler.target_itl_ms",
+                "a target adapts scheduler.max_prefill_tokens_with_decodes = auto, which is a number here",
+                ("scheduler.max_prefill_tokens_with_decodes",),
+            )
+        if not config.scheduler.chunked_prefill:
+            yield Problem(
+                "scheduler.target_itl_ms",
+                "a target needs scheduler.chunked_prefill = true, because it splits prompts",
+                ("scheduler.chunked_prefill",),
+            )
     seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     if seqs == "auto" or tokens == "auto":
         return  # an auto limit is chosen to fit the other limit

@@ -23,6 +23,10 @@ GAUGES = {
     "running": ("num_requests_running", "Requests in the running batch."),
     "waiting": ("num_requests_waiting", "Requests waiting to be scheduled."),
     "kv_cache_usage": ("kv_cache_usage_perc", "Share of KV blocks in use, 1 = all."),
+    "prefill_cap": (
+        "max_prefill_tokens_with_decodes",
+        "Most prompt tokens of a rank in a step in which a rank decodes, as last decided; absent = no limit.",
+    ),
     "state_snapshots": (
         "state_snapshots",
         "States of linear attention that the prefix cache keeps.",

@@ -57,6 +57,14 @@ def test_a_limit_of_prompts_beside_decodes_needs_prompts_that_are_split(yaml_pat
         load_config(yaml_path, [limit, "scheduler.chunked_prefill=false"])
 
 
+@pytest.mark.parametrize("other", ["max_prefill_tokens_with_decodes=512", "chunked_prefill=false"])
+def test_a_target_that_would_be_ignored_is_an_error(yaml_path: Path, other: str) -> None:
+    target = "scheduler.target_itl_ms=50"
+    assert load_config(yaml_path, [target]).scheduler.target_itl_ms == 50
+    with pytest.raises(ConfigError, match=r"scheduler.target_itl_ms: a target (adapts|needs)"):
+        load_config(yaml_path, [target, f"scheduler.{other}"])
+
+
 def test_more_ranks_than_this_machine_can_ever_hold_are_refused(yaml_path, monkeypatch):
     sizes = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 2_000_000}  # 8.2 GB
     monkeypatch.setattr(os, "sysconf", sizes.__getitem__)

@@ -126,7 +126,7 @@ def test_the_line_of_a_busy_rank():
         "waited for others 25%, prefix hits 25%",
     ):
         assert part in line
-    assert "preemptions" not in line
+    assert "preemptions" not in line and "beside decodes" not in line
     assert line.endswith("25%")
 
 
@@ -139,6 +139,8 @@ def test_an_idle_rank_has_no_line():
     without = stats_fields(before, {**after, "prefix_cache_queries": 0, "preemptions": 3})
     assert without["prefix_hit_rate"] is None
     assert stats_line(without).endswith(", 3 preemptions")
+    limited = stats_fields(before, {**after, "prefill_cap": 1040})
+    assert stats_line(limited).endswith(", at most 1,040 prompt tokens beside decodes")
 
 
 def batch(actor: str, *lines: str, is_err: bool = True) -> dict:

@@ -20,6 +20,7 @@ RANK_STATS = {
     "running": 3,
     "waiting": 2,
     "kv_cache_usage": 0.25,
+    "prefill_cap": 512,
     "preemptions": 1,
     "prefix_cache_queries": 50,
     "prefix_cache_hits": 40,
@@ -148,7 +149,9 @@ def test_the_snapshot_of_a_real_rank_is_rendered_whole():
         "expert_balancedness_samples"
     )  # a sum and its count, for the mean of an experiment's run
     assert snapshot.keys() - known <= RANK_GAUGES.keys() | COUNTERS.keys()
+    assert snapshot["prefill_cap"] is None  # no limit
     assert "phalanx:expert_load_balancedness" not in found
+    assert "phalanx:max_prefill_tokens_with_decodes" not in found
     assert found["phalanx:iteration_tokens_total_count"]
     assert len(found["phalanx:step_time_seconds_total"]) == 6
 
@@ -223,6 +226,7 @@ def test_ranks_as_json():
             "epoch": 2,
             "running": 3,
             "generation_tokens": 70,
+            "prefill_cap": 512,
             "step_seconds": {"forward": 1.5},
         },
         {"rank": 1, "waiting": 2, "kv_cache_usage": 0.25, "secret": "not shown"},
@@ -233,6 +237,7 @@ def test_ranks_as_json():
     assert (zero["rank"], zero["running"], zero["generation_tokens"]) == (0, 3, 70)
     assert (zero["epoch"], one["epoch"]) == (2, 0)
     assert zero["step_seconds"] == {"forward": 1.5}
+    assert (zero["prefill_cap"], one["prefill_cap"]) == (512, None)
     assert (one["rank"], one["waiting"], one["kv_cache_usage"], one["steps"]) == (1, 2, 0.25, 0)
     assert zero.keys() == one.keys() and "secret" not in one
 

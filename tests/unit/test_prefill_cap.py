@@ -50,6 +50,22 @@ def test_a_capped_prompt_does_not_hold_back_the_decodes_behind_it():
     assert [seq.request.request_id for seq in scheduler.waiting] == ["second"]
 
 
+def test_a_prompt_leaves_the_decodes_behind_it_their_tokens():
+    """Without a cap too, so that a long prompt of a higher priority does not stop the streams of other requests."""
+    scheduler = make(max_num_batched_tokens=8)
+    for name in ("b", "c"):
+        scheduler.add(request(name, 2, max_tokens=20, priority=1))
+    step(scheduler)
+    scheduler.add(request("a", 2, max_tokens=20))
+    step(scheduler)
+    scheduler.add(request("long", 30))
+    scheduler.add(request("longer", 30))
+    for _ in range(6):
+        batch, _ = step(scheduler)
+        assert batch.num_new_tokens.tolist() == [1, 1, 1, 5]
+    assert [seq.request.request_id for seq in scheduler.waiting] == ["longer"]
+
+
 def test_prompts_that_are_not_split_have_no_cap():
     scheduler = make(max_num_batched_tokens=16, chunked_prefill=False, max_model_len=16)
     scheduler.add(request("a", 10))
@@ -65,14 +81,21 @@ def test_a_rank_decodes_next_unless_its_tokens_are_the_last_ones():
     assert not scheduler.schedule().decodes_next
 
 
-arrivals = st.tuples(st.integers(1, 40), st.integers(1, 12))
+arrivals = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2))
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.one_of(arrivals, st.just("step")), max_size=30), st.integers(1, 20))
-def test_random_traffic_under_a_cap(events, cap):
-    """No step has more prompt tokens than the cap, every decode runs in every step, and everything ends."""
-    scheduler = make(num_blocks=200, max_num_batched_tokens=32)
+@given(
+    st.lists(st.one_of(arrivals, st.just("step")), max_size=30),
+    st.integers(1, 40),
+    st.sampled_from([16, 200]),
+)
+def test_random_traffic_under_a_cap(events, cap, num_blocks):
+    """No step has more prompt tokens than the cap, every decode runs in every step, and everything ends.
+
+    A cap of 32 and more tokens is no limit. With 16 blocks sequences are preempted.
+    """
+    scheduler = make(num_blocks=num_blocks, max_num_batched_tokens=32)
     ended: set[str] = set()
     added = 0
 
@@ -80,7 +103,7 @@ def test_random_traffic_under_a_cap(events, cap):
         decoding = {seq for seq in scheduler.running if seq.num_remaining == 1}
         batch = scheduler.schedule(cap)
         assert batch.prefill_tokens <= cap
-        assert decoding <= set(batch.seqs)
+        assert {seq for seq in decoding if seq.row >= 0} <= set(batch.seqs)
         assert bool(batch.seqs) == scheduler.has_work
         scheduler.launched(batch)
         tokens = StepOutput([9] * int(batch.samples.sum()))
@@ -91,7 +114,7 @@ def test_random_traffic_under_a_cap(events, cap):
         if event == "step":
             run_step()
         else:
-            assert scheduler.add(request(str(added), event[0], event[1])) is None
+            assert scheduler.add(request(str(added), *event[:2], priority=event[2])) is None
             added += 1
     for _ in range(2000):
         if not scheduler.has_work:
@@ -134,17 +157,12 @@ def ask(name: str, length: int, max_tokens: int) -> EngineRequest:
     )
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_rank_without_decodes_is_capped_while_a_peer_decodes(asynchronous):
-    """Rank 0 decodes 6 tokens; rank 1 computes a long prompt meanwhile, and has the whole budget afterwards."""
-    votes = ThreadVotes(2)
-    config = SchedulerConfig(max_num_batched_tokens=64, max_prefill_tokens_with_decodes=10)
-    engines = [
-        engine_of(votes.transport(rank), PrefillCap(config, 4), asynchronous) for rank in (0, 1)
-    ]
-    engines[0].submit(ask("short", 2, 7))
-    engines[1].submit(ask("long", 300, 1))
+def fixed(tokens: int) -> PrefillCap:
+    limits = SchedulerConfig(max_num_batched_tokens=64, max_prefill_tokens_with_decodes=tokens)
+    return PrefillCap(limits, 4)
 
+
+def run_all(engines: list[Engine]) -> None:
     def run(engine: Engine) -> None:
         while engine.step().run:
             pass
@@ -155,10 +173,45 @@ def test_a_rank_without_decodes_is_capped_while_a_peer_decodes(asynchronous):
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_without_decodes_is_capped_while_a_peer_decodes(asynchronous):
+    """Rank 0 decodes 6 tokens; rank 1 computes a long prompt meanwhile, and has the whole budget afterwards.
+
+    The cap of rank 0 holds, because rank 1 has no decodes; its own cap is another number.
+    """
+    votes = ThreadVotes(2)
+    engines = [
+        engine_of(votes.transport(rank), fixed(tokens), asynchronous)
+        for rank, tokens in enumerate((10, 7))
+    ]
+    engines[0].submit(ask("short", 2, 7))
+    engines[1].submit(ask("long", 300, 1))
+    run_all(engines)
     prompts = [tokens for _, tokens in engines[1].runner.steps]
     capped = 6  # steps in which rank 0 decodes
     assert prompts[0] == 64 and prompts[1 : 1 + capped] == [10] * capped
     assert prompts[1 + capped] == 64 and sum(prompts) == 300
+    assert [engine.stats.snapshot()["prefill_cap"] for engine in engines] == [10, 10]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_while_all_ranks_decode_the_lowest_cap_holds_on_all(asynchronous):
+    votes = ThreadVotes(3)
+    caps = (20, 9, 14)
+    engines = [
+        engine_of(votes.transport(rank), fixed(tokens), asynchronous)
+        for rank, tokens in enumerate(caps)
+    ]
+    for engine in engines:
+        engine.submit(ask("short", 2, 40))
+        engine.submit(ask("long", 200, 1))
+    run_all(engines)
+    for engine in engines:
+        steps = engine.runner.steps
+        assert [tokens for decodes, tokens in steps if decodes][:10] == [9] * 10
+        assert sum(tokens for _, tokens in steps) == 202
 
 
 def test_the_engine_observes_gaps_of_steps_with_decodes_alone(monkeypatch):
@@ -252,7 +305,26 @@ def test_a_fixed_cap_stays_as_it_is():
     assert adapting(max_prefill_tokens_with_decodes=10**9).tokens == MOST
 
 
-def test_without_a_target_prompts_have_no_limit():
-    cap = adapting()
-    play(cap, 100, linear(1.0, 1.0, 0))
-    assert cap.tokens == MOST
+@pytest.mark.parametrize("limits", [{}, {"target_itl_ms": 50, "chunked_prefill": False}])
+def test_without_a_target_or_without_chunks_prompts_have_no_limit(limits):
+    assert PrefillCap.of(SchedulerConfig(**limits), 16) is None
+    assert PrefillCap.of(SchedulerConfig(target_itl_ms=50), 16) is not None
+    fixed = PrefillCap.of(SchedulerConfig(max_prefill_tokens_with_decodes=300), 16)
+    assert fixed is not None and fixed.tokens == 300
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_rank_with_shorter_gaps_follows_the_lowest_cap(lag):
+    """When the rank with the lowest cap has no more decodes, the cap of the group does not jump.
+
+    lag   steps that were decided before a gap is observed
+    """
+    fast, slow = adapting(target_itl_ms=50), adapting(target_itl_ms=50)
+    caps = [MOST] * (1 + lag)
+    for _ in range(2000):
+        now = caps.pop(0)
+        fast.observe(0.001 + 12e-6 * now, now, now)
+        slow.observe(0.004 + 80e-6 * now, now, now)
+        caps.append(min(fast.tokens, slow.tokens))
+    assert 400 < slow.tokens < 600
+    assert slow.tokens <= fast.tokens < 1.15 * slow.tokens

@@ -182,13 +182,15 @@ def test_the_last_in_order_is_preempted_and_returns_to_its_place():
     assert not scheduler.has_work
 
 
-def test_an_urgent_prompt_gets_the_budget_before_others_go_on():
+def test_an_urgent_prompt_gets_the_budget_that_decodes_leave():
     scheduler = make(max_num_batched_tokens=8)
     scheduler.add(request("slow", 12, priority=1))
     step(scheduler)
     scheduler.add(request("urgent", 16, priority=0))
     assert step(scheduler)[0].num_new_tokens.tolist() == [4, 4]
-    assert names(step(scheduler)[0].seqs) == ["urgent"]
+    batch, _ = step(scheduler)
+    assert names(batch.seqs) == ["slow", "urgent"]
+    assert batch.num_new_tokens.tolist() == [1, 7]
 
 
 def check_invariants(scheduler: Scheduler) -> None:

@@ -98,6 +98,27 @@ def test_figures_between_two_scrapes():
     assert 3 <= group.seconds < 60
 
 
+@pytest.mark.parametrize(
+    ("caps", "expected"),
+    [((None, None), ""), ((512, 512), "512"), ((2048, None), "2,048"), ((900, 512), "512 to 900")],
+)
+def test_the_limit_of_prompts_beside_decodes(caps, expected):
+    """Two ranks of two groups may have two limits."""
+    metrics = IngressMetrics()
+    metrics.set_model_name("tiny")
+    queue = Histogram(SECONDS)
+    ranks = [{**rank_stats(i, 1, queue), "prefill_cap": cap} for i, cap in enumerate(caps)]
+    scrape = Scrape(metrics.render(ranks).decode(), 0.0)
+    seen = overview(scrape, scrape)
+    assert tuple(row.prefill_cap for row in seen.ranks) == caps
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(table(seen, "http://x"))
+    line = f"prompts beside decodes: at most {expected} tokens of a rank in a step"
+    assert (line in shown.get()) == bool(expected)
+    assert ("beside decodes" in shown.get()) == bool(expected)
+
+
 def test_an_idle_server_and_one_that_began_anew():
     server = Server()
     server.work()

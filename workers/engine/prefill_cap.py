@@ -19,6 +19,9 @@ GROWTH = 0.02
 """Share by which a full step in no time raises the cap. Where full steps take 0.9 of the limit, 100 of them make good
 what one gap over the limit takes: so about one gap in a hundred is over it."""
 
+LEAD = 1.1
+"""A rank's cap is at most this multiple of the cap of the step that it observes, which is the lowest of all ranks."""
+
 SMOOTHING = 1 / 16
 """Weight of a step in the mean time of steps that only decode."""
 
@@ -32,8 +35,14 @@ class PrefillCap:
     A gap over the limit lowers the cap to the tokens that would have fitted, and to SHRINK of itself; at most by a
     half, because one gap may have another reason. A gap under the limit raises it slowly if the step had as many prompt
     tokens as its cap allowed. The limit is `target_itl_ms`, or DECODE_SHARE times the mean step without prompts if that
-    is more. The cap never falls below FLOOR_TOKENS or one KV block.
+    is more. The cap never falls below FLOOR_TOKENS or one KV block, and follows a peer's lower cap down.
     """
+
+    @classmethod
+    def of(cls, config: SchedulerConfig, block_size: int) -> "PrefillCap | None":
+        """Return a new cap; None if prompts beside decodes have no limit, or are not split."""
+        limited = config.max_prefill_tokens_with_decodes != "auto" or config.target_itl_ms
+        return cls(config, block_size) if limited and config.chunked_prefill else None
 
     def __init__(self, config: SchedulerConfig, block_size: int):
         self._most = config.max_num_batched_tokens
@@ -41,10 +50,7 @@ class PrefillCap:
         self._target_s = (config.target_itl_ms or 0.0) / 1000
         self._decode_s = 0.0
         fixed = config.max_prefill_tokens_with_decodes
-        # A prompt that is not split has no other size.
-        self._adapts = (
-            fixed == "auto" and config.target_itl_ms is not None and config.chunked_prefill
-        )
+        self._adapts = fixed == "auto"
         self._tokens = float(self._most if fixed == "auto" else min(fixed, self._most))
 
     @property
@@ -78,3 +84,5 @@ class PrefillCap:
         elif prefill_tokens >= cap:
             raised = self._tokens * (1 + GROWTH * (1 - gap_s / limit_s))
             self._tokens = min(self._most, raised)
+        # The cap of the group must not jump when the rank with the lowest cap has no more decodes.
+        self._tokens = min(self._tokens, LEAD * cap)

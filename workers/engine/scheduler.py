@@ -189,6 +189,9 @@ class Scheduler:
             if seq.ends_with_pending or (is_prompt and not prompts):
                 index += 1
                 continue
+            if is_prompt:  # the decodes behind it run in this step too
+                behind = sum(later.num_remaining == 1 for later in self.running[index:])
+                prompts = min(prompts, max(1, budget - behind))
             num_new = min(num_new, budget, prompts if is_prompt else 1)
             if self.snapshots is not None and self._config.chunked_prefill:
                 num_new = self.prefixes.chunk(seq, num_new)

@@ -69,7 +69,7 @@ class RankProcess:
     warm         every kernel that a step may need has been compiled here
     overlap      the ubatch policy, which the first epoch tunes
     pace         the times of steps
-    prefill_cap  prompt tokens of steps with decodes
+    prefill_cap  prompt tokens of steps with decodes; None: no limit
     epoch        the last epoch
     """
 
@@ -96,7 +96,7 @@ class RankProcess:
         self.snapshots: StateSnapshots | None = None
         self.warm = False
         self.pace = Pace()
-        self.prefill_cap = PrefillCap(config.scheduler, config.cache.block_size)
+        self.prefill_cap = PrefillCap.of(config.scheduler, config.cache.block_size)
         self.epoch: ClosableEpoch | None = None
 
     def _configure(self, rank: int, config: RankConfig) -> None:

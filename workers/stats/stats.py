@@ -48,6 +48,7 @@ class EngineStats:
         self._expert_rows = 0
         self._balancedness: float | None = None
         self._num_balanced, self._sum_balanced = 0, 0.0
+        self._prefill_cap: int | None = None
         self._gauges: dict[str, Any] = {
             "running": 0,
             "waiting": 0,
@@ -94,6 +95,7 @@ class EngineStats:
         if plan.padded_tokens:
             self.padding_tokens += plan.padded_tokens - batch.num_tokens
         self.step_tokens.observe(batch.num_tokens)
+        self._prefill_cap = plan.prefill_cap or self._prefill_cap
         self.kinds[mode.name, plan.graph_mode.name, str(plan.ubatch)] += 1
         times = output.times
         parts = (host.schedule, host.vote, times.prepare, times.forward, times.sample, publish)
@@ -128,6 +130,7 @@ class EngineStats:
         """Return all statistics, picklable.
 
         kinds        steps by (forward mode, graph mode, ubatched)
+        prefill_cap  most prompt tokens of a rank in the last step with decodes; None: no limit, or no such step yet
         histograms   name -> bounds and values (see `Histogram.values`)
         time         monotonic time of the snapshot in seconds, for rates
         """
@@ -149,6 +152,7 @@ class EngineStats:
             "padding_tokens": self.padding_tokens,
             "step_seconds": dict(self.seconds),
             "kinds": dict(self.kinds),
+            "prefill_cap": self._prefill_cap,
             "expert_rows_sampled": self._expert_rows,
             "expert_balancedness": self._balancedness,
             "expert_balancedness_samples": (self._num_balanced, self._sum_balanced),

@@ -30,6 +30,7 @@ def stats_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any] 
         "kv_cache_usage": round(now["kv_cache_usage"], 4),
         "prefix_hit_rate": round(grown("prefix_cache_hits") / queries, 4) if queries else None,
         "preemptions": grown("preemptions"),
+        "prefill_cap": now["prefill_cap"],
         "steps": steps,
         "step_ms": {part: round(1e3 * value / steps, 3) for part, value in parts.items()},
         "vote_share": round(parts["vote"] / step_s, 4) if step_s else 0.0,
@@ -48,6 +49,8 @@ def stats_line(fields: dict[str, Any]) -> str:
     )
     if hits is not None:
         line += f", prefix hits {hits:.0%}"
+    if fields["prefill_cap"] is not None:
+        line += f", at most {fields['prefill_cap']:,} prompt tokens beside decodes"
     if fields["preemptions"]:
         line += f", {fields['preemptions']} preemptions"
     return line

@@ -54,7 +54,8 @@ def add_metrics_routes(
 
         `time` (Unix seconds) is the clock for rates. Counters since the start: prompt_tokens, generation_tokens,
         preemptions, prefix_cache_queries, prefix_cache_hits, steps, idle_steps, step_seconds by part. Gauges:
-        running, waiting, kv_cache_usage (1 = all blocks). `epoch` counts the rebuilds of the group.
+        running, waiting, kv_cache_usage (1 = all blocks), prefill_cap (most prompt tokens of a rank in a step in
+        which a rank decodes; null = no limit). `epoch` counts the rebuilds of the group.
         `groups` as in /ready.
         """
         backend = backend_provider()
@@ -93,6 +94,7 @@ _RANK_FIELDS: dict[str, Any] = {
     "running": 0,
     "waiting": 0,
     "kv_cache_usage": 0.0,
+    "prefill_cap": None,
     "prompt_tokens": 0,
     "generation_tokens": 0,
     "prefix_cache_queries": 0,
