@@ -206,7 +206,7 @@ def status(
     url: Annotated[str, typer.Argument(help="A running server.")] = "http://127.0.0.1:8000",
     as_json: Annotated[bool, typer.Option("--json", help="Print the body of /ready.")] = False,
 ) -> None:
-    """Print the state of a running server's groups. Exit code 0: it serves; 1: it does not; 2: no such URL."""
+    """Print the state of a running server's groups. Exit code 0: it serves; 1: it does not; 2: not a URL."""
     from cluster.commands.server_url import UnreachableError
     from cluster.commands.status import show
 

@@ -141,6 +141,18 @@ def test_warns_of_thresholds_that_no_step_reaches(yaml_path: Path) -> None:
     assert "min_" not in " ".join(off.warnings)
 
 
+def test_warns_of_a_cache_in_fp8_on_gpus(yaml_path: Path) -> None:
+    assert "cache.dtype is fp8" in " ".join(checked(yaml_path, "cache.dtype=fp8").warnings)
+    assert "cache.dtype" not in " ".join(checked(yaml_path).warnings)
+
+
+def test_each_setting_stands_apart_from_its_value(yaml_path: Path) -> None:
+    console = Console(record=True, width=160)
+    render(checked(yaml_path), console)
+    lines = [line.split() for line in console.export_text().splitlines()]
+    assert ["max_prefill_tokens_with_decodes", "auto"] in lines
+
+
 def test_memory_of_ubatches(yaml_path: Path) -> None:
     auto, off = checked(yaml_path), checked(yaml_path, "overlap.mode=off")
     row = auto.ranks[0]
