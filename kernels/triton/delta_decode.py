@@ -135,8 +135,6 @@ def advance_decodes(
     *,
     num_key_heads: int,
     eps: float,
-    block: int = BLOCK_V,
-    num_warps: int = 2,
 ) -> None:
     """Advance each row's slot by its token and write its output. See `LinearAttention` for the arithmetic.
 
@@ -171,6 +169,6 @@ def advance_decodes(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         WIDTH=width,
-        BLOCK=min(block, value_dim),
-        num_warps=num_warps,
+        BLOCK=min(BLOCK_V, value_dim),
+        num_warps=2,
     )

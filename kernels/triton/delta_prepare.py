@@ -18,6 +18,8 @@ from kernels.triton.delta_conv import convolve_rows
 from kernels.triton.delta_gates import CHUNKS_AT, SIZE, decay_and_beta, power_of_two, precision
 from kernels.triton.delta_table import CHUNK, PromptTable
 
+ROWS_PER_PROGRAM = 32  # of a chunk, in the convolution
+
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
@@ -274,12 +276,12 @@ def prepare_chunks(
     """
     prepared = Prepared.empty(mixed_TC, table.max_chunks, heads)
     gates = (a_TV, b_TV, neg_exp_a_V, dt_bias_V)
-    convolve(prepared, mixed_TC, conv_weight_Cw, gates, table, conv, eps)
-    couple(prepared, table)
+    _launch_convolve(prepared, mixed_TC, conv_weight_Cw, gates, table, conv, eps)
+    _launch_couple(prepared, table)
     return prepared
 
 
-def convolve(
+def _launch_convolve(
     prepared: Prepared,
     mixed_TC: torch.Tensor,
     conv_weight_Cw: torch.Tensor,
@@ -287,11 +289,8 @@ def convolve(
     table: PromptTable,
     conv: torch.Tensor,
     eps: float,
-    *,
-    rows: int = 32,
-    **options: int,
 ) -> None:
-    """Write q, k, v and the gates; a program takes `rows` rows of a chunk.
+    """Write q, k, v and the gates.
 
     gates   a_TV, b_TV, neg_exp_a_V and dt_bias_V
     """
@@ -300,7 +299,7 @@ def convolve(
     a_TV, b_TV, neg_exp_a_V, dt_bias_V = gates
     assert mixed_TC.stride(1) == a_TV.stride(1) == b_TV.stride(1) == 1
     assert conv_weight_Cw.is_contiguous() and conv_weight_Cw.shape[1] <= 4
-    _convolve[(2 * num_key_heads + num_heads + 1, table.chunk_programs, CHUNK // rows)](
+    _convolve[(2 * num_key_heads + num_heads + 1, table.chunk_programs, CHUNK // ROWS_PER_PROGRAM)](
         mixed_TC,
         mixed_TC.stride(0),
         a_TV,
@@ -326,12 +325,13 @@ def convolve(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         WIDTH=conv_weight_Cw.shape[1],
-        ROWS=rows,
-        **{"num_warps": 4, "num_stages": 1, **options},
+        ROWS=ROWS_PER_PROGRAM,
+        num_warps=4,
+        num_stages=1,
     )
 
 
-def couple(prepared: Prepared, table: PromptTable, **options: int) -> None:
+def _launch_couple(prepared: Prepared, table: PromptTable) -> None:
     """Write the inverses and the scores."""
     num_key_heads, key_dim = prepared.k.shape[1:]
     num_heads, dtype = prepared.v.shape[1], prepared.k.dtype
@@ -349,5 +349,7 @@ def couple(prepared: Prepared, table: PromptTable, **options: int) -> None:
         KEY_DIM=key_dim,
         PRECISION=precision(dtype),
         DTYPE=tl.float32 if dtype == torch.float32 else tl.float16,
-        **{"num_warps": 4, "num_stages": 1, "maxnreg": 168, **options},
+        num_warps=4,
+        num_stages=1,
+        maxnreg=168,
     )

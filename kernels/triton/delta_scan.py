@@ -178,11 +178,11 @@ def _scan(
         tl.store(state_at, state, mask=(signed != 0) & (key[None, :] >= 0))
 
 
-def _stages(dtype: torch.dtype, key_dim: int, num_stages: int) -> int:
+def _stages(dtype: torch.dtype, key_dim: int) -> int:
     """Return the chunks in shared memory, which 3 chunks of longer heads and 2 of float32 exceed."""
     if dtype == torch.float32:
         return 1
-    return min(num_stages, 2) if key_dim > 128 else num_stages
+    return 2 if key_dim > 128 else 3
 
 
 def scan_chunks(
@@ -192,9 +192,6 @@ def scan_chunks(
     conv: torch.Tensor,
     state: torch.Tensor,
     out_TVv: torch.Tensor,
-    *,
-    block: int = BLOCK_V,
-    num_stages: int = 3,
 ) -> None:
     """Write the outputs of prompts and zeros behind the real rows, and the state and the tail of each prompt.
 
@@ -204,8 +201,7 @@ def scan_chunks(
     """
     _, num_heads, key_dim, value_dim = state.shape
     num_key_heads = prepared.k.shape[1]
-    block = min(block, value_dim)
-    dtype = mixed_TC.dtype
+    block, dtype = min(BLOCK_V, value_dim), mixed_TC.dtype
     assert out_TVv.is_contiguous() and state.is_contiguous() and mixed_TC.stride(1) == 1
     _scan[(value_dim // block, num_heads, table.prompt_programs)](
         mixed_TC,
@@ -232,6 +228,6 @@ def scan_chunks(
         TAIL=conv.shape[1],
         BLOCK=block,
         PRECISION=precision(dtype),
-        num_warps=max(4, block // 16),
-        num_stages=_stages(dtype, key_dim, num_stages),
+        num_warps=4,
+        num_stages=_stages(dtype, key_dim),
     )

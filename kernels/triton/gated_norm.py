@@ -46,9 +46,6 @@ def gated_rms_norm(
     gate_TVv: torch.Tensor,
     weight_v: torch.Tensor,
     eps: float,
-    *,
-    heads: int = HEADS_PER_PROGRAM,
-    num_warps: int = 4,
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate) of each head, contiguous, in the dtype of x.
 
@@ -60,7 +57,7 @@ def gated_rms_norm(
     out = torch.empty_like(x_TVv)
     if num_tokens:
         block = triton.next_power_of_2(width)
-        _gated_norm[(num_tokens, triton.cdiv(num_heads, heads))](
+        _gated_norm[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
             x_TVv,
             gate_TVv,
             gate_TVv.stride(0),
@@ -69,8 +66,8 @@ def gated_rms_norm(
             eps,
             NUM_HEADS=num_heads,
             WIDTH=width,
-            HEADS=heads,
+            HEADS=HEADS_PER_PROGRAM,
             BLOCK=block,
-            num_warps=num_warps,
+            num_warps=4,
         )
     return out

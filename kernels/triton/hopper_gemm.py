@@ -21,10 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.triton.grouped_gemm import Operands
-from kernels.triton.hopper_ring import activate, next_stage
+from kernels.triton.hopper_ring import activate, next_stage, tiles_of
 
 TILE_R, TILE_D = 128, 64
 GROUP_R = TILE_R // 2  # rows of one multiplying group
@@ -46,9 +45,9 @@ class HopperTile:
         x, row_R, out_RW = operands.x, operands.row_R, operands.out_RW
         assert takes(x, row_R)
         width, depth = operands.sizes
-        weight_tiles = _tiles(operands.weight_rows, [self.columns, TILE_D])
-        x_tiles = weight_tiles if row_R is not None else _tiles(x, [TILE_R, TILE_D])
-        out_tiles = _tiles(
+        weight_tiles = tiles_of(operands.weight_rows, [self.columns, TILE_D])
+        x_tiles = weight_tiles if row_R is not None else tiles_of(x, [TILE_R, TILE_D])
+        out_tiles = tiles_of(
             out_RW,
             [1, 1, GROUP_R, self.columns],
             shape=[ENDLESS, ENDLESS, FAR.value, width],
@@ -275,18 +274,3 @@ def takes(x: torch.Tensor, row_R: torch.Tensor | None) -> bool:
     """Return whether the kernel can load x: 16 bits a value, and through an index 16 aligned bytes at a time."""
     whole = x.shape[1] % TILE_D == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     return x.element_size() == 2 and (whole or row_R is None)
-
-
-def _tiles(
-    tensor: torch.Tensor,
-    block: list[int],
-    *,
-    shape: list[int] | None = None,
-    strides: list[int] | None = None,
-) -> TensorDescriptor:
-    """Return the blocks of a tensor in the layout of the tensor cores; `shape` and `strides` override the tensor's."""
-    dtype = gl.bfloat16 if tensor.dtype == torch.bfloat16 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(
-        tensor, shape or list(tensor.shape), strides or list(tensor.stride()), block, layout
-    )

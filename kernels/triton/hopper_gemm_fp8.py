@@ -10,7 +10,6 @@ W output columns (half of an expert's weight rows where GATED), D input columns,
 
 from dataclasses import dataclass
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -21,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.triton.grouped_gemm_fp8 import Fp8Operands
 from kernels.triton.hopper_ring import (
@@ -29,6 +27,7 @@ from kernels.triton.hopper_ring import (
     next_stage,
     start_kernel_after,
     sync_warps,
+    tiles_of,
     wait_for_kernel_before,
 )
 from kernels.triton.hopper_tiles import count_tiles, find_tile, list_tiles, rows_of
@@ -57,8 +56,8 @@ class HopperFp8Tile:
         """Fill the result. `takes` must be true of the operands."""
         assert takes(operands)
         x, (width, depth) = operands.x.values, operands.sizes
-        weight_tiles = _tiles(operands.weights.values.view(-1, depth), [WIDTH, WIDTH])
-        x_tiles = weight_tiles if operands.row_R is not None else _tiles(x, [self.rows, WIDTH])
+        weight_tiles = tiles_of(operands.weights.values.view(-1, depth), [WIDTH, WIDTH])
+        x_tiles = weight_tiles if operands.row_R is not None else tiles_of(x, [self.rows, WIDTH])
         programs = num_sms * self.programs_per_sm
         hopper_grouped_gemm_fp8_kernel[(min(programs, operands.most_tiles(self.rows, WIDTH)),)](
             *(x_tiles, x, x.stride(0) // 16, operands.x.scales, *operands.x.scales.stride()),
@@ -332,9 +331,3 @@ def takes(operands: Fp8Operands) -> bool:
     """Return whether the kernel can load x: 16 aligned bytes at a time."""
     x = operands.x.values
     return x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0
-
-
-def _tiles(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """Return the blocks of a tensor in e4m3 in the layout of the tensor cores."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)

@@ -1,10 +1,18 @@
-"""What kernels with specialised warps share: steps around a ring in shared memory, early launches, activations.
+"""What kernels with specialised warps share: steps around a ring, early launches, activations, blocks of tensors.
 
 Written in Gluon. Kernels that import it also run as Python, see tests/triton/gluon_in_python.py.
 """
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+DTYPES = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}
 
 # Triton 3.6 and later ones name the wait of a group's warps for each other differently.
 sync_warps = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
@@ -59,3 +67,17 @@ def activate(gate, up, ACTIVATION: gl.constexpr):
         gl.static_assert(ACTIVATION == "gelu_tanh")
         out = gate * (1 / (1 + gl.exp(-1.5957691216057308 * gate * (1 + 0.044715 * gate * gate))))
     return out * up
+
+
+def tiles_of(
+    tensor: torch.Tensor,
+    block: list[int],
+    *,
+    shape: list[int] | None = None,
+    strides: list[int] | None = None,
+) -> TensorDescriptor:
+    """Return the blocks of a tensor in the layout of the tensor cores; `shape` and `strides` override the tensor's."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[tensor.dtype])
+    return TensorDescriptor(
+        tensor, shape or list(tensor.shape), strides or list(tensor.stride()), block, layout
+    )

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.triton.fp8 import GROUP
@@ -27,6 +26,7 @@ from kernels.triton.hopper_ring import (
     skip_stages,
     start_kernel_after,
     sync_warps,
+    tiles_of,
     wait_for_kernel_before,
 )
 from kernels.triton.pdl import starts_early
@@ -229,8 +229,8 @@ def thin_fp8(x: Fp8Rows, weights: BlockWeights, parts: int = 1) -> torch.Tensor:
     fitting = SHARED // ((tile_rows + TILE_W) * GROUP) // 2 * 2
     stages = min(MOST_STAGES, fitting, -(-num_groups // parts) + 1 & ~1)
     hopper_thin_fp8_kernel[(width // TILE_W * parts,)](
-        *(_tiles(x.values, [tile_rows, GROUP]), x.scales, *x.scales.stride()),
-        *(_tiles(weights.values, [TILE_W, GROUP]), weights.scales, out),
+        *(tiles_of(x.values, [tile_rows, GROUP]), x.scales, *x.scales.stride()),
+        *(tiles_of(weights.values, [TILE_W, GROUP]), weights.scales, out),
         *(num_rows, width, num_groups, num_groups // parts),
         TILE_R=tile_rows,
         TILE_W=TILE_W,
@@ -241,9 +241,3 @@ def thin_fp8(x: Fp8Rows, weights: BlockWeights, parts: int = 1) -> torch.Tensor:
         launch_pdl=starts_early(),
     )
     return out
-
-
-def _tiles(tensor: torch.Tensor, block: list[int]) -> TensorDescriptor:
-    """Return the blocks of a tensor in e4m3 in the layout of the tensor cores."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float8e4nv)
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, layout)

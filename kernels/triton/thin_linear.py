@@ -66,7 +66,6 @@ def _thin_linear(
     if START:
         start_at = start_ptr + row[:, None] * start_row + column[None, :]
         out += tl.load(start_at, mask=here, other=0.0).to(tl.float32)
-    out = out.to(x_ptr.dtype.element_ty)
     out_at = out_ptr + row[:, None] * width + column[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=here)
 
@@ -90,14 +89,12 @@ def thin_linear(
     x_TD: torch.Tensor,
     weights_WD: torch.Tensor | BlockWeights,
     start: torch.Tensor | None = None,
-    out_TW: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return start + x @ weights.T, [T, W] in x's dtype.
 
     x         rows maybe strided
     weights   contiguous
     start     [T, W] or [W], added before the sum is rounded; None: zeros
-    out       receives the result, rounded to x's dtype; of any float dtype, contiguous
     """
     fp8 = isinstance(weights_WD, BlockWeights)
     if isinstance(weights_WD, BlockWeights):
@@ -106,13 +103,13 @@ def thin_linear(
         values = scales = weights_WD
     (num_rows, depth), width = x_TD.shape, values.shape[0]
     assert values.is_contiguous() and scales.is_contiguous()
-    if out_TW is None:
-        out_TW = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    out_TW = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     start_row = 0 if start is None or start.dim() == 1 else start.stride(0)
     block = triton.next_power_of_2(depth)
     rows = min(ROWS_OF_A_PROGRAM, triton.next_power_of_2(num_rows))
     num_warps = 8 if rows == ROWS_OF_A_PROGRAM and depth >= DEEP else 4
     tile = max(1, num_warps * WARP_BYTES // values.element_size() // block)
+    assert not fp8 or BLOCK % tile == 0, "a program's outputs have the scales of one row of blocks"
     _thin_linear[(triton.cdiv(width, tile), triton.cdiv(num_rows, rows))](
         x_TD,
         x_TD.stride(0),
