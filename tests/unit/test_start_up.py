@@ -1,6 +1,7 @@
 """The start of a rank: sizes that are warmed up, the environment of GPU processes, memory that does not suffice."""
 
 import itertools
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from kernels.host.cuda_environment import (
     check_multicast_off,
     share_compiled_kernels,
 )
+from kernels.linear_attention.base import LinearAttention, LinearStates
 from workers.config import RankConfig
 from workers.parallel import ParallelDims
 from workers.rank import process_group
 from workers.rank.device_memory import OutOfDeviceMemoryError, memory_for
 from workers.rank.epoch import Epoch
+from workers.rank.epoch_runner import RunnerMaker
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
 from workers.rank.warm_up import DENSE_TOKENS, warm_up_sizes
@@ -97,15 +100,12 @@ def test_what_does_not_fit_is_named() -> None:
         _ = 1 // 0
 
 
-@pytest.fixture(scope="module")
-def rank(tmp_path_factory: pytest.TempPathFactory) -> RankProcess:
-    folder: Path = make_checkpoint(
-        tmp_path_factory.mktemp("model") / "tiny", num_layers=1, hidden_size=32
-    )
+def rank_of(folder: Path, **cache: object) -> RankProcess:
+    """The only rank of a checkpoint."""
     config = RankConfig(
         model={"path": str(folder), "dtype": "float32", "max_model_len": 64},
         scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 100},
-        cache={"num_blocks": 32},
+        cache={"num_blocks": 32, **cache},
         kernels={},
         num_ranks=1,
         device="cpu",
@@ -113,6 +113,12 @@ def rank(tmp_path_factory: pytest.TempPathFactory) -> RankProcess:
         vote_timeout_s=5,
     )
     return RankProcess(0, config)
+
+
+@pytest.fixture(scope="module")
+def rank(tmp_path_factory: pytest.TempPathFactory) -> RankProcess:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    return rank_of(make_checkpoint(folder, num_layers=1, hidden_size=32))
 
 
 def test_ranks_of_different_settings_do_not_form_a_group(
@@ -146,6 +152,31 @@ def test_the_stages_of_a_rank(rank: RankProcess) -> None:
     assert epoch.engine is not None and not epoch.engine.scheduler.has_work
     assert epoch.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
     epoch.process.close()
+
+
+def test_states_of_a_measured_size_take_the_place_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pools may take most of the memory, so two of them need not fit."""
+    folder = make_checkpoint(tmp_path / "m", family="qwen3_next", num_layers=4, hidden_size=32)
+    rank, pools, allocate = rank_of(folder, state_snapshots=2), [], LinearAttention.allocate
+    sizes = []
+
+    def watched(specs: object, num_slots: int, *place: object) -> list[LinearStates]:
+        assert not any(pool() is not None for pool in pools), "the first pools are still there"
+        found = allocate(specs, num_slots, *place)
+        sizes.append(num_slots)
+        pools.extend(weakref.ref(layer.state) for layer in found)
+        return found
+
+    monkeypatch.setattr(LinearAttention, "allocate", watched)
+    monkeypatch.setattr(RunnerMaker, "cache_sizes", lambda *_: (32, 9))
+    epoch = Epoch(rank, Rendezvous("", 0, "states"), timeout_s=5)
+    epoch.load()
+    epoch.size_cache()
+    assert sizes == [1 + 4 + 2, 1 + 4 + 9]
+    assert epoch.backends.linear_attention.states is rank.states
+    rank.close()
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,7 @@ class Epoch:
         )
         if not process.num_blocks:
             process.take_sizes(*self.make.cache_sizes(self.graph_sizes))
+            self.ubatches.bind_states(())  # the new pools need the memory of the old ones
             self.ubatches.bind_states(process.state_pools())
         with memory_for("the KV cache", process.num_blocks * process.block_bytes()):
             if not process.kv_caches:
