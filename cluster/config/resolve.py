@@ -1,7 +1,6 @@
 """Fills each `auto` of a configuration from the checkpoint and the machine. Needs torch only to count GPUs."""
 
 import os
-from dataclasses import dataclass
 from typing import Literal
 
 from cluster.config.errors import ConfigError, Problem
@@ -48,8 +47,14 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
         slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in model_config.linear_specs)
-        sizes = _CpuSizes(block_bytes, slot_bytes, limits.max_num_seqs)
-        cache = _with_cpu_sizes(cache, sizes, max_model_len, demand)
+        cache = _with_cpu_sizes(
+            cache,
+            demand,
+            max_model_len,
+            block_bytes=block_bytes,
+            slot_bytes=slot_bytes,
+            num_rows=limits.max_num_seqs,
+        )
     return RankConfig(
         model=model,
         scheduler=resolve_scheduler(config.scheduler, device, max_model_len),
@@ -69,52 +74,40 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     )
 
 
-@dataclass(frozen=True)
-class _CpuSizes:
-    """Bytes of one KV block and of one slot of states of linear attention, and the most running sequences."""
-
-    block: int
-    slot: int
-    num_seqs: int
-
-
 def _with_cpu_sizes(
-    cache: CacheConfig, sizes: _CpuSizes, max_model_len: int, demand: KVDemand
+    cache: CacheConfig,
+    demand: KVDemand,
+    max_model_len: int,
+    *,
+    block_bytes: int,
+    slot_bytes: int,
+    num_rows: int,
 ) -> CacheConfig:
-    """Return the cache with KV blocks and snapshots of a rank on CPU.
+    """Return the cache with KV blocks and snapshots of states of a rank on CPU."""
+    from workers.rank.kv_sizing import sizes_that_fit  # imports torch
 
-    Where no layer has blocks, there are as many as all sequences count.
-    """
-    from workers.rank.kv_sizing import split_memory  # imports torch
-
-    needed, states = (
-        demand.blocks(max_model_len),
-        sizes.slot * cache.num_state_slots(sizes.num_seqs),
+    needed, states = demand.blocks(max_model_len), slot_bytes * cache.num_state_slots(num_rows)
+    num_blocks, snapshots = sizes_that_fit(
+        int(cache.cpu_memory_gib * GIB) - states,
+        cache,
+        demand,
+        max_model_len,
+        block_bytes=block_bytes,
+        slot_bytes=slot_bytes,
+        num_rows=num_rows,
     )
-    free = int(cache.cpu_memory_gib * GIB) - states
-    num_blocks, snapshots = free // max(1, sizes.block), cache.num_snapshots
-    if snapshots is None:
-        num_blocks, snapshots = split_memory(
-            free,
-            block_bytes=sizes.block,
-            slot_bytes=sizes.slot,
-            num_rows=sizes.num_seqs,
-            usual=demand.blocks(min(cache.expected_tokens, max_model_len)),
-            longest=needed,
-        )
-    if not sizes.block:
-        num_blocks = needed * sizes.num_seqs
     if num_blocks < needed:
-        beside = f" beside {states / GIB:.3g} GiB of states" if states else ""
+        beside, fewer = "", ""
+        if states:
+            beside = f" beside {states / GIB:.3g} GiB of states"
+            fewer = ", or less of cache.state_snapshots or scheduler.max_num_seqs"
         problem = Problem(
             "cache.cpu_memory_gib",
             f"{cache.cpu_memory_gib:g} GiB cannot hold one request of model.max_model_len = "
             f"{max_model_len}{beside}; expected at least "
-            f"{(needed * sizes.block + states) / GIB:.3g}, or a smaller length",
+            f"{(needed * block_bytes + states) / GIB:.3g}, or a smaller length{fewer}",
         )
         raise ConfigError.of("configuration", [problem])
-    if not cache.prefix_caching:
-        return cache.model_copy(update={"num_blocks": num_blocks})
     return cache.model_copy(update={"num_blocks": num_blocks, "state_snapshots": snapshots})
 
 

@@ -5,6 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from cluster.config.errors import ConfigError
+from cluster.config.load import load_config
+from cluster.config.resolve import resolve_rank_config
+from workers.config import CacheConfig
 from workers.engine.kv_demand import KVDemand
 from workers.engine.step_sync import GraphMode
 from workers.rank import kv_sizing
@@ -12,9 +16,11 @@ from workers.rank.kv_sizing import (
     OwnBytes,
     check_longest_request_fits,
     free_bytes,
+    sizes_that_fit,
     split_memory,
 )
 from workers.runner.graph_sizes import GraphSizes
+from workers.weights.checkpoint import make_checkpoint
 
 POOL, WHOLE, UBATCHED, OTHERS = 1000, 10, 30, 7
 
@@ -119,8 +125,34 @@ def test_memory_is_split_by_the_length_of_a_usual_request(free, snapshots):
     assert fewer <= found and longer >= blocks
 
 
-def test_models_without_states_get_blocks_alone():
-    assert split_memory(10 * GB, **SIZES | {"slot_bytes": 0})[0] == 10 * GB // BLOCK
+@pytest.mark.parametrize(
+    ("snapshots", "block_bytes", "slot_bytes", "expected"),
+    [
+        ("auto", BLOCK, 0, (10 * GB // BLOCK, 0)),
+        (7, BLOCK, SLOT, (10 * GB // BLOCK, 7)),  # configured snapshots lie beside
+        ("auto", 0, SLOT, (8 * 2048, 16)),
+        (7, 0, SLOT, (8 * 2048, 7)),
+    ],
+)
+def test_models_without_states_or_without_blocks(snapshots, block_bytes, slot_bytes, expected):
+    found = sizes_that_fit(
+        10 * GB,
+        CacheConfig(state_snapshots=snapshots),
+        KVDemand(16),
+        32768,
+        block_bytes=block_bytes,
+        slot_bytes=slot_bytes,
+        num_rows=8,
+    )
+    assert found == expected
+
+
+def test_states_that_leave_no_room_are_named(tmp_path):
+    folder = make_checkpoint(tmp_path / "hybrid", family="qwen3_next", num_layers=4)
+    settings = {"model": {"path": str(folder)}, "cache": {"state_snapshots": 10**8}}
+    config = load_config({**settings, "cluster": {"device": "cpu"}})
+    with pytest.raises(ConfigError, match=r"GiB of states; .* less of cache\.state_snapshots"):
+        resolve_rank_config(config)
 
 
 def test_weights_steps_and_graphs_are_told_apart(monkeypatch):

@@ -14,7 +14,7 @@ from workers.rank.kv_sizing import (
     check_longest_request_fits,
     free_bytes,
     own_bytes,
-    split_memory,
+    sizes_that_fit,
 )
 from workers.rank.process import RankProcess
 from workers.rank.warm_up_steps import WarmUpSteps
@@ -103,17 +103,16 @@ class RunnerMaker:
         if not process.dims.alone:
             of_ranks = process_group.gather_objects((free, own))
             free, own = min(of_ranks, key=lambda found: found[0])
-        demand, block_bytes = process.kv_demand, process.block_bytes()
-        blocks, snapshots = free // block_bytes, process.num_snapshots
-        if cache.num_snapshots is None and process.slot_bytes:
-            blocks, snapshots = split_memory(
-                free,
-                block_bytes=block_bytes,
-                slot_bytes=process.slot_bytes,
-                num_rows=process.config.scheduler.max_num_seqs,
-                usual=demand.blocks(min(cache.expected_tokens, process.max_model_len)),
-                longest=demand.blocks(process.max_model_len),
-            )
+        demand = process.kv_demand
+        blocks, snapshots = sizes_that_fit(
+            free,
+            cache,
+            demand,
+            process.max_model_len,
+            block_bytes=process.block_bytes(),
+            slot_bytes=process.slot_bytes,
+            num_rows=process.config.scheduler.max_num_seqs,
+        )
         check_longest_request_fits(blocks, process.max_model_len, demand, own)
         return blocks, snapshots
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.config import FEW_SNAPSHOTS
+from workers.config import FEW_SNAPSHOTS, CacheConfig
 from workers.engine.kv_demand import KVDemand
 from workers.engine.scheduler import Scheduler
 from workers.rank.device_memory import memory_for, size
@@ -100,6 +100,36 @@ def free_bytes(device: torch.device, memory_fraction: float, own_bytes: int) -> 
     return int(total * memory_fraction) - others - own_bytes
 
 
+def sizes_that_fit(
+    free: int,
+    cache: CacheConfig,
+    demand: KVDemand,
+    max_model_len: int,
+    *,
+    block_bytes: int,
+    slot_bytes: int,
+    num_rows: int,
+) -> tuple[int, int]:
+    """Return KV blocks and snapshots of states in `free` bytes.
+
+    The states of `num_rows` sequences and of configured snapshots lie beside them. Where no layer has blocks, there are
+    as many as all sequences count.
+    """
+    longest, snapshots = demand.blocks(max_model_len), cache.num_snapshots
+    if not block_bytes:
+        return longest * num_rows, FEW_SNAPSHOTS if snapshots is None else snapshots
+    if snapshots is not None or not slot_bytes:
+        return free // block_bytes, snapshots or 0
+    return split_memory(
+        free,
+        block_bytes=block_bytes,
+        slot_bytes=slot_bytes,
+        num_rows=num_rows,
+        usual=demand.blocks(min(cache.expected_tokens, max_model_len)),
+        longest=longest,
+    )
+
+
 def split_memory(
     free: int, *, block_bytes: int, slot_bytes: int, num_rows: int, usual: int, longest: int
 ) -> tuple[int, int]:
@@ -109,8 +139,6 @@ def split_memory(
 
     usual, longest   KV blocks of a usual request, and of the longest one, which has room whatever the snapshots
     """
-    if not slot_bytes or not block_bytes:
-        return free // max(1, block_bytes), FEW_SNAPSHOTS
     requests = (free + num_rows * slot_bytes) // (slot_bytes + usual * block_bytes)
     most = (free - longest * block_bytes) // slot_bytes
     snapshots = max(0, min(max(FEW_SNAPSHOTS, requests - num_rows), most))
@@ -125,6 +153,7 @@ def check_longest_request_fits(
     if num_blocks < need:
         raise ValueError(
             f"the GPU has room for {max(0, num_blocks)} KV blocks, one request of model.max_model_len "
-            f"{max_model_len} needs {need}; {own}. Lower model.max_model_len, scheduler.max_num_batched_tokens or "
-            "scheduler.max_num_seqs, raise cache.memory_fraction, or take more ranks (cluster.ranks)"
+            f"{max_model_len} needs {need}; {own}. Lower model.max_model_len, scheduler.max_num_batched_tokens"
+            f"{', cache.state_snapshots' if own.states else ''} or scheduler.max_num_seqs, "
+            "raise cache.memory_fraction, or take more ranks (cluster.ranks)"
         )
