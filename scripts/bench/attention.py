@@ -24,6 +24,7 @@ from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.attention.spec import AttentionSpec
 from kernels.fused import fused_kernels
+from scripts.bench.inputs import need_gpus
 from scripts.bench.results import add_options, origin, save
 from scripts.bench.timing import alternate, repeated
 
@@ -205,8 +206,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, drawn=False)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a GPU, found none")
+    need_gpus(1)
     report: Row = {**origin(1, args.commit), "attention": [], "fused": []}
     torch.manual_seed(0)
     for label, seqs in attention_cases().items():

@@ -9,8 +9,7 @@ import random
 import sys
 import time
 
-from cluster.config.load import load_config
-from cluster.config.resolve import resolve_rank_config
+from scripts.bench.inputs import rank_config
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
@@ -68,7 +67,7 @@ def main() -> None:
         help="a round for each line of stdin; prints [tok/s, CPU seconds]",
     )
     options = parser.parse_args()
-    config = resolve_rank_config(load_config(options.config, [*options.set, "cluster.ranks=1"]))
+    config = rank_config(options.config, [*options.set, "cluster.ranks=1"])
     epoch = Epoch(RankProcess(0, config), Rendezvous("", 0, "bench-engine"), timeout_s=60)
     epoch.load()
     loop = Loop(epoch, options.input_len, options.output_len, options.seed)

@@ -28,6 +28,7 @@ from kernels.block_fp8 import quantise_blocks
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.routing.permute import Permutation
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
+from scripts.bench.inputs import need_gpus
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
 from scripts.bench.timing import add_layer_options, alternate, parse_layer_options, repeated
@@ -269,8 +270,8 @@ def parse() -> argparse.Namespace:
     add_limits(parser, patience_s=40, budget_s=90)
     add_options(parser)
     args = parse_layer_options(parser)
-    if args.device == "cuda" and not (args.redraw or torch.cuda.is_available()):
-        raise SystemExit("needs a GPU, found none; --device cpu is a dry run")
+    if args.device == "cuda" and not args.redraw:
+        need_gpus(1, "--device cpu is a dry run")
     return args
 
 

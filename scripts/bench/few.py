@@ -18,11 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cluster.config.load import load_config
-from cluster.config.resolve import resolve_rank_config
 from scripts.bench import ROOT
+from scripts.bench.inputs import names_of, rank_config
 from scripts.bench.processes import Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import (
     add_options,
@@ -33,14 +30,13 @@ from scripts.bench.results import (
     save,
     write,
 )
-from scripts.bench.timeline import scaled
-from scripts.bench.timeline_ranks import JOIN_TIMEOUT_S, Loop, State
+from scripts.bench.timeline import check, scaled
+from scripts.bench.timeline_ranks import Loop, State, start_epoch
 from workers.config import RankConfig
 from workers.engine.step_sync import GraphMode
 from workers.rank.epoch import Epoch
-from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
-from workers.rank.rank_info import Rendezvous, start_stages
+from workers.rank.rank_info import Rendezvous
 from workers.runner.graph_sizes import GraphKey
 from workers.wire.request import RequestOutput
 
@@ -90,7 +86,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=float, default=1.0, help="factor of tokens")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each variant")
     parser.add_argument(
-        "--profiled", nargs="*", default=["none", list(VARIANTS)[-1]], help="variants"
+        "--profiled", type=names_of(VARIANTS), default=["none", list(VARIANTS)[-1]], help="variants"
     )
     parser.add_argument("--set", action="append", default=[], help="setting of the configuration")
     add_limits(parser, patience_s=200, budget_s=300)
@@ -101,8 +97,9 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """All states and variants, in processes; what was measured until something failed is written all the same."""
     overrides = [*SMALL, f"cluster.ranks={options.ranks}", *options.set]
-    config = resolve_rank_config(load_config(options.config, overrides))
+    config = rank_config(options.config, overrides)
     states = [scaled(state, 1.0, options.lengths) for state in FEW]
+    check(config, states)
     with local_rendezvous() as rendezvous:
         task = (config, states, rendezvous, options.rounds, options.profiled)
         outcome = run_group(run_rank, task, config.num_ranks, limits_from_now(options))
@@ -135,14 +132,9 @@ def run_rank(
     profiled: list[str],
 ) -> None:
     """A rank's process. Rank 0 reports the start and each state."""
-    if config.device == "cuda":
-        torch.cuda.set_device(index)
     logging.getLogger("workers").setLevel(logging.WARNING)
     set_techniques("none")
-    epoch = Epoch(RankProcess(index, config), rendezvous, JOIN_TIMEOUT_S)
-    for stage in start_stages(config.device):
-        epoch.run_stage(stage, lambda done, total: None)
-        report({"stage": stage})
+    epoch, _ = start_epoch(index, report, config, rendezvous)
     tokens: dict[str, list[int]] = {}
 
     def publish(ingress_id: str, outputs: list[RequestOutput]) -> None:

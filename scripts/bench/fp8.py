@@ -24,6 +24,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.grouped_gemm.deepgemm import DeepGemm, DeepGemmFp8
 from kernels.routing.device_routing import DeviceRouting, route_on_device
+from scripts.bench.inputs import need_gpus
 from scripts.bench.processes import Limits, Report, run_group
 from scripts.bench.results import origin, save
 from scripts.bench.timing import alternate, repeated
@@ -196,6 +197,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=140.0, help="seconds of the whole run")
     options = parser.parse_args()
+    need_gpus(1)
     begin = time.monotonic()
     end = begin + options.budget
     compiled = run_group(

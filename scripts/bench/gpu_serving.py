@@ -11,15 +11,12 @@ scripts/bench_gpu_serving; on a CPU with a small checkpoint it is a dry run of i
 import argparse
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import urllib.request
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from cluster.bench import loop, machine
 from cluster.bench.load import Driver
@@ -29,7 +26,8 @@ from cluster.bench.settings import Load
 from scripts.bench import ROOT, qwen_tokenizer, released_shapes, results
 from scripts.bench.gpu_energy import GpuEnergy, used
 from scripts.bench.gpu_serving_report import page
-from scripts.bench.servers import ServerProcess, free_port
+from scripts.bench.inputs import names_of, server_config
+from scripts.bench.servers import ServerProcess, free_port, phalanx, resolved
 from workers.models.registry import load_model_config
 
 # In flight, input and output tokens. The fourth decodes 128 sequences a rank at 2,048 tokens, the last needs
@@ -62,7 +60,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="factor of requests in flight: ranks / 4")
     parser.add_argument("--lengths", type=float, default=1.0, help="factor of prompts and answers")
     parser.add_argument("--waves", type=int, default=2, help="requests for each one in flight")
-    parser.add_argument("--loads", default="0,1,2", help="which of the loads, from 0")
+    loads = names_of(map(str, range(len(LOADS))))
+    parser.add_argument("--loads", type=loads, default="0,1,2", help="which of the loads, from 0")
     parser.add_argument("--shape", choices=released_shapes.SHAPES, help="in place of the model")
     parser.add_argument("--layers", type=int, help="of the shape; default: all")
     parser.add_argument("--fp8", action="store_true", help="the shape as a checkpoint in FP8")
@@ -85,9 +84,10 @@ def parse() -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Return the report of one server, and of a second one that differs in the settings `--against`."""
+    config = server_config(options.config, [f"cluster.ranks={options.ranks}", *options.set])
     with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
         if options.shape is None:
-            tokenizer = published_tokenizer(options, Path(folder))
+            tokenizer = published_tokenizer(config.model.folder, options.vocabulary, Path(folder))
             return measure_with(options, log, tokenizer, bool(tokenizer))
         options.layers = options.layers or released_shapes.SHAPES[options.shape]["num_layers"]
         shape = released_shapes.model_folder(
@@ -96,13 +96,12 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
         return measure_with(options, log, [f"model.path={shape}"], False)
 
 
-def published_tokenizer(options: argparse.Namespace, folder: Path) -> list[str]:
+def published_tokenizer(model: Path, vocabulary: Path | None, folder: Path) -> list[str]:
     """Return settings for a model folder with the published tokenizer; none for other models or without a vocabulary.
 
     The committed folder has a tokenizer of bytes, with which most ids that random weights draw have no text.
     """
-    model = options.config.parent / yaml.safe_load(options.config.read_text())["model"]["path"]
-    vocabulary = options.vocabulary or qwen_tokenizer.find_vocabulary()
+    vocabulary = vocabulary or qwen_tokenizer.find_vocabulary()
     if model.name != SHAPE or vocabulary is None:
         return []
     copy = folder / SHAPE  # the folder's name is the model's name
@@ -135,42 +134,32 @@ def measure_with(
 
 def serve(options: argparse.Namespace, settings: list[str], log: Path) -> dict[str, Any]:
     """Start a server, load it, stop it."""
-    checked = phalanx("check", options.config, settings, "--json")
-    resolved = json.loads(
-        subprocess.run(checked, check=True, capture_output=True, text=True).stdout
-    )
-    port = free_port()
+    found, port = resolved(options.config, settings), free_port()
     command = phalanx("serve", options.config, [f"serve.port={port}", *settings])
     server = ServerProcess(
-        command, port, resolved["config"]["serve"]["model_name"], log, START_TIMEOUT_S
+        command, port, found["config"]["serve"]["model_name"], log, START_TIMEOUT_S
     )
     try:
         print(f"first answer after {server.start_s:.1f} s", file=sys.stderr)
-        loads = [run_load(server, load, resolved) for load in make_loads(options)]
+        loads = [run_load(server, load, found) for load in make_loads(options)]
     finally:
         stop_s = server.stop()
     output = log.read_text(errors="replace")
-    model = resolved["config"]["model"]
+    model = found["config"]["model"]
     model["path"] = Path(model["path"]).name
     return {
         "start_to_first_answer_s": round(server.start_s, 2),
         "start_stages_s": {name: float(seconds) for name, seconds in STAGE.findall(output)},
         "stop_s": stop_s and round(stop_s, 2),
         "loads": loads,
-        "resolved": resolved,
+        "resolved": found,
     }
-
-
-def phalanx(command: str, config: Path, settings: list[str], *options: str) -> list[str]:
-    """A command line of this installation."""
-    overrides = [part for setting in settings for part in ("--set", setting)]
-    return [sys.executable, "-m", "cluster.cli", command, str(config), *options, *overrides]
 
 
 def make_loads(options: argparse.Namespace) -> list[Load]:
     """The chosen loads, scaled."""
     loads = []
-    for index in map(int, options.loads.split(",")):
+    for index in map(int, options.loads):
         in_flight, input_len, output_len = LOADS[index]
         concurrency = max(1, round(in_flight * options.scale))
         load = Load(

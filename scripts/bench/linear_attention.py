@@ -11,8 +11,6 @@ of the inputs and one write of the outputs, or the products, whichever is longer
 
 import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,6 +23,8 @@ from kernels.backends.select import probe
 from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.chunks import MAX_CHUNK
 from kernels.linear_attention.spec import LinearAttentionSpec
+from scripts.bench.inputs import need_gpus
+from scripts.bench.timing import alternate, repeated
 
 LAYERS = 3  # one after the other, so that no state of a few decodes stays in a cache
 ROUNDS = 15
@@ -44,42 +44,16 @@ def _batch(num_seqs: int, new: int, device: torch.device) -> AttentionBatch:
     )
 
 
-def _calls(
+def _call(
     subject: LinearAttention, spec: LinearAttentionSpec, num_tokens: int, dtype: torch.dtype
-) -> Callable[[], object]:
-    """Return one call of each layer, with random inputs."""
+) -> Callable[[int], object]:
+    """Return a call of the layer of a number, with random inputs."""
     device, heads = subject.states[0].state.device, spec.num_value_heads
     mixed = torch.randn(num_tokens, spec.channels, dtype=dtype, device=device)
     gates = torch.randn(2, num_tokens, heads, dtype=dtype, device=device)
     weight = torch.randn(spec.channels, spec.conv_width, dtype=dtype, device=device)
     neg_exp_a, dt_bias = -torch.rand(heads, device=device), torch.randn(heads, device=device)
-
-    def calls() -> None:
-        for layer in range(LAYERS):
-            subject(mixed, gates[0], gates[1], layer, weight, neg_exp_a, dt_bias)
-
-    return calls
-
-
-def _median_us(calls: Callable[[], object], *, cuda: bool, graph: bool) -> float:
-    """Return the median microseconds of one layer."""
-    calls()
-    if graph:
-        torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            calls()
-        calls = captured.replay
-    times = []
-    for _ in range(ROUNDS + 2):
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        calls()
-        if cuda:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]) / LAYERS * 1e6
+    return lambda layer: subject(mixed, *gates, layer, weight, neg_exp_a, dt_bias)
 
 
 def _flops(spec: LinearAttentionSpec, num_tokens: int) -> int:
@@ -103,8 +77,8 @@ def _measure(args: argparse.Namespace, name: str, num_seqs: int, new: int) -> di
         subject.plan_graph(batch, num_seqs, prompts=False)
     else:
         subject.plan(batch)
-    calls = _calls(subject, spec, num_seqs * new, dtype)
-    us = _median_us(calls, cuda=device.type == "cuda", graph=graph)
+    calls = repeated(_call(subject, spec, num_seqs * new, dtype), LAYERS, graph=graph)
+    us = alternate({"us": calls}, ROUNDS, LAYERS, device, digits=3)["us"]
     found: dict[str, object] = {"backend": name, "sequences": num_seqs, "new_tokens": new, "us": us}
     if args.gb_per_s:
         row = (spec.channels + spec.value_size) * dtype.itemsize
@@ -115,24 +89,37 @@ def _measure(args: argparse.Namespace, name: str, num_seqs: int, new: int) -> di
     return found
 
 
+def _prompts(text: str) -> tuple[int, int]:
+    """Return the sequences and tokens of `8x1024`."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not sequences x tokens, as 8x1024")
+    return int(parts[0]), int(parts[1])
+
+
 def main() -> None:
     """Measure every backend that runs here; write and print one line a case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--backends", nargs="+", help="by default all that run here")
+    parser.add_argument(
+        "--backends", nargs="+", choices=LINEAR_ATTENTION, help="by default all that run here"
+    )
     parser.add_argument("--heads", nargs=2, type=int, default=(16, 32), help="of keys, of values")
     parser.add_argument("--dim", type=int, default=128, help="of keys and of values")
     parser.add_argument("--conv-width", type=int, default=4)
     parser.add_argument("--decodes", nargs="*", type=int, default=(8, 32, 128, 512))
-    parser.add_argument("--prompts", nargs="*", default=("1x8192", "8x1024", "1x32768", "8x4096"))
+    parser.add_argument(
+        "--prompts", nargs="*", type=_prompts, default=[(1, 8192), (8, 1024), (1, 32768), (8, 4096)]
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"))
     parser.add_argument("--gb-per-s", type=float, help="memory bandwidth of the device")
     parser.add_argument("--tflops", type=float, default=989.0, help="of the device, in bfloat16")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     args.dtype = args.dtype or ("bfloat16" if args.device == "cuda" else "float32")
-    cases = [(count, 1) for count in args.decodes]
-    cases += [(int(count), int(new)) for count, new in (x.split("x") for x in args.prompts)]
+    if args.device == "cuda":
+        need_gpus(1, "--device cpu is a dry run")
+    cases = [*((count, 1) for count in args.decodes), *args.prompts]
     absent = probe(args.device)
     names = args.backends or [x for x in LINEAR_ATTENTION if f"linear_attention.{x}" not in absent]
     found = []

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from kernels.routing.placement import ExpertPlacement
 from scripts.bench import ROOT
+from scripts.bench.inputs import need_gpus
 from scripts.bench.results import add_options, origin, save
 from workers.models.registry import load_model_config
 from workers.models.specs import ModelConfig
@@ -142,8 +143,7 @@ def main() -> None:
     )
     add_options(parser, drawn=False)
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("needs a GPU, found none")
+    need_gpus(1)
     device = torch.device("cuda", torch.cuda.current_device())
     config = load_model_config(MODEL)
     result = {

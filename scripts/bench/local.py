@@ -32,7 +32,6 @@ from workers.weights.checkpoint import make_checkpoint
 
 CACHE = ("model.max_model_len=2048", "cache.num_blocks=1024")  # all of the heavier load fits
 SHORT = "8 in flight, 64 in / 64 out"
-PHALANX = Path(sys.executable).with_name("phalanx")
 LONG = "32 in flight, 256 in / 128 out"
 
 
@@ -180,7 +179,7 @@ def measure_engine(load: Load, cycle: int, config: Path, sets: list[str]) -> lis
 def look(server: ServerProcess, contestant: Contestant, config: Path) -> None:
     """Memory after the load of the protocol, and CPU time with nothing to do."""
     assert contestant.settings is not None
-    ranks = resolved(PHALANX, config, contestant.settings)["ranks"]
+    ranks = resolved(config, contestant.settings)["ranks"]
     contestant.memory_mb = server.rank_memory(
         [row["weight_bytes"] for row in ranks], [row["kv_bytes"] for row in ranks]
     )
@@ -212,7 +211,7 @@ def describe(contestant: Contestant, config: Path) -> dict[str, Any]:
         },
     }
     if contestant.settings is not None:
-        description["resolved"] = resolved(PHALANX, config, contestant.settings)
+        description["resolved"] = resolved(config, contestant.settings)
         description["rank_0_tokens_per_s_of_steps"] = contestant.rank_rates
         description["rank_memory_mb"] = contestant.memory_mb
         description["idle_cpu_percent_of_a_core"] = contestant.idle_cpu_percent

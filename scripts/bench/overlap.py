@@ -14,7 +14,6 @@ CPU it is a dry run of itself:
 
 import argparse
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from cluster.commands import trace_drawing
 from cluster.experiments.gpu_clock import clock_figures, clock_samples
 from kernels.backends import registry
 from scripts.bench import ROOT
+from scripts.bench.inputs import counts, model_copy, names_of, need_gpus
 from scripts.bench.overlap_kernels import COMPILERS, ResidentRows, compile_some
 from scripts.bench.overlap_report import RESIDENT, page
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
@@ -43,12 +43,6 @@ from workers.ubatch.tuning import decode_context
 
 ALL2ALLS = "copy_engine,symm,deepep"
 LOW_LATENCY = "deepep_low_latency"  # for decodes alone
-FP8 = {
-    "quant_method": "fp8",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["lm_head"],
-}
 BLOCK_SIZE = 16
 CLOCKED_S = 1.6  # of steps of one form, for its clock and power
 DRAWN_LAYERS = 2
@@ -232,7 +226,10 @@ def tasks(args: argparse.Namespace, folder: Path) -> Iterator[Task]:
             sizes = tuple(getattr(args, phase))
             names = [name for name in args.all2alls if phase == "decode" or name != LOW_LATENCY]
             if sizes and names:
-                config = rank_config(args, model_folder(args, gemm, folder), gemm, phase, sizes)
+                if not (model := folder / gemm).exists():
+                    fp8 = gemm == "deepgemm_fp8"
+                    model_copy(args.model, model, layers=args.layers, fp8=fp8)
+                config = rank_config(args, model, gemm, phase, sizes)
                 trace = args.trace and args.trace.with_name(f"{args.trace.name}-{gemm}-{phase}")
                 yield Task(
                     gemm=gemm,
@@ -245,20 +242,6 @@ def tasks(args: argparse.Namespace, folder: Path) -> Iterator[Task]:
                     trace=trace,
                     config=config,
                 )
-
-
-def model_folder(args: argparse.Namespace, gemm: str, folder: Path) -> Path:
-    """A copy of the model's folder with fewer layers, and in FP8 for a grouped GEMM in FP8."""
-    copy = folder / gemm
-    if not copy.exists():
-        shutil.copytree(args.model, copy)
-        path = copy / "config.json"
-        config = json.loads(path.read_text())
-        config["num_hidden_layers"] = min(args.layers, config["num_hidden_layers"])
-        if gemm == "deepgemm_fp8":
-            config["quantization_config"] = FP8
-        path.write_text(json.dumps(config))
-    return copy
 
 
 def rank_config(
@@ -325,18 +308,17 @@ def compile_kernels(task: Task, limits: Limits) -> str:
 
 def parse() -> argparse.Namespace:
     """Options, with those of the machine filled in."""
-    numbers = lambda text: sorted(int(part) for part in text.split(",") if part)  # noqa: E731
-    names = lambda text: [part for part in text.split(",") if part]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--all2alls", type=names, default=ALL2ALLS)
-    parser.add_argument("--gemms", type=names, default="deepgemm_fp8")
+    parser.add_argument("--all2alls", type=names_of(registry.ALL2ALL), default=ALL2ALLS)
+    gemms = ("auto", *registry.GROUPED_GEMM)
+    parser.add_argument("--gemms", type=names_of(gemms), default="deepgemm_fp8")
     parser.add_argument("--model", type=Path, default=ROOT / "configs" / "models" / "qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=48, help="of the model, at most")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--ranks", type=int, help="default: one for each GPU")
-    parser.add_argument("--prefill", type=numbers, default="4096,8192", help="tokens of a rank")
-    parser.add_argument("--decode", type=numbers, default="", help="sequences of a rank")
-    parser.add_argument("--comm-sms", type=numbers, default="16,24,32")
+    parser.add_argument("--prefill", type=counts, default="4096,8192", help="tokens of a rank")
+    parser.add_argument("--decode", type=counts, default="", help="sequences of a rank")
+    parser.add_argument("--comm-sms", type=counts, default="16,24,32")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--clocks", action="store_true", help="of the largest prefill, both forms")
     parser.add_argument("--trace", type=Path, help="draw a step of the last all-to-all here")
@@ -346,9 +328,20 @@ def parse() -> argparse.Namespace:
     num_gpus = torch.cuda.device_count()
     args.device = "cuda" if num_gpus else "cpu"
     args.ranks = args.ranks or num_gpus
-    if args.ranks < 2 and not args.redraw:
-        parser.error(f"needs two ranks or more, found {num_gpus} GPUs: --ranks")
+    if not args.redraw:
+        _check(parser, args, num_gpus)
     return args
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace, num_gpus: int) -> None:
+    if args.ranks < 2:
+        parser.error(f"needs two ranks or more, found {num_gpus} GPUs: --ranks")
+    if num_gpus:
+        need_gpus(args.ranks, "--ranks")
+    if not (args.prefill or args.decode):
+        parser.error("nothing to measure: --prefill or --decode")
+    if args.rounds < 1:
+        parser.error(f"--rounds is {args.rounds}, expected 1 or more")
 
 
 def main() -> None:

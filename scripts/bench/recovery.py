@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,7 @@ from cluster.config.load import load_config
 from scripts.bench import ROOT, results
 from scripts.bench.chaos import HOOKS
 from scripts.bench.chaos_faults import FAULTS, Failure, Victim, serves, watch
+from scripts.bench.inputs import names_of
 from scripts.bench.servers import ServerProcess, free_port
 
 FIRST_TOKENS = 8  # of each stream, before a failure
@@ -292,20 +293,6 @@ def serve(name: str, options: argparse.Namespace, report: dict[str, Any]) -> Non
                 options.logs.with_name(f"{options.logs.name}-{name}.log").write_text(
                     text[-200_000:]
                 )
-
-
-def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return the type of an option that takes some of these names."""
-    names = tuple(known)
-
-    def parse(text: str) -> list[str]:
-        wanted = text.split(",")
-        unknown = [name for name in wanted if name not in names]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(names)}")
-        return wanted
-
-    return parse
 
 
 def main() -> None:

@@ -110,7 +110,10 @@ def _on_one_line(found: re.Match[str]) -> str:
 
 def load(out: Path) -> Found:
     """What was saved."""
-    return json.loads(out.with_suffix(".json").read_text())
+    path = out.with_suffix(".json")
+    if not path.is_file():
+        raise SystemExit(f"{path} is missing: measure first, or name other results by --out")
+    return json.loads(path.read_text())
 
 
 def write(out: Path, found: Found, page: Page, plot: Plot | None = None) -> None:

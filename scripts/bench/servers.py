@@ -7,6 +7,7 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -176,9 +177,17 @@ def transformers_command(python: Path, checkpoint: Path, port: int) -> list[str]
     return [*command, "--host", "127.0.0.1", "--port", str(port)]
 
 
-def resolved(phalanx: Path, config: Path, settings: list[str]) -> dict[str, Any]:
-    """What `phalanx check --json` says."""
-    options = [part for setting in settings for part in ("--set", setting)]
-    command = [str(phalanx), "check", str(config), "--json", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+def phalanx(command: str, config: Path, settings: list[str], *options: str) -> list[str]:
+    """A command line of this installation."""
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "cluster.cli", command, str(config), *options, *overrides]
+
+
+def resolved(config: Path, settings: list[str]) -> dict[str, Any]:
+    """Return the figures of `phalanx check --json`; a wrong configuration ends the command with its problems."""
+    command = phalanx("check", config, settings, "--json")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr.strip())
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found

@@ -10,22 +10,19 @@ Stages are in seconds, as the server's console names them.
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kernels.attention.flashinfer_modules import seal_modules
 from scripts.bench import ROOT
-from scripts.bench.gpu_serving import STAGE, START_TIMEOUT_S, phalanx
+from scripts.bench.gpu_serving import STAGE, START_TIMEOUT_S
+from scripts.bench.inputs import model_copy, names_of, server_config
 from scripts.bench.results import add_options, origin, save
-from scripts.bench.servers import ServerProcess, free_port
+from scripts.bench.servers import ServerProcess, free_port, phalanx
 
 STARTS = ("cold", "warm", "shipped")
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 
 
 def main() -> None:
@@ -34,7 +31,9 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "gpu-bench.yaml")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--fp8", action="store_true", help="the model as a checkpoint in FP8")
-    parser.add_argument("--starts", default=",".join(STARTS), help="which starts, in this order")
+    parser.add_argument(
+        "--starts", type=names_of(STARTS), default=list(STARTS), help="which starts, in this order"
+    )
     parser.add_argument("--set", action="append", default=[], help="setting of the server")
     parser.add_argument("--logs", type=Path, help="keep the servers' output in this folder")
     add_options(parser, "gpu-start", drawn=False)
@@ -45,7 +44,10 @@ def main() -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Start the servers one after another, and save after each."""
-    model, kernels = model_folder(options, folder), folder / "kernels"
+    settings = [f"cluster.ranks={options.ranks}", *options.set]
+    source = server_config(options.config, settings).model.folder
+    model = model_copy(source, folder / source.name, fp8=options.fp8)
+    settings, kernels = [f"model.path={model}", *settings], folder / "kernels"
     report: dict[str, Any] = {
         "method": __doc__,
         **origin(options.ranks, options.commit, served=True),
@@ -56,14 +58,13 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         "starts": {},
     }
     (options.logs or folder).mkdir(parents=True, exist_ok=True)
-    for name in options.starts.split(","):
+    for name in options.starts:
         if name == "shipped":
             seal_modules(kernels)
             kernels = kernels.rename(folder / "elsewhere")
-        settings = [f"model.path={model}", f"cluster.ranks={options.ranks}", *options.set]
-        settings.append(f"kernels.cache={kernels}")
         log = (options.logs or folder) / f"{name}.log"
-        found = {**start(options.config, settings, model.name, log), **contents(kernels)}
+        of_start = [*settings, f"kernels.cache={kernels}"]
+        found = {**start(options.config, of_start, model.name, log), **contents(kernels)}
         report["starts"][name] = found
         save(options.out, report)
         print(name, json.dumps(found), file=sys.stderr)
@@ -80,17 +81,6 @@ def start(config: Path, settings: list[str], name: str, log: Path) -> dict[str, 
         "start_to_first_answer_s": round(server.start_s, 2),
         "stages_s": {stage: float(seconds) for stage, seconds in stages},
     }
-
-
-def model_folder(options: argparse.Namespace, folder: Path) -> Path:
-    """Return a copy of the configuration's model, in FP8 where that is wanted."""
-    wanted = yaml.safe_load(options.config.read_text())["model"]["path"]
-    model = shutil.copytree(options.config.parent / wanted, folder / Path(wanted).name)
-    if options.fp8:
-        config = json.loads((model / "config.json").read_text())
-        config["quantization_config"] = {**FP8, "weight_block_size": [128, 128]}
-        (model / "config.json").write_text(json.dumps(config))
-    return Path(model)
 
 
 def contents(kernels: Path) -> dict[str, Any]:

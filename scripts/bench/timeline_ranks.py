@@ -96,15 +96,7 @@ def run_rank(
     rendezvous: Rendezvous,
 ) -> None:
     """A rank's process: all stages, then all states. Rank 0 reports each stage, the start, and what all found."""
-    if config.device == "cuda":
-        torch.cuda.set_device(index)
-    stages, process = {}, RankProcess(index, config)
-    epoch = Epoch(process, rendezvous, JOIN_TIMEOUT_S)
-    for stage in start_stages(config.device):
-        started = time.perf_counter()
-        epoch.run_stage(stage, lambda done, total: None)
-        stages[stage] = round(time.perf_counter() - started, 1)
-        report({"stage": stage})
+    epoch, stages = start_epoch(index, report, config, rendezvous)
     info = epoch.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     report({"start": {"backends": info.backends, "stages_s": stages}})
     loop = Loop(epoch, folder / f"trace-{index}.json")
@@ -118,6 +110,19 @@ def run_rank(
         if index == 0:
             print(f"{state.title}: {found['step_ms']:.3f} ms a step", file=sys.stderr, flush=True)
     epoch.process.close()
+
+
+def start_epoch(
+    index: int, report: Report, config: RankConfig, rendezvous: Rendezvous
+) -> tuple[Epoch, dict[str, float]]:
+    """Return a rank behind all stages, and the seconds of each; rank 0 reports each stage."""
+    if config.device == "cuda":
+        torch.cuda.set_device(index)
+    epoch = Epoch(RankProcess(index, config), rendezvous, JOIN_TIMEOUT_S)
+    for stage in start_stages(config.device):
+        epoch.run_stage(stage, lambda done, total: None)
+        report({"stage": stage})
+    return epoch, {stage: round(epoch.seconds[stage], 1) for stage in start_stages(config.device)}
 
 
 class Loop:

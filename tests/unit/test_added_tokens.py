@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import pytest
 from llguidance import LLMatcher
@@ -73,12 +72,10 @@ def vocabulary() -> Path:
 def benchmark_folder(vocabulary, tmp_path_factory) -> Path:
     """The model folder of the benchmark on GPUs, which has the published tokenizer."""
     folder = tmp_path_factory.mktemp("benchmark")
-    options = SimpleNamespace(config=SHAPE.parents[1] / "gpu-bench.yaml", vocabulary=vocabulary)
-    (setting,) = gpu_serving.published_tokenizer(options, folder)
+    (setting,) = gpu_serving.published_tokenizer(SHAPE, vocabulary, folder)
     key, _, path = setting.partition("=")
     assert key == "model.path" and Path(path).name == SHAPE.name
-    options.config = SHAPE.parents[1] / "local.yaml"
-    assert gpu_serving.published_tokenizer(options, folder) == []
+    assert gpu_serving.published_tokenizer(SHAPE.with_name("demo"), vocabulary, folder) == []
     return Path(path)
 
 
