@@ -158,9 +158,9 @@ class RankStart:
                 reaper.end_session()  # calls of Ray would wait for a minute
             else:
                 if self.supervisor is not None:
-                    self._stop_ranks()
+                    self._stop_ranks(self.supervisor)
                     beside()
-                    self._stop_ranks()  # an ingress that started meanwhile has created a supervisor again
+                    self._stop_successor()
             ray.shutdown()
 
     @contextmanager
@@ -184,13 +184,22 @@ class RankStart:
         yield
         self._report(name, time.monotonic() - started)
 
-    def _stop_ranks(self) -> None:
+    def _stop_successor(self) -> None:
+        """End the supervisor that an ingress which started meanwhile has created, if any."""
+        from cluster.group.supervisor import find
+
+        successor = find(self._config)
+        # A call of a killed supervisor would be tried again and reported on the console.
+        if successor is not None and successor != self.supervisor:
+            self._stop_ranks(successor)
+
+    def _stop_ranks(self, supervisor: Any) -> None:
         import ray
         from ray.exceptions import RayError
 
         try:
-            ray.get(self.supervisor.stop.remote(), timeout=5)
-            ray.kill(self.supervisor)
+            ray.get(supervisor.stop.remote(), timeout=5)
+            ray.kill(supervisor)
         except RayError as error:
             logging.getLogger(__name__).debug("no supervisor to stop: %s", error)
 

@@ -70,6 +70,14 @@ def get_or_create(config: PhalanxConfig) -> SupervisorHandle:
     return _create(config, get_if_exists=True)
 
 
+def find(config: PhalanxConfig) -> SupervisorHandle | None:
+    """The supervisor of this configuration's application; None if there is none."""
+    try:
+        return ray.get_actor(supervisor_name(config), NAMESPACE)
+    except ValueError:
+        return None
+
+
 def _create(config: PhalanxConfig, *, get_if_exists: bool) -> SupervisorHandle:
     """Create it on the node of this process, which has the model.
 
