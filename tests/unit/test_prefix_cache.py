@@ -17,7 +17,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6, 0]
 
 
 class Server:
-    """A scheduler, its model, and what came out."""
+    """A scheduler, its model, and what came out. prefill_cap: most prompt tokens of a step, 0 = no limit."""
 
     def __init__(
         self,
@@ -25,6 +25,7 @@ class Server:
         caching: bool = True,
         window: int | None = None,
         snapshots: int | None = None,
+        prefill_cap: int = 0,
         **limits,
     ):
         values = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **limits}
@@ -40,6 +41,8 @@ class Server:
             window=window,
             snapshots=states,
         )
+        self.decodes_fit = values["max_num_seqs"] <= values["max_num_batched_tokens"]
+        self.prefill_cap = prefill_cap
         self.model = PagedModel(self.scheduler)
         self.outputs: dict[str, list[RequestOutput]] = {}
 
@@ -65,7 +68,11 @@ class Server:
         assert error is None
 
     def step(self) -> None:
-        batch = self.scheduler.schedule()
+        decoding = {seq for seq in self.scheduler.running if seq.num_remaining == 1}
+        batch = self.scheduler.schedule(self.prefill_cap)
+        assert not self.prefill_cap or batch.prefill_tokens <= self.prefill_cap
+        if self.decodes_fit:
+            assert {seq for seq in decoding if seq.row >= 0} <= set(batch.seqs)
         tokens = self.model.execute(batch)
         self.scheduler.launched(batch)
         for output in self.scheduler.commit(batch, StepOutput(tokens)):
@@ -263,12 +270,14 @@ events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 25)), max_
     st.sampled_from(
         [(None, None), (1, None), (2, None), (6, None), (30, None), (None, 0), (None, 1), (None, 9)]
     ),
+    st.sampled_from([0, 1, 5, 64]),
 )
-def test_tokens_are_the_same_with_and_without(events, num_blocks, budget, layers):
-    """`layers`: their largest window, and the snapshots of their states."""
+def test_tokens_are_the_same_with_and_without(events, num_blocks, budget, layers, prefill_cap):
+    """The cache, and a cap on prompt tokens. `layers`: their largest window, and the snapshots of their states."""
     num_blocks += 0 if layers[0] is None else 11
     servers = [
-        Server(num_blocks, caching, *layers, max_num_batched_tokens=budget) for caching in (1, 0)
+        Server(num_blocks, caching, *layers, cap, max_num_batched_tokens=budget)
+        for caching, cap in ((True, prefill_cap), (False, 0))
     ]
     aborted = set()
     for server in servers:
