@@ -93,9 +93,9 @@ arrivals = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2))
 def test_random_traffic_under_a_cap(events, cap, num_blocks):
     """No step has more prompt tokens than the cap, every decode runs in every step, and everything ends.
 
-    A cap of 32 and more tokens is no limit. With 16 blocks sequences are preempted.
+    A cap of 16 and more tokens is no limit. With 16 blocks sequences are preempted.
     """
-    scheduler = make(num_blocks=num_blocks, max_num_batched_tokens=32)
+    scheduler = make(num_blocks=num_blocks, max_num_batched_tokens=16)
     ended: set[str] = set()
     added = 0
 
