@@ -18,7 +18,7 @@ def tokens(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (7, 3), (1, 1)])
-@pytest.mark.parametrize("num_rows", [0, 1, 40, *compiled_only(300, 8192)])
+@pytest.mark.parametrize("num_rows", [0, 1, 7, *compiled_only(300, 8192)])
 @pytest.mark.parametrize(("law", "exponent"), [("uniform", 1.0), ("zipf", 1.2), ("balanced", 1.0)])
 def test_equals_the_cpu(law, exponent, num_rows, num_experts, top_k, on_device):
     ids, positions = tokens(num_rows)

@@ -17,13 +17,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 EXPERTS, TOP_K = 6, 2
 TOLERANCE = {torch.float32: 1e-11, torch.bfloat16: 2e-5, torch.float16: 1e-6}
-# The interpreter takes the bits of bfloat16 for integers.
-DTYPES = [torch.float32, torch.float16, *compiled_only(torch.bfloat16)]
+ROWS = [1, 20, 100, 200, 400, *compiled_only(3000)]
+# float32 has one tile shape. The interpreter takes the bits of bfloat16 for integers.
+DTYPES_AND_ROWS = [
+    *((torch.float32, num_rows) for num_rows in (1, 50)),
+    *((torch.float16, num_rows) for num_rows in ROWS),
+    *compiled_only(*((torch.bfloat16, num_rows) for num_rows in ROWS)),
+]
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 20, 100, 200, 400, *compiled_only(3000)])
+@pytest.mark.parametrize(("dtype", "num_rows"), DTYPES_AND_ROWS)
 @pytest.mark.parametrize(("hidden", "width"), [(128, 64), (72, 40)])
 @torch.inference_mode()
 def test_equals_float32(hidden, width, num_rows, dtype, in_order):

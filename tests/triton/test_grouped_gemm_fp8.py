@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.base import ExpertInput
-from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
+from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks, quantise_groups
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.pending import set_yield_ubatch
@@ -72,7 +72,7 @@ def test_product_equals_float32(num_rows: int, alignment: int, indexed: bool, ti
     hidden, width = 256, 192
     routing, (held, exact) = routed(num_rows, alignment), weights(EXPERTS - 2, width, hidden)
     num_x = num_rows if indexed else routing.num_permuted
-    values, scales = quantise_rows(spread(randn(num_x, hidden, dtype=torch.bfloat16)))
+    values, scales = quantise_groups(spread(randn(num_x, hidden, dtype=torch.bfloat16)))
     row_R = routing.row_R if indexed else None
     bounds = routing.starts_e, routing.ends_e, routing.num_permuted
     y_RD, none = grouped_gemm_fp8(

@@ -37,8 +37,7 @@ def draw(shape, dtype=torch.int64) -> torch.Tensor:
     return topk_idx_NK
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("dtype", "strided"), [(torch.int32, False), (torch.int64, True)])
 @pytest.mark.parametrize("alignment", [1, 128])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_routes_like_the_cpu(shape, alignment: int, dtype: torch.dtype, strided: bool):
@@ -81,8 +80,14 @@ def test_places_suffice_for_the_worst_routing():
             assert int(routing.ends_e.max()) <= routing.num_permuted
 
 
-@pytest.mark.parametrize("width", [8, 200, 2048, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "width"),
+    [
+        *((torch.float32, width) for width in (8, 5000)),
+        *((torch.bfloat16, width) for width in (200, 2048)),
+        (torch.float16, 2048),
+    ],
+)
 @pytest.mark.parametrize("shape", THERE_AND_BACK, ids=str)
 def test_rows_go_there_and_back(shape, dtype: torch.dtype, width: int):
     topk_idx_NK, (num_rows, top_k, num_experts, experts) = draw(shape), shape

@@ -25,7 +25,7 @@ from tests.triton.symm_ranks import build_ranks
 
 pytestmark = pytest.mark.skipif(COMPILED, reason="the interpreter's part; GPUs run the whole")
 
-NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS = 7, 3, 24, 21
+NUM_EXPERTS, TOP_K, HIDDEN, MAX_TOKENS = 7, 3, 24, 17  # one more than a program takes at a time
 FP8_HIDDEN = 384
 # A rounding of each answer and of each rank's sum; the interpreter cuts bfloat16 off.
 ERRORS = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 6e-2}
@@ -128,7 +128,7 @@ def test_kernels_bring_rows_to_their_experts_and_back(one_process, num_ranks, nu
     ranks = build_ranks(num_ranks, NUM_EXPERTS, row_format, MAX_TOKENS)
     for exchange in ranks:
         exchange.set_num_sms(num_sms)
-    for call, num_tokens in enumerate((4, 0, MAX_TOKENS, 1)):
+    for call, num_tokens in enumerate((4, 0, MAX_TOKENS, 1) if num_ranks < 8 else (5, 3)):
         check(ranks, num_tokens, 10 * call, dtype)
 
 
