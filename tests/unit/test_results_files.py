@@ -3,6 +3,8 @@
 import json
 import re
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,62 @@ def test_pages_link_to_results_that_exist():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for name in re.findall(r"\]\(([^)#:]+\.(?:json|md|png))\)", page.read_text()):
             assert (page.parent / name).exists(), f"{page.name} links to {name}"
+
+
+def load(name: str) -> Any:
+    return json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text())
+
+
+def row(page: str, beginning: str) -> list[str]:
+    """The cells behind the first one of the table row that begins so."""
+    (line,) = [x for x in (ROOT / page).read_text().splitlines() if x.startswith(f"| {beginning}")]
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_the_comparison_with_vllm_in_the_readme_is_that_of_its_file():
+    loads = load("vllm-comparison")["loads"]
+    for beginning, number, key in (
+        ("512 / 1,024", 0, "output_tokens_per_s"),
+        ("128 / 128", 1, "output_tokens_per_s"),
+        ("256 / 4,096", 2, "tokens_per_s"),
+        ("512, mixed", 3, "output_tokens_per_s"),
+        ("4 / 512", 4, "ms_per_token"),
+        ("start to first answer, nothing", 5, "seconds"),
+    ):
+        entry, cells = loads[number], row("README.md", beginning)
+        wanted = [f"{entry[server][key]:,}" for server in ("phalanx", "vllm")]
+        assert [cell.split(" ")[0] for cell in cells] == [*wanted, f"{entry['ratio']:.2f}"]
+
+
+def test_the_speed_on_cpus_in_the_readme_is_that_of_its_file():
+    servers = load("cpu-local")["servers"].values()
+    small, large = next(iter(servers))["loads"]
+    for beginning, name in (("**8 in flight", small), ("**32 in flight", large)):
+        medians = [server["loads"].get(name, {}).get("median") for server in servers]
+        wanted = [f"{m['output_tokens_per_s']:,.0f}" if m else "-" for m in medians]
+        assert row("README.md", beginning) == wanted
+    for beginning, key in (("first token", "ttft_ms"), ("per output token", "tpot_ms")):
+        times = [server["loads"][small]["median"][key] for server in servers]
+        wanted = [f"{time['p50']:.1f} / {time['p99']:.1f}" for time in times]
+        assert row("README.md", beginning) == wanted
+
+
+def test_the_pauses_on_gpus_are_those_of_their_files():
+    servers = load("gpu-recovery")["servers"] | load("gpu-recovery-shrink")["servers"]
+    for beginning, server, number in (
+        ("an error in a step", "plain", 0),
+        ("SIGKILL of one of two ranks |", "plain", 1),
+        ("SIGKILL of a single rank", "standby", 0),
+        ("SIGKILL of one of two ranks, ", "shrink", 0),
+    ):
+        failure = servers[server]["failures"][number]
+        pause, _, serving = row("docs/operations.md", beginning)
+        assert (pause, serving) == (f"{failure['pause_s']:.1f} s", f"{failure['serving_s']:.1f} s")
+
+
+def test_the_speed_over_two_hosts_is_that_of_its_file():
+    layouts = load("cpu-hosts")["layouts"]
+    for ranks in (2, 4):
+        rates = [median(x["output_tokens_per_s"]) for x in layouts if x["ranks"] == ranks]
+        wanted = [f"{rate / rates[0]:.2f}" for rate in rates[1:]]
+        assert row("docs/operations.md", f"{ranks} | 0") == wanted
