@@ -26,9 +26,7 @@ def import_failure() -> str | None:
     """
     if find_spec("flashinfer") is None:
         return None
-    share_compiled_kernels(
-        os.environ
-    )  # flashinfer reads the environment once, while it is imported
+    share_compiled_kernels(os.environ)  # before the import, which reads the environment once
     try:
         import flashinfer  # noqa: F401
     except Exception as error:  # libraries for another CUDA, kernels compiled for another version

@@ -31,12 +31,11 @@ def load_deep_gemm() -> Any:
     os.environ.setdefault("DG_JIT_CACHE_DIR", str(cache_folder() / "deep_gemm"))
     try:
         import deep_gemm
-    except (
-        Exception
-    ) as error:  # a wheel for another torch fails in many ways, with AssertionError without CUDA
-        said = str(error).strip().splitlines() or [type(error).__name__]
+    # A wheel for another torch fails in many ways, with AssertionError without CUDA.
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise DeepGemmUnavailableError(
-            f"import deep_gemm failed with torch {torch.__version__} ({installed()}; {FITS}): {said[0]}"
+            f"import deep_gemm failed with torch {torch.__version__} ({installed()}; {FITS}): {lines[0]}"
         ) from error
     lacking = [name for name in NEEDED if not hasattr(deep_gemm, name)]
     if lacking:

@@ -6,6 +6,7 @@ H200 with 32 experts of hidden 2048 and width 768; see docs/results/gpu-experts.
 R permuted rows, D hidden, I expert width, e local experts.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ class TritonGroupedGemm(GroupedGemm):
         up, down = self._tiles_of_any_gpu(mean, x.dtype)
         if hopper and self._hopper is not None and x.dtype != torch.float32:
             if mean <= FEW_ROWS:  # tiles are fewer than SMs: each program reads further ahead
-                up = self._kernel.TileShape(16, 64, 128, 4, 5, 1)
+                up = self._kernel.TileShape(16, 64, 128, 4, 5, 1, early=True)
             if mean > 768 and self._hopper.takes(x, row_R):
                 up = self._hopper.HopperTile(columns=128, stages=4)
             if mean > 192:
@@ -126,7 +127,8 @@ class TritonGroupedGemm(GroupedGemm):
             tile = TileShape(16, 32, 32, num_warps=4, num_stages=2)
             return tile, tile
         if mean <= 10:
-            return TileShape(16, 64, 128, 4, 3, 2), TileShape(16, 64, 128, 4, 3, 3)
+            few = partial(TileShape, 16, 64, 128, 4, 3, early=True)
+            return few(2), few(3)
         if mean <= 48:
             return TileShape(64, 64, 64, 4, 3, 3), TileShape(64, 64, 128, 4, 3, 2)
         if mean <= 96:

@@ -5,9 +5,8 @@ import triton.language as tl
 
 GROUP = 128
 MAX_E4M3 = tl.constexpr(448.0)
-MIN_AMAX = tl.constexpr(
-    1e-4
-)  # groups of zeros get a finite scale; DeepGEMM's own casts have the same
+# Groups of zeros get a finite scale; DeepGEMM's own casts have the same.
+MIN_AMAX = tl.constexpr(1e-4)
 
 
 @triton.jit

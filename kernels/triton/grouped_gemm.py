@@ -84,6 +84,7 @@ class TileShape:
     """For any GPU: a tile of `rows` permuted rows by `columns` outputs, `depth` inputs at a time.
 
     programs_per_sm   programs that fit on an SM at once; with more, the last ones wait for the first to end
+    early             programs start before the kernel before has ended (kernels.triton.pdl)
     """
 
     rows: int
@@ -92,6 +93,7 @@ class TileShape:
     num_warps: int
     num_stages: int
     programs_per_sm: int = 1
+    early: bool = False
 
     def launch(self, operands: Operands, num_sms: int) -> None:
         """See Tile."""
@@ -110,7 +112,7 @@ class TileShape:
             TILE_R=self.rows,
             TILE_W=self.columns,
             TILE_D=self.depth,
-            **dependent_launch(operands.out_RW.shape[0] // 8),
+            **dependent_launch(early=self.early),
             num_warps=self.num_warps,
             num_stages=self.num_stages,
         )

@@ -90,9 +90,7 @@ def attend(
         q, scale = _half_rows(q, scale)
     for key_0 in range(begin, end, KEYS):
         key = key_0 + tl.arange(0, KEYS)
-        seen = (key < end) & (
-            key >= lowest
-        )  # blocks before the window of the first row may be freed
+        seen = (key < end) & (key >= lowest)  # blocks before the first row's window may be freed
         at, exponent_at = _places(table_ptr, key, seen, value, head, BLOCK_SIZE, HEADS, HEAD_DIM)
         mask = seen[:, None] & (value < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + at, mask=mask, other=0.0)

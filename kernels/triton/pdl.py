@@ -38,10 +38,14 @@ def begin_last(PDL: tl.constexpr):
         gdc_wait()
 
 
-def dependent_launch(num_rows: int, *, early: bool = True) -> dict[str, Any]:
-    """Return the arguments of a kernel that calls `begin`, by the rows that it takes.
+def dependent_launch(num_rows: int = 0, *, early: bool = True) -> dict[str, Any]:
+    """Return the arguments of a kernel that calls `begin`.
 
-    early   False: the kernel starts as usual
+    Where the number of rows also chooses another constant of the kernel, that constant must choose this one too: a
+    warm-up meets one change of form between two of its sizes.
+
+    num_rows   that the kernel takes
+    early      False: the kernel starts as usual
     """
     on = early and num_rows <= MOST_ROWS and starts_early()
     return {"PDL": on, "launch_pdl": on}

@@ -143,7 +143,7 @@ def permute_pairs(
                 **sizes,
                 PAIRS=pairs,
                 ALIGNMENT=alignment,
-                **dependent_launch(len(topk_idx_NK)),
+                **dependent_launch(pairs // 8),  # of usual rows
                 num_warps=warps,
             )
             return permuted_idx_NK, row_R, bounds_3e
