@@ -9,6 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in chi
 
 import torch
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -46,8 +47,15 @@ SHARED_SERVERS = (
 class ByServer(LoadScopeScheduling):
     """Gives a file to one process, and all files that share a server to one process, because each process starts it.
 
+    Every second process takes the files from the end, where the unit tests are: they compute while servers of the other
+    process start, wait and stop. Two servers at once would wait for each other's processor time, and later idle.
     xdist's own `loadgroup` has no effect with pytest 9.2: it writes an attribute that a node no longer has.
     """
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if int(node.gateway.id.removeprefix("gw")) % 2:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
         for files in SHARED_SERVERS:
