@@ -27,8 +27,8 @@ from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 
-WARPS = 16  # of one SM with a limit on SMs
-# Of one SM without: each row of a prompt's step waits for its places and then for its outputs, so many rows at once.
+WARPS = 16  # of one SM, where SMs are limited
+# Of one SM, where SMs are not limited: more rows at once, because a row waits for its places, then for its outputs.
 FREE_WARPS = 28
 VALUES_OF_A_WARP = 512
 

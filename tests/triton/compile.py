@@ -121,17 +121,37 @@ def _resources(kernel: Any) -> dict[str, int]:
     }
 
 
+def rounds_and_widens(code: str) -> bool:
+    """Return whether intermediate code converts values to e4m3, and these values from e4m3.
+
+    Triton 3.6 returned wrong values of such a pair on an H200.
+    """
+    rounded: set[str] = set()
+    for line in code.splitlines():
+        found = re.match(r"\s*(%\w+) = (\S+) (%\w+)", line)
+        if found is None:
+            continue
+        result, operation, operand = found.groups()
+        if operand in rounded and operation == "tt.fp_to_fp":
+            return True
+        to_e4m3 = "f8E4M3" in line.rsplit("->", 1)[-1]
+        if to_e4m3 and (operand in rounded or operation == "tt.fp_to_fp"):
+            rounded.add(result)
+    return False
+
+
 def main() -> None:
-    """Print {"forms": {case: forms}, "needs": {launch: needs}}."""
+    """Print {"forms": {case: forms}, "needs": {launch: needs}, "widened": kernels for which rounds_and_widens}."""
     if not COMPILED:
         driver.set_active(NoGpu())
         pdl.supported = lambda: True
-    with nullcontext() if COMPILED else nothing_runs():
+    with nullcontext([]) if COMPILED else nothing_runs() as compiled:
         forms = {name: forms_of(case) for name, case in CASES.items()}
+    widened = sorted({it.name for it in compiled if rounds_and_widens(it.asm["ttgir"])})
     if COMPILED:
         torch.cuda.synchronize()  # what went wrong there is told here
     needs = {name: needs_of(launch) for name, launch in LAUNCHES.items()}
-    print(json.dumps({"forms": forms, "needs": needs}))
+    print(json.dumps({"forms": forms, "needs": needs, "widened": widened}))
 
 
 if __name__ == "__main__":

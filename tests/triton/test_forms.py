@@ -43,3 +43,7 @@ def test_programs_fit_beside_each_other(compiled: dict[str, Any], launch: str) -
         # Registers are given to warps in units of 256, so 8 a thread.
         assert programs * needs["threads"] * -(-needs["registers"] // 8) * 8 <= REGISTERS, needs
         assert needs["local"] <= 16, f"registers spilled: {needs}"
+
+
+def test_no_kernel_widens_what_it_has_rounded_to_e4m3(compiled: dict[str, Any]) -> None:
+    assert not compiled["widened"]
