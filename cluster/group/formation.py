@@ -41,7 +41,7 @@ class Formation:
     start_timeout_s   time of each stage
     leave_timeout_s   time of a rank to leave an epoch
     new_heartbeats    makes the watch of a stage
-    kept              processes that the last rebuild has kept
+    kept              processes that the last rebuild has kept, less those that still start
     """
 
     def __init__(
@@ -112,7 +112,8 @@ class Formation:
             back = await asyncio.gather(*map(self.leave, cut))
             dead -= {rank for rank, has_left in zip(cut, back, strict=True) if has_left}
         await roster.renew([rank not in dead for rank in ranks], target, anew=anew)
-        self.kept = [rank for rank in roster.ranks if rank in before]
+        joined = [before[rank] for rank in called]
+        self.kept = [rank for rank in roster.ranks if rank in joined]
         return failed
 
     async def start_engines(self) -> None:

@@ -9,6 +9,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.group import group
 from cluster.group.group import Group
+from cluster.group.heartbeat import STAGE_FACTOR
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
 from workers.rank.actor import RankFailedError
 
@@ -203,12 +204,16 @@ def test_a_death_during_a_rebuild_leaves_a_process_that_starts_alone():
                 return await describe()
 
             process.describe = describe_later
-            process.hang.add("leave_epoch")
+            process.hang |= {"leave_epoch", "pulse"}
             now.launcher.handles[2].dead = True
 
         now.launcher.make = slow
         now.kill(1)
         await until(lambda: now.launcher.replaced == [1, 2])
+        await asyncio.sleep(
+            2 * STAGE_FACTOR * 0.1
+        )  # longer than a process that has served may be silent
+        now.ranks[1].hang.clear()
         started.set()
         await now.serving(2)
         assert now.launcher.replaced == [1, 2]
