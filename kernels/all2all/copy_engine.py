@@ -66,10 +66,10 @@ class CopyEngineAllToAll(SymmAllToAll):
                 place = self._memory.of(peer)[start : start + rows_TW.numel()]
                 place.copy_(rows_TW.view(-1))
             self._rows_here.signal_and_wait(torch.cuda.current_stream())
-        return self._permute(num_rows, StreamEvent(self.stream))
+        return self._permute(topk_idx_TK, StreamEvent(self.stream))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
-        num_rows: int = handle.origin
+        num_rows = len(handle.origin)
         if not self._copies(num_rows):
             return super().combine(y_RD, handle)
         from kernels.triton.weighted_sum import weighted_sum

@@ -5,8 +5,8 @@ only to the ranks of the row's experts, ids and weights to all ranks. Each rank 
 experts to the rank of the row, which adds the sums.
 
 One set of buffers is enough. A rank writes rows to a peer after it has received the peer's sums of the combine before,
-so after the peer has read the earlier rows. A rank writes sums after it has received the peer's next rows, so after the
-peer has added the earlier sums. Each direction needs one signal and no barrier.
+so after the peer has read the earlier rows: a peer that adds sums reads none. A rank writes sums after it has received
+the peer's next rows, so after the peer has added the earlier sums. Each direction needs one signal and no barrier.
 
 T tokens of this rank, r ranks, N = r * T, D hidden, K experts per token, W bytes of a row, R permuted rows.
 """
@@ -108,11 +108,11 @@ class SymmAllToAll(PayloadAllToAll):
         inputs = x_TD.contiguous(), topk_idx_TK.contiguous(), topk_weights_TK.contiguous()
         with on_comm_stream(self.stream):
             self._push_rows(*inputs)
-        return self._permute(x_TD.shape[0], StreamEvent(self.stream, inputs))
+        return self._permute(inputs[1], StreamEvent(self.stream, inputs))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         self._busy = False
-        out_TD = y_RD.new_empty(handle.origin, y_RD.shape[1])
+        out_TD = y_RD.new_empty(len(handle.origin), y_RD.shape[1])
         with on_comm_stream(self.stream):
             self._push_sums(y_RD, handle, out_TD)
         event = StreamEvent(self.stream, y_RD, handle)
@@ -151,11 +151,13 @@ class SymmAllToAll(PayloadAllToAll):
         sums = self._memory.local[self._sums_at : end].view(self._format.dtype)
         return sums.view(self._num_ranks, num_rows, self._format.hidden_size)
 
-    def _permute(self, num_rows: int, event: StreamEvent) -> Pending[ExpertInput]:
+    def _permute(self, topk_idx_TK: torch.Tensor, event: StreamEvent) -> Pending[ExpertInput]:
+        """Return the input of this rank's experts; the handle's origin are the ids of this rank's rows."""
+
         def finish() -> ExpertInput:
             event.wait()
-            fields = self._format.fields(self._gathered_rows(num_rows))
-            return permute_local(*fields, self._permutation, num_rows)
+            fields = self._format.fields(self._gathered_rows(len(topk_idx_TK)))
+            return permute_local(*fields, self._permutation, topk_idx_TK)
 
         return Pending(finish)
 
@@ -179,6 +181,7 @@ class SymmAllToAll(PayloadAllToAll):
             self._rank,
             self._rows_at,
             0,
+            IDS_AT=self._format.x_bytes,
             FP8=self._format.fp8,
             **dependent_launch(self._num_ranks * num_rows),
             **self._constants(),
@@ -193,6 +196,7 @@ class SymmAllToAll(PayloadAllToAll):
         push_sums_kernel[self._grid(self._num_ranks * num_rows)](
             y_RD,
             routing.permuted_idx_NK,
+            handle.origin,
             self._memory.local[self._rows_at :],
             self._gathered_sums(num_rows),
             self._memory.bases_r,
@@ -219,7 +223,6 @@ class SymmAllToAll(PayloadAllToAll):
             "TOP_K": top_k,
             "NUM_RANKS": self._num_ranks,
             "ROW_BYTES": self._format.row_bytes,
-            "IDS_AT": x_bytes,
             "WEIGHTS_AT": x_bytes + 4 * top_k,
             "ROWS": self._rows,
             "BLOCK": 1 << (hidden - 1).bit_length(),

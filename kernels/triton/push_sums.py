@@ -62,30 +62,28 @@ def _push(
 
 @triton.jit
 def _add(
-    rows_ptr,
+    ids_ptr,
     sums_ptr,
     starts_ptr,
     out_ptr,
     num_rows,
-    rank,
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     NUM_RANKS: tl.constexpr,
-    ROW_BYTES: tl.constexpr,
-    IDS_AT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add the sums that the ranks of a row's experts have sent, for this rank's rows."""
+    """Add the sums that the ranks of a row's experts have sent, for this rank's rows.
+
+    ids_ptr   of this rank's own tensor: a peer may write the next rows meanwhile
+    """
     columns = tl.arange(0, BLOCK)[None, :]
     choices = tl.arange(0, BLOCK_K)[None, :]
-    ids_ptr = (rows_ptr + IDS_AT).to(tl.pointer_type(tl.int32))
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         row = (first + tl.arange(0, ROWS))[:, None]
         inside = row < num_rows
-        ids_at = (rank * num_rows + row).to(tl.int64) * (ROW_BYTES // 4) + choices
-        ids = tl.load(ids_ptr + ids_at, mask=inside & (choices < TOP_K), other=-1)
+        ids = tl.load(ids_ptr + row * TOP_K + choices, mask=inside & (choices < TOP_K), other=-1)
         total = tl.zeros((ROWS, BLOCK), tl.float32)
         for peer in tl.static_range(NUM_RANKS):
             local = (ids >= tl.load(starts_ptr + peer)) & (ids < tl.load(starts_ptr + peer + 1))
@@ -104,6 +102,7 @@ def _add(
 def push_sums_kernel(
     y_ptr,
     place_ptr,
+    ids_ptr,
     rows_ptr,
     sums_ptr,
     bases_ptr,
@@ -120,7 +119,6 @@ def push_sums_kernel(
     TOP_K: tl.constexpr,
     NUM_RANKS: tl.constexpr,
     ROW_BYTES: tl.constexpr,
-    IDS_AT: tl.constexpr,
     WEIGHTS_AT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,5 +134,5 @@ def push_sums_kernel(
     signal_ranks(bases_ptr, words_at + 4 * rank, NUM_RANKS)
     wait_for_ranks(words_ptr, call, abort_ptr, NUM_RANKS)
     tl.store(calls_ptr + 1, call, mask=tl.program_id(0) == 0)
-    _add(rows_ptr, sums_ptr, starts_ptr, out_ptr, num_rows, rank, HIDDEN,
-        TOP_K, NUM_RANKS, ROW_BYTES, IDS_AT, ROWS, BLOCK, BLOCK_K)  # fmt: skip
+    _add(ids_ptr, sums_ptr, starts_ptr, out_ptr, num_rows, HIDDEN,
+        TOP_K, NUM_RANKS, ROWS, BLOCK, BLOCK_K)  # fmt: skip

@@ -16,6 +16,7 @@ from kernels.all2all import copy_engine, symm
 from kernels.all2all.base import ExpertInput, sum_partials
 from kernels.all2all.copy_engine import CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat
+from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.block_fp8 import Fp8Rows, quantise_groups
 from kernels.triton import push_rows, push_sums
 from kernels.triton.quantise_rows import quantise_rows
@@ -130,6 +131,32 @@ def test_kernels_bring_rows_to_their_experts_and_back(one_process, num_ranks, nu
         exchange.set_num_sms(num_sms)
     for call, num_tokens in enumerate((4, 0, MAX_TOKENS, 1) if num_ranks < 8 else (5, 3)):
         check(ranks, num_tokens, 10 * call, dtype)
+
+
+def test_sums_do_not_need_rows_that_a_peer_may_write_by_then(one_process, monkeypatch):
+    """A peer that has all sums writes the rows of its next dispatch, of another number, while this rank adds."""
+    row_format = RowFormat(HIDDEN, TOP_K, torch.float32)
+    ranks = build_ranks(2, NUM_EXPERTS, row_format, MAX_TOKENS)
+    size = row_format.row_bytes * len(ranks) * MAX_TOKENS
+    for exchange in ranks:
+        exchange.set_num_sms(1)  # one program, which has sent all sums before it adds
+
+    def next_rows(*_: object) -> None:
+        for exchange in ranks:
+            exchange._memory.local[HEADER_BYTES : HEADER_BYTES + size] = 255
+
+    arrivals = [
+        exchange.dispatch(*draw(5, rank, torch.float32)) for rank, exchange in enumerate(ranks)
+    ]
+    routed = [arrival.wait() for arrival in arrivals]
+    answers = [
+        answer(it, exchange._permutation.experts)
+        for exchange, it in zip(ranks, routed, strict=True)
+    ]
+    for exchange, y_RD, it in zip(ranks, answers, routed, strict=True):
+        expected = exchange.combine(y_RD, it.handle).wait()
+    monkeypatch.setattr(push_sums, "wait_for_ranks", next_rows)
+    assert torch.equal(ranks[-1].combine(answers[-1], routed[-1].handle).wait(), expected)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_sms"), [(1, None), (2, 1), (3, 2)])
