@@ -225,7 +225,7 @@ def test_the_engine_observes_gaps_of_steps_with_decodes_alone(monkeypatch):
         while engine.step().run:
             pass
         engine._committed_at = 0.0  # as `_sleep` does
-    assert found == [(0, MOST)] * 4, "two decodes of each request"
+    assert found == [(0, FLOOR_TOKENS)] * 4, "two decodes of each request"
 
 
 def play(cap: PrefillCap, steps: int, seconds, seed: int = 0, backlog: float = 1.0) -> list[float]:
@@ -258,11 +258,25 @@ def test_the_cap_keeps_p99_of_the_gap_under_the_target(base_s, token_s, noise):
     assert np.median(gaps) > 0.050 * (0.85 if noise < 0.05 else 0.7)
 
 
+@pytest.mark.parametrize(("base_s", "token_s"), [(0.008, 13e-6), (0.03, 4e-6), (0.002, 80e-6)])
+def test_the_cap_doubles_from_its_floor_without_a_gap_over_the_target(base_s, token_s):
+    """Steps that only decode may take more than half of the target."""
+    cap = adapting(target_itl_ms=50)
+    assert cap.tokens == FLOOR_TOKENS
+    cap.observe(base_s, 0, cap.tokens)
+    gaps = play(cap, 15, linear(base_s, token_s, 0))
+    assert max(gaps) <= cap.limit_s
+    room = min(MOST, (cap.limit_s - base_s) / token_s)
+    assert room / 2 <= cap.tokens <= room
+
+
 def test_the_cap_falls_at_once_and_comes_back():
     cap = adapting(target_itl_ms=50)
-    assert cap.tokens == MOST
+    play(cap, 300, linear(0.002, 8e-6, 0))
+    high = cap.tokens
     gaps = play(cap, 20, linear(0.002, 80e-6, 0))
     assert sum(gap > 0.0501 for gap in gaps) <= 5
+    assert cap.tokens < high / 5
     low = cap.tokens
     play(cap, 1000, linear(0.002, 8e-6, 0))
     assert cap.tokens > 5 * low
@@ -270,6 +284,8 @@ def test_the_cap_falls_at_once_and_comes_back():
 
 def test_one_long_gap_halves_the_cap_at_most_and_small_steps_do_not_raise_it():
     cap = adapting(target_itl_ms=50)
+    play(cap, 20, linear(0.002, 1e-7, 0))
+    assert cap.tokens == MOST
     cap.observe(9.0, 100, cap.tokens)
     assert cap.tokens == MOST // 2
     for _ in range(500):
@@ -320,10 +336,10 @@ def test_a_rank_with_shorter_gaps_follows_the_lowest_cap(lag):
     lag   steps that were decided before a gap is observed
     """
     fast, slow = adapting(target_itl_ms=50), adapting(target_itl_ms=50)
-    caps = [MOST] * (1 + lag)
+    caps = [fast.tokens] * (1 + lag)
     for _ in range(2000):
         now = caps.pop(0)
-        fast.observe(0.001 + 12e-6 * now, now, now)
+        fast.observe(0.003 + 70e-6 * now, now, now)
         slow.observe(0.004 + 80e-6 * now, now, now)
         caps.append(min(fast.tokens, slow.tokens))
     assert 400 < slow.tokens < 600

@@ -32,10 +32,11 @@ OUTLIER = 4
 class PrefillCap:
     """The cap of one rank process, over all its epochs. Belongs to the thread of the step loop.
 
-    A gap over the limit lowers the cap to the tokens that would have fitted, and to SHRINK of itself; at most by a
-    half, because one gap may have another reason. A gap under the limit raises it slowly if the step had as many prompt
-    tokens as its cap allowed. The limit is `target_itl_ms`, or DECODE_SHARE times the mean step without prompts if that
-    is more. The cap never falls below FLOOR_TOKENS or one KV block, and follows a peer's lower cap down.
+    The cap starts at its least value and doubles after each step with as many prompt tokens as it allows, until prompts
+    take half of the time that decodes leave of the limit. From then on it rises slowly after such a step. A gap over
+    the limit lowers it to the tokens that would have fitted, and to SHRINK of itself; at most by a half, because one
+    gap may have another reason. The limit is `target_itl_ms`, or DECODE_SHARE times the mean step without prompts if
+    that is more. The cap never falls below FLOOR_TOKENS or one KV block, and follows a peer's lower cap down.
     """
 
     @classmethod
@@ -49,9 +50,10 @@ class PrefillCap:
         self._least = min(self._most, max(FLOOR_TOKENS, block_size))
         self._target_s = (config.target_itl_ms or 0.0) / 1000
         self._decode_s = 0.0
+        self._doubles = True
         fixed = config.max_prefill_tokens_with_decodes
         self._adapts = fixed == "auto"
-        self._tokens = float(self._most if fixed == "auto" else min(fixed, self._most))
+        self._tokens = float(self._least if fixed == "auto" else min(fixed, self._most))
 
     @property
     def tokens(self) -> int:
@@ -76,13 +78,14 @@ class PrefillCap:
             self._decode_s = known + SMOOTHING * (min(gap_s, OUTLIER * known) - known)
             return
         limit_s = self.limit_s
+        room_s, prompts_s = limit_s - self._decode_s, gap_s - self._decode_s
+        self._doubles = self._doubles and prompts_s < room_s / 2
+        # The cap of the group must not jump when the rank with the lowest cap has no more decodes.
+        tokens = min(self._tokens, LEAD * cap)
         if gap_s > limit_s:
             # The part of the step that the prompts take is in proportion to them.
-            fitting = prefill_tokens * (limit_s - self._decode_s) / (gap_s - self._decode_s)
-            lowered = max(min(fitting, SHRINK * self._tokens), self._tokens / 2)
-            self._tokens = max(self._least, lowered)
+            fitting = prefill_tokens * room_s / prompts_s
+            tokens = max(min(fitting, SHRINK * tokens), tokens / 2)
         elif prefill_tokens >= cap:
-            raised = self._tokens * (1 + GROWTH * (1 - gap_s / limit_s))
-            self._tokens = min(self._most, raised)
-        # The cap of the group must not jump when the rank with the lowest cap has no more decodes.
-        self._tokens = min(self._tokens, LEAD * cap)
+            tokens *= 2 if self._doubles else 1 + GROWTH * (1 - gap_s / limit_s)
+        self._tokens = min(max(tokens, self._least), self._most)
