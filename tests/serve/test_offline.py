@@ -142,8 +142,8 @@ def test_a_batch_after_ctrl_c_is_that_of_a_server(
     assert code == 130 and "the same command resumes" in errors, errors
     before = results(cut)
     assert 0 < len(before) < 41
-    for output in (cut, whole):
-        run = run_batch("--url", server.url, "--input", source, "--output", output)
+    outputs = (cut, whole)
+    for run in [run_batch("--url", server.url, "--input", source, "--output", x) for x in outputs]:
         code, _, errors = run.end()
         assert code == 3 and "41 of 41 lines have a result, 1 with an error" in errors, errors
     found, expected = results(cut), results(whole)

@@ -144,7 +144,7 @@ class PrefixCache:
         if count:
             snapshots.restore(keys[count - 1], seq.row + 1)
         last, least = (seq.num_tokens - 1) // self._block_size, snapshots.min_gain
-        if (last - count) * self._block_size < least or not snapshots.ask():
+        if (last - count) * self._block_size < least or not snapshots.admit_prompt():
             return
         for end in (found.num_shared, last):
             if (end - count) * self._block_size >= least:

@@ -34,7 +34,7 @@ class StateSnapshots:
         self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
         self._never_used: set[bytes] = set()
-        self._num_lost = self._num_asked = 0
+        self._num_lost = self._num_prompts = 0
 
     @property
     def num_kept(self) -> int:
@@ -74,10 +74,10 @@ class StateSnapshots:
         self._never_used.add(key)
         self.copies.append((slot, kept))
 
-    def ask(self) -> bool:
-        """Return whether a prompt gets snapshots: seldom, while they are replaced before their first use."""
-        self._num_asked += 1
-        return self._num_lost < PATIENCE or self._num_asked % SELDOM == 0
+    def admit_prompt(self) -> bool:
+        """Return whether the next prompt gets snapshots: seldom, while they are replaced before their first use."""
+        self._num_prompts += 1
+        return self._num_lost < PATIENCE or self._num_prompts % SELDOM == 0
 
     def forget(self, keys: Iterable[bytes]) -> None:
         """Let `longest` no longer find the snapshots of `keys`."""
