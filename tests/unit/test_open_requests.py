@@ -109,7 +109,7 @@ def test_before_it_sleeps_a_rank_tells_who_does_not_know():
     thread = threading.Thread(target=rank.engine.run, daemon=True)
     thread.start()
     for _ in range(1000):
-        if len(rank.loads) == 4:
+        if len(rank.loads) == 6:
             break
         time.sleep(0.01)
     rank.engine.stop()
