@@ -140,8 +140,9 @@ class LatentAttention(SdpaAttention):
 
 def _decode_group(q_BHW: torch.Tensor, cache: LatentCache, group: DecodeGroup) -> torch.Tensor:
     """Return the attention of absorbed queries over latents, [B, H, C]; the heads are rows of one KV head."""
-    latents_BLW = cache.blocks.index_select(0, group.blocks).view(len(q_BHW), -1, cache.dims.width)
-    keys_B1LW = latents_BLW.unsqueeze(1)
+    latents_LW = cache.blocks.index_select(0, group.blocks).view(-1, cache.dims.width)
+    group.clear_hidden(latents_LW)
+    keys_B1LW = latents_LW.view(len(q_BHW), 1, -1, cache.dims.width)
     # The rotated key is a part of the values too: equal widths take a faster kernel, and it is cut off.
     found_B1HW = F.scaled_dot_product_attention(
         q_BHW.unsqueeze(1), keys_B1LW, keys_B1LW, attn_mask=group.mask_B11L, scale=cache.scale

@@ -31,11 +31,22 @@ CUDA_QUERY_BLOCK = 32
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Decodes of similar length. `rows` are their rows of the batch; None: all decodes, in order."""
+    """Decodes of similar length. `rows` are their rows of the batch; None: all decodes, in order.
+
+    blocks   int64 [B * max_blocks]
+    hidden   int64, the gathered tokens that the mask hides
+    """
 
     rows: torch.Tensor | None
-    blocks: torch.Tensor  # int64 [B * max_blocks]
+    blocks: torch.Tensor
     mask_B11L: torch.Tensor | None
+    hidden: torch.Tensor | None
+
+    def clear_hidden(self, *gathered: torch.Tensor) -> None:
+        """Zero the hidden tokens of tensors [B * L, ..]: what a request left there may be NaN, which no mask hides."""
+        if self.hidden is not None:
+            for tokens in gathered:
+                tokens.index_fill_(0, self.hidden, 0)
 
 
 @dataclass(frozen=True)
@@ -206,18 +217,20 @@ class SdpaAttention(Attention):
             table = batch.block_table.index_select(0, rows)
         width = int(num_blocks.max())
         num_keys = width * self.block_size
-        mask_B11L = None
+        mask_B11L = hidden = None
         if (seq_lens < num_keys).any():
             hidden_BL = np.arange(num_keys) >= seq_lens[:, None]
             mask_BL = np.where(hidden_BL, np.float32("-inf"), np.float32(0))
             mask_B11L = torch.from_numpy(mask_BL)[:, None, None, :]
             mask_B11L = mask_B11L.to(table.device, self._mask_dtype)
-        return DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L)
+            hidden = torch.from_numpy(np.flatnonzero(hidden_BL)).to(table.device)
+        return DecodeGroup(rows, table[:, :width].reshape(-1), mask_B11L, hidden)
 
     def _decode(self, q_BHd: torch.Tensor, cache: Cache, group: DecodeGroup) -> torch.Tensor:
         spec, batch_size = cache.spec, q_BHd.shape[0]
         paged = (batch_size, -1, spec.num_kv_heads, spec.head_dim)
         k_Lhd, v_Lhd = cache.read(group.blocks, q_BHd.dtype)
+        group.clear_hidden(k_Lhd, v_Lhd)
         k_BLhd, v_BLhd = k_Lhd.view(paged), v_Lhd.view(paged)
         mask_B11L = None if group.mask_B11L is None else group.mask_B11L.to(q_BHd.dtype)
         out_BhGd = F.scaled_dot_product_attention(

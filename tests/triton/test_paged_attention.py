@@ -34,6 +34,7 @@ def test_equals_dense_attention(label: str, dtype: torch.dtype):
         specs=LAYERS,
         padding=2,
         dtype=dtype,
+        stale=True,
         backend=TritonPagedAttention,
         device=DEVICE,
     )
@@ -50,6 +51,7 @@ def test_fp8_cache_equals_dense_attention_over_rounded_values(label: str, dtype:
         dtype=dtype,
         fp8=True,
         rounded=not COMPILED,
+        stale=True,
         backend=TritonPagedAttention,
         device=DEVICE,
     )

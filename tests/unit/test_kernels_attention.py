@@ -33,7 +33,7 @@ class LayerRows:
         shape = layout_of(spec).shape(pages.num_blocks, pages.block_size)
         self.cache = torch.zeros(shape, dtype=torch.uint8 if spec.fp8_cache else dtype)
         self._block_size = pages.block_size
-        self._spoil(pages.spoiled)
+        self._spoil(slice(None) if pages.stale else pages.spoiled)
         self.keys, self.values, new_rows = [], [], ([], [])
         slots_of = pages.slots_of if spec.window is None else pages.window_slots_of
         self.sinks = torch.randn(spec.num_heads, generator=self._generator) if spec.sinks else None
@@ -51,7 +51,7 @@ class LayerRows:
         self.k, self.v = (torch.cat([*of, pad]) for of in new_rows)
         self.q = self._random(len(self.k), spec.num_heads)
 
-    def _spoil(self, block: int) -> None:
+    def _spoil(self, block: int | slice) -> None:
         if self.spec.fp8_cache:
             for tensor in self._pages().tensors:
                 tensor.view(torch.uint8)[block] = 255  # not a number, times infinity
@@ -142,9 +142,14 @@ class Pages:
         padding: int,
         *,
         rounded: bool = False,
+        stale: bool = False,
     ):
-        """rounded: K and V of new rows are what a cache in e4m3 can hold."""
-        self.rounded = rounded
+        """Take the sequences.
+
+        rounded   K and V of new rows are what a cache in e4m3 can hold
+        stale     slots without a token hold NaN, as after a request with NaN
+        """
+        self.rounded, self.stale = rounded, stale
         self.seqs, self.block_size = seqs, block_size
         self.generator = torch.Generator().manual_seed(3)
         needed = [-(-(context + new) // block_size) for context, new in seqs]
@@ -212,6 +217,7 @@ def check(
     block_size: int = 4,
     fp8: bool = False,
     rounded: bool = False,
+    stale: bool = False,
     attention: Attention | None = None,
     backend: type[Attention] = SdpaAttention,
     device: str = "cpu",
@@ -221,7 +227,7 @@ def check(
         specs = [AttentionSpec(*heads, head_dim, scale=0.85 * head_dim**-0.5)] * NUM_LAYERS
     if fp8:
         specs = [replace(spec, fp8_cache=True) for spec in specs]
-    pages = Pages(seqs, specs, block_size, dtype, padding, rounded=rounded)
+    pages = Pages(seqs, specs, block_size, dtype, padding, rounded=rounded, stale=stale)
     pages.move(device)
     attention = attention or backend(specs, block_size)
     attention.bind(pages.caches)
@@ -276,6 +282,15 @@ def test_equals_dense_attention(label: str, padding: int, dtype: torch.dtype):
 @pytest.mark.parametrize("label", BATCHES)
 def test_fp8_cache_equals_dense_attention_over_rounded_values(label: str, dtype: torch.dtype):
     check(BATCHES[label], dtype=dtype, padding=3, fp8=True)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("label", ["decodes", "mixed", "very_different_lengths"])
+def test_what_a_request_left_in_a_block_does_not_matter(label: str, fp8: bool):
+    for specs in (None, WINDOW_LAYERS):
+        check(BATCHES[label], specs=specs, stale=True, fp8=fp8)
+        if NATIVE_MISSING is None and not fp8:
+            check(BATCHES[label], specs=specs, stale=True, backend=NativeAttention)
 
 
 @needs_native

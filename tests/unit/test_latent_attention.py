@@ -48,7 +48,7 @@ class LatentRows:
             return torch.randn(shape, generator=generator).to(dtype)
 
         shape = layout_of(spec).shape(pages.num_blocks, pages.block_size)
-        self.cache = torch.zeros(shape, dtype=dtype)
+        self.cache = torch.full(shape, math.nan if pages.stale else 0.0, dtype=dtype)
         self.latents = [random(sum(seq), self.dims.width) for seq in pages.seqs]
         new = []
         for rows, (context, _), slots in zip(self.latents, pages.seqs, pages.slots_of, strict=True):
@@ -72,9 +72,14 @@ class LatentRows:
 
 
 def check(
-    seqs: Seqs, *, dtype: torch.dtype = torch.float32, padding: int = 0, block_size: int = 4
+    seqs: Seqs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    padding: int = 0,
+    block_size: int = 4,
+    stale: bool = False,
 ) -> None:
-    pages = Pages(seqs, [], block_size, dtype, padding)
+    pages = Pages(seqs, [], block_size, dtype, padding, stale=stale)
     layers = [LatentRows(pages, spec, dtype, padding) for spec in SPECS]
     attention = LatentAttention(SPECS, block_size)
     attention.bind([layer.cache for layer in layers])
@@ -99,6 +104,11 @@ def check(
 def test_equals_dense_attention(label: str, dtype: torch.dtype) -> None:
     for padding in (0, 3):
         check(BATCHES[label], padding=padding, dtype=dtype)
+
+
+@pytest.mark.parametrize("label", ["decodes", "mixed", "very_different_lengths"])
+def test_what_a_request_left_in_a_block_does_not_matter(label: str) -> None:
+    check(BATCHES[label], stale=True)
 
 
 @given(
