@@ -1,13 +1,14 @@
 """Libraries built on the official clients: the checks of `libraries/` against the same server.
 
 Their pinned packages stay in the user's cache folder, because in this environment they would be many and would decide
-the versions of others. One process runs all of them, because their imports take seconds.
+the versions of others. A process for each library runs beside the others, because most of their time is the server's.
 """
 
 import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -26,18 +27,29 @@ def report(server, tmp_path_factory) -> Report:
     """{module: {check of an API: traceback, or None}}."""
     packages = python_packages(FILES / "requirements.txt")
     folder = tmp_path_factory.mktemp("libraries")
-    file = folder / "report.json"
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(folder),
         "PYTHONPATH": str(packages),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    # -S: none of this environment's packages.
-    command = [sys.executable, "-S", str(FILES / "run.py"), server.url, str(file), *MODULES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(file.read_text())
+
+    def start(name: str) -> subprocess.Popen[str]:
+        # -S: none of this environment's packages.
+        command = [sys.executable, "-S", str(FILES / "run.py"), server.url, str(folder), name]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, env=environment, text=True, **pipes)
+
+    found = {}
+    with ExitStack() as stack:
+        processes = {name: stack.enter_context(start(name)) for name in MODULES}
+        for process in processes.values():
+            stack.callback(process.kill)
+        for name, process in processes.items():
+            output, _ = process.communicate(timeout=280)
+            assert process.returncode == 0, output
+            found[name] = json.loads((folder / f"{name}.json").read_text())
+    return found
 
 
 @pytest.mark.parametrize("name", MODULES)

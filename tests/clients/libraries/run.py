@@ -1,7 +1,7 @@
-"""Run every check of some modules against a server, in one process: `run.py URL REPORT MODULE...`.
+"""Run every check of a module against a server: `run.py URL FOLDER MODULE`.
 
-A module has functions `check_NAME(url, api)` and the APIs that its client library speaks. REPORT becomes a JSON object
-of the failures: {module: {"NAME of API": traceback, or null}}.
+A module has functions `check_NAME(url, api)` and the APIs that its client library speaks. FOLDER/MODULE.json becomes a
+JSON object of the failures: {"NAME of API": traceback, or null}.
 """
 
 import importlib
@@ -28,9 +28,9 @@ def run(module: ModuleType, url: str) -> dict[str, str | None]:
     return report
 
 
-def main(url: str, report: str, *names: str) -> None:
-    found = {name: run(importlib.import_module(name), url) for name in names}
-    Path(report).write_text(json.dumps(found))
+def main(url: str, folder: str, name: str) -> None:
+    found = run(importlib.import_module(name), url)
+    (Path(folder) / f"{name}.json").write_text(json.dumps(found))
 
 
 main(*sys.argv[1:])
