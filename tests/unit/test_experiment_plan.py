@@ -282,7 +282,7 @@ def test_every_question_has_an_example_for_a_cpu() -> None:
     names = {path.stem for path in EXAMPLES}
     on_cpu = {name.removesuffix("-cpu") for name in names if name.endswith("-cpu")}
     on_gpus = {name for name in names if not name.endswith("-cpu")}
-    assert on_gpus - on_cpu == {"ubatches"} and on_cpu < on_gpus and len(on_cpu) == 5
+    assert on_gpus - on_cpu == {"ubatches"} and on_cpu < on_gpus and len(on_cpu) == 6
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
