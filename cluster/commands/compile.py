@@ -4,6 +4,7 @@ The start compiles what the model and the machine use and nothing else, because 
 uses the folder, on this machine or another one with the same GPUs and software.
 """
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ def compile_kernels(
 ) -> None:
     """Compile into `folder`, which needs no room for weights. On GPUs all ranks of `config` start, on a CPU none.
 
+    After an error the folder is empty or gone, so that the same command can be repeated.
     Raises ValueError if the folder holds other files, or nothing is to be compiled on this machine; ServerError,
     ConfigError and BackendChoiceError if the ranks do not start.
     """
@@ -32,10 +34,14 @@ def compile_kernels(
     device = resolve_device(config)
     folder.mkdir(parents=True, exist_ok=True)
     use_cache_folder(str(folder))
-    _compile_native(device)
-    if device == "cuda":
-        _start_ranks(_compiling(config, folder), console)
-        _seal(folder)
+    try:
+        _compile_native(device)
+        if device == "cuda":
+            _start_ranks(_compiling(config, folder), console)
+            _seal(folder)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     for line in summary(folder):
         print_line(line)
 
@@ -75,7 +81,7 @@ def _start_ranks(config: PhalanxConfig, console: Console) -> None:
     try:
         OfflineEngine(config, console, stop).close()
     except StoppedError as error:
-        raise ValueError("stopped by a signal; the folder is incomplete") from error
+        raise ValueError("stopped by a signal; the incomplete folder was removed") from error
 
 
 def _seal(folder: Path) -> None:

@@ -86,6 +86,21 @@ def test_on_gpus_the_ranks_start_once_with_random_weights(
     assert lines[0].startswith("GPU kernels: 1,")
 
 
+def test_a_start_that_fails_leaves_no_folder_that_the_next_one_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(config: PhalanxConfig, *_: Any) -> None:
+        Path(str(config.kernels.cache), "kernel.cubin").write_bytes(b"1")
+        raise ValueError("this machine has 0 GPUs")
+
+    monkeypatch.setattr("cluster.offline.engine.OfflineEngine", fail)
+    monkeypatch.setattr(compiling, "resolve_device", lambda config: "cuda")
+    monkeypatch.setattr(library, "compiled_library", lambda: tmp_path)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has 0 GPUs"):
+            compiling.compile_kernels(load_config(CONFIG), tmp_path / "out", Console(), print)
+
+
 def test_the_folder_of_a_configuration_is_relative_to_its_file(tmp_path: Path) -> None:
     model = load_config(CONFIG).model.path
     path = tmp_path / "config.yaml"
