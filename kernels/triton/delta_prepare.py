@@ -25,7 +25,8 @@ ROWS_PER_PROGRAM = 32  # of a chunk, in the convolution
 class Prepared:
     """What the recurrence over chunks reads. Rows of decodes and chunks behind the last may hold anything.
 
-    A chunk may be read whole: the 64 rows behind the last prompt's last chunk's first are finite.
+    A chunk may be read whole: the 64 rows behind the last prompt's last chunk's first are written. q, k, v and inverse
+    are finite, because the last chunk of a prompt also reads rows of later prompts, where hidden states may be NaN.
 
     q, k      [T+64, K, k], convolved; norms of 1 / sqrt(k) and of 1
     v         [T+64, V, v], convolved
@@ -70,6 +71,12 @@ def _chunk(numbers_ptr, chunk, max_chunks, max_prompts):
     end = tl.load(prompts_ptr + max_prompts + prompt) - first
     written = tl.where(prompt + 1 == tl.load(numbers_ptr + 1), SIZE, end)
     return prompt, first.to(tl.int64), start, end, written
+
+
+@triton.jit
+def _finite(x):
+    """Return x with zeros for NaN and infinities. The hidden states of a row with NaN stay NaN without them."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -126,7 +133,7 @@ def _convolve_keys(
     x = x * (tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) + eps) * factor)
     target_ptr = tl.where(head < KEY_HEADS, q_ptr, k_ptr - key_size)
     at = place[:, None] * key_size + column[None, :]
-    tl.store(target_ptr + at, x.to(q_ptr.dtype.element_ty), mask=mask)
+    tl.store(target_ptr + at, _finite(x).to(q_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -183,7 +190,7 @@ def _convolve(
             value = (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
             v = convolve_rows(*source, 2 * key_size + value, channels, WIDTH)
             value_at = v_ptr + first * value_size + (place[:, None] * value_size + value[None, :])
-            tl.store(value_at, v.to(v_ptr.dtype.element_ty), mask=mask)
+            tl.store(value_at, _finite(v).to(v_ptr.dtype.element_ty), mask=mask)
         elif tl.program_id(2) == 0:
             _store_gates(
                 *(gates_ptr + chunk * (HEADS * 4 * SIZE), end),
@@ -252,7 +259,7 @@ def _couple(
         tl.store(scores_ptr + square_at + square, scores, mask=mask)
         system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * (pairs * beta[:, None])
         system = tl.where(i > j, system, 0.0)
-        inverse = _inverse(system, PRECISION, DTYPE) * beta[None, :]
+        inverse = _finite(_inverse(system, PRECISION, DTYPE) * beta[None, :])
         inverse = inverse.to(inverse_ptr.dtype.element_ty)
         tl.store(inverse_ptr + square_at + square, inverse, mask=mask)
 

@@ -137,6 +137,23 @@ def test_rows_that_nothing_wrote_are_not_read(seqs: list[tuple[int, int]]):
 
 
 @torch.inference_mode()
+def test_a_prompt_with_nan_leaves_the_others_as_they_are():
+    """The last chunk of the first prompt reads rows of the second one, of which nothing may be left."""
+    case, outs = LinearCase([SMALL], [(0, 5), (0, 7)], device=DEVICE), []
+    rows, weights = case.rows(0), case.layers[0].weights(DEVICE)
+    for spoiled in (False, True):
+        if spoiled:
+            for tensor in rows:
+                tensor[5:] = torch.nan
+        subject = TritonLinearAttention(case.specs)
+        subject.bind(case.states)
+        subject.plan(case.batch())
+        outs.append((subject(*rows, 0, *weights)[:5], case.states[0].state[case.slots[0]].clone()))
+    for found, expected in zip(*outs, strict=True):
+        assert torch.equal(found, expected) and found.isfinite().all()
+
+
+@torch.inference_mode()
 def test_a_copied_slot_continues_the_prompt_and_the_copy_stays():
     """As snapshots of prefixes do: slots are copied at ends of blocks, which may be ends of chunks."""
     case = LinearCase([SMALL], [(0, 100)], device=DEVICE)
