@@ -170,6 +170,7 @@ class Replayed:
         self.attention.plan(page.batch())
         expected = self.forward(size)
         written = [cache.clone() for cache in self.caches]
+        exactly = {"atol": 0, "rtol": 0, "equal_nan": True}  # one block of the pages holds NaN
         for form in forms:
             reset()
             self.attention.plan_graph(page.batch(), size, form)
@@ -181,7 +182,9 @@ class Replayed:
                 torch.testing.assert_close(found, expected[layer][:num_tokens], **close)
                 assert padding.isfinite().all(), (size, i, form)
                 assert form >= GraphForm.NEW_PROMPTS or not padding.count_nonzero(), (size, i, form)
-                assert torch.equal(self.caches[layer], written[layer]), (size, i, form)
+                torch.testing.assert_close(
+                    *(self.caches[layer], written[layer]), **exactly, msg=str((size, i, form))
+                )
 
 
 @pytest.mark.parametrize("specs", [(QWEN3_SPEC,) * NUM_LAYERS, DIFFERENT_LAYERS])

@@ -89,7 +89,10 @@ def test_norm_rotate_store_rounds_what_it_would_have_stored(
     norm_rotate_store(
         qkv, weight, 1e-6, rotation, torch.tensor(slots, device=DEVICE), *pages.tensors
     )
-    assert torch.equal(qkv, expected)
+    # Two kernels may contract products and sums of float32 in other ways; rounded rows hide that.
+    close = {"atol": 1e-7, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0, "rtol": 0}
+    torch.testing.assert_close(qkv[:, :heads], expected[:, :heads], **close)
+    assert torch.equal(qkv[:, heads:], expected[:, heads:])
     for one, other in zip(as_bytes(pages), as_bytes(wanted), strict=True):
         assert torch.equal(one, other)
 
