@@ -4,13 +4,16 @@ Routing is even. T tokens of the rank, D hidden, E experts, K experts per token,
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from kernels.attention.kv_layout import layout_of
 from kernels.routing.placement import ExpertPlacement
+from workers.models.registry import weight_map
 from workers.models.specs import GqaSpec, LatentSpec, ModelConfig
-from workers.weights.tensors import DTYPE_BYTES, fp8_parameters, rank_weights
+from workers.weights.tensors import DTYPE_BYTES, rank_weights
 from workers.weights.weight_map import FP8_BLOCK, WeightEntry, WeightKind
 
 
@@ -113,7 +116,7 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     # The embedding is looked up, the same table is read whole where it serves as the head.
     dense = weights[StepPart.DENSE] + head * model.tie_word_embeddings
     projections = weights[StepPart.DENSE] - head * (not model.tie_word_embeddings)
-    fp8_values = _fp8_values(model, num_ranks) if shape.fp8 else 0.0
+    fp8_values = _fp8_values(model) if shape.fp8 else 0.0
     dense_values = tokens * (
         2 * layers * dim + attending * values.projected + moe * (dim + model.num_experts)
     )
@@ -225,7 +228,8 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
     }
 
 
-def _weights(model: ModelConfig, num_ranks: int) -> dict[StepPart, float]:
+@lru_cache(maxsize=4)
+def _weights(model: ModelConfig, num_ranks: int) -> Mapping[StepPart, float]:
     """Return the number of weight values that each part of rank 0 reads, without the embedding."""
     placement = ExpertPlacement(model.num_experts, num_ranks)
     found = dict.fromkeys((StepPart.QK_NORM, StepPart.DENSE, StepPart.NORMS, StepPart.GROUPED), 0.0)
@@ -235,11 +239,11 @@ def _weights(model: ModelConfig, num_ranks: int) -> dict[StepPart, float]:
     return found
 
 
-def _fp8_values(model: ModelConfig, num_ranks: int) -> float:
+@lru_cache(maxsize=4)
+def _fp8_values(model: ModelConfig) -> float:
     """Return the number of values of dense products that the checkpoint stores in FP8."""
-    placement, names = ExpertPlacement(model.num_experts, num_ranks), fp8_parameters(model)
-    held = rank_weights(model, placement, 0)
-    return float(sum(entry.size for entry in held if entry.parameter in names))
+    entries = (entry for entry in weight_map(model) if entry.expert is None)
+    return float(sum(entry.size for entry in entries if entry.fp8 is not None))
 
 
 def _part_of_weight(entry: WeightEntry) -> StepPart:

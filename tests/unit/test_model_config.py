@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_published_quantisation(tmp_path: Path, changes: dict[str, Any]) -> None
 
 def test_modules_that_are_not_quantised(tmp_path: Path) -> None:
     skipped = ["lm_head", "model.layers.1.self_attn", "model.layers.0.mlp.gate", "up_proj"]
+    skipped += ["experts.7.down_proj", "model.layers.2", "self_attn"]
     found = load(tmp_path, **fp8(modules_to_not_convert=skipped)).quantization
     assert found is not None
     names = {
@@ -143,8 +145,20 @@ def test_modules_that_are_not_quantised(tmp_path: Path) -> None:
         "model.layers.0.mlp.gate_proj": True,
         "model.layers.0.mlp.experts.2.up_proj": False,
         "model.layers.0.mlp.experts.2.down_proj": True,
+        "model.layers.0.mlp.experts.7.down_proj": False,
+        "model.layers.0.mlp.experts.17.down_proj": True,
+        "model.layers.2.mlp.experts.2.down_proj": False,
+        "model.layers.0.self_attn.o_proj": True,
+        "model.layers.0.self_attn": False,
     }
     assert {name: found.form(f"{name}.weight") is not None for name in names} == names
+
+
+def test_weight_maps_of_a_few_configs_are_kept(tmp_path: Path) -> None:
+    plain, stored = load(tmp_path), load(tmp_path, **fp8())
+    assert weight_map(plain) != weight_map(stored)
+    for config in (plain, stored):
+        assert weight_map(config) is weight_map(replace(config)), "equal configs"
 
 
 def test_generation_config_decides_eos(tmp_path: Path) -> None:

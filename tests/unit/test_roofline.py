@@ -9,7 +9,7 @@ from cluster.bench.roofline import Hardware, floor_of, kind_floors, step_floor, 
 from cluster.bench.step_work import LayerKind, StepPart, StepShape, step_work
 from scripts.bench.gpu_serving_report import kinds_table
 from scripts.bench.released_shapes import model_folder
-from workers.models.registry import load_model_config
+from workers.models.registry import load_model_config, weight_map
 from workers.weights.quantization import Fp8Quantization
 from workers.weights.weight_map import Fp8Form, Scaling
 
@@ -151,6 +151,27 @@ def test_kinds_of_layers_share_the_work_of_a_step(tmp_path: Path) -> None:
     touched = 1 - (1 - 8 / 256) ** 256
     read = touched * 128 * 40 * 3 * 2048 * 512 * 2
     assert kinds[LayerKind.EXPERTS].memory_s == pytest.approx(read / 4.0e12)
+
+
+def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path) -> None:
+    """Gates, convolutions and the small projections a and b of a delta net are stored in 16 bits."""
+    plain, model = (
+        load_model_config(model_folder("qwen3.6-35b-a3b", 4, tmp_path, fp8=fp8))
+        for fp8 in (False, True)
+    )
+    stored = {entry.name: entry.fp8 is not None for entry in weight_map(model)}
+    in_fp8 = {name.rsplit(".", 2)[1] for name, fp8 in stored.items() if fp8}
+    attention = {"q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj"}
+    assert in_fp8 == attention | {"gate_proj", "up_proj", "down_proj"}
+    assert not any(
+        stored[name] for name in stored if name.endswith(("proj_a.weight", "proj_b.weight"))
+    )
+    shape = StepShape(tokens=8192, context=1024, kv_reads=0, sampled=1, fp8=True)
+    works = [step_work(found, 1, shape)[StepPart.DENSE] for found in (plain, model)]
+    delta_net, full = 2048 * (8192 + 2 * 4096), 2048 * (3 * 4096 + 2 * 512)
+    in_fp8_values = 3 * delta_net + full + 4 * 3 * 2048 * 512
+    assert works[0].memory_bytes - works[1].memory_bytes == in_fp8_values
+    assert works[1].fp8_flops == 2 * 8192 * in_fp8_values
 
 
 def test_the_page_of_a_served_shape_names_the_floor_of_each_kind(tmp_path: Path) -> None:

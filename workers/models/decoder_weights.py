@@ -5,7 +5,7 @@ V vocabulary, D hidden, d head dim.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from workers.models.delta_net_weights import delta_net_weights
 from workers.models.specs import (
@@ -155,12 +155,11 @@ class _Layer:
             part=(heads, 0, size),
         )
         part = (heads, size, 2 * size)
-        gates = replace(query, rows=(0, gate), head_dim=0, rotary_dim=0, part=part)
+        gates = query._replace(rows=(0, gate), head_dim=0, rotary_dim=0, part=part)
         for entry in (query, gates):
             yield entry
             if spec.qkv_bias:
-                yield replace(
-                    entry,
+                yield entry._replace(
                     name=f"{name}.bias",
                     shape=entry.shape[:1],
                     parameter=f"{parameter}_bias_Q",
@@ -319,8 +318,7 @@ class _Layer:
                 yield entry
                 if spec.bias:
                     bias = "b13_e2I" if entry.interleaved else "b2_eD"
-                    yield replace(
-                        entry,
+                    yield entry._replace(
                         name=f"{at}{name}_bias",
                         shape=shape[:1],
                         parameter=path + bias,

@@ -4,7 +4,7 @@ Configs are read without torch; a family's model is imported when a rank builds 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -84,7 +84,7 @@ def parse_model_config(
     return config
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=4)  # benchmarks compare a few configs
 def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
     """Return every tensor of the checkpoint but scales, in the order of the forward."""
     entries: Iterator[WeightEntry] = FAMILIES[config.model_type].config.weight_map(config)
@@ -92,7 +92,7 @@ def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
     if quantization is None:
         return tuple(entries)
     return tuple(
-        replace(entry, fp8=quantization.form(entry.name)) if entry.kind in QUANTISABLE else entry
+        entry._replace(fp8=quantization.form(entry.name)) if entry.kind in QUANTISABLE else entry
         for entry in entries
     )
 

@@ -80,7 +80,8 @@ Quantization = Literal[
 _FP8 = {
     "quant_method": "fp8",
     "activation_scheme": "dynamic",
-    "modules_to_not_convert": ["lm_head"],
+    # Releases keep a and b of delta nets in 16 bits.
+    "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"],
 }
 
 _MXFP4 = {

@@ -8,6 +8,7 @@ Knows nothing of tensors.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from workers.weights.weight_map import Fp8Form, Scaling
@@ -59,10 +60,20 @@ class CompressedTensors:
     groups: tuple[Group, ...]
     ignored: tuple[str, ...] = ()
 
+    @cached_property
+    def _ignored_names(self) -> frozenset[str]:
+        return frozenset(self.ignored)
+
+    @cached_property
+    def _ignored_patterns(self) -> list[str]:
+        return [name for name in self.ignored if name.startswith(PATTERN)]
+
     def form(self, tensor: str) -> Fp8Form | None:
         """Return how the projection of this name is stored, None if no group has its module."""
         module = tensor.rsplit(".", 1)[0]
-        if any(_names(pattern, module) for pattern in self.ignored):
+        if module in self._ignored_names:  # lists of releases have hundreds of names
+            return None
+        if any(_names(pattern, module) for pattern in self._ignored_patterns):
             return None
         for group in self.groups:
             if any(_names(target, module) for target in group.targets):

@@ -6,6 +6,7 @@ tensor); `workers.weights.compressed_tensors` reads `quant_method: compressed-te
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from workers.weights.compressed_tensors import CompressedTensors, parse_compressed_tensors
@@ -42,13 +43,21 @@ class Fp8Quantization:
     stored: Fp8Form
     skipped: frozenset[str] = frozenset()
 
+    @cached_property
+    def _ends(self) -> frozenset[str]:
+        """The last part of every name in `skipped`: few modules of a checkpoint have a part of this set."""
+        return frozenset(name.rpartition(".")[2] for name in self.skipped)
+
     def form(self, tensor: str) -> Fp8Form | None:
         """Return the form, None if the tensor is excluded alone or with its module."""
         parts = tensor.split(".")[:-1]
-        cuts = range(1, len(parts) + 1)
-        heads, tails = (".".join(parts[:i]) for i in cuts), (".".join(parts[-i:]) for i in cuts)
-        kept = self.skipped.isdisjoint(heads) and self.skipped.isdisjoint(tails)
-        return self.stored if kept else None
+        ends = [end for end, part in enumerate(parts, 1) if part in self._ends]
+        if not ends:
+            return self.stored
+        names = [".".join(parts[:end]) for end in ends]
+        if ends[-1] == len(parts):
+            names += (".".join(parts[start:]) for start in range(1, len(parts)))
+        return self.stored if self.skipped.isdisjoint(names) else None
 
 
 def parse_quantization(

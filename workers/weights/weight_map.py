@@ -7,6 +7,7 @@ it. Knows nothing of files and of families.
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 MXFP4_GROUP = 32  # values with one scale, as in kernels.mxfp4
 FP8_BLOCK, FP8_SCALE_BYTES = 128, 4  # as in kernels.block_fp8, which needs torch
@@ -53,9 +54,10 @@ class Fp8Form:
     input_scale: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class WeightEntry:
+class WeightEntry(NamedTuple):
     """One tensor of a checkpoint, or one expert's part of a tensor that holds all experts.
+
+    A named tuple, because a model has up to 100,000 entries, and a dataclass takes three times as long to make.
 
     name, shape   in the checkpoint; of a stacked tensor the shape of one expert's part
     parameter     dotted path from the model to the parameter, with list indices: "layers.3.attention.qkv_QD"
