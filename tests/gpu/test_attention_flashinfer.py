@@ -24,6 +24,7 @@ LONG: dict[str, Seqs] = {
     "many_decodes": [(37 * i % 900, 1) for i in range(300)],
 }
 QWEN3 = {"heads": (32, 4), "head_dim": 128}
+EXACTLY = {"atol": 0, "rtol": 0, "equal_nan": True}  # one block of the pages holds NaN
 
 
 def run(seqs: Seqs, dtype: torch.dtype = torch.bfloat16, **shape) -> FlashInferAttention:
@@ -170,7 +171,6 @@ class Replayed:
         self.attention.plan(page.batch())
         expected = self.forward(size)
         written = [cache.clone() for cache in self.caches]
-        exactly = {"atol": 0, "rtol": 0, "equal_nan": True}  # one block of the pages holds NaN
         for form in forms:
             reset()
             self.attention.plan_graph(page.batch(), size, form)
@@ -183,7 +183,7 @@ class Replayed:
                 assert padding.isfinite().all(), (size, i, form)
                 assert form >= GraphForm.NEW_PROMPTS or not padding.count_nonzero(), (size, i, form)
                 torch.testing.assert_close(
-                    *(self.caches[layer], written[layer]), **exactly, msg=str((size, i, form))
+                    *(self.caches[layer], written[layer]), **EXACTLY, msg=str((size, i, form))
                 )
 
 
@@ -253,7 +253,7 @@ def test_fused_norm_rotate_and_store(label: str, padding: int, norm: bool):
     attention.plan(pages.batch())
     attention.store(qkv, 0, rotation, weight, 1e-6)
     assert torch.equal(qkv[:, : heads + kv_heads], qk) and torch.equal(qkv[:, -kv_heads:], layer.v)
-    assert torch.equal(fused_caches[0], pages.caches[0])
+    torch.testing.assert_close(fused_caches[0], pages.caches[0], **EXACTLY)
     assert torch.equal(attention.attend(qkv, 0), expected)
 
 

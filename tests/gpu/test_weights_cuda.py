@@ -59,7 +59,7 @@ def test_a_model_holds_what_the_cpu_holds(tmp_path: Path, fp8: bool, dtype: torc
             assert torch.equal(slot.target.cpu(), here[name].target), name
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("deepgemm_fp8", 1e-3), ("triton", 1e-4)])
+@pytest.mark.parametrize(("name", "tolerance"), [("deepgemm_fp8", 2e-3), ("triton", 1e-4)])
 def test_an_fp8_checkpoint_gives_the_logits_of_float32(tmp_path: Path, name: str, tolerance: float):
     """The experts are given: a router's choice between two that are nearly alike would hide the products' errors."""
     path = small_checkpoint(tmp_path, fp8=True, dtype="bfloat16", **SHAPE)
@@ -67,8 +67,9 @@ def test_an_fp8_checkpoint_gives_the_logits_of_float32(tmp_path: Path, name: str
     law = {"num_experts": 8, "top_k": 3, "rank": 0, "num_ranks": 1}
     here, there = (partial(ForcedRouting, "uniform", 1.0, device=d, **law) for d in ("cpu", "cuda"))
     model = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm, forced_routing=there)
-    held = [slot for slot in model.model.weight_slots().values() if isinstance(slot, BlockSlot)]
-    assert len(held) == (3 * 8 * 3 if gemm.fp8_weights else 0)
+    slots = model.model.weight_slots().items()
+    held = [key for key, slot in slots if isinstance(slot, BlockSlot)]
+    assert sum("experts" in key for key in held) == (3 * 8 * 3 if gemm.fp8_weights else 0)
     reference = OneRank(path, forced_routing=here)
     for batch in batches():
         found, expected = model.logits(on_gpu(batch)).cpu(), reference.logits(batch)
