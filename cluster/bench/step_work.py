@@ -120,6 +120,10 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     dense_values = tokens * (
         2 * layers * dim + attending * values.projected + moe * (dim + model.num_experts)
     )
+    dense_values += tokens * sum(
+        spec.channels + 2 * spec.value_size + 2 * spec.num_value_heads
+        for spec in model.linear_specs
+    )
     dense_values += shape.sampled * (dim + model.vocab_size)
     # Layers with a window read its keys alone.
     specs, context = model.attention_specs, max(1.0, shape.context)

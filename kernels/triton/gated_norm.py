@@ -1,32 +1,38 @@
 """Triton kernel for the gated norm behind gated delta nets: root-mean-square norm, weight, times SiLU of a gate.
 
-T tokens, V heads, v values of a head.
+T tokens, V heads, v values of a head, O = V * v.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.block_fp8 import Fp8Rows
 from kernels.triton.delta_gates import silu
+from kernels.triton.fp8 import GROUP, quantise
+from kernels.triton.quantise_rows import empty_scales
 
 HEADS_PER_PROGRAM = 8
 
 
 # A single row may have any stride.
-@triton.jit(do_not_specialize=["gate_row"])
+@triton.jit(do_not_specialize=["gate_row", "scale_head"])
 def _gated_norm(
     x_ptr,
     gate_ptr,
     gate_row,
     weight_ptr,
     out_ptr,
+    scale_ptr,
+    scale_head,
     eps,
     NUM_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FP8: tl.constexpr,
 ):
-    """Take HEADS heads of one token."""
+    """Take HEADS heads of one token. In FP8 a head is a group of values with one scale."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     dim = tl.arange(0, BLOCK)[None, :]
@@ -38,7 +44,15 @@ def _gated_norm(
     mean = tl.sum(x * x, 1, keep_dims=True) / WIDTH
     y = x * tl.rsqrt(mean + eps) * weight * silu(gate)
     out_at = out_ptr + token * (NUM_HEADS * WIDTH) + at
-    tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
+    if FP8:
+        # The result is rounded to the dtype of x first, as separate operators round it.
+        values, scale = quantise(y.to(x_ptr.dtype.element_ty).to(tl.float32))
+        tl.store(out_at, values, mask=mask)
+        heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+        scale_at = scale_ptr + heads.to(tl.int64) * scale_head + token
+        tl.store(scale_at, scale, mask=heads < NUM_HEADS)
+    else:
+        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def gated_rms_norm(
@@ -47,14 +61,42 @@ def gated_rms_norm(
     weight_v: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate) of each head, contiguous, in the dtype of x.
+    """Return x / sqrt(mean(x^2) + eps) * weight * silu(gate) of each head, [T, O], in the dtype of x.
 
     gate   tokens may be strided, heads are contiguous
     """
+    out_TO = x_TVv.new_empty(len(x_TVv), x_TVv.shape[1] * x_TVv.shape[2])
+    _launch(x_TVv, gate_TVv, weight_v, eps, out_TO)
+    return out_TO
+
+
+def gated_rms_norm_fp8(
+    x_TVv: torch.Tensor,
+    gate_TVv: torch.Tensor,
+    weight_v: torch.Tensor,
+    eps: float,
+) -> Fp8Rows:
+    """As `gated_rms_norm`, with the result in FP8. Heads have 128 values."""
+    num_tokens, num_heads, width = x_TVv.shape
+    assert width == GROUP, width
+    shape = (num_tokens, num_heads * width)
+    values_TO = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_TVv.device)
+    scale_TV = empty_scales(num_tokens, num_heads, x_TVv.device)
+    _launch(x_TVv, gate_TVv, weight_v, eps, values_TO, scale_TV)
+    return Fp8Rows(values_TO, scale_TV)
+
+
+def _launch(
+    x_TVv: torch.Tensor,
+    gate_TVv: torch.Tensor,
+    weight_v: torch.Tensor,
+    eps: float,
+    out_TO: torch.Tensor,
+    scale_TV: torch.Tensor | None = None,
+) -> None:
     num_tokens, num_heads, width = x_TVv.shape
     assert x_TVv.is_contiguous() and gate_TVv.shape == x_TVv.shape
     assert gate_TVv.stride()[1:] == (width, 1) and weight_v.is_contiguous()
-    out = torch.empty_like(x_TVv)
     if num_tokens:
         block = triton.next_power_of_2(width)
         _gated_norm[(num_tokens, triton.cdiv(num_heads, HEADS_PER_PROGRAM))](
@@ -62,12 +104,14 @@ def gated_rms_norm(
             gate_TVv,
             gate_TVv.stride(0),
             weight_v,
-            out,
+            out_TO,
+            out_TO if scale_TV is None else scale_TV,
+            0 if scale_TV is None else scale_TV.stride(1),
             eps,
             NUM_HEADS=num_heads,
             WIDTH=width,
             HEADS=HEADS_PER_PROGRAM,
             BLOCK=block,
+            FP8=scale_TV is not None,
             num_warps=4,
         )
-    return out

@@ -16,6 +16,7 @@ def _add_rms_norm(
     delta_ptr,
     weight_ptr,
     out_ptr,
+    plain_ptr,
     scale_ptr,
     eps,
     x_row,
@@ -27,6 +28,7 @@ def _add_rms_norm(
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     FP8: tl.constexpr,
+    PLAIN: tl.constexpr,
     GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -51,8 +53,10 @@ def _add_rms_norm(
     if FP8:
         groups = tl.arange(0, BLOCK // GROUP)
         # The norm is rounded to the dtype of x first, as separate operators round it.
-        rounded = out.to(x_ptr.dtype.element_ty).to(tl.float32)
-        values, scale = quantise(tl.reshape(rounded, (BLOCK // GROUP, GROUP)))
+        rounded = out.to(x_ptr.dtype.element_ty)
+        if PLAIN:
+            tl.store(plain_ptr + row * WIDTH + column, rounded, mask=mask)
+        values, scale = quantise(tl.reshape(rounded.to(tl.float32), (BLOCK // GROUP, GROUP)))
         tl.store(out_ptr + row * out_row + column, tl.reshape(values, (BLOCK,)), mask=mask)
         scale_at = scale_ptr + groups.to(tl.int64) * scale_group + row
         tl.store(scale_at, scale, mask=groups < WIDTH // GROUP)
@@ -74,19 +78,27 @@ def add_rms_norm(
     """
     if out_RD is None:
         out_RD = torch.empty_like(x_RD, memory_format=torch.contiguous_format)
-    _launch(x_RD, delta_RD, weight_D, eps, out_RD, None)
+    _launch(x_RD, delta_RD, weight_D, eps, out_RD)
     return out_RD
 
 
 def add_rms_norm_fp8(
-    x_RD: torch.Tensor, delta_RD: torch.Tensor | None, weight_D: torch.Tensor, eps: float
+    x_RD: torch.Tensor,
+    delta_RD: torch.Tensor | None,
+    weight_D: torch.Tensor,
+    eps: float,
+    plain_RD: torch.Tensor | None = None,
 ) -> Fp8Rows:
-    """As `add_rms_norm`, with the result in FP8. D is a multiple of 128."""
+    """As `add_rms_norm`, with the result in FP8. D is a multiple of 128.
+
+    plain_RD   contiguous, receives the result in the dtype of x too
+    """
     num_rows, width = x_RD.shape
     assert width % GROUP == 0, width
     values_RD = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x_RD.device)
     scale_RS = empty_scales(num_rows, width // GROUP, x_RD.device)
-    _launch(x_RD, delta_RD, weight_D, eps, values_RD, scale_RS)
+    assert plain_RD is None or plain_RD.is_contiguous()
+    _launch(x_RD, delta_RD, weight_D, eps, values_RD, scale_RS, plain_RD)
     return Fp8Rows(values_RD, scale_RS)
 
 
@@ -96,7 +108,8 @@ def _launch(
     weight_D: torch.Tensor,
     eps: float,
     out_RD: torch.Tensor,
-    scale_RS: torch.Tensor | None,
+    scale_RS: torch.Tensor | None = None,
+    plain_RD: torch.Tensor | None = None,
 ) -> None:
     num_rows, width = x_RD.shape
     parts = 0 if delta_RD is None else delta_RD.shape[0] if delta_RD.dim() == 3 else 1
@@ -110,6 +123,7 @@ def _launch(
             delta_RD,
             weight_D,
             out_RD,
+            out_RD if plain_RD is None else plain_RD,
             out_RD if scale_RS is None else scale_RS,
             eps,
             x_RD.stride(0),
@@ -121,6 +135,7 @@ def _launch(
             BLOCK=block,
             PARTS=parts,
             FP8=scale_RS is not None,
+            PLAIN=plain_RD is not None,
             GROUP=GROUP,
             **dependent_launch(num_rows),
             num_warps=max(1, min(16, block // 512)),

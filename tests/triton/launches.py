@@ -66,6 +66,7 @@ def _norm(at: Inputs) -> None:
     x, weight = at.rows(WIDTH), at.rows(WIDTH)[0]
     add_rms_norm(x, at.rows(WIDTH), weight, 1e-6)
     add_rms_norm_fp8(at.rows(256), None, at.rows(256)[0], 1e-6)
+    add_rms_norm_fp8(at.rows(256), None, at.rows(256)[0], 1e-6, torch.empty_like(at.rows(256)))
     parts, wide = at.rows(2, WIDTH).view(2, at.size, WIDTH), at.rows(2 * WIDTH)
     add_rms_norm(x, parts, weight, 1e-6, wide[:, :WIDTH])
 
@@ -74,7 +75,7 @@ def _linear_attention(at: Inputs, *, prompts: bool) -> None:
     """Rows of a projection that holds the gates too, as they are in a model; then the gated norm."""
     from kernels.linear_attention.spec import LinearAttentionSpec
     from kernels.linear_attention.triton_delta import TritonLinearAttention
-    from kernels.triton.gated_norm import gated_rms_norm
+    from kernels.triton.gated_norm import gated_rms_norm, gated_rms_norm_fp8
 
     spec = LinearAttentionSpec(2, HEADS, HEAD_DIM, HEAD_DIM, 4)
     subject, new = TritonLinearAttention([spec]), 65 if prompts else 1
@@ -99,6 +100,8 @@ def _linear_attention(at: Inputs, *, prompts: bool) -> None:
     out = subject(mixed, a, b, 0, weight, gates, gates)
     gate = whole[at.offset :, : HEADS * HEAD_DIM].unflatten(1, (HEADS, HEAD_DIM))
     gated_rms_norm(out, gate, weight.view(-1)[:HEAD_DIM], 1e-6)
+    heads = whole[at.offset :, :256].unflatten(1, (2, 128))
+    gated_rms_norm_fp8(heads.contiguous(), heads, gates.new_zeros(128), 1e-6)
 
 
 def _route(at: Inputs, *, on_device: bool) -> None:

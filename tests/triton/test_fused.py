@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kernels.all2all.base import sum_partials
 from kernels.fused import FusedKernels, fused_kernels
-from kernels.triton.gated_norm import gated_rms_norm
+from kernels.triton.gated_norm import gated_rms_norm, gated_rms_norm_fp8
 from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
 from kernels.triton.quantise_rows import quantise_rows
@@ -52,6 +52,7 @@ def test_gpus_have_them():
         add_rms_norm_fp8,
         norm_rotate,
         gated_rms_norm,
+        gated_rms_norm_fp8,
         route_top_k,
         route_groups,
         takes_thin,
@@ -78,13 +79,18 @@ def test_add_rms_norm(rows: int, width: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("width", [128, 384, 2048])
 def test_add_rms_norm_fp8(width: int):
-    """The norm, then the rounding to FP8, of sums of parts too."""
+    """The norm, then the rounding to FP8, of sums of parts too. The norm itself is written on demand."""
     x, parts = randn(5, width), randn(2, 5, width)
-    weight = randn(width)
+    weight, another, plain = randn(width), x.clone(), torch.full_like(x, float("nan"))
     expected_x = x.clone()
-    expected = quantise_rows(add_rms_norm(expected_x, parts, weight, 1e-6))
+    normed = add_rms_norm(expected_x, parts, weight, 1e-6)
+    expected = quantise_rows(normed)
     found = add_rms_norm_fp8(x, parts, weight, 1e-6)
-    assert torch.equal(x, expected_x)
+    both = add_rms_norm_fp8(another, parts, weight, 1e-6, plain)
+    assert torch.equal(x, expected_x) and torch.equal(another, expected_x)
+    torch.testing.assert_close(plain, normed, atol=1e-6, rtol=1e-6)
+    assert torch.equal(both.values.float(), found.values.float())
+    assert torch.equal(both.scales, found.scales)
     assert torch.equal(found.values.float(), expected.values.float())
     torch.testing.assert_close(found.scales, expected.scales, atol=0, rtol=1e-6)
     assert found.scales.stride(0) == 1
@@ -231,4 +237,19 @@ def test_gated_rms_norm(rows: int, heads: int, width: int, dtype: torch.dtype):
     gate = wide[:, heads * width :].unflatten(1, (heads, width))
     weight = randn(width, dtype=dtype)
     normed = F.rms_norm(x.float(), (width,), None, 1e-6) * weight.float()
-    close(gated_rms_norm(x, gate, weight, 1e-6), normed * F.silu(gate.float()))
+    expected = (normed * F.silu(gate.float())).flatten(1)
+    close(gated_rms_norm(x, gate, weight, 1e-6), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "heads"), [(0, 4), (1, 4), (5, 9), *compiled_only((300, 32))])
+def test_gated_rms_norm_in_fp8(rows: int, heads: int, dtype: torch.dtype):
+    """Bits are those of the norm and the kernel that quantises rows."""
+    x, wide = randn(rows, heads, 128, dtype=dtype), randn(rows, 3 * heads * 128, dtype=dtype)
+    gate = wide[:, heads * 128 : 2 * heads * 128].unflatten(1, (heads, 128))
+    weight = randn(128, dtype=dtype)
+    expected = quantise_rows(gated_rms_norm(x, gate, weight, 1e-6))
+    found = gated_rms_norm_fp8(x, gate, weight, 1e-6)
+    assert torch.equal(found.values.float(), expected.values.float())
+    assert torch.equal(found.scales, expected.scales)
+    assert found.scales.stride() == expected.scales.stride()

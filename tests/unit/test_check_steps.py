@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,7 +17,7 @@ from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from tests.distributed import deep_ep_fake
 from workers.runner.graph_sizes import GraphsUnavailableError
-from workers.weights.checkpoint import Quantization, make_checkpoint
+from workers.weights.checkpoint import QUANTIZATIONS, Quantization, make_checkpoint
 
 GPUS = ["cluster.device=cuda", "cluster.ranks=2", "model.dtype=bfloat16"]
 
@@ -248,3 +249,21 @@ def test_warns_of_fp8_experts_that_are_not_kept(
     found = [warning for warning in report.warnings if "in FP8 with one scale a row" in warning]
     assert len(found) == (says is not None)
     assert says is None or says in found[0]
+
+
+@pytest.mark.parametrize(("backend", "warned"), [("deepgemm_fp8", True), ("triton", False)])
+def test_warns_of_projections_that_fp8_products_cannot_take(
+    tmp_path: Path, backend: str, warned: bool
+) -> None:
+    """q, k and v of a layer are one product, and v alone is not in FP8."""
+    sizes: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128, "num_layers": 2}
+    stored = QUANTIZATIONS["fp8"] | {
+        "modules_to_not_convert": ["lm_head", "layers.1.self_attn.v_proj"]
+    }
+    sizes |= {"head_dim": 64, "quantization_config": stored}
+    make_checkpoint(tmp_path / "tiny", weights=False, **sizes)
+    path = tmp_path / "config.yaml"
+    path.write_text("model: {path: tiny, weights: dummy}\n")
+    warnings = checked(path, f"kernels.grouped_gemm={backend}").warnings
+    found = [warning for warning in warnings if "such as layers.1.attention.qkv_QD" in warning]
+    assert len(found) == warned

@@ -44,9 +44,20 @@ LATENT = {
 }
 
 
+DELTA_NETS = {
+    "shared_expert_intermediate_size": 128,
+    "head_dim": 128,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 64,
+}
 OF_FAMILY = {
     "deepseek_v3": LATENT,
     "qwen2_moe": {"shared_expert_intermediate_size": 128},
+    "qwen3_next": DELTA_NETS,
+    "qwen3_5_moe": DELTA_NETS,
+    "qwen3_5_moe_text": DELTA_NETS,
 }
 
 
@@ -82,7 +93,7 @@ def checkpoint(path: Path, family: str, **changes: Any) -> Path:
     return make_checkpoint(path, family=family, fp8=True, **sizes)
 
 
-FAMILIES = ["qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe"]
+FAMILIES = ["qwen3_moe", "deepseek_v3", "qwen2_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

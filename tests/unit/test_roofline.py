@@ -172,6 +172,8 @@ def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path
     in_fp8_values = 3 * delta_net + full + 4 * 3 * 2048 * 512
     assert works[0].memory_bytes - works[1].memory_bytes == in_fp8_values
     assert works[1].fp8_flops == 2 * 8192 * in_fp8_values
+    values = 3 * (8192 + 2 * 4096 + 2 * 32) + 3 * 4096 + 2 * 512 + 2 * 4 * 2048 + 4 * (2048 + 256)
+    assert works[1].activation_bytes == 2 * (8192 * values + 2048 + 248320)
 
 
 def test_the_page_of_a_served_shape_names_the_floor_of_each_kind(tmp_path: Path) -> None:

@@ -38,9 +38,13 @@ class LayerBuilder:
         """Return an uninitialised parameter, of the model's dtype unless another is given."""
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
+    def holds_fp8(self, name: str) -> bool:
+        """Return whether the layer's parameter `name` is held in FP8."""
+        return self.path + name in self.fp8
+
     def projection(self, name: str, rows: int, columns: int) -> torch.Tensor | BlockWeights:
         """Return the uninitialised weights of a dense product; `name` is the parameter's in the layer."""
-        if self.path + name in self.fp8:
+        if self.holds_fp8(name):
             return BlockWeights.empty(rows, columns, device=self.device)
         return self.empty(rows, columns)
 

@@ -1,9 +1,10 @@
 """The gated delta net of a decoder layer: linear attention in the place of attention. Knows no model and no checkpoint.
 
 T tokens, D hidden, C channels of q, k and v, O output width, V value heads, v values of a head of V, w convolution
-width, P = C + O + 2V.
+width, P = C + O, B = 2V, J = P + B.
 """
 
+from collections.abc import Sequence
 from copy import copy
 from typing import Self
 
@@ -11,8 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from kernels.backends.select import Backends
+from kernels.block_fp8 import BLOCK, BlockWeights, Fp8Rows
+from kernels.fused import FusedKernels
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear
+from workers.layers.linear import linear, takes_fp8
 from workers.models.specs import DeltaNetSpec
 
 
@@ -20,6 +23,7 @@ class DeltaNetBlock:
     """residual + out(norm(delta_net(q, k, v, b, a)) * silu(gate)), with q, k, v, gate, b, a of norm(residual).
 
     A block takes and returns a sum in two parts, as `AttentionBlock` does. `layer` counts the layers of this kind.
+    One product computes all six, unless q, k, v and gate are in FP8: b and a never are.
     """
 
     def __init__(self, builder: LayerBuilder, spec: DeltaNetSpec, layer: int):
@@ -29,13 +33,21 @@ class DeltaNetBlock:
         sizes, dim = spec.kernel_spec, builder.hidden_size
         heads = sizes.num_value_heads
         self._parts = [sizes.channels, sizes.value_size, heads, heads]
+        qkvz = sizes.channels + sizes.value_size
         self.input_norm = builder.norm(dim)
-        self.in_PD = builder.empty(spec.input_size, dim)
+        self.in_JD: torch.Tensor | None = None
+        self.qkvz_PD: torch.Tensor | BlockWeights
+        if builder.holds_fp8("attention.qkvz_PD"):
+            self.qkvz_PD = builder.projection("attention.qkvz_PD", qkvz, dim)
+            self.ba_BD = builder.empty(2 * heads, dim)
+        else:
+            self.in_JD = builder.empty(spec.input_size, dim)
+            self.qkvz_PD, self.ba_BD = torch.split(self.in_JD, [qkvz, 2 * heads])
         self.conv_C1w = builder.empty(sizes.channels, 1, sizes.conv_width)
         self.dt_bias_V = builder.empty(heads, dtype=torch.float32)
         self.neg_exp_a_V = builder.empty(heads, dtype=torch.float32)
         self.norm = builder.norm(sizes.value_dim, centred=False)
-        self.out_DO = builder.empty(dim, sizes.value_size)
+        self.out_DO = builder.projection("attention.out_DO", dim, sizes.value_size)
 
     def _bind(self, backends: Backends) -> None:
         assert backends.linear_attention is not None, "the model has linear attention"
@@ -54,8 +66,7 @@ class DeltaNetBlock:
         rotation_T1r: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten; no value is rotated."""
-        residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
-        mixed_TC, gate_TO, b_TV, a_TV = torch.split(linear(h_TD, self.in_PD), self._parts, -1)
+        residual_TD, (mixed_TC, gate_TO, b_TV, a_TV) = self._inputs(residual_TD, hidden_TD)
         o_TVv = self.linear_attention(
             mixed_TC,
             a_TV,
@@ -67,8 +78,30 @@ class DeltaNetBlock:
         )
         triton = self.input_norm.triton
         if triton is not None:
-            gate_TVv = gate_TO.view(o_TVv.shape)
-            o_TVv = triton.gated_rms_norm(o_TVv, gate_TVv, self.norm.weight, self.norm.eps)
-            return residual_TD, linear(o_TVv.flatten(1), self.out_DO)
-        o_TO = self.norm(o_TVv.flatten(0, 1)).view(gate_TO.shape)
-        return linear(o_TO.mul_(F.silu(gate_TO)), self.out_DO, residual_TD), None
+            o_TO = self._gated_norm(triton, o_TVv, gate_TO.view(o_TVv.shape))
+            return residual_TD, linear(o_TO, self.out_DO, partial=True)
+        normed_TO = self.norm(o_TVv.flatten(0, 1)).view(gate_TO.shape)
+        return linear(normed_TO.mul_(F.silu(gate_TO)), self.out_DO, residual_TD), None
+
+    def _inputs(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Return the sum of both, and of its norm q, k and v as one tensor, gate, b and a."""
+        if self.in_JD is not None:
+            residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
+            return residual_TD, torch.split(linear(h_TD, self.in_JD), self._parts, -1)
+        residual_TD, rows_TD, h_TD = self.input_norm.add_for_both(
+            self.qkvz_PD, residual_TD, hidden_TD
+        )
+        qkvz = torch.split(linear(rows_TD, self.qkvz_PD), self._parts[:2], -1)
+        ba = torch.split(linear(h_TD, self.ba_BD), self._parts[2:], -1)
+        return residual_TD, (*qkvz, *ba)
+
+    def _gated_norm(
+        self, triton: FusedKernels, o_TVv: torch.Tensor, gate_TVv: torch.Tensor
+    ) -> torch.Tensor | Fp8Rows:
+        """Return the gated norm of every head in the form that `linear` with the output's weights takes."""
+        inputs = o_TVv, gate_TVv, self.norm.weight, self.norm.eps
+        if o_TVv.shape[2] == BLOCK and takes_fp8(o_TVv.flatten(1), self.out_DO):
+            return triton.gated_rms_norm_fp8(*inputs)
+        return triton.gated_rms_norm(*inputs)

@@ -45,6 +45,14 @@ def linear(
     return torch.addmm(start, x_TK, w_NK.t())
 
 
+def takes_fp8(x_TK: torch.Tensor, w_NK: Weight) -> bool:
+    """Return whether `linear` quantises these rows, so that the kernel before may write them in FP8."""
+    fused = fused_kernels(x_TK.device.type)
+    if fused is None or not isinstance(w_NK, BlockWeights):
+        return False
+    return not fused.takes_thin(x_TK, w_NK)
+
+
 def activated(
     gate_up_T2I: torch.Tensor, activation: Activation, w_NI: Weight
 ) -> torch.Tensor | Fp8Rows:

@@ -12,6 +12,7 @@ from kernels.all2all.base import sum_partials
 from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
+from workers.layers.linear import takes_fp8
 
 
 class RMSNorm:
@@ -97,14 +98,23 @@ class RMSNorm:
         delta_TD: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows]:
         """As `add`, with the norm in the form that `linear` with these weights takes."""
-        triton = self.triton
-        if (
-            triton is None
-            or not isinstance(weights, BlockWeights)
-            or triton.takes_thin(x_TD, weights)
-        ):
+        if self.triton is None or not takes_fp8(x_TD, weights):
             return self.add(x_TD, delta_TD)
-        return x_TD, triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps)
+        return x_TD, self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps)
+
+    def add_for_both(
+        self,
+        weights: torch.Tensor | BlockWeights,
+        x_TD: torch.Tensor,
+        delta_TD: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows, torch.Tensor]:
+        """As `add_for`; return the norm in the dtype of x too, the same tensor if that is the form."""
+        if self.triton is None or not takes_fp8(x_TD, weights):
+            x_TD, normed_TD = self.add(x_TD, delta_TD)
+            return x_TD, normed_TD, normed_TD
+        plain_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+        rows = self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps, plain_TD)
+        return x_TD, rows, plain_TD
 
     def _call_fused(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight.dim() == 1:

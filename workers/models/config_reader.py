@@ -227,7 +227,7 @@ class ConfigReader:
             norm_eps=self.number("rms_norm_eps"),
             max_position_embeddings=self.integer("max_position_embeddings"),
             tie_word_embeddings=self.boolean("tie_word_embeddings"),
-            quantization=None if mxfp4 else parse_quantization(self._raw, self.problems),
+            quantization=None if mxfp4 else parse_quantization(self._raw, self.problems, renamed),
             dtype=self._dtype("bfloat16" if mxfp4 else "float32"),
             eos_token_ids=stops or self.integers("eos_token_id"),
             skipped=skipped,

@@ -10,13 +10,13 @@ from workers.weights.weight_map import WeightEntry, WeightKind
 def delta_net_weights(
     disk: str, path: str, dim: int, spec: DeltaNetSpec, *, joined: bool
 ) -> Iterator[WeightEntry]:
-    """Yield the tensors of one layer but its norm; the rows of the input are q, k, v, output gate, b, a.
+    """Yield the tensors of one layer but its norm; the rows of its inputs are q, k, v, output gate; and b, a.
 
     disk, path   begin names in the checkpoint and of parameters
     joined       the checkpoint has two tensors with rows by key head: q, k, v, output gate; and b, a
     """
     sizes, at, to = spec.kernel_spec, f"{disk}linear_attn.", f"{path}attention."
-    yield from (_joined_inputs if joined else _inputs)(at, f"{to}in_PD", dim, sizes)
+    yield from (_joined_inputs if joined else _inputs)(at, to, dim, sizes)
     heads = (sizes.num_value_heads,)
     conv = (sizes.channels, 1, sizes.conv_width)
     yield WeightEntry(f"{at}conv1d.weight", conv, f"{to}conv_C1w", WeightKind.CONVOLUTION)
@@ -27,32 +27,32 @@ def delta_net_weights(
     yield WeightEntry(f"{at}out_proj.weight", shape, f"{to}out_DO", WeightKind.PROJECTION)
 
 
-def _inputs(at: str, parameter: str, dim: int, sizes: LinearAttentionSpec) -> Iterator[WeightEntry]:
-    heads, start = sizes.num_value_heads, 0
-    parts = {"qkv": sizes.channels, "z": sizes.value_size, "b": heads, "a": heads}
-    for name, count in parts.items():
-        rows = (start, start + count)
-        name, shape = f"{at}in_proj_{name}.weight", (count, dim)
-        yield WeightEntry(name, shape, parameter, WeightKind.PROJECTION, rows)
-        start += count
-
-
-def _joined_inputs(
-    at: str, parameter: str, dim: int, sizes: LinearAttentionSpec
-) -> Iterator[WeightEntry]:
-    key_heads, value_rows = sizes.num_key_heads, sizes.group_size * sizes.value_dim
-    start = 0
-    for name, of_head in (
-        ("qkvz", (sizes.key_dim, sizes.key_dim, value_rows, value_rows)),
-        ("ba", (sizes.group_size, sizes.group_size)),
+def _inputs(at: str, to: str, dim: int, sizes: LinearAttentionSpec) -> Iterator[WeightEntry]:
+    heads, qkvz, ba = sizes.num_value_heads, f"{to}qkvz_PD", f"{to}ba_BD"
+    end = sizes.channels + sizes.value_size
+    for name, parameter, rows in (
+        ("qkv", qkvz, (0, sizes.channels)),
+        ("z", qkvz, (sizes.channels, end)),
+        ("b", ba, (0, heads)),
+        ("a", ba, (heads, 2 * heads)),
     ):
-        shape, first = (key_heads * sum(of_head), dim), 0
+        name, shape = f"{at}in_proj_{name}.weight", (rows[1] - rows[0], dim)
+        yield WeightEntry(name, shape, parameter, WeightKind.PROJECTION, rows)
+
+
+def _joined_inputs(at: str, to: str, dim: int, sizes: LinearAttentionSpec) -> Iterator[WeightEntry]:
+    key_heads, value_rows = sizes.num_key_heads, sizes.group_size * sizes.value_dim
+    for name, parameter, of_head in (
+        ("qkvz", "qkvz_PD", (sizes.key_dim, sizes.key_dim, value_rows, value_rows)),
+        ("ba", "ba_BD", (sizes.group_size, sizes.group_size)),
+    ):
+        shape, start, first = (key_heads * sum(of_head), dim), 0, 0
         for count in of_head:
             rows = (start, start + key_heads * count)
             yield WeightEntry(
                 f"{at}in_proj_{name}.weight",
                 shape,
-                parameter,
+                to + parameter,
                 WeightKind.PROJECTION,
                 rows,
                 part=(key_heads, first, first + count),

@@ -10,7 +10,7 @@ from kernels.backends.select import Selection
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
 from workers.models.specs import ModelConfig
-from workers.weights.tensors import experts_with_row_scales, stores_fp8_experts
+from workers.weights.tensors import experts_with_row_scales, fp8_not_kept, stores_fp8_experts
 
 
 def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
@@ -33,7 +33,13 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
 
 
 def fp8_is_not_kept(model: ModelConfig, selection: Selection) -> Iterator[str]:
-    """Yield a warning where no product computes with the checkpoint's FP8 weights of experts as they are."""
+    """Yield a warning where no product computes with the checkpoint's FP8 weights as they are."""
+    names = fp8_not_kept(model) if selection.fp8_dense else []
+    if names:
+        yield (
+            f"{len(names)} projections that the checkpoint has in FP8 become model.dtype, such as {names[0]}: "
+            "products in FP8 take blocks of 128 x 128, in all tensors that one product joins"
+        )
     if not experts_with_row_scales(model):
         return
     name = selection.grouped_gemm.name

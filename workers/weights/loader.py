@@ -24,7 +24,7 @@ from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import Progress, SlottedModel
 from workers.weights.tensors import rank_weights
-from workers.weights.weight_map import WeightKind
+from workers.weights.weight_map import WeightKind, mapped_name
 
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
 
@@ -76,7 +76,5 @@ def _headers(folder: Path, config: ModelConfig) -> dict[str, StoredTensor]:
     found = {}
     for name, tensor in read_headers(folder).items():
         if not name.startswith(config.skipped) and not name.endswith(ROPE_TABLE):
-            for part, mapped in config.renamed:
-                name = name.replace(part, mapped)
-            found[name] = tensor
+            found[mapped_name(name, config.renamed)] = tensor
     return found

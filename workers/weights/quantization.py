@@ -4,13 +4,13 @@
 tensor); `workers.weights.compressed_tensors` reads `quant_method: compressed-tensors`. Knows nothing of tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 from workers.weights.compressed_tensors import CompressedTensors, parse_compressed_tensors
-from workers.weights.weight_map import Fp8Form, Scaling
+from workers.weights.weight_map import Fp8Form, Scaling, mapped_name
 
 SCALE_SUFFIX = "_scale_inv"  # of blocks; other scales end in "_scale"
 KEY = "quantization_config"
@@ -61,15 +61,24 @@ class Fp8Quantization:
 
 
 def parse_quantization(
-    raw: Mapping[str, Any], problems: list[str]
+    raw: Mapping[str, Any], problems: list[str], renamed: Iterable[tuple[str, str]] = ()
 ) -> Fp8Quantization | CompressedTensors | None:
-    """Return the quantisation, None if config.json has none; complaints with the field go to `problems`."""
+    """Return the quantisation, None if config.json has none; complaints with the field go to `problems`.
+
+    renamed   as of ModelConfig; names of modules that are left out may be in both forms
+    """
     found = raw.get(KEY)
     if found is None:
         return None
     if not isinstance(found, Mapping):
         problems.append(f"{KEY} is {found!r}; expected a JSON object")
         return None
+    found = dict(found)
+    for key in (*SKIPPED, "ignore"):
+        if isinstance(names := found.get(key), list):
+            found[key] = names + [
+                mapped_name(name, renamed) for name in names if isinstance(name, str)
+            ]
     if found.get("quant_method") == "compressed-tensors":
         return parse_compressed_tensors(found, KEY, problems)
     if found.get("quant_method") != "fp8":

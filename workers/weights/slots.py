@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
+from kernels.block_fp8 import BlockWeights, dequantise, num_blocks, quantise_blocks
 from kernels.mxfp4 import dequantise_mxfp4
 from workers.layers.norm import RMSNorm
 from workers.weights.weight_map import WeightEntry, WeightKind
@@ -103,11 +103,12 @@ class WeightSlot:
 class BlockSlot:
     """A destination for one matrix that the model holds in FP8.
 
-    heads   as in WeightSlot; a head has no rows of two blocks
+    heads, part   as in WeightSlot, of entries that keep blocks
     """
 
     target: BlockWeights
     heads: tuple[int, int] | None = None
+    part: tuple[int, int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -121,13 +122,18 @@ class BlockSlot:
 
     def fill_blocks(self, values: torch.Tensor, scales: torch.Tensor) -> None:
         """Copy values with the scales of their blocks, or with one scale, unchanged; round others to blocks."""
-        if scales.numel() == 1 or scales.shape == self.target.scales.shape:
-            if self.heads is not None:
-                values = pair_rotary(values.view(torch.uint8), *self.heads).view(values.dtype)
-            self.target.values.copy_(values)
-            self.target.scales.copy_(scales)
-        else:
+        blocks = tuple(num_blocks(size) for size in values.shape)
+        if scales.numel() > 1 and scales.shape != blocks:
             self.fill(dequantise(values, scales))
+            return
+        bits = take_part(values.view(torch.uint8), self.part)
+        if self.heads is not None:
+            bits = pair_rotary(bits, *self.heads)
+        if self.part is not None and scales.shape == blocks:
+            groups, first, end = self.part
+            scales = take_part(scales, (groups, num_blocks(first), num_blocks(end)))
+        self.target.values.copy_(bits.view(values.dtype))
+        self.target.scales.copy_(scales)
 
 
 Slot = WeightSlot | BlockSlot
@@ -174,5 +180,5 @@ def slot_of(model: Any, entry: WeightEntry, first_expert: int) -> Slot:
         found = found[slice(*entry.rows)]
     if isinstance(found, BlockWeights):
         heads = (entry.head_dim, entry.rotary_dim or entry.head_dim) if entry.head_dim else None
-        return BlockSlot(found, heads)
+        return BlockSlot(found, heads, entry.part)
     return WeightSlot.rows(found, entry, scale)

@@ -9,7 +9,7 @@ from workers.weights.weight_map import FP8_BLOCK, Scaling, WeightEntry
 
 # Parameters that `LayerBuilder.projection` allocates; all others keep the model's dtype.
 DENSE = (
-    *("attention.qkv_QD", "attention.o_DQ"),
+    *("attention.qkv_QD", "attention.o_DQ", "attention.qkvz_PD", "attention.out_DO"),
     *("attention.down_D", "attention.q_up", "attention.o_D"),
     *("mlp.w13_2ID", "mlp.w2_DI", "mlp.shared.w13_2ID", "mlp.shared.w2_DI"),
 )
@@ -41,23 +41,35 @@ def fp8_parameters(config: ModelConfig) -> frozenset[str]:
 
 def fp8_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return rows and columns of each of `fp8_parameters`."""
-    tensors: dict[str, list[WeightEntry]] = {}
-    if config.quantization is not None:
-        for entry in weight_map(config):
-            if entry.expert is None:
-                tensors.setdefault(entry.parameter, []).append(entry)
     return {
-        name: (sum(entry.shape[0] for entry in entries), entries[0].columns)
-        for name, entries in tensors.items()
-        if _fits_blocks(name, entries)
+        name: (sum(entry.num_rows for entry in entries), entries[0].columns)
+        for name, entries in _dense(config).items()
+        if _fits_blocks(entries)
     }
 
 
-def _fits_blocks(parameter: str, entries: list[WeightEntry]) -> bool:
+def fp8_not_kept(config: ModelConfig) -> list[str]:
+    """Return the parameters of dense products that no FP8 blocks hold, though tensors of them are in FP8."""
+    return [
+        name
+        for name, entries in _dense(config).items()
+        if any(entry.fp8 is not None for entry in entries) and not _fits_blocks(entries)
+    ]
+
+
+def _dense(config: ModelConfig) -> dict[str, list[WeightEntry]]:
+    """Return the tensors of each parameter of DENSE, for a checkpoint with weights in FP8."""
+    tensors: dict[str, list[WeightEntry]] = {}
+    if config.quantization is not None:
+        for entry in weight_map(config):
+            if entry.expert is None and entry.parameter.endswith(DENSE):
+                tensors.setdefault(entry.parameter, []).append(entry)
+    return tensors
+
+
+def _fits_blocks(entries: list[WeightEntry]) -> bool:
     """Return whether the tensors of a parameter are in FP8, begin at its blocks, and keep their rows in blocks."""
-    if not parameter.endswith(DENSE) or any(entry.fp8 is None or entry.part for entry in entries):
-        return False
-    rows = sum(entry.shape[0] for entry in entries)
+    rows = sum(entry.num_rows for entry in entries)
     return (
         rows % FP8_ROWS == 0
         and entries[0].columns % FP8_BLOCK == 0
@@ -66,7 +78,7 @@ def _fits_blocks(parameter: str, entries: list[WeightEntry]) -> bool:
             and entry.fp8.scaling != Scaling.CHANNEL
             and (entry.rows is None or entry.rows[0] % FP8_BLOCK == 0)
             and (entry.rows is None or entry.rows[1] % FP8_BLOCK == 0 or entry.rows[1] == rows)
-            and (not entry.head_dim or FP8_BLOCK % entry.head_dim == 0)
+            and entry.keeps_blocks
             for entry in entries
         )
     )

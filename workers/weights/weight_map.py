@@ -5,6 +5,7 @@ it. Knows nothing of files and of families.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -52,6 +53,13 @@ class Fp8Form:
     scaling: Scaling
     suffix: str
     input_scale: bool = False
+
+
+def mapped_name(name: str, renamed: Iterable[tuple[str, str]]) -> str:
+    """Return a name of a checkpoint as the weight map has it, see `ModelConfig.renamed`."""
+    for part, mapped in renamed:
+        name = name.replace(part, mapped)
+    return name
 
 
 class WeightEntry(NamedTuple):
@@ -125,8 +133,15 @@ class WeightEntry(NamedTuple):
         """Number of values."""
         if self.part is None:
             return math.prod(self.shape)
+        return self.num_rows * math.prod(self.shape[1:])
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the tensor that are the entry's."""
+        if self.part is None:
+            return self.shape[0]
         groups, first, end = self.part
-        return groups * (end - first) * math.prod(self.shape[1:])
+        return groups * (end - first)
 
     @property
     def block_scale_shape(self) -> tuple[int, ...]:
@@ -136,7 +151,19 @@ class WeightEntry(NamedTuple):
     @property
     def fp8_bytes(self) -> int:
         """Bytes in memory of the values in FP8 and the scales of their blocks."""
-        return self.size + FP8_SCALE_BYTES * math.prod(self.block_scale_shape)
+        blocks = (-(-size // FP8_BLOCK) for size in (self.num_rows, *self.shape[1:]))
+        return self.size + FP8_SCALE_BYTES * math.prod(blocks)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether its rows go to the parameter without leaving their blocks of scales."""
+        if self.part is not None:
+            groups, first, end = self.part
+            if any(rows % FP8_BLOCK for rows in (self.shape[0] // groups, first, end)):
+                return False
+        if not self.head_dim or FP8_BLOCK % self.head_dim == 0:
+            return True
+        return self.head_dim % FP8_BLOCK == 0 and 0 < self.rotary_dim <= FP8_BLOCK
 
     @property
     def scale_name(self) -> str:
