@@ -84,6 +84,8 @@ def check(
     attention = LatentAttention(SPECS, block_size)
     attention.bind([layer.cache for layer in layers])
     attention.plan(pages.batch())
+    # A CPU converts another dtype, a GPU reads it as the queries' own.
+    assert {g.mask_B11L.dtype for g in attention._decodes if g.mask_B11L is not None} <= {dtype}
     tolerance = 2e-5 if dtype == torch.float32 else 8e-2
     for number, layer in enumerate(layers):
         out = attention.attend_latent(layer.q, layer.new, layer.kv_up, number)
