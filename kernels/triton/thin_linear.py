@@ -126,7 +126,7 @@ def thin_linear(
         TILE=tile,
         FP8=fp8,
         START=start is not None,
-        **dependent_launch(num_rows, early=_small(weights_WD)),
+        **dependent_launch(num_rows),
         num_warps=num_warps,
     )
     return out_TW

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton.pdl import begin, dependent_launch
+
 MAX_BLOCK = 2048
 
 
@@ -23,8 +25,10 @@ def weighted_sum_kernel(
     width,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Sum one block of columns of one row; experts of other ranks are masked."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -73,6 +77,7 @@ def weighted_sum(
             width,
             TOP_K=permuted_idx_NK.shape[1],
             BLOCK=block,
+            **dependent_launch(num_rows),
             num_warps=4 if block > 512 else 1,
         )
     return out_ND
