@@ -21,10 +21,11 @@ class LocalAllToAll(AllToAll):
     name = "local"
     graph = True
     needs_process_group = False
+    fp8_rows = True
     no_overlap_reason = "one rank has nothing to exchange"
 
-    def __init__(self, permutation: Permutation):
-        self._permutation = permutation
+    def __init__(self, permutation: Permutation, *, fp8: bool = False):
+        self._permutation, self._fp8 = permutation, fp8
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:
@@ -39,14 +40,13 @@ class LocalAllToAll(AllToAll):
     @classmethod
     def build(cls, context: BackendContext) -> Self:
         """Not collective: there is one rank."""
-        return cls(context.permutation(torch.int64))
+        return cls(context.permutation(torch.int64), fp8=context.shape.fp8_rows)
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor
     ) -> Pending[ExpertInput]:
-        return Pending.ready(
-            permute_local(x_TD, topk_idx_TK, topk_weights_TK, self._permutation, None)
-        )
+        rows = x_TD, topk_idx_TK, topk_weights_TK
+        return Pending.ready(permute_local(*rows, self._permutation, None, fp8=self._fp8))
 
     def combine(self, y_RD: torch.Tensor, handle: Gathered) -> Pending[torch.Tensor]:
         return Pending.ready(handle.partial_sums(y_RD))

@@ -175,12 +175,22 @@ def permute_local(
     topk_weights_NK: torch.Tensor,
     permutation: Permutation,
     origin: Any,
+    *,
+    fp8: bool = False,
 ) -> ExpertInput:
     """Return the input of this rank's experts from gathered rows.
 
     topk_idx_NK   ids of the permutation's dtype among the experts of all ranks
+    fp8           the experts take FP8: a GPU's few rows are quantised in the launch that permutes them
     """
-    routing = permutation.route(topk_idx_NK)
+    rows = None
+    if fp8 and isinstance(x_ND, torch.Tensor) and x_ND.is_cuda:
+        from kernels.triton import permute_pairs, quantise_rows
+
+        if permute_pairs.quantises(topk_idx_NK.numel()):
+            rows = x_ND, quantise_rows.empty_rows(x_ND)
+            x_ND = rows[1]
+    routing = permutation.route(topk_idx_NK, rows)
     handle = Gathered(routing, topk_weights_NK, origin)
     values_ND, scale_NS = x_ND if isinstance(x_ND, Fp8Rows) else (x_ND, None)
     if isinstance(routing, DeviceRouting):

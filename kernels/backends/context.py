@@ -23,6 +23,7 @@ class BackendContext:
     network          this host's address for the ranks of other hosts; None for a rank alone
     block_size       tokens of a block of the KV cache
     row_alignment    on GPUs: the first permuted row of each expert must be a multiple of it; from the grouped GEMM
+    unaligned_rows   up to so many rows of an expert on average need no alignment; from the grouped GEMM
     masked_fp8       whether masked rows come in e4m3 with scales; from the grouped GEMM
     """
 
@@ -35,6 +36,7 @@ class BackendContext:
     placement: ExpertPlacement
     block_size: int
     row_alignment: int = 1
+    unaligned_rows: float = 0.0
     masked_fp8: bool = False
 
     @property
@@ -55,6 +57,7 @@ class BackendContext:
             device=self.device,
             dtype=dtype,
             alignment=self.row_alignment,
+            unaligned_rows=self.unaligned_rows,
         )
 
     def with_max_num_tokens(self, max_num_tokens: int) -> "BackendContext":

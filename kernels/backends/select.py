@@ -221,6 +221,7 @@ def build(selection: Selection, context: BackendContext) -> Backends:
             context,
             shape=replace(context.shape, fp8_rows=selection.fp8_rows),
             row_alignment=grouped_gemm.row_alignment,
+            unaligned_rows=grouped_gemm.unaligned_rows,
             masked_fp8=grouped_gemm.masked_fp8,
         )
     )

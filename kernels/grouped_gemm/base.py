@@ -20,6 +20,7 @@ class GroupedGemm(Backend):
 
     layouts            the forms of input it takes
     row_alignment      on GPUs: the first permuted row of each expert must be a multiple of it
+    unaligned_rows     up to so many rows of an expert on average need no alignment
     masked_fp8         masked rows must come in e4m3 with scales
     fp8_rows           contiguous rows may come in e4m3 with scales
     compiles_by_rows   any new number of rows may compile another kernel; otherwise the kernel changes at most once
@@ -32,6 +33,7 @@ class GroupedGemm(Backend):
 
     layouts: tuple[Layout, ...] = ("contiguous",)
     row_alignment: int = 1
+    unaligned_rows: float = 0.0
     graph = True
     masked_fp8: bool = False
     fp8_rows: bool = False

@@ -42,7 +42,6 @@ class DeepGemm(GroupedGemm):
     layouts = ("contiguous", "masked")
     compiles_by_rows = True
     width_multiple = BLOCK // 2
-    fewest_rows = 0.0  # of an expert on average
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -53,7 +52,7 @@ class DeepGemm(GroupedGemm):
         cls, shape: BackendShape, dense: Sequence[tuple[int, int]], sizes: Sequence[int]
     ) -> None:
         alignment = int(load_deep_gemm().get_mk_alignment_for_contiguous_layout())
-        fewest, fp8 = cls.fewest_rows, cls.fp8_weights
+        fewest, fp8 = cls.unaligned_rows, cls.fp8_weights
         compile_products(
             products_of(shape, dense, sizes, fp8=fp8, alignment=alignment, fewest=fewest)
         )
@@ -141,7 +140,7 @@ class DeepGemmFp8(DeepGemm):
     name = "deepgemm_fp8"
     auto = "the checkpoint's experts are in FP8, and are computed with as they are"
     width_multiple = BLOCK
-    fewest_rows = float(MOST_ROWS)
+    unaligned_rows = float(MOST_ROWS)
     fp8_weights = True
     fp8_dense = True
     masked_fp8 = True

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from kernels.block_fp8 import Fp8Rows
+
 
 @dataclass(frozen=True)
 class DeviceRouting:
@@ -37,6 +39,11 @@ class DeviceRouting:
         """Number of permuted rows, R."""
         return self.row_R.shape[0]
 
+    @property
+    def mean_rows(self) -> float:
+        """Rows of an expert if routing were even."""
+        return self.expected / max(1, len(self.ends_e))
+
 
 def max_permuted(num_rows: int, top_k: int, num_local: int, alignment: int = 1) -> int:
     """Return the permuted rows that suffice for any routing of `num_rows` rows to `top_k` different experts each."""
@@ -46,26 +53,36 @@ def max_permuted(num_rows: int, top_k: int, num_local: int, alignment: int = 1) 
 
 
 def route_on_device(
-    topk_idx_NK: torch.Tensor, experts: range, *, num_experts: int, alignment: int = 1
+    topk_idx_NK: torch.Tensor,
+    experts: range,
+    *,
+    num_experts: int,
+    alignment: int = 1,
+    unaligned_rows: float = 0.0,
+    rows: tuple[torch.Tensor, Fp8Rows] | None = None,
 ) -> DeviceRouting:
     """Permute the pairs of `experts`; rows of one expert keep their order.
 
     topk_idx_NK   int64 or int32 ids among all `num_experts`, different within a row; -1 and ids outside `experts` are
                   not local
+    unaligned_rows   see `Permutation`; the choice depends on shapes alone, as a captured graph needs
+    rows          see `permute_pairs`
     """
     (num_rows, top_k), num_local = topk_idx_NK.shape, len(experts)
+    expected = max(1, num_rows * top_k * num_local // max(1, num_experts))
+    if expected <= unaligned_rows * num_local:
+        alignment = 1
     num_permuted = max_permuted(num_rows, top_k, num_local, alignment)
     if num_permuted:
         from kernels.triton.permute_pairs import permute_pairs
 
         permuted_idx_NK, row_R, bounds_3e = permute_pairs(
-            topk_idx_NK, experts, num_permuted, alignment
+            topk_idx_NK, experts, num_permuted, alignment, rows
         )
     else:
         permuted_idx_NK = torch.full_like(topk_idx_NK, -1, dtype=torch.int32).contiguous()
         row_R, bounds_3e = permuted_idx_NK.new_empty(0), permuted_idx_NK.new_zeros(3, num_local)
     starts_e, ends_e, offs_e = bounds_3e.unbind(0)
-    expected = max(1, topk_idx_NK.numel() * num_local // max(1, num_experts))
     return DeviceRouting(permuted_idx_NK, row_R, starts_e, ends_e, offs_e, alignment, expected)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from kernels.block_fp8 import Fp8Rows
 from kernels.native.library import load_or_none
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 
@@ -34,8 +35,9 @@ class Routing:
 class Permutation:
     """Permutes gathered rows into the order of a range of local experts, on the CPU or on a GPU.
 
-    dtype       of the expert ids
-    alignment   on GPUs: the first permuted row of each expert is a multiple of it
+    dtype            of the expert ids
+    alignment        on GPUs: the first permuted row of each expert is a multiple of it
+    unaligned_rows   up to so many rows of an expert on average are not aligned: no rows lie between experts
     """
 
     def __init__(
@@ -46,19 +48,30 @@ class Permutation:
         device: torch.device | str,
         dtype: torch.dtype = torch.int32,
         alignment: int = 1,
+        unaligned_rows: float = 0.0,
     ):
         self.experts = experts
         self._num_experts = num_experts
-        self._alignment = alignment
+        self._alignment, self._unaligned_rows = alignment, unaligned_rows
         self._bounds = expert_bounds(experts, "cpu", dtype)
         assert alignment == 1 or torch.device(device).type == "cuda", (alignment, device)
 
-    def route(self, topk_idx_NK: torch.Tensor) -> Routing | DeviceRouting:
-        """Return the routing of rows with these experts: ids of `dtype` among all experts, -1 for none."""
+    def route(
+        self, topk_idx_NK: torch.Tensor, rows: tuple[torch.Tensor, Fp8Rows] | None = None
+    ) -> Routing | DeviceRouting:
+        """Return the routing of rows with these experts: ids of `dtype` among all experts, -1 for none.
+
+        rows   on GPUs: see `permute_pairs`
+        """
         if not topk_idx_NK.is_cuda:
             return route(topk_idx_NK, self._bounds)
         return route_on_device(
-            topk_idx_NK, self.experts, num_experts=self._num_experts, alignment=self._alignment
+            topk_idx_NK,
+            self.experts,
+            num_experts=self._num_experts,
+            alignment=self._alignment,
+            unaligned_rows=self._unaligned_rows,
+            rows=rows,
         )
 
 

@@ -1,18 +1,22 @@
 """The permuted row of each (row, expert) pair in expert order: a stable counting sort on the device.
 
 A decode's few pairs take one launch, with a program for each local expert that computes the expert's first row itself.
+Further programs of the launch can quantise the rows.
 Many pairs are counted first. Then each program permutes a chunk of pairs: a pair goes behind the pairs of its expert in
 earlier chunks and behind the earlier pairs of its expert in the chunk, which the program compares with each other.
 
-N rows, K experts per row, e local experts, R permuted rows.
+N rows, D hidden, K experts per row, e local experts, R permuted rows.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from kernels.block_fp8 import Fp8Rows
 from kernels.triton.count_pairs import bins_of, count_pairs
+from kernels.triton.fp8 import GROUP
 from kernels.triton.pdl import begin, dependent_launch
+from kernels.triton.quantise_rows import parts_of_row, quantise_part
 from kernels.triton.scan_counts import scan_counts
 
 # Pairs and warps of the one program of an expert; pairs of a chunk. The fastest on one H200 with 32 local experts of
@@ -43,8 +47,8 @@ def store_bounds(
     tl.store(bounds_ptr + 2 * NUM_EXPERTS + experts, tl.cumsum(totals, 0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
-def permute_pairs_few_kernel(
+@triton.jit
+def permute_pairs_few(
     ids_ptr,
     ids_stride,
     permuted_ptr,
@@ -52,16 +56,14 @@ def permute_pairs_few_kernel(
     bounds_ptr,
     num_pairs,
     first_expert,
+    expert,
     TOP_K: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     PAIRS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Permute the pairs of one expert."""
-    begin(PDL)
-    expert = tl.program_id(0)
     pairs = tl.arange(0, PAIRS)
     its_bin = bins_of(ids_ptr, ids_stride, pairs, num_pairs, first_expert, TOP_K, NUM_EXPERTS)
     its_own = its_bin == expert
@@ -83,6 +85,45 @@ def permute_pairs_few_kernel(
     if expert == 0:
         not_local = (pairs < num_pairs) & (its_bin == NUM_EXPERTS)
         tl.store(permuted_ptr + pairs, tl.full((PAIRS,), -1, tl.int32), mask=not_local)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "scale_stride"])
+def permute_pairs_few_kernel(
+    ids_ptr,
+    ids_stride,
+    permuted_ptr,
+    row_ptr,
+    bounds_ptr,
+    num_pairs,
+    first_expert,
+    x_ptr,
+    x_stride,
+    values_ptr,
+    scale_ptr,
+    scale_stride,
+    num_groups,
+    TOP_K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    FP8: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Permute the pairs of one expert, or, FP8, quantise a part of a row."""
+    begin(PDL)
+    program = tl.program_id(0)
+    if program < NUM_EXPERTS:
+        permute_pairs_few(
+            *(ids_ptr, ids_stride, permuted_ptr, row_ptr, bounds_ptr, num_pairs, first_expert),
+            *(program, TOP_K, NUM_EXPERTS, BINS, PAIRS, ALIGNMENT),
+        )
+    elif FP8:
+        part, parts = program - NUM_EXPERTS, tl.cdiv(num_groups, BLOCK_S)
+        rows = (x_ptr, x_stride, values_ptr, scale_ptr, scale_stride, num_groups)
+        quantise_part(*rows, part // parts, part % parts, BLOCK_S, GROUP)
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
@@ -119,12 +160,22 @@ def permute_pairs_chunk_kernel(
     tl.store(row_ptr + permuted, pairs // TOP_K, mask=local)
 
 
+def quantises(num_pairs: int) -> bool:
+    """Return whether `permute_pairs` can quantise the rows of so many pairs."""
+    return 0 < num_pairs <= ALONE[-1][0]
+
+
 def permute_pairs(
-    topk_idx_NK: torch.Tensor, experts: range, num_permuted: int, alignment: int
+    topk_idx_NK: torch.Tensor,
+    experts: range,
+    num_permuted: int,
+    alignment: int,
+    rows: tuple[torch.Tensor, Fp8Rows] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return permuted_idx_NK, row_R and bounds_3e of a DeviceRouting. Does not wait for the device.
 
     topk_idx_NK   int64 or int32, rows may be strided; N > 0 and e > 0
+    rows          x_ND and the FP8 rows to fill from it, where `quantises`
     """
     num_pairs, device = topk_idx_NK.numel(), topk_idx_NK.device
     assert topk_idx_NK.stride(1) == 1 and num_pairs and len(experts)
@@ -136,13 +187,20 @@ def permute_pairs(
     )
     ids = topk_idx_NK, topk_idx_NK.stride(0)
     sizes = {"TOP_K": topk_idx_NK.shape[1], "NUM_EXPERTS": len(experts), "BINS": bins}
+    assert rows is None or quantises(num_pairs), num_pairs
     for pairs, warps in ALONE:
         if num_pairs <= pairs:
-            permute_pairs_few_kernel[(len(experts),)](
+            x, found = rows or (ids[0], Fp8Rows(ids[0], ids[0]))
+            parts, block = parts_of_row(x.shape[1]) if rows else (0, 1)
+            permute_pairs_few_kernel[(len(experts) + parts * len(x),)](
                 *(*ids, permuted_idx_NK, row_R, bounds_3e, num_pairs, experts.start),
+                *(x, x.stride(0), *found, found.scales.stride(1), x.shape[1] // GROUP),
                 **sizes,
                 PAIRS=pairs,
                 ALIGNMENT=alignment,
+                FP8=rows is not None,
+                BLOCK_S=block,
+                GROUP=GROUP,
                 **dependent_launch(pairs // 8),  # of usual rows
                 num_warps=warps,
             )

@@ -56,6 +56,7 @@ class Rank:
             device=self.device,
             dtype=torch.int64,
             alignment=self.gemm.row_alignment,
+            unaligned_rows=self.gemm.unaligned_rows,
         )
         new: dict[str, Any] = {"dtype": args.dtype, "device": self.device}
         self.weights = [

@@ -64,6 +64,7 @@ class Layers:
             device=self.device,
             dtype=torch.int64,
             alignment=self.gemm.row_alignment,
+            unaligned_rows=self.gemm.unaligned_rows,
         )
 
     def draw(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

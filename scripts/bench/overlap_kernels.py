@@ -107,7 +107,11 @@ def multiply_experts(
     new: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     ids = torch.rand(num_rows, moe.num_experts, device="cuda").topk(moe.router.top_k).indices
     routing = route_on_device(
-        ids, range(num_local), num_experts=moe.num_experts, alignment=product.row_alignment
+        ids,
+        range(num_local),
+        num_experts=moe.num_experts,
+        alignment=product.row_alignment,
+        unaligned_rows=product.unaligned_rows,
     )
     shapes = (num_local, 2 * moe.width, hidden), (num_local, hidden, moe.width)
     weights = [product.empty_weights(*shape, **new) for shape in shapes]

@@ -39,7 +39,12 @@ def kernels() -> set[Path]:
 def test_calls_find_what_the_pool_has_compiled() -> None:
     gemm = DeepGemmFp8()
     products = products_of(
-        SHAPE, [DENSE], (1024, 64), fp8=True, alignment=gemm.row_alignment, fewest=gemm.fewest_rows
+        SHAPE,
+        [DENSE],
+        (1024, 64),
+        fp8=True,
+        alignment=gemm.row_alignment,
+        fewest=gemm.unaligned_rows,
     )
     assert {product.num_groups for product in products} == {0, 8}
     compile_products(products)

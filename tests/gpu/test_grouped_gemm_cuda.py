@@ -94,6 +94,7 @@ class Layer:
             device="cuda",
             dtype=torch.int64,
             alignment=gemm.row_alignment,
+            unaligned_rows=gemm.unaligned_rows,
         )
         self.all2all = LocalAllToAll(order)
 

@@ -145,15 +145,17 @@ def _experts(at: Inputs) -> None:
     """Rows to expert order, quantised too, and back."""
     from kernels.triton.gated_activation import gated_activation
     from kernels.triton.permute_pairs import permute_pairs
+    from kernels.triton.quantise_rows import empty_rows
     from kernels.triton.scatter_fp8 import scatter_fp8
     from kernels.triton.scatter_rows import scatter_rows
     from kernels.triton.weighted_sum import weighted_sum
 
     aligned = 128 * EXPERTS
     for alignment, num_permuted in ((1, at.size * TOP_K), (128, aligned)):
-        permuted_idx_NK, _, bounds_3e = permute_pairs(
-            at.ids(), range(EXPERTS), num_permuted, alignment
-        )
+        routed = at.ids(), range(EXPERTS), num_permuted, alignment
+        x_ND = at.rows(256)
+        permute_pairs(*routed, (x_ND, empty_rows(x_ND)))
+        permuted_idx_NK, _, bounds_3e = permute_pairs(*routed)
         y_RD = scatter_rows(at.rows(WIDTH), permuted_idx_NK, num_permuted)
         gated_activation(y_RD.unsqueeze(0), bounds_3e[1, EXPERTS - 1 :], "silu")
         weights_NK = at.rows(TOP_K, dtype=torch.float32)

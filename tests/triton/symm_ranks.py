@@ -11,6 +11,7 @@ from kernels.all2all import symm
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.all2all.symm import SymmAllToAll
+from kernels.block_fp8 import Fp8Rows
 from kernels.routing.device_routing import DeviceRouting, route_on_device
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
@@ -39,8 +40,11 @@ class Memory:
 class DeviceOrder(Permutation):
     """Routes as on a GPU."""
 
-    def route(self, topk_idx_NK: torch.Tensor) -> DeviceRouting:
-        return route_on_device(topk_idx_NK, self.experts, num_experts=self._num_experts)
+    def route(
+        self, topk_idx_NK: torch.Tensor, rows: tuple[torch.Tensor, Fp8Rows] | None = None
+    ) -> DeviceRouting:
+        experts = {"num_experts": self._num_experts}
+        return route_on_device(topk_idx_NK, self.experts, **experts, rows=rows)
 
 
 def build_ranks(

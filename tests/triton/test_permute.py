@@ -7,6 +7,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.routing.device_routing import max_permuted, route_on_device
 from kernels.routing.permute import expert_bounds, route, weighted_sum
 from kernels.triton import weighted_sum as kernel
+from kernels.triton.quantise_rows import empty_rows, quantise_rows
 from kernels.triton.scan_counts import scan_counts
 from tests.triton.device import DEVICE, compiled_only
 
@@ -35,6 +36,24 @@ def draw(shape, dtype=torch.int64) -> torch.Tensor:
     topk_idx_NK[num_rows // 2 : num_rows // 2 + 2] = -1
     topk_idx_NK[: num_rows // 3, 0] = -1
     return topk_idx_NK
+
+
+@pytest.mark.parametrize("alignment", [1, 128])
+@pytest.mark.parametrize("num_rows", [1, 40])
+def test_few_rows_are_quantised_beside(num_rows: int, alignment: int):
+    """As by a launch of their own, and the routing is that without them."""
+    ids = draw((num_rows, 3, 8, range(8))).to(DEVICE)
+    x_ND = torch.randn(num_rows, 2 * 2304, device=DEVICE).bfloat16()[:, :2304]
+    rows = empty_rows(x_ND)
+    routings = [
+        route_on_device(ids, range(2, 7), num_experts=8, alignment=alignment, rows=given)
+        for given in (None, (x_ND, rows))
+    ]
+    plain, found = ([it.permuted_idx_NK, it.starts_e, it.ends_e, it.offs_e] for it in routings)
+    assert all(map(torch.equal, plain, found))
+    expected = quantise_rows(x_ND)
+    assert torch.equal(rows.values.view(torch.uint8), expected.values.view(torch.uint8))
+    assert torch.equal(rows.scales, expected.scales)
 
 
 @pytest.mark.parametrize(("dtype", "strided"), [(torch.int32, False), (torch.int64, True)])

@@ -113,6 +113,7 @@ class OneRank:
                     num_experts=config.num_experts,
                     device=device,
                     alignment=grouped_gemm.row_alignment,
+                    unaligned_rows=grouped_gemm.unaligned_rows,
                 )
             ),
             grouped_gemm,
