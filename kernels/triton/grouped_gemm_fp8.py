@@ -26,7 +26,10 @@ from kernels.triton.quantise_rows import empty_scales
 
 @dataclass(frozen=True)
 class Fp8Operands:
-    """The arguments of `grouped_gemm_fp8`, and out, the result, which is not empty."""
+    """The arguments of `grouped_gemm_fp8`, and out, the result, which is not empty.
+
+    pairs   x has two rows for each permuted row, of which it is the sum
+    """
 
     x: Fp8Rows
     row_R: torch.Tensor | None
@@ -34,6 +37,8 @@ class Fp8Operands:
     bounds: tuple[torch.Tensor, torch.Tensor]
     activation: Activation | None
     result: Fp8Rows
+    num_permuted: int
+    pairs: bool = False
 
     @property
     def rows(self) -> torch.Tensor:
@@ -65,13 +70,19 @@ class Fp8Operands:
 
     def most_tiles(self, rows: int, columns: int) -> int:
         """Return the largest number of tiles of this shape for any distribution of rows to experts."""
-        num_permuted, width = self.result.values.shape
+        num_permuted, width = self.num_permuted, self.sizes[0]
         row_tiles = num_permuted // rows + len(self.weights.values)
         return row_tiles * triton.cdiv(width, columns)
 
 
 class Fp8TileShape(Protocol):
-    """The shape of a tile, and the launch of its kernel."""
+    """The shape of a tile, and the launch of its kernel.
+
+    pairs   the gated result has pairs of rows
+    """
+
+    @property
+    def pairs(self) -> bool: ...
 
     def launch(self, operands: Fp8Operands, num_sms: int) -> None:
         """Fill operands.result on at most `num_sms` SMs."""
@@ -89,11 +100,12 @@ class Fp8Tile:
     num_warps: int
     num_stages: int
     programs_per_sm: int
+    pairs = False
 
     def launch(self, operands: Fp8Operands, num_sms: int) -> None:
         """See Fp8TileShape."""
         (values, scales), (width, depth) = operands.x, operands.sizes
-        assert GROUP % self.columns == 0
+        assert GROUP % self.columns == 0 and not operands.pairs
         assert operands.activation is None or self.columns == GROUP, self
         rows = operands.weights.values.view(-1, depth)
         most_tiles = operands.most_tiles(self.rows, self.columns)
@@ -251,14 +263,19 @@ def grouped_gemm_fp8(
     activation: Activation | None,
     tile: Fp8TileShape,
     num_sms: int,
+    pairs: bool = False,
 ) -> Fp8Rows:
     """Return bfloat16 [R, W] without scales, or gated rows in FP8; unused permuted rows are undefined.
+
+    Gated rows of a tile with `pairs` are pairs, [2R, W]: row 2i has the first 64 values of each 128 of permuted row i,
+    and zeros in place of the others, which row 2i + 1 has. So each 64 values have a scale.
 
     x          rows of D columns, contiguous in the last axis, a row at least; scales of any strides
     row_R      int32 row of x of each permuted row; None: x has the permuted rows
     weights    [e, W, D], gated [e, 2W, D] with gate rows first; contiguous; D, and a gated W, are multiples of 128
     bounds     int32 starts_e and ends_e: the permuted rows of expert i are starts_e[i] .. ends_e[i] - 1; R
     activation   of the gated product; None: the product is not gated
+    pairs      x has pairs of permuted rows
     """
     values = x.values
     starts_e, ends_e, num_permuted = bounds
@@ -269,10 +286,12 @@ def grouped_gemm_fp8(
     assert weights.values.is_contiguous() and weights.scales.is_contiguous()
     assert not gated or width % GROUP == 0, width
     new_dtype = values.dtype if gated else torch.bfloat16
-    out_RW = torch.empty(num_permuted, width, dtype=new_dtype, device=values.device)
-    out_scale = empty_scales(num_permuted, width // GROUP if gated else 0, values.device)
+    num_out = 2 * num_permuted if gated and tile.pairs else num_permuted
+    out_RW = torch.empty(num_out, width, dtype=new_dtype, device=values.device)
+    out_scale = empty_scales(num_out, width // GROUP if gated else 0, values.device)
     result = Fp8Rows(out_RW, out_scale)
     if num_permuted and num_experts:
-        operands = Fp8Operands(x, row_R, weights, (starts_e, ends_e), activation, result)
+        sides = (starts_e, ends_e)
+        operands = Fp8Operands(x, row_R, weights, sides, activation, result, num_permuted, pairs)
         tile.launch(operands, num_sms)
     return result

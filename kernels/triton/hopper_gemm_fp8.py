@@ -25,6 +25,7 @@ from kernels.triton.grouped_gemm_fp8 import Fp8Operands
 from kernels.triton.hopper_ring import (
     activate,
     next_stage,
+    prefetch,
     start_kernel_after,
     sync_warps,
     tiles_of,
@@ -32,8 +33,7 @@ from kernels.triton.hopper_ring import (
 )
 from kernels.triton.hopper_tiles import count_tiles, find_tile, list_tiles, rows_of
 
-TILE_W = gl.constexpr(128)  # columns of a tile, and inputs of a stage: a block of scales
-WIDTH = TILE_W.value
+GROUP = gl.constexpr(128)  # inputs of a stage: a block of scales
 REGISTERS = 168  # per thread: 64 Ki for three groups of 128 threads
 MAX_E4M3 = gl.constexpr(448.0)
 MIN_AMAX = gl.constexpr(1e-4)  # as in kernels.triton.fp8
@@ -41,30 +41,42 @@ MIN_AMAX = gl.constexpr(1e-4)  # as in kernels.triton.fp8
 
 @dataclass(frozen=True)
 class HopperFp8Tile:
-    """For Hopper: a tile of `rows` permuted rows by 128 outputs; the ring has `stages` of 128 inputs.
+    """For Hopper: a tile of `rows` permuted rows by `columns` outputs; the ring has `stages` of 128 inputs.
 
-    early   the second product: programs start while the first product ends, and load weights (programmatic dependent
-            launch)
+    early    programs start while the kernel before ends (programmatic dependent launch); those of the second product
+             load weights then
+    columns  128, or 64 of a gated product: more programs share the weights of few experts. A scale of its result is
+             then of 64 values, and rows are pairs, see `grouped_gemm_fp8`
     """
 
     rows: int
     stages: int
     early: bool = False
+    columns: int = 128
     programs_per_sm: int = 1
+
+    @property
+    def pairs(self) -> bool:
+        """See Fp8TileShape."""
+        return self.columns < GROUP.value
 
     def launch(self, operands: Fp8Operands, num_sms: int) -> None:
         """Fill the result. `takes` must be true of the operands."""
         assert takes(operands)
         x, (width, depth) = operands.x.values, operands.sizes
-        weight_tiles = tiles_of(operands.weights.values.view(-1, depth), [WIDTH, WIDTH])
-        x_tiles = weight_tiles if operands.row_R is not None else tiles_of(x, [self.rows, WIDTH])
-        programs = num_sms * self.programs_per_sm
-        hopper_grouped_gemm_fp8_kernel[(min(programs, operands.most_tiles(self.rows, WIDTH)),)](
+        weight_rows, group = operands.weights.values.view(-1, depth), GROUP.value
+        weight_tiles = tiles_of(weight_rows, [self.columns, group])
+        x_rows = 2 * self.rows if operands.pairs else self.rows
+        x_tiles = weight_tiles if operands.row_R is not None else tiles_of(x, [x_rows, group])
+        programs = min(num_sms * self.programs_per_sm, operands.most_tiles(self.rows, self.columns))
+        hopper_grouped_gemm_fp8_kernel[(programs,)](
             *(x_tiles, x, x.stride(0) // 16, operands.x.scales, *operands.x.scales.stride()),
             *(operands.rows, weight_tiles, operands.weights.scales, *operands.bounds),
-            *(*operands.out, width, depth // WIDTH),
+            *(*operands.out, width, depth // group),
             **operands.constants,
+            PAIRS=self.pairs if operands.activation else operands.pairs,
             TILE_R=self.rows,
+            TILE_W=self.columns,
             STAGES=self.stages,
             num_warps=4,
             maxnreg=REGISTERS,
@@ -78,6 +90,7 @@ def _load_weights(
     ring,
     bounds,
     sizes,
+    ROWS: gl.constexpr,
     NUM_EXPERTS: gl.constexpr,
     EXPERTS_2: gl.constexpr,
     GATED: gl.constexpr,
@@ -86,7 +99,7 @@ def _load_weights(
     x_bufs, w_bufs, ready, empty = ring
     width, num_groups = sizes
     STAGES: gl.constexpr = x_bufs.shape[0]
-    ROWS: gl.constexpr = x_bufs.shape[1]
+    TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
     BYTES: gl.constexpr = weights.block_type.nbytes * (2 if GATED else 1)
     if GATED:
         wait_for_kernel_before()  # it wrote the bounds; the kernel before the second product is the first
@@ -100,7 +113,7 @@ def _load_weights(
             mbarrier.wait(empty.index(stage), phase)
             full, w_buf = ready.index(stage), w_bufs.index(stage)
             mbarrier.expect(full, BYTES)
-            at = group * TILE_W
+            at = group * GROUP
             tma.async_copy_global_to_shared(weights, [row, at], full, w_buf.slice(0, TILE_W))
             if GATED:
                 up = w_buf.slice(TILE_W, TILE_W)
@@ -114,60 +127,75 @@ def _load_rows(
     ring,
     bounds,
     sizes,
+    ROWS: gl.constexpr,
     NUM_EXPERTS: gl.constexpr,
     EXPERTS_2: gl.constexpr,
+    GATED: gl.constexpr,
     INDEXED: gl.constexpr,
 ):
     """Run the warp that loads the next rows into each empty stage."""
     x, x_ptr, x_stride_16, row_ptr = sources
-    x_bufs, _w_bufs, ready, empty = ring
+    x_bufs, w_bufs, ready, empty = ring
     width, num_groups = sizes
     STAGES: gl.constexpr = x_bufs.shape[0]
-    ROWS: gl.constexpr = x_bufs.shape[1]
+    TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
+    ROW_PARTS: gl.constexpr = x_bufs.shape[1] // ROWS
     reads: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-    wait_for_kernel_before()
+    if GATED:
+        wait_for_kernel_before()  # it wrote the bounds
     tiles = list_tiles(bounds, ROWS, NUM_EXPERTS, EXPERTS_2)
     column_tiles, stage, phase = (width + TILE_W - 1) // TILE_W, 0, 1
     num_tiles = count_tiles(tiles, ROWS) * column_tiles
+    if not GATED:
+        wait_for_kernel_before()
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         _expert, start, end = find_tile(tile // column_tiles, tiles, ROWS)
         if INDEXED:
             permuted = start + gl.arange(0, ROWS, gl.SliceLayout(1, reads))
             rows = rows_of(permuted, end, row_ptr, INDEXED)
-            inputs = gl.arange(0, TILE_W, gl.SliceLayout(0, reads))
+            inputs = gl.arange(0, GROUP, gl.SliceLayout(0, reads))
             x_at = x_ptr + rows[:, None] * (x_stride_16 * 16) + inputs[None, :]
         for group in range(num_groups):
             mbarrier.wait(empty.index(stage), phase)
-            full, at = ready.index(stage), group * TILE_W
+            full, at = ready.index(stage), group * GROUP
             if INDEXED:
                 async_copy.async_copy_global_to_shared(x_bufs.index(stage), x_at + at)
                 async_copy.mbarrier_arrive(full, increment_count=False)
             else:
                 mbarrier.expect(full, x.block_type.nbytes)
-                tma.async_copy_global_to_shared(x, [start, at], full, x_bufs.index(stage))
+                row = start * ROW_PARTS
+                tma.async_copy_global_to_shared(x, [row, at], full, x_bufs.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
-def _store(out, outputs, permuted_out, end, column, sizes, GATED: gl.constexpr):
-    """Store float32 [TILE_W, rows] of the rows up to `end` - 1; gated ones quantised.
-
-    permuted_out   permuted rows in the layouts of the values and of their scales
-    """
+def _store(out, outputs, start, end, column, sizes, GATED: gl.constexpr, PAIRS: gl.constexpr):
+    """Store float32 [TILE_W, rows] of permuted rows from `start` up to `end` - 1; gated ones quantised."""
     out_ptr, out_scale_ptr, out_scale_stride = outputs
-    writes: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, gl.num_warps()], [0, 1])
+    TILE_W: gl.constexpr = out.shape[0]
+    ROWS: gl.constexpr = out.shape[1]
+    wgmma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    size: gl.constexpr = [TILE_W // 16, 1]
+    writes: gl.constexpr = gl.BlockedLayout(size, [16, 2], [1, gl.num_warps()], [0, 1])
     width, _ = sizes
-    permuted, permuted_scales = permuted_out
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(0, writes))
+    inside, row_parts, part = rows < end, 1, 0
     if GATED:
+        if PAIRS:
+            row_parts, part = 2, column // TILE_W % 2
         scale = gl.maximum(gl.max(gl.abs(out), 0), MIN_AMAX) / MAX_E4M3
         out = out * (1.0 / scale)[None, :]
-        scale_at = out_scale_ptr + column // TILE_W * out_scale_stride
-        gl.store(scale_at + permuted_scales, scale, mask=permuted_scales < end)
+        scaled = start + gl.arange(0, ROWS, gl.SliceLayout(0, wgmma))
+        scale_at = out_scale_ptr + column // GROUP * out_scale_stride
+        gl.store(scale_at + scaled * row_parts + part, scale, mask=scaled < end)
     columns = column + gl.arange(0, TILE_W, gl.SliceLayout(1, writes))
-    out_at = out_ptr + permuted.to(gl.int64)[None, :] * width + columns[:, None]
-    inside = (permuted < end)[None, :] & (columns < width)[:, None]
+    out_at = out_ptr + (rows.to(gl.int64) * row_parts + part)[None, :] * width + columns[:, None]
+    mask = inside[None, :] & (columns < width)[:, None]
     values = gl.convert_layout(out.to(out_ptr.dtype.element_ty), writes)
-    gl.store(out_at, values, mask=inside)
+    gl.store(out_at, values, mask=mask)
+    if GATED and PAIRS:  # zeros in the other row of the pair
+        zeros = gl.zeros((TILE_W, ROWS), gl.float32, writes).to(out_ptr.dtype.element_ty)
+        gl.store(out_at + (1 - 2 * part) * width, zeros, mask=mask)
 
 
 @gluon.jit
@@ -181,7 +209,7 @@ def _multiply_tile(
     GATED: gl.constexpr,
     INDEXED: gl.constexpr,
 ):
-    """Return gate and up, or the product and zeros, float32 [TILE_W, rows] of half HALF of the tile's rows.
+    """Return gate and up, or the product and zeros, float32 [TILE_W, x's rows] of half HALF of the tile's rows.
 
     Also returns the stage and phase behind the tile.
     """
@@ -189,6 +217,7 @@ def _multiply_tile(
     x_bufs, w_bufs, ready, empty = ring
     STAGES: gl.constexpr = x_bufs.shape[0]
     ROWS: gl.constexpr = x_bufs.shape[1] // 2
+    TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
     wgmma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     out = gl.zeros((TILE_W, ROWS), gl.float32, wgmma)
     up = gl.zeros((TILE_W, ROWS), gl.float32, wgmma)
@@ -217,6 +246,18 @@ def _multiply_tile(
 
 
 @gluon.jit
+def _pass_tile(ring, stage, phase, num_groups):
+    """Free the stages of a tile without rows of this half; return the stage and phase behind it."""
+    x_bufs, _w_bufs, ready, empty = ring
+    STAGES: gl.constexpr = x_bufs.shape[0]
+    for _ in range(num_groups):
+        mbarrier.wait(ready.index(stage), phase)
+        mbarrier.arrive(empty.index(stage))
+        stage, phase = next_stage(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
 def _multiply(
     outputs,
     scales,
@@ -224,49 +265,59 @@ def _multiply(
     bounds,
     sizes,
     HALF: gl.constexpr,
+    ROWS: gl.constexpr,
     NUM_EXPERTS: gl.constexpr,
     EXPERTS_2: gl.constexpr,
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     INDEXED: gl.constexpr,
+    PAIRS: gl.constexpr,
 ):
     """Run the multiplying warps of half HALF of the rows of each tile."""
     x_scale_ptr, x_scale_row, x_scale_stride, row_ptr, w_scale_ptr = scales
-    x_bufs, _w_bufs, ready, empty = ring
+    x_bufs, w_bufs, _ready, _empty = ring
     width, num_groups = sizes
-    STAGES: gl.constexpr = x_bufs.shape[0]
-    ROWS: gl.constexpr = x_bufs.shape[1] // 2
-    wgmma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
-    writes: gl.constexpr = gl.BlockedLayout([8, 1], [16, 2], [1, gl.num_warps()], [0, 1])
-    wait_for_kernel_before()
+    X_ROWS: gl.constexpr = x_bufs.shape[1] // 2
+    ROW_PARTS: gl.constexpr = x_bufs.shape[1] // ROWS
+    TILE_W: gl.constexpr = w_bufs.shape[1] // (2 if GATED else 1)
+    wgmma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, X_ROWS, 32])
+    row_blocks = ((width * 2 if GATED else width) + GROUP - 1) // GROUP
     if GATED:
+        wait_for_kernel_before()  # it wrote the bounds
         start_kernel_after()
-    tiles = list_tiles(bounds, 2 * ROWS, NUM_EXPERTS, EXPERTS_2)
+    tiles = list_tiles(bounds, ROWS, NUM_EXPERTS, EXPERTS_2)
     column_tiles, stage, phase = (width + TILE_W - 1) // TILE_W, 0, 0
-    num_tiles = count_tiles(tiles, 2 * ROWS) * column_tiles
+    num_tiles = count_tiles(tiles, ROWS) * column_tiles
+    if not GATED:
+        tile = gl.program_id(0)
+        if tile < num_tiles:
+            expert, _start, _end = find_tile(tile // column_tiles, tiles, ROWS)
+            block = expert * row_blocks + tile % column_tiles * TILE_W // GROUP
+            prefetch(w_scale_ptr + block * num_groups)
+        wait_for_kernel_before()
+        start_kernel_after()
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        expert, start, end = find_tile(tile // column_tiles, tiles, 2 * ROWS)
+        expert, start, end = find_tile(tile // column_tiles, tiles, ROWS)
         column = tile % column_tiles * TILE_W
-        start += HALF * ROWS
+        start += HALF * (ROWS // 2)
         if start < end:
-            permuted = start + gl.arange(0, ROWS, gl.SliceLayout(0, wgmma))
-            x_scale_at = x_scale_ptr + rows_of(permuted, end, row_ptr, INDEXED) * x_scale_row
-            row_blocks = ((width * 2 if GATED else width) + TILE_W - 1) // TILE_W
-            w_scale_at = w_scale_ptr + (expert * row_blocks + column // TILE_W) * num_groups
-            up_scale_at = w_scale_at + width // TILE_W * num_groups
+            x_rows = start * ROW_PARTS + gl.arange(0, X_ROWS, gl.SliceLayout(0, wgmma))
+            x_rows = rows_of(x_rows, end * ROW_PARTS, row_ptr, INDEXED)
+            w_scale_at = w_scale_ptr + (expert * row_blocks + column // GROUP) * num_groups
+            up_scale_at = w_scale_at + width // GROUP * num_groups
+            x_scale_at = x_scale_ptr + x_rows * x_scale_row
             scales_at = (x_scale_at, x_scale_stride, w_scale_at, up_scale_at)
             out, up, stage, phase = _multiply_tile(
                 scales_at, ring, stage, phase, num_groups, HALF, GATED, INDEXED
             )
             if GATED:
                 out = activate(out, up, ACTIVATION)
-            permuted_out = (start + gl.arange(0, ROWS, gl.SliceLayout(0, writes)), permuted)
-            _store(out, outputs, permuted_out, end, column, sizes, GATED)
+            elif PAIRS:
+                out, other = gl.reshape(out, (TILE_W, ROWS // 2, 2)).split()
+                out += other
+            _store(out, outputs, start, end, column, sizes, GATED, PAIRS)
         else:
-            for _ in range(num_groups):
-                mbarrier.wait(ready.index(stage), phase)
-                mbarrier.arrive(empty.index(stage))
-                stage, phase = next_stage(stage, phase, STAGES)
+            stage, phase = _pass_tile(ring, stage, phase, num_groups)
 
 
 @gluon.jit(do_not_specialize=["x_scale_row", "x_scale_stride", "out_scale_stride"])
@@ -292,16 +343,19 @@ def hopper_grouped_gemm_fp8_kernel(
     GATED: gl.constexpr,
     ACTIVATION: gl.constexpr,
     INDEXED: gl.constexpr,
+    PAIRS: gl.constexpr,
     TILE_R: gl.constexpr,
+    TILE_W: gl.constexpr,
     STAGES: gl.constexpr,
     num_warps: gl.constexpr,
 ):
     """Compute out[i] = x[row_R[i]] @ weights[expert of i].T, tile by tile; `x` and `weights` are descriptors."""
     dtype: gl.constexpr = weights.dtype
-    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE_R, TILE_W], dtype)
-    x_bufs = gl.allocate_shared_memory(dtype, [STAGES, TILE_R, TILE_W], x_layout)
+    X_ROWS: gl.constexpr = 2 * TILE_R if PAIRS and not GATED else TILE_R
+    x_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([X_ROWS, GROUP], dtype)
+    x_bufs = gl.allocate_shared_memory(dtype, [STAGES, X_ROWS, GROUP], x_layout)
     WIDE: gl.constexpr = 2 * TILE_W if GATED else TILE_W
-    w_bufs = gl.allocate_shared_memory(dtype, [STAGES, WIDE, TILE_W], weights.layout)
+    w_bufs = gl.allocate_shared_memory(dtype, [STAGES, WIDE, GROUP], weights.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -317,12 +371,13 @@ def hopper_grouped_gemm_fp8_kernel(
     second: gl.constexpr = 1
     # fmt: off
     gl.warp_specialize([
-        (_multiply, (outputs, scales, ring, bounds, sizes, first,
-                     NUM_EXPERTS, EXPERTS_2, GATED, ACTIVATION, INDEXED)),
-        (_multiply, (outputs, scales, ring, bounds, sizes, second,
-                     NUM_EXPERTS, EXPERTS_2, GATED, ACTIVATION, INDEXED)),
-        (_load_weights, (weights, ring, bounds, sizes, NUM_EXPERTS, EXPERTS_2, GATED)),
-        (_load_rows, (sources, ring, bounds, sizes, NUM_EXPERTS, EXPERTS_2, INDEXED)),
+        (_multiply, (outputs, scales, ring, bounds, sizes, first, TILE_R,
+                     NUM_EXPERTS, EXPERTS_2, GATED, ACTIVATION, INDEXED, PAIRS)),
+        (_multiply, (outputs, scales, ring, bounds, sizes, second, TILE_R,
+                     NUM_EXPERTS, EXPERTS_2, GATED, ACTIVATION, INDEXED, PAIRS)),
+        (_load_weights, (weights, ring, bounds, sizes, TILE_R, NUM_EXPERTS, EXPERTS_2, GATED)),
+        (_load_rows, (sources, ring, bounds, sizes, TILE_R,
+                      NUM_EXPERTS, EXPERTS_2, GATED, INDEXED)),
     ], [4, 1, 1], [200, 104, 104])
     # fmt: on
 

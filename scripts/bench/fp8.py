@@ -3,8 +3,11 @@
     python -m scripts.bench.fp8 --out OUT.json
 
 Dense: weights of Qwen3-30B-A3B and DeepSeek-V3, by rows. Experts: 64 of Qwen3-30B-A3B and 16 of DeepSeek-V3, by rows
-of an expert, with even random routing; `tiles` times each product of our kernel alone with other tiles. GB/s are of
-weights. Processes compile all kernels before; `--budget` ends the measuring. Writes one JSON file.
+of an expert, with even random routing; `tiles` times each product of our kernel alone with other tiles. Decodes: all
+128 experts of Qwen3-30B-A3B, by sequences, from routed ids to the weighted sum, in a chain of layers as a step has,
+with our choice of tiles (`own`) and with others; the floor is the time of reading the used experts' weights at 4 TB/s.
+GB/s are of weights. Processes compile all kernels before. `--budget` ends the measuring; `--only decodes` leaves out
+the rest. Writes one JSON file.
 """
 
 import argparse
@@ -21,9 +24,12 @@ from torch.nn import functional as F
 
 from kernels import dense_fp8
 from kernels.all2all.base import ExpertInput
+from kernels.all2all.payload import permute_local
 from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.grouped_gemm.deepgemm import DeepGemm, DeepGemmFp8
+from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.routing.device_routing import DeviceRouting, route_on_device
+from kernels.routing.permute import Permutation
 from scripts.bench.inputs import need_gpus
 from scripts.bench.processes import Limits, Report, run_group
 from scripts.bench.results import origin, save
@@ -42,6 +48,13 @@ MEANS = (1, 2, 4, 8, 16, 32, 48, 64, 96)
 UP_TILES = ((16, 6), (16, 4), (32, 5), (32, 3), (64, 5), (64, 4))
 DOWN_TILES = ((16, 12), (16, 6), (32, 10), (32, 6), (64, 8), (64, 6))
 TILE_MEANS = (2, 8, 16, 32, 64)
+# Sequences, and tiles of both products beside our kernel's own choice: rows, stages, early, columns
+DECODES = (1, 2, 4, 8, 16, 32, 64, 128)
+DECODE_TILES = {
+    "wide": ((16, 6, True), (16, 12, True)),
+    "narrow": ((16, 12, True, 64), (16, 11, True)),
+}
+LAYERS, HBM_BYTES_PER_US = 4, 4e6
 COMPILERS, COMPILE_S = 24, 100.0
 COPIES_BYTES = 200e6  # weights that take turns, so that none is found in the cache
 TIMES, ROUNDS = 8, 5
@@ -142,6 +155,57 @@ class Experts:
         return {"tiles": self.name, "product": product, "mean_rows": self.mean, **shape, **found}
 
 
+class Decode:
+    """Decodes through layers of experts, each with its own random routing."""
+
+    num, hidden, width, top_k = 128, 2048, 768, 8
+
+    def __init__(self, seqs: int):
+        self.seqs = seqs
+        shapes = (2 * self.width, self.hidden), (self.hidden, self.width)
+        self.layers = [tuple(blocks(self.num, *shape) for shape in shapes) for _ in range(LAYERS)]
+        generator = torch.Generator("cuda").manual_seed(seqs)
+        scores = torch.rand(TIMES, seqs, self.num, device="cuda", generator=generator)
+        self.ids = list(scores.topk(self.top_k).indices)
+        self.x = torch.randn(seqs, self.hidden, device="cuda", generator=generator).bfloat16()
+        self.topk_weights = torch.full((seqs, self.top_k), 1e-4, device="cuda")
+        self.order = Permutation(range(self.num), num_experts=self.num, device="cuda")
+
+    def layer(self, few: FewRowsFp8, call: int) -> None:
+        """Route, multiply and sum; x becomes the sum."""
+        rows = (self.x, self.ids[call], self.topk_weights)
+        found = permute_local(*rows, self.order, None, fp8=True)
+        sms = torch.cuda.get_device_properties().multi_processor_count
+        y_RD = few(found, *self.layers[call % LAYERS], num_sms=sms)
+        self.x = found.handle.partial_sums(y_RD)
+
+    def times(self, times: int) -> Result:
+        """Microseconds of a layer, by tiles, and of reading the weights that it needs."""
+        used = sum(len(ids.unique()) for ids in self.ids) / TIMES
+        size = used * 3 * self.hidden * self.width
+        runs: Runs = {"own": partial(self.layer, FewRowsFp8())}
+        for name, tiles in DECODE_TILES.items():
+            runs[name] = partial(self.layer, FixedTiles(*tiles))
+        found = timed(runs, times)
+        floor_us = size / HBM_BYTES_PER_US
+        share = round(floor_us / found["own"], 3)
+        least = {"used": used, "floor_us": round(floor_us, 2)}
+        return {"decodes": self.seqs, **least, **found, "own_share": share}
+
+
+class FixedTiles(FewRowsFp8):
+    """Our kernel with given tiles."""
+
+    def __init__(self, *tiles: tuple[Any, ...]):
+        from kernels.triton.hopper_gemm_fp8 import HopperFp8Tile
+
+        super().__init__()
+        self.up, self.down = (HopperFp8Tile(*tile) for tile in tiles)
+
+    def tiles(self, mean: float, *, narrow: bool = False) -> tuple[Any, Any]:
+        return self.up, self.down
+
+
 def timed(runs: Runs, times: int) -> dict[str, Any]:
     """Microseconds of each; of one run alone where it only compiles."""
     if times == 1:
@@ -152,8 +216,12 @@ def timed(runs: Runs, times: int) -> dict[str, Any]:
     return dict(alternate(graphs, ROUNDS, times, torch.device("cuda"), digits=2))
 
 
-def tasks() -> Iterator[Callable[[int], Result]]:
-    """Yield everything to measure, the most important first."""
+def tasks(only: str = "") -> Iterator[Callable[[int], Result]]:
+    """Yield everything to measure, the most important first; `only` decodes where it names them."""
+    for seqs in DECODES:
+        yield lambda times, seqs=seqs: Decode(seqs).times(times)
+    if only == "decodes":
+        return
     for name, mean in itertools.product(EXPERTS, MEANS):
         yield lambda times, name=name, mean=mean: Experts(name, mean).whole(times)
     for shape, num_rows in itertools.product(DENSE, ROWS):
@@ -168,13 +236,13 @@ def tasks() -> Iterator[Callable[[int], Result]]:
 
 
 @torch.inference_mode()
-def compile_some(rank: int, report: Report, folder: Path, count: int) -> None:
+def compile_some(rank: int, report: Report, folder: Path, count: int, only: str) -> None:
     """Run a share of the tasks once each, and products of other sizes that a server has."""
+    sizes = () if only else range(128, ROWS[-1] + 1, 128)
     served = [
-        partial(dense, name, rows)
-        for name, rows in itertools.product(list(DENSE)[:2], range(128, ROWS[-1] + 1, 128))
+        partial(dense, name, rows) for name, rows in itertools.product(list(DENSE)[:2], sizes)
     ]
-    for task in (*list(tasks())[rank::count], *served[rank::count]):
+    for task in (*list(tasks(only))[rank::count], *served[rank::count]):
         try:
             task(1)
         except Exception as error:
@@ -182,9 +250,9 @@ def compile_some(rank: int, report: Report, folder: Path, count: int) -> None:
 
 
 @torch.inference_mode()
-def measure(rank: int, report: Report, folder: Path) -> None:
+def measure(rank: int, report: Report, folder: Path, only: str) -> None:
     """All tasks, one after the other."""
-    for task in tasks():
+    for task in tasks(only):
         try:
             report(task(TIMES))
         except Exception as error:
@@ -196,15 +264,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=float, default=140.0, help="seconds of the whole run")
+    parser.add_argument("--only", choices=("", "decodes"), default="")
     options = parser.parse_args()
     need_gpus(1)
     begin = time.monotonic()
     end = begin + options.budget
     compiled = run_group(
-        compile_some, (COMPILERS,), COMPILERS, Limits(COMPILE_S, min(end, begin + COMPILE_S))
+        compile_some,
+        (COMPILERS, options.only),
+        COMPILERS,
+        Limits(COMPILE_S, min(end, begin + COMPILE_S)),
     )
     compile_s = round(time.monotonic() - begin, 1)
-    outcome = run_group(measure, (), 1, Limits(60.0, end))
+    outcome = run_group(measure, (options.only,), 1, Limits(60.0, end))
     said = {"compiling": compiled.said(), "measuring": outcome.said(), "compile_s": compile_s}
     save(options.out, {**origin(1, None), **said, "results": outcome.reports})
 

@@ -39,17 +39,17 @@ def _thin_fp8(at: Inputs) -> None:
 
 def _few_rows_fp8(at: Inputs) -> None:
     """Rows in FP8 of an expert's few."""
-    routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS, alignment=128)
+    routing = route_on_device(at.ids(), range(EXPERTS), num_experts=EXPERTS)
     weights = BlockWeights.empty(EXPERTS, 256, 128, device=at.device)
     down = BlockWeights.empty(EXPERTS, 128, 128, device=at.device)
     routed = ExpertInput(at.rows(128), routing.offs_e, None, routing)
     FewRowsFp8(hopper=FOR_HOPPER)(routed, weights, down, num_sms=4)
 
 
-def _fp8_tiles(rows_per_expert: int) -> list[int]:
+def _fp8_tiles(rows_per_expert: float) -> list[int]:
     """As _tiles, of the products in FP8 of few rows."""
-    expected = EXPERTS * rows_per_expert
-    none = torch.zeros(expected, dtype=torch.int32, device=DEVICE)
+    expected = int(EXPERTS * rows_per_expert)
+    none = torch.zeros(max(EXPERTS, expected), dtype=torch.int32, device=DEVICE)
     routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
     x = torch.zeros(expected, 2048, dtype=torch.bfloat16, device=DEVICE)
     weights = BlockWeights.empty(EXPERTS, 1536, 2048, device=DEVICE)
@@ -76,6 +76,6 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "few_rows_fp8": _few_rows_fp8,
 }
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
-    **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (8, 16, 48)},
+    **{f"{rows}_rows_an_expert_fp8": partial(_fp8_tiles, rows) for rows in (0.25, 8, 16, 48)},
     **{f"{rows}_rows_fp8": partial(_thin_fp8_tiles, rows) for rows in (16, 64) if FOR_HOPPER},
 }

@@ -1,5 +1,8 @@
 """The FP8 products of few rows, and rows quantised for them, against float32 of the values that FP8 holds."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -8,6 +11,7 @@ from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.base import ExpertInput
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks, quantise_groups
 from kernels.gated_activation import gated_activation
+from kernels.grouped_gemm.deepgemm import DeepGemmFp8
 from kernels.grouped_gemm.few_rows_fp8 import FewRowsFp8
 from kernels.pending import set_yield_ubatch
 from kernels.routing.device_routing import DeviceRouting, route_on_device
@@ -27,14 +31,20 @@ TILES = [Fp8Tile(16, 128, 4, 3, 2), Fp8Tile(32, 128, 4, 2, 2), Fp8Tile(64, 128, 
 ROUNDED = 2e-3 if COMPILED else 3e-2
 
 
-def routed(num_rows: int, alignment: int) -> DeviceRouting:
+def routed(num_rows: int, alignment: int, unaligned_rows: float = 0.0) -> DeviceRouting:
     """Routing to experts 1 to 4 of 6, of which expert 3 gets no row."""
     generator = torch.Generator().manual_seed(num_rows)
     scores = torch.rand(num_rows, EXPERTS, generator=generator)
     scores[:, 3] = -1
     ids_NK = scores.topk(TOP_K).indices.to(DEVICE)
     experts = range(1, EXPERTS - 1)
-    return route_on_device(ids_NK, experts, num_experts=EXPERTS, alignment=alignment)
+    return route_on_device(
+        ids_NK,
+        experts,
+        num_experts=EXPERTS,
+        alignment=alignment,
+        unaligned_rows=unaligned_rows,
+    )
 
 
 def weights(*shape: int) -> tuple[BlockWeights, torch.Tensor]:
@@ -114,23 +124,41 @@ def test_experts_equal_float32(num_rows: int, activation: Activation) -> None:
 
 @torch.inference_mode()
 def test_takes_few_rows_alone() -> None:
-    """By the mean of even routing; no row is no work of a kernel."""
+    """By the mean of even routing; no row is no work of a kernel. Only the rows of DeepGEMM are aligned."""
     x = randn(300, 128, dtype=torch.bfloat16)
-    for num_rows, taken in ((0, False), (1, True), (140, True), (300, False)):
-        routing = routed(num_rows, 128)
+    for num_rows, taken in ((0, False), (1, True), (144, True), (145, False), (300, False)):
+        routing = routed(num_rows, 128, DeepGemmFp8.unaligned_rows)
+        assert not num_rows or routing.alignment == (1 if taken else 128)
         routed_input = ExpertInput(x[:num_rows], routing.offs_e, None, routing)
         assert FewRowsFp8.takes(routed_input) == taken, num_rows
+
+
+@pytest.mark.parametrize(("num_rows", "columns"), [(8, 64), (9, 128)])
+def test_tiles_on_hopper_are_narrow_where_wide_ones_leave_sms(num_rows: int, columns: int) -> None:
+    """Of 8 rows, by 2 experts each, 16 * 4 / 6 pairs are local if routing is even, with 2 wide tiles each."""
+    gemm, launches = FewRowsFp8(hopper=True), []
+
+    def product(*args: Any, **named: Any) -> Fp8Rows:
+        launches.append((named["tile"], named.get("pairs", False)))
+        return args[0]
+
+    gemm._kernel = SimpleNamespace(grouped_gemm_fp8=product)
+    x, routing = randn(num_rows, 128, dtype=torch.bfloat16), routed(num_rows, 1)
+    weights = [BlockWeights.empty(4, *shape, device=DEVICE) for shape in ((512, 128), (128, 256))]
+    gemm(ExpertInput(x, routing.offs_e, None, routing), *weights, num_sms=40)
+    (up, _), (down, pairs) = launches
+    assert (up.columns, down.columns, pairs) == (columns, 128, columns == 64)
 
 
 @pytest.mark.parametrize(("mean", "rows"), [(1, 16), (10, 16), (16, 32), (20, 32), (48, 64)])
 def test_tiles_on_hopper_hold_most_experts_rows(
     mean: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second product alone starts early, because the first one reads what the routing wrote; not in ubatches."""
+    """Both start early; not in ubatches."""
     gemm = FewRowsFp8(hopper=True)
     monkeypatch.setattr(pdl, "supported", lambda: True)
     up, down = gemm.tiles(mean)
-    assert up.rows == down.rows == rows and not up.early and down.early
+    assert up.rows == down.rows == rows and up.early and down.early
     set_yield_ubatch(lambda: None)
     try:
         assert not gemm.tiles(mean)[1].early

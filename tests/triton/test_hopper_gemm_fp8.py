@@ -61,22 +61,42 @@ def test_activations_equal_float32(hopper, activation):
     check(hopper, activation, True, (128, 256), (32, 5), [1, 0, 35], 3, 5)
 
 
+@pytest.mark.parametrize(("gap", "num_sms"), [(0, 1), (37, 5)])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize(
+    ("activation", "tile", "shape"),
+    [
+        ("silu", (16, 12, False, 64), (256, 384)),
+        ("silu", (32, 5, False, 64), (128, 128)),
+        (None, (16, 6), (192, 256)),
+        (None, (32, 4), (320, 128)),
+    ],
+)
+@torch.inference_mode()
+def test_pairs_equal_float32(hopper, activation, tile, shape, counts, gap, num_sms):
+    """The first product returns, and the second takes, two rows for each row, with a scale for each 64 values."""
+    check(hopper, activation, activation is not None, shape, tile, counts, gap, num_sms, pairs=True)
+
+
 def check(
     hopper: ModuleType,
     activation: Activation | None,
     indexed: bool,
     shape: tuple[int, int],
-    tile: tuple[int, int],
+    tile: tuple[int, ...],
     counts: list[int],
     gap: int,
     num_sms: int,
+    pairs: bool = False,
 ) -> None:
     """Compare the kernel with a float32 product of each expert's rows; activation None: not gated."""
     width, depth = shape
     starts, ends, num_permuted = _place(counts, gap)
     held, exact = weights(len(counts), width * (1 if activation is None else 2), depth)
     num_rows = 50 if indexed else num_permuted
-    x = rows_among_others(quantise_groups(spread(randn(num_rows, depth))))
+    plain = spread(randn(num_rows, depth))
+    in_pairs = pairs and activation is None
+    x = rows_among_others(quantise_groups(in_halves(plain) if in_pairs else plain))
     row_R = None
     if indexed:
         generator = torch.Generator().manual_seed(gap)
@@ -87,13 +107,18 @@ def check(
         activation=activation,
         tile=hopper.HopperFp8Tile(*tile),
         num_sms=num_sms,
+        pairs=in_pairs,
     )
     x_ND = x.values.float() * x.scales.repeat_interleave(128, 1)
+    if in_pairs:
+        x_ND = x_ND[::2] + x_ND[1::2]
     ordered = x_ND if row_R is None else x_ND[row_R.long()]
     found = out.values.float()
     if activation is not None:
         assert out.scales.stride(0) == 1
         found = found * out.scales.repeat_interleave(128, 1)
+        if pairs:
+            found = found[::2] + found[1::2]
     for expert, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         expected = F.linear(ordered[start:end], exact[expert])
         if activation is not None:
@@ -101,6 +126,13 @@ def check(
         if end > start:
             limit = 2e-5 if activation is None else 2e-3
             assert calc_diff(found[start:end], expected) < limit
+
+
+def in_halves(x_RD: torch.Tensor) -> torch.Tensor:
+    """Two rows for each row, of the first and of the other 64 values of each group of 128."""
+    halves = x_RD.unflatten(1, (-1, 2, 64))
+    apart = torch.eye(2, device=x_RD.device)[:, None, :, None] * halves.unsqueeze(1)
+    return apart.flatten(2).flatten(0, 1)
 
 
 def rows_among_others(rows: Fp8Rows) -> Fp8Rows:
