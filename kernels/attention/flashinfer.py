@@ -11,8 +11,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -167,33 +165,16 @@ class FlashInferAttention(GraphAttention):
         ]
         self._planned, self._graphs = (), None
         self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._compile()
+        self.compile_kernels(dtype, self.specs)
+        self._load()
 
-    def _compile(self) -> None:
-        """Plan one token as decode and as prompt, each in a thread, so that missing kernels compile side by side."""
+    def _load(self) -> None:
+        """Plan one token as decode and as prompt, which loads the modules."""
         pages = Pages(np.ones(1, dtype=np.int32), self.block_size)
         pages.ship(torch.zeros(1, dtype=torch.int32, device=self._device))
-        starts, inference = np.arange(2, dtype=np.int32), torch.is_inference_mode_enabled()
-
-        def plan(plans: EagerPlans, *, decodes: bool) -> None:
-            with torch.cuda.device(self._device), torch.inference_mode(inference):
-                if decodes:
-                    plans.plan_decodes(pages, 1)
-                else:
-                    plans.plan_extends(pages, 0, starts)
-
-        # Kernels depend on the head dim only.
-        of_head_dim = {
-            shape.spec.head_dim: plans
-            for shape, plans in zip(self._shapes, self._eager, strict=True)
-        }
-        tasks = [
-            partial(plan, plans, decodes=decodes)
-            for plans in of_head_dim.values()
-            for decodes in (True, False)
-        ]
-        with ThreadPoolExecutor(len(tasks)) as pool:
-            list(pool.map(lambda task: task(), tasks))
+        for plans in self._eager:
+            plans.plan_decodes(pages, 1)
+            plans.plan_extends(pages, 0, np.arange(2, dtype=np.int32))
         torch.cuda.synchronize(self._device)
 
     def plan(self, batch: AttentionBatch) -> None:

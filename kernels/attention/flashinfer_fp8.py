@@ -18,7 +18,7 @@ import torch
 from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.attention.flashinfer import HEAD_DIMS, FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages, prompts_are_new
-from kernels.attention.flashinfer_modules import compile_missing, modules
+from kernels.attention.flashinfer_modules import Wanted, compile_missing, modules
 from kernels.attention.spec import AttentionSpec
 from kernels.attention.triton_paged import TritonPagedAttention
 from kernels.backends.backend import BackendShape
@@ -104,6 +104,7 @@ class FlashInferFp8Attention(TritonPagedAttention):
         super().bind(kv_caches)
         if not kv_caches or self._wrapper is not None:
             return
+        self.compile_kernels(torch.bfloat16, self.specs)
         spec = self.specs[0]
         heads = spec.num_kv_heads, spec.head_dim
         num_rows = EXPANDED_BYTES // (2 * 2 * spec.num_kv_heads * spec.head_dim)
@@ -223,6 +224,6 @@ class FlashInferFp8Attention(TritonPagedAttention):
         return out_THd
 
 
-def _fa3(found: list[Any]) -> Any:
+def _fa3(found: Sequence[Wanted]) -> Wanted:
     """Return the module of FlashAttention 3, which is the last one."""
     return found[-1]

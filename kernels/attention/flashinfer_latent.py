@@ -9,7 +9,6 @@ u = n + v, C values of a latent, W = C + r, B decodes, M rows of prompts, L keys
 """
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,27 +128,18 @@ class FlashInferLatentAttention(GraphAttention):
         self._decodes = mla(self._workspace, backend="fa3")
         self._new_rows = self._ragged()
         self._plan_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._compile()
+        self.compile_kernels(torch.bfloat16, self.specs)
+        self._load()
 
     def _ragged(self) -> Any:
         return self._flashinfer.BatchPrefillWithRaggedKVCacheWrapper(self._workspace, backend="fa3")
 
-    def _compile(self) -> None:
-        """Plan one token as decode and as prompt, each in a thread, so that missing kernels compile side by side."""
-        inference = torch.is_inference_mode_enabled()
-        one = np.ones(1, dtype=np.int32)
-
-        def plan(decode: bool) -> None:
-            with torch.cuda.device(self._device), torch.inference_mode(inference):
-                if decode:
-                    page = torch.zeros(1, dtype=torch.int32, device=self._device)
-                    self._plan_decodes(torch.arange(2, dtype=torch.int32), page, one)
-                else:
-                    ends = np.arange(2, dtype=np.int32)
-                    self._plan_prompts(self._new_rows, ends, ends, causal=True)
-
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(plan, (True, False)))
+    def _load(self) -> None:
+        """Plan one token as decode and as prompt, which loads the modules."""
+        page = torch.zeros(1, dtype=torch.int32, device=self._device)
+        self._plan_decodes(torch.arange(2, dtype=torch.int32), page, np.ones(1, dtype=np.int32))
+        ends = np.arange(2, dtype=np.int32)
+        self._plan_prompts(self._new_rows, ends, ends, causal=True)
         torch.cuda.synchronize(self._device)
 
     def plan(self, batch: AttentionBatch) -> None:

@@ -1,18 +1,30 @@
 """Whether flashinfer loads, and the modules that attention loads of it, to compile them before the first use."""
 
 import functools
+import logging
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from kernels.attention.flashinfer_units import (
+    CAUSAL,
+    MASKS,
+    NONE,
+    NOTE,
+    compiled_masks,
+    cut,
+    in_order,
+)
 from kernels.attention.spec import AttentionSpec
-from kernels.host.cuda_environment import share_compiled_kernels
+from kernels.host.cuda_environment import own_flashinfer_folder, share_compiled_kernels
 from kernels.host.hopper import on_hopper
+
+logger = logging.getLogger(__name__)
 
 LIBRARY = ".so"
 NOTHING_TO_BUILD = "build all: phony\ndefault all\n"
@@ -35,20 +47,61 @@ def import_failure() -> str | None:
     return None
 
 
+class Wanted(NamedTuple):
+    """A JitSpec of flashinfer, and the masks that attention calls it with; none if it has no unit for each mask."""
+
+    module: Any
+    masks: tuple[str, ...]
+
+
 def compile_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> None:
     """Compile the missing modules for layers of these specs, all at once. Takes no memory of the GPU.
 
     A process that loads a module meanwhile waits for it. Raises RuntimeError with the compiler's message.
     """
     head_dims = sorted({spec.head_dim for spec in specs})
-    compile_missing([module for head_dim in head_dims for module in modules(dtype, head_dim)])
+    compile_missing([wanted for head_dim in head_dims for wanted in modules(dtype, head_dim)])
 
 
-def compile_missing(found: Iterable[Any]) -> None:
-    """Compile the JitSpecs that are not compiled yet, all at once."""
-    missing = [module for module in found if not module.is_compiled]
+def compile_missing(found: Iterable[Wanted]) -> None:
+    """Compile the modules that are not compiled yet, all at once."""
+    missing = [wanted for wanted in found if not _is_compiled(wanted)]
     with ThreadPoolExecutor(max(1, len(missing))) as pool:
-        list(pool.map(lambda module: module.build(verbose=False), missing))
+        list(pool.map(_compile, missing))
+
+
+def _is_compiled(wanted: Wanted) -> bool:
+    module, masks = wanted
+    return module.is_compiled and compiled_masks(module).issuperset(masks)
+
+
+def _compile(wanted: Wanted) -> None:
+    """Compile a module for its masks: for all of them in other programs' folder, and where the cut module fails."""
+    from filelock import FileLock
+
+    module, masks = wanted
+    with FileLock(module.lock_path, thread_local=False):  # flashinfer's own lock of the module
+        if _is_compiled(wanted):
+            return
+        note = module.build_dir / NOTE
+        if module.is_compiled:
+            masks = tuple(compiled_masks(module).union(masks))
+            module.jit_library_path.unlink()
+        if own_flashinfer_folder(os.environ):
+            try:
+                _build(cut(module, masks), note, " ".join(in_order(masks)))
+                return
+            except RuntimeError as error:
+                lines = str(error).splitlines()
+                reason = next((line for line in lines if "error" in line), lines[0])
+                logger.warning("%s is compiled for all masks (minutes): %s", module.name, reason)
+        _build(module, note, " ".join(MASKS))
+
+
+def _build(module: Any, note: Path, masks: str) -> None:
+    module.write_ninja()
+    note.write_text(masks)
+    module.build(verbose=False, need_lock=False)
 
 
 def seal_modules(cache: Path) -> int:
@@ -60,24 +113,31 @@ def seal_modules(cache: Path) -> int:
     folders = [file.parent for file in cache.glob(f"**/cached_ops/*/*{LIBRARY}")]
     for folder in folders:
         for file in folder.iterdir():
-            if file.suffix != LIBRARY:
+            if file.suffix != LIBRARY and file.name != NOTE:
                 file.unlink()
         (folder / "build.ninja").write_text(NOTHING_TO_BUILD)
     return len(folders)
 
 
-def modules(dtype: torch.dtype, head_dim: int) -> list[Any]:
-    """Return the JitSpecs that `FlashInferAttention` of this dtype and head dim loads on this machine's GPU."""
+@functools.cache
+def modules(dtype: torch.dtype, head_dim: int) -> tuple[Wanted, ...]:
+    """Return what `FlashInferAttention` of this dtype and head dim loads on this machine's GPU.
+
+    Decodes run without a mask, because a row sees all of its sequence.
+    """
     from flashinfer.jit.attention import gen_batch_prefill_module
 
     types = (dtype, dtype, dtype, torch.int32, head_dim, head_dim)
     no_options = (0, False, False, False)  # position encoding, window, soft cap, 16-bit sums
-    backends = ("fa2", "fa3") if on_hopper() else ("fa2",)
-    return [gen_batch_prefill_module(backend, *types, *no_options) for backend in backends]
+    masks = {"fa2": (NONE,), "fa3": (CAUSAL,)} if on_hopper() else {"fa2": (NONE, CAUSAL)}
+    return tuple(
+        Wanted(gen_batch_prefill_module(backend, *types, *no_options), of_backend)
+        for backend, of_backend in masks.items()
+    )
 
 
-def latent_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> list[Any]:
-    """Return the JitSpecs that `FlashInferLatentAttention` loads for layers of these specs."""
+def latent_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> list[Wanted]:
+    """Return what `FlashInferLatentAttention` loads for layers of these specs."""
     from flashinfer.jit import gen_batch_mla_module
     from flashinfer.jit.attention import gen_batch_prefill_module
 
@@ -86,8 +146,9 @@ def latent_modules(dtype: torch.dtype, specs: Iterable[AttentionSpec]) -> list[A
         dims = spec.latent
         assert dims is not None
         profiler, no_options = False, (0, False, False, False)
-        found += [
-            gen_batch_mla_module("fa3", *types, dims.rank, dims.rope_dim, profiler),
-            gen_batch_prefill_module("fa3", *types, spec.head_dim, dims.value_dim, *no_options),
-        ]
+        decodes = gen_batch_mla_module("fa3", *types, dims.rank, dims.rope_dim, profiler)
+        heads = spec.head_dim, dims.value_dim
+        prompts = gen_batch_prefill_module("fa3", *types, *heads, *no_options)
+        # Prompts see all of their computed tokens, and the new ones before each row. Decodes are one unit.
+        found += [Wanted(decodes, ()), Wanted(prompts, (NONE, CAUSAL))]
     return found

@@ -14,6 +14,8 @@ MULTICAST_OFF = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 
+FLASHINFER = ("FLASHINFER_WORKSPACE_BASE", "flashinfer")
+
 
 class MulticastError(RuntimeError):
     """A library might use NVLink multicast in this process; the message names the wrong variables."""
@@ -50,8 +52,14 @@ def share_compiled_kernels(environment: MutableMapping[str, str], cache: str | N
     folder = cache_folder()
     for name, place in (
         ("DG_JIT_CACHE_DIR", "deep_gemm"),
-        ("FLASHINFER_WORKSPACE_BASE", "flashinfer"),
+        FLASHINFER,
         ("TRITON_CACHE_DIR", "triton"),
     ):
         if cache is not None or name not in environment:
             environment[name] = str(folder / place)
+
+
+def own_flashinfer_folder(environment: Mapping[str, str]) -> bool:
+    """Return whether flashinfer's modules are in the cache folder, which no other program uses."""
+    name, place = FLASHINFER
+    return environment.get(name) == str(cache_folder() / place)

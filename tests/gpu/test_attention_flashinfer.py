@@ -264,5 +264,5 @@ def test_compiles_ahead_what_it_loads():
     known = jit_spec_registry.get_all_specs()
     loaded = {name for name in known if "dtype_q_bf16" in name and "head_dim_qk_128" in name}
     found = modules(torch.bfloat16, 128)
-    assert {module.name for module in found} == loaded
-    assert all(module.is_compiled for module in found)
+    assert {wanted.module.name for wanted in found} == loaded
+    assert all(wanted.module.is_compiled for wanted in found)

@@ -134,4 +134,4 @@ def test_compiles_ahead_what_it_loads() -> None:
     with torch.inference_mode():
         check(FlashInferLatentAttention([spec(16)], 16), BATCHES["mixed"], device="cuda")
     found = latent_modules(DTYPE, [spec(16)])
-    assert len(found) == 2 and all(module.is_compiled for module in found)
+    assert len(found) == 2 and all(wanted.module.is_compiled for wanted in found)

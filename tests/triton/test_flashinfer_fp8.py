@@ -52,6 +52,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flashinfer's calls, and CUDA's that the host makes, on a machine without both."""
     fake = SimpleNamespace(BatchPrefillWithRaggedKVCacheWrapper=Ragged)
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(FlashInferFp8Attention, "compile_kernels", lambda *_: None)
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(COMPILED, reason="tests/gpu runs flashinfer itse
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flashinfer's calls, and CUDA's that the host makes, on a machine without both."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer())
+    monkeypatch.setattr(FlashInferLatentAttention, "compile_kernels", lambda *_: None)
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
