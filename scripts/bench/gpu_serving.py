@@ -35,6 +35,7 @@ from workers.models.registry import load_model_config
 LOADS = (
     *((512, 1024, 1024), (128, 128, 512), (256, 4096, 8), (512, 1792, 512)),
     (32, 32_768, 256),
+    *((4, 512, 256), (16, 512, 256)),
 )
 LOADS_RANKS = 4
 SHAPE = "qwen3-30b-a3b"  # the model folder that gets the published tokenizer
