@@ -16,6 +16,8 @@ WITHOUT_TREE_STATE = {
     *("gpu-overlap-power", "gpu-overlap-streams", "gpu-overlap-turns"),
     *("gpu-serving-pair", "guidellm", "vllm-comparison"),
 }
+# Measured before the commit of what was measured, which `changes` names; no name is to be added.
+WITH_CHANGES = {"gpu-start"}
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -26,6 +28,9 @@ def test_a_result_names_its_origin(path: Path):
     assert re.match(r"20\d\d-\d\d-\d\d", found["date"])
     assert found["hardware"]
     if path.stem in WITHOUT_TREE_STATE and found["clean_tree"] == "not recorded":
+        return
+    if path.stem in WITH_CHANGES and found["clean_tree"] is False:
+        assert re.search(r"commit [0-9a-f]{7}\b", found["changes"])
         return
     assert found["clean_tree"] is True, "measure on a clean tree"
 
@@ -85,6 +90,18 @@ def test_the_pauses_on_gpus_are_those_of_their_files():
         failure = servers[server]["failures"][number]
         pause, _, serving = row("docs/operations.md", beginning)
         assert (pause, serving) == (f"{failure['pause_s']:.1f} s", f"{failure['serving_s']:.1f} s")
+
+
+def test_the_stages_of_a_start_on_a_gpu_are_those_of_its_file():
+    starts = [load("gpu-start")["starts"][name] for name in ("cold", "warm")]
+    page = "docs/results/gpu-start.md"
+    whole = [f"{start['start_to_first_answer_s']:.1f}" for start in starts]
+    assert row(page, "**to the first answer")[:2] == [f"**{seconds}**" for seconds in whole]
+    for stage in ("ray", "group", "weights", "kernels", "KV cache", "CUDA graphs"):
+        wanted = [f"{start['stages_s'][stage]:.1f}" for start in starts]
+        assert row(page, f"{stage} |") == wanted
+    text = " ".join((ROOT / "docs/operations.md").read_text().split())
+    assert f"all kernels took {starts[0]['stages_s']['kernels']} of {whole[0]} s" in text
 
 
 def test_the_speed_over_two_hosts_is_that_of_its_file():
