@@ -18,6 +18,7 @@ from kernels.host.cuda_environment import (
 )
 from kernels.linear_attention.base import LinearAttention, LinearStates
 from workers.config import RankConfig
+from workers.models.causal_lm import CausalLM
 from workers.parallel import ParallelDims
 from workers.rank import process_group
 from workers.rank.device_memory import OutOfDeviceMemoryError, memory_for
@@ -25,7 +26,8 @@ from workers.rank.epoch import Epoch
 from workers.rank.epoch_runner import RunnerMaker
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
-from workers.rank.warm_up import DENSE_TOKENS, warm_up_sizes
+from workers.rank.warm_up import DENSE_TOKENS, few_first, warm_up_sizes
+from workers.rank.warm_up_steps import WarmUpSteps
 from workers.weights.checkpoint import make_checkpoint
 
 
@@ -43,6 +45,14 @@ def test_a_dense_warm_up_leaves_no_gap() -> None:
     large = [size for size in sizes if size >= DENSE_TOKENS]
     gaps = [high - low for high, low in itertools.pairwise(large)]
     assert max(gaps) <= DENSE_TOKENS
+
+
+def test_steps_of_few_tokens_come_before_other_products() -> None:
+    few, many = [32, 16, 8, 4, 2, 1], [300, 256, 128, 64]
+    found = few_first(warm_up_sizes(300, dense=False))
+    assert [size for size, _ in found] == few + many
+    assert [(size, products) for size, products in found if products] == [(32, few), (300, many)]
+    assert few_first([7, 4]) == [(7, [7, 4]), (4, [])]
 
 
 def test_multicast_must_be_off() -> None:
@@ -152,6 +162,23 @@ def test_the_stages_of_a_rank(rank: RankProcess) -> None:
     assert epoch.engine is not None and not epoch.engine.scheduler.has_work
     assert epoch.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
     epoch.process.close()
+
+
+def test_products_compile_right_before_the_steps_that_take_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = rank_of(make_checkpoint(tmp_path / "tiny", num_layers=1, hidden_size=32))
+    calls: list[object] = []
+    monkeypatch.setattr(
+        CausalLM, "compile_products", lambda _, sizes: sizes and calls.append(sizes)
+    )
+    monkeypatch.setattr(WarmUpSteps, "prefill", lambda *step: calls.append(step[-1]))
+    epoch = Epoch(rank, Rendezvous("", 0, "products"), timeout_s=5)
+    epoch.load()
+    epoch.compile_kernels()
+    few = [32, 16, 8, 4, 2, 1]
+    assert calls == [few, *few, [100, 64], 100, 64]
+    rank.close()
 
 
 def test_states_of_a_measured_size_take_the_place_of_the_first(

@@ -42,7 +42,7 @@ from workers.rank.rank_info import (
     RankInfo,
     Rendezvous,
 )
-from workers.rank.warm_up import warm_up_sizes
+from workers.rank.warm_up import few_first, warm_up_sizes
 from workers.rank.warm_up_steps import bind_beside
 from workers.runner.graph_planner import GraphPlanner
 from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
@@ -202,7 +202,6 @@ class Epoch:
             return
         max_tokens = self.process.config.scheduler.max_num_batched_tokens
         sizes = warm_up_sizes(max_tokens, dense=self.backends.grouped_gemm.compiles_by_rows)
-        self.model.compile_products(sizes)
         steps, total = self.make.warm_up_steps(), len(sizes) + 2
         report_progress = progress or (lambda done, total: None)
         dummy = DummyAttention(self.backends.attention)
@@ -211,8 +210,9 @@ class Epoch:
             dummy.bind(self.process.caches(1))
             make = replace(self.make, model=self.model.with_few_layers())
             runner, scheduler = make(steps.num_blocks, dummy)
-            for done, size in enumerate(sizes):
+            for done, (size, products) in enumerate(few_first(sizes)):
                 report_progress(done, total)
+                self.model.compile_products(products)
                 steps.prefill(runner, scheduler, size)
             report_progress(len(sizes), total)
             steps.sample(runner, scheduler)

@@ -2,6 +2,8 @@
 
 # DeepGEMM picks a tile by the number of rows: step sizes at this distance meet every tile.
 DENSE_TOKENS = 128
+# On Hopper GPUs products of so few rows are not DeepGEMM's, but for matrices of more than 16 million weights.
+FEW_TOKENS = 32
 
 
 def warm_up_sizes(max_num_tokens: int, *, dense: bool) -> list[int]:
@@ -14,3 +16,12 @@ def warm_up_sizes(max_num_tokens: int, *, dense: bool) -> list[int]:
     if dense:
         sizes |= set(range(DENSE_TOKENS, max_num_tokens, DENSE_TOKENS))
     return sorted(sizes, reverse=True)
+
+
+def few_first(sizes: list[int]) -> list[tuple[int, list[int]]]:
+    """Return each size with the sizes of the dense products to compile before its step, which are none for most.
+
+    Steps of few tokens come first, because other processes compile DeepGEMM's products meanwhile.
+    """
+    parts = ([x for x in sizes if (x > FEW_TOKENS) == many] for many in (False, True))
+    return [(size, part if size == part[0] else []) for part in parts for size in part]
