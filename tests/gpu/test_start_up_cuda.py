@@ -63,14 +63,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("grouped_gemm", "num_ranks", "overlap"),
-    [("auto", 1, "off"), ("deepgemm", 1, "off"), ("deepgemm_fp8", 1, "off"), ("auto", 2, "on")],
+    ("grouped_gemm", "num_ranks", "overlap", "cache"),
+    [
+        ("auto", 1, "off", "auto"),
+        ("deepgemm", 1, "off", "auto"),
+        ("deepgemm_fp8", 1, "off", "auto"),
+        ("auto", 1, "off", "fp8"),
+        ("auto", 2, "on", "auto"),
+    ],
 )
 def test_nothing_compiles_once_it_is_ready(
     checkpoint: Path,
     grouped_gemm: str,
     num_ranks: int,
     overlap: str,
+    cache: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -85,7 +92,7 @@ def test_nothing_compiles_once_it_is_ready(
         "cuda",
         model={"dtype": "bfloat16"},
         scheduler={"max_num_seqs": MAX_NUM_SEQS, "max_num_batched_tokens": MAX_TOKENS},
-        cache={"num_blocks": "auto", "memory_fraction": 0.2},
+        cache={"num_blocks": "auto", "memory_fraction": 0.2, "dtype": cache},
         kernels={"grouped_gemm": grouped_gemm},
         overlap={"mode": overlap},
     )

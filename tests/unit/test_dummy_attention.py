@@ -14,6 +14,7 @@ from kernels.attention.dummy import DummyAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.attention.spec import AttentionSpec
 from workers.config import RankConfig
+from workers.engine.scheduler import ScheduledBatch
 from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
@@ -131,3 +132,20 @@ def test_the_forward_with_a_dummy_is_finite(epoch: Epoch) -> None:
     assert [len(rows) for rows in hidden] == [16, 1], "a prefill and a decode"
     assert all(rows.isfinite().all() and rows.any() for rows in hidden)
     assert not epoch.backends.attention.kv_caches, "attention itself was not touched"
+
+
+def test_a_cut_prompt_goes_on_beside_decodes(epoch: Epoch) -> None:
+    """Kernels for it must not compile while requests run."""
+    steps = epoch.make.warm_up_steps()
+    runner, scheduler = epoch.make(steps.num_blocks, DummyAttention(epoch.backends.attention))
+    rests, launch = [], runner.launch
+
+    def keep(batch: ScheduledBatch, plan: object) -> object:
+        computed = [seq.num_computed for seq in batch.seqs]
+        if batch.num_decodes and computed[-1] and batch.num_new_tokens[-1] > 1:
+            rests.append(batch)
+        return launch(batch, plan)
+
+    runner.launch = keep
+    steps.cut_prompt(runner, scheduler)
+    assert len(rests) == 1

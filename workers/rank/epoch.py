@@ -248,6 +248,8 @@ class Epoch:
                 process.pace.begin(num_tokens * process.dims.num_ranks)
                 steps.prefill(self.runner, self.scheduler, num_tokens)
                 process.pace.end()
+                if process.device.type == "cuda":
+                    steps.cut_prompt(self.runner, self.scheduler)
         if not self.graph_sizes:
             self._tune(None)
 

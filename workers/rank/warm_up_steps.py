@@ -70,6 +70,13 @@ class WarmUpSteps:
         params = SamplingParams(max_tokens=2)
         self._run(runner, scheduler, _requests(count, length, params))
 
+    def cut_prompt(self, runner: ModelRunner, scheduler: Scheduler) -> None:
+        """Run prompts that exceed a step: the rest of the last one runs beside decodes, and reads cached tokens."""
+        budget = self.limits.max_num_batched_tokens
+        length = min(-(-3 * budget // 4), self.max_model_len - 2)
+        count = min(budget // length + 1, self.limits.max_num_seqs)
+        self._run(runner, scheduler, _requests(count, length, SamplingParams(max_tokens=2)))
+
     def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Run the most sequences at once, with every sampling option that takes memory; then a prompt's logprobs."""
         self._run(runner, scheduler, _requests(self.limits.max_num_seqs, 1, _HEAVIEST))
