@@ -140,8 +140,6 @@ def _warnings(
             yield too_little
         yield from slow_for_want_of_graphs(rank_config.scheduler, selection)
         yield from fp8_is_not_kept(model, selection)
-        if rank_config.cache.dtype == "fp8":
-            yield "cache.dtype is fp8: its kernels have not passed all tests on a GPU yet, so answers may be wrong"
     else:
         yield from _cpu_warnings(rank_config, ranks[:per_node])
     yield from never_reached(config.overlap, rank_config.scheduler)

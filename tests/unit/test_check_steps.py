@@ -142,11 +142,6 @@ def test_warns_of_thresholds_that_no_step_reaches(yaml_path: Path) -> None:
     assert "min_" not in " ".join(off.warnings)
 
 
-def test_warns_of_a_cache_in_fp8_on_gpus(yaml_path: Path) -> None:
-    assert "cache.dtype is fp8" in " ".join(checked(yaml_path, "cache.dtype=fp8").warnings)
-    assert "cache.dtype" not in " ".join(checked(yaml_path).warnings)
-
-
 def test_each_setting_stands_apart_from_its_value(yaml_path: Path) -> None:
     console = Console(record=True, width=160)
     render(checked(yaml_path), console)

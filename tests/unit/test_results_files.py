@@ -104,6 +104,16 @@ def test_the_stages_of_a_start_on_a_gpu_are_those_of_its_file():
     assert f"all kernels took {starts[0]['stages_s']['kernels']} of {whole[0]} s" in text
 
 
+def test_the_speed_of_fp8_on_one_gpu_is_that_of_its_files():
+    for name, gpus in (("gpu-fp8-one", "1"), ("gpu-fp8-kv8", "1, cache in FP8")):
+        for served in load(name)["loads"]:
+            lengths = f"{served['in_flight']} / {served['input_len']} / {served['output_len']}"
+            cells, found = row("docs/results/gpu-fp8.md", f"{gpus} | {lengths}"), served["result"]
+            wanted = [f"{found[key]:,.0f}" for key in ("output_tokens_per_s", "total_tokens_per_s")]
+            assert cells[1:3] == wanted
+            assert cells[4] in (f"{found['itl_ms']['p50']:.1f}", "-")
+
+
 def test_the_speed_over_two_hosts_is_that_of_its_file():
     layouts = load("cpu-hosts")["layouts"]
     for ranks in (2, 4):
