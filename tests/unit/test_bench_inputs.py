@@ -26,7 +26,7 @@ WRONG = [
     ("few", "--redraw", "x.json is missing"),
     ("fp8", "", NO_GPU),
     ("gpu_serving", "--ranks 2", NO_GPU),
-    ("gpu_serving", "--ranks 2 --loads 0,5", "'5' is none of 0, 1"),
+    ("gpu_serving", "--ranks 2 --loads 0,9", "'9' is none of 0, 1"),
     ("linear_attention", "", NO_GPU),
     ("linear_attention", "--device cpu --prompts 8", "'8' is not sequences x tokens"),
     ("loading", "", NO_GPU),

@@ -8,7 +8,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 LAYERS = ("cluster", "workers", "kernels")
-OPTIONAL = {"deep_ep", "deep_gemm", "flashinfer", "matplotlib", "opentelemetry", "triton", "uvloop"}
+OPTIONAL = {
+    *("deep_ep", "deep_gemm", "flashinfer", "matplotlib", "opentelemetry", "triton", "uvloop"),
+    "filelock",  # flashinfer brings it, and locks its modules with it
+}
 """Imported where they are installed; the code around each import names what is missing."""
 PARTS = {"starlette": "fastapi"}
 """Packages that another dependency exports as part of its own interface."""
