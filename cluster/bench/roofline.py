@@ -62,6 +62,7 @@ def floor_of(
     output_len: int,
     max_num_batched_tokens: int = 8192,
     fp8_experts: bool = False,
+    fp8_cache: bool = False,
     hardware: Hardware | None = None,
 ) -> Floor:
     """Return the floor of a load: all requests are prefilled, then decoded together.
@@ -78,7 +79,8 @@ def floor_of(
     )
     prefill = steps * step_floor(model, num_ranks, prompts, hardware)
     context = input_len + output_len / 2
-    decodes = StepShape(seqs, context, kv_reads=seqs * context, sampled=seqs, fp8=fp8_experts)
+    formats = {"fp8": fp8_experts, "fp8_cache": fp8_cache}
+    decodes = StepShape(seqs, context, kv_reads=seqs * context, sampled=seqs, **formats)
     decode = step_floor(model, num_ranks, decodes, hardware)
     seconds = prefill.floor_s + (output_len - 1) * decode.floor_s  # a prefill gives the first token
     of_prompts = kind_floors(model, num_ranks, prompts, hardware)

@@ -5,7 +5,7 @@ Routing is even. T tokens of the rank, D hidden, E experts, K experts per token,
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
@@ -73,6 +73,7 @@ class StepShape:
     sampled    tokens with computed logits
     fp8        whether the experts' weights are held and multiplied in FP8, and dense ones that the checkpoint stores
                in FP8; rows travel to the experts in FP8 then
+    fp8_cache  whether K and V are cached in FP8
     """
 
     tokens: float
@@ -80,6 +81,7 @@ class StepShape:
     kv_reads: float
     sampled: float
     fp8: bool = False
+    fp8_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def _outside_experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> di
     )
     dense_values += shape.sampled * (dim + model.vocab_size)
     # Layers with a window read its keys alone.
-    specs, context = model.attention_specs, max(1.0, shape.context)
+    specs = [replace(spec, fp8_cache=shape.fp8_cache) for spec in model.attention_specs]
+    context = max(1.0, shape.context)
     seen = [min(1.0, (spec.window or context) / context) for spec in specs]
     cached = sum(
         of * layout_of(spec).block_bytes(1, width) for of, spec in zip(seen, specs, strict=True)

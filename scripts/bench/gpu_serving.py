@@ -195,6 +195,7 @@ def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dic
         **lengths,
         max_num_batched_tokens=resolved["config"]["scheduler"]["max_num_batched_tokens"],
         fp8_experts=resolved["backends"]["grouped_gemm"]["name"] == "deepgemm_fp8",
+        fp8_cache=resolved["config"]["cache"]["dtype"] == "fp8",
     )
     print(
         f"{load.concurrency} / {load.input_len} / {load.output_len}: "

@@ -231,11 +231,15 @@ class Loop:
         return seconds
 
     def _shape(self, state: State) -> StepShape:
-        fp8 = self._epoch.backends.grouped_gemm.fp8_weights
+        formats = {
+            "fp8": self._epoch.backends.grouped_gemm.fp8_weights,
+            "fp8_cache": self._epoch.process.config.cache.dtype == "fp8",
+        }
         if state.phase == "prefill":
-            return StepShape(state.seqs * state.longest, state.longest / 2, 0, state.seqs, fp8)
+            tokens = state.seqs * state.longest
+            return StepShape(tokens, state.longest / 2, 0, state.seqs, **formats)
         context = sum(seq.num_computed for seq in self._engine.scheduler.running)
-        return StepShape(state.seqs, context / max(1, state.seqs), context, state.seqs, fp8)
+        return StepShape(state.seqs, context / max(1, state.seqs), context, state.seqs, **formats)
 
     def _profile(self, state: State, bring: Callable[[], None]) -> Trace:
         activities, device = [ProfilerActivity.CPU], self._epoch.process.device

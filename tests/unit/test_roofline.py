@@ -87,6 +87,17 @@ def test_rates_follow_from_the_parts(model) -> None:
     assert faster.decode_step.memory_s == pytest.approx(floor.decode_step.memory_s / 2)
 
 
+def test_a_cache_in_fp8_halves_what_a_decode_reads(model) -> None:
+    shape = StepShape(tokens=0, context=1536, kv_reads=128 * 1536, sampled=0, fp8_cache=True)
+    read = step_work(model, 4, shape)[StepPart.ATTENTION].memory_bytes
+    # A byte for the scale of each head beside 128 values.
+    assert read == 128 * 1536 * LAYERS * 2 * 4 * (128 + 1)
+    load = {"in_flight": 512, "input_len": 1024, "output_len": 1024}
+    wide, narrow = (floor_of(model, 4, **load, fp8_cache=fp8) for fp8 in (False, True))
+    assert narrow.decode_step.memory_s < wide.decode_step.memory_s
+    assert narrow.prefill == wide.prefill
+
+
 def test_parts_of_a_decode_step(model) -> None:
     shape = StepShape(tokens=128, context=1536, kv_reads=128 * 1536, sampled=128)
     floors = step_floors(model, 4, shape)
