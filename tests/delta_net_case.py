@@ -9,18 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from kernels.backends.registry import backend_class
-from kernels.block_fp8 import (
-    BlockWeights,
-    Fp8Rows,
-    dequantise,
-    quantise_blocks,
-)
+from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise
 from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.routing.placement import ExpertPlacement
 from workers.layers.builder import LayerBuilder
 from workers.layers.delta_net import DeltaNetBlock
 from workers.models.specs import DeltaNetSpec
 from workers.runner.forward_batch import ForwardBatch
+from workers.weights.slots import BlockSlot, WeightSlot
 
 SIZES = LinearAttentionSpec(
     num_key_heads=2, num_value_heads=4, key_dim=128, value_dim=128, conv_width=4
@@ -66,12 +62,8 @@ def delta_net(name: str, device: str, dtype: torch.dtype) -> DeltaNetBlock:
 
     def fill(parameter: Any, scale: float = 1.0, mean: float = 0.0) -> None:
         drawn = torch.randn(parameter.shape, generator=generator) * scale + mean
-        if isinstance(parameter, BlockWeights):
-            rounded = quantise_blocks(drawn)
-            parameter.values.copy_(rounded.values)
-            parameter.scales.copy_(rounded.scales)
-        else:
-            parameter.copy_(drawn)
+        held = isinstance(parameter, BlockWeights)
+        (BlockSlot(parameter) if held else WeightSlot.plain(parameter)).fill(drawn)
 
     for weights in (block.qkvz_PD, block.ba_BD):
         fill(weights, HIDDEN**-0.5)

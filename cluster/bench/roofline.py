@@ -79,8 +79,14 @@ def floor_of(
     )
     prefill = steps * step_floor(model, num_ranks, prompts, hardware)
     context = input_len + output_len / 2
-    formats = {"fp8": fp8_experts, "fp8_cache": fp8_cache}
-    decodes = StepShape(seqs, context, kv_reads=seqs * context, sampled=seqs, **formats)
+    decodes = StepShape(
+        seqs,
+        context,
+        kv_reads=seqs * context,
+        sampled=seqs,
+        fp8=fp8_experts,
+        fp8_cache=fp8_cache,
+    )
     decode = step_floor(model, num_ranks, decodes, hardware)
     seconds = prefill.floor_s + (output_len - 1) * decode.floor_s  # a prefill gives the first token
     of_prompts = kind_floors(model, num_ranks, prompts, hardware)

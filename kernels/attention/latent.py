@@ -45,10 +45,6 @@ class LatentAttention(SdpaAttention):
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
         Attention.bind(self, kv_caches)
-        if kv_caches:
-            self._mask_dtype = kv_caches[
-                0
-            ].dtype  # CUDA's kernels read a mask of another dtype wrongly
         self._latents = [
             LatentCache(spec, kv_cache)
             for spec, kv_cache in zip(self.specs, kv_caches, strict=False)

@@ -82,7 +82,6 @@ class SdpaAttention(Attention):
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
         super().__init__(specs, block_size)
         self._caches: list[Cache] = []
-        self._mask_dtype = torch.float32
         self._num_tokens = 0
         self._num_decodes = 0
         self._decodes: list[DecodeGroup] = []
@@ -98,8 +97,12 @@ class SdpaAttention(Attention):
             Fp8Cache(spec, kv_cache, self.block_size) if spec.fp8_cache else Cache(spec, kv_cache)
             for spec, kv_cache in zip(self.specs, kv_caches, strict=False)
         ]
-        if kv_caches and kv_caches[0].dtype.is_floating_point:  # caches in e4m3 are bytes
-            self._mask_dtype = kv_caches[0].dtype
+
+    @property
+    def _mask_dtype(self) -> torch.dtype:
+        """The dtype of the cached values, because CUDA's kernels read a mask of another dtype wrongly."""
+        found = self.kv_caches[0].dtype if self.kv_caches else torch.float32
+        return found if found.is_floating_point else torch.float32  # caches in e4m3 are bytes
 
     def plan(self, batch: AttentionBatch) -> None:
         if not self.specs:  # of a model with linear attention alone
