@@ -3,6 +3,7 @@
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,23 +56,24 @@ def on_gpu(batch: ForwardBatch) -> ForwardBatch:
     return replace(batch, **moved)
 
 
+def given_experts(path: Path, device: str) -> dict[str, Any]:
+    """Return the option of OneRank that gives each row the same experts on every device."""
+    config = load_model_config(path)
+    law = {"num_experts": config.num_experts, "top_k": config.top_k, "rank": 0, "num_ranks": 1}
+    return {"forced_routing": partial(ForcedRouting, "uniform", 1.0, device=device, **law)}
+
+
 def check_logits(path: Path, dtype: torch.dtype, backend: type[Attention] | None = None) -> None:
     """Compare logits on a GPU with the CPU's in float32; a bfloat16 model gets the experts that the CPU's gets."""
-    law = {}
-    if dtype != torch.float32:
-        config = load_model_config(path)
-        law = {"num_experts": config.num_experts, "top_k": config.top_k, "rank": 0, "num_ranks": 1}
-    here, there = (
-        {"forced_routing": partial(ForcedRouting, "uniform", 1.0, device=d, **law)} if law else {}
-        for d in ("cpu", "cuda")
-    )
+    given = dtype != torch.float32
+    here, there = (given_experts(path, device) if given else {} for device in ("cpu", "cuda"))
     reference = OneRank(path, **here)
     model = OneRank(path, dtype, device="cuda", backend=backend, **there)
     for batch in batches():
         expected = reference.logits(batch)
         found = model.logits(on_gpu(batch)).cpu()
         assert found.isfinite().all()
-        assert calc_diff(found, expected) < (BFLOAT16 if law else FLOAT32)
+        assert calc_diff(found, expected) < (BFLOAT16 if given else FLOAT32)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Weights on a GPU: read through pinned memory, in FP8 or not, or drawn there; the same as on the CPU."""
 
 import random
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,12 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.block_fp8 import dequantise
-from kernels.routing.forced_routing import ForcedRouting
 from kernels.routing.placement import ExpertPlacement
 from tests.closeness import calc_diff
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.distributed.rank_pool import RankPool
 from tests.gpu.test_grouped_gemm_cuda import CASES, Layer, build
-from tests.gpu.test_model_cuda import batches, on_gpu
+from tests.gpu.test_model_cuda import batches, given_experts, on_gpu
 from tests.token_judge import TokenJudge
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.weights import reader as weight_reader
@@ -64,13 +62,12 @@ def test_an_fp8_checkpoint_gives_the_logits_of_float32(tmp_path: Path, name: str
     """The experts are given: a router's choice between two that are nearly alike would hide the products' errors."""
     path = small_checkpoint(tmp_path, fp8=True, dtype="bfloat16", **SHAPE)
     gemm = build(name)
-    law = {"num_experts": 8, "top_k": 3, "rank": 0, "num_ranks": 1}
-    here, there = (partial(ForcedRouting, "uniform", 1.0, device=d, **law) for d in ("cpu", "cuda"))
-    model = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm, forced_routing=there)
+    here, there = (given_experts(path, device) for device in ("cpu", "cuda"))
+    model = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm, **there)
     slots = model.model.weight_slots().items()
     held = [key for key, slot in slots if isinstance(slot, BlockSlot)]
     assert sum("experts" in key for key in held) == (3 * 8 * 3 if gemm.fp8_weights else 0)
-    reference = OneRank(path, forced_routing=here)
+    reference = OneRank(path, **here)
     for batch in batches():
         found, expected = model.logits(on_gpu(batch)).cpu(), reference.logits(batch)
         assert calc_diff(found, expected) < tolerance
@@ -119,9 +116,7 @@ def test_an_engine_answers_in_fp8(tmp_path: Path):
     source = random.Random(1)
     prompts = [[source.randrange(256) for _ in range(20)] for _ in range(30)]
     events = [Event(0, 0, make_request(str(i), ids)) for i, ids in enumerate(prompts)]
-    law = {"num_experts": 8, "top_k": 3, "rank": 0, "num_ranks": 1}
-    here = partial(ForcedRouting, "uniform", 1.0, device="cpu", **law)
-    float32 = OneRank(path, forced_routing=here)
+    float32 = OneRank(path, **given_experts(path, "cpu"))
     pool = RankPool(1)
     try:
         for gemm, margin, mean in (("deepgemm_fp8", 0.4, 0.02), ("triton", 0.2, 0.01)):
