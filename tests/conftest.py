@@ -20,20 +20,6 @@ if not torch.cuda.is_available():
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Tests that start processes and have time limits of their own run once more after a failure, and the summary lists
-# each of them: two cores that other work shares delay a process by seconds.
-WITH_PROCESSES = (
-    *("tests/serve/", "tests/clients/", "tests/distributed/", "tests/cluster/test_"),
-    "tests/unit/",  # commands, threads and sockets
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.nodeid.startswith(WITH_PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
 # Files whose tests share a server, by the first part of their paths: one process runs all files of a line.
 SHARED_SERVERS = (
     ("tests/clients/",),
