@@ -3,6 +3,7 @@
 Knows nothing of the work of a route.
 """
 
+from functools import cache
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,8 +49,12 @@ _MEDIA_TYPES = {
 }
 
 
+@cache
 def body_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return `openapi_extra` of a route with a body of `model`. FastAPI must not parse the body: its errors are 422."""
+    """Return `openapi_extra` of a route with a body of `model`. FastAPI must not parse the body: its errors are 422.
+
+    The value is shared: FastAPI copies it into the document.
+    """
     schema = model.model_json_schema(ref_template=_REF + "{model}")
     return {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
 
