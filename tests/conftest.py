@@ -1,5 +1,6 @@
 """One thread a test process: the suite runs several processes on few cores. Without a GPU, Triton interprets."""
 
+import gc
 import os
 import signal
 
@@ -8,6 +9,7 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in children
 
 import torch
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
 
@@ -16,8 +18,20 @@ if not torch.cuda.is_available():
     # For tests/triton. Read when Triton is imported, and libraries of other tests do that.
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Time says nothing about a test where others share the cores. In CI hypothesis draws the same examples every time.
+settings.register_profile(
+    "suite", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("suite")
+
 # A shell starts background jobs with SIGINT ignored, and the commands that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what lives until the end from garbage collections: engines collect when they close, each in 0.4 s."""
+    gc.collect()
+    gc.freeze()
 
 
 # Files whose tests share a server, by the first part of their paths: one process runs all files of a line.

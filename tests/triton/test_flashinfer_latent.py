@@ -69,7 +69,7 @@ def test_a_plan_leaves_nothing_to_the_next() -> None:
 
 
 @given(st.lists(st.integers(0, 60), max_size=6), st.integers(1, 5), st.sampled_from([1, 4, 16]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_chunks_hold_each_token_once(contexts: list[int], blocks: int, block_size: int) -> None:
     limit = blocks * block_size
     chunks = cut_contexts(np.array(contexts, np.int32), limit, block_size)

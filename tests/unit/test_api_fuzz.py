@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.api_fakes import MODEL, Api, FakeBackend
@@ -118,7 +118,6 @@ def bodies(draw):
 BODIES = bodies()
 PATHS = st.sampled_from(["/v1/completions", "/v1/chat/completions"])
 API = Api(FakeBackend())
-SLOW_IS_FINE = [HealthCheck.too_slow]
 
 
 def check(path: str, body: bytes) -> int:
@@ -139,25 +138,25 @@ def check(path: str, body: bytes) -> int:
     return response.status_code
 
 
-@settings(max_examples=200, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@settings(max_examples=200)
 @given(PATHS, BODIES)
 def test_random_fields(path, body):
     check(path, json.dumps(body).encode())
 
 
-@settings(max_examples=100, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@settings(max_examples=100)
 @given(PATHS, JSON)
 def test_random_json(path, value):
     assert check(path, json.dumps(value).encode()) != 200
 
 
-@settings(max_examples=100, deadline=5000)
+@settings(max_examples=100)
 @given(PATHS, st.binary(max_size=60))
 def test_random_bytes(path, body):
     assert check(path, body) != 200
 
 
-@settings(max_examples=100, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@settings(max_examples=100)
 @given(PATHS, BODIES, st.data())
 def test_damaged_json(path, body, data):
     good = json.dumps(body).encode()

@@ -128,7 +128,7 @@ def test_seed_decides_the_weights(tmp_path):
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_byte_tokenizer_round_trip_is_exact(text):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text).ids
@@ -241,7 +241,7 @@ def test_demo_knows_a_function_of_the_standard_library(demo):
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_demo_tokenizer_round_trip_is_exact(demo, text):
     ids = demo[0](text).input_ids
     assert demo[0].decode(ids) == text

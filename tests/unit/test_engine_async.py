@@ -160,7 +160,7 @@ def play(run: Run, happenings) -> set[str]:
     return aborted
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     events,
     st.integers(11, 24),

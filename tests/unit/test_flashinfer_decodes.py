@@ -21,7 +21,7 @@ from tests.unit.test_kernels_select import CUDA
     st.integers(1, 66),
     st.integers(0, 200),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_chunks_never_exceed_their_bound(
     blocks: list[int], empty: int, num_blocks: int, max_chunks: int
 ):

@@ -19,7 +19,7 @@ def rounded(x_Thd: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 @given(st.integers(-80, 100), st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_values_keep_four_bits_at_any_scale(power: int, seed: int) -> None:
     x_Thd = torch.randn(5, 3, 16, generator=torch.Generator().manual_seed(seed)) * 2.0**power
     x_Thd = torch.clamp(x_Thd, -3e38, 3e38)

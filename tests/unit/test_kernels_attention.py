@@ -372,7 +372,7 @@ def test_plans_do_not_leak_into_the_next():
     st.lists(st.tuples(st.integers(0, 15), st.integers(1, 9)), max_size=3),
     st.sampled_from([1, 4, 16]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_batch(contexts: list[int], extends: Seqs, block_size: int):
     seqs = [(context, 1) for context in contexts] + extends
     check(seqs, block_size=block_size, padding=1)
@@ -381,7 +381,7 @@ def test_any_batch(contexts: list[int], extends: Seqs, block_size: int):
 
 
 @given(st.lists(st.integers(1, 500), max_size=40), st.sampled_from([1, 16]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_length_groups_hold_each_decode_once(blocks: list[int], block_size: int):
     num_blocks = np.array(blocks, dtype=np.int64)
     groups = length_groups(num_blocks, block_size)

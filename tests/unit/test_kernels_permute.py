@@ -23,7 +23,7 @@ def routings(draw: st.DrawFn) -> tuple[torch.Tensor, range]:
 
 
 @given(routings())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_route_lists_local_pairs_by_expert(drawn: tuple[torch.Tensor, range]):
     topk_idx_NK, experts = drawn
     routing = route(topk_idx_NK, expert_bounds(experts, "cpu", topk_idx_NK.dtype))
@@ -38,7 +38,7 @@ def test_route_lists_local_pairs_by_expert(drawn: tuple[torch.Tensor, range]):
 
 
 @given(routings(), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_weighted_sum_equals_a_loop(drawn: tuple[torch.Tensor, range], dtype: torch.dtype):
     topk_idx_NK, experts = drawn
     routing = route(topk_idx_NK, expert_bounds(experts, "cpu", topk_idx_NK.dtype))
@@ -63,7 +63,7 @@ def test_sixteen_bit_sums_accumulate_in_float32():
 
 
 @given(st.lists(st.integers(0, 6), max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_sum_rows_equals_index_add(rows: list[int]):
     row_N = torch.tensor(rows, dtype=torch.int64)
     y_ND = torch.arange(len(rows) * HIDDEN, dtype=torch.float32).view(-1, HIDDEN)

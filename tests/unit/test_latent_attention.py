@@ -118,7 +118,7 @@ def test_what_a_request_left_in_a_block_does_not_matter(label: str) -> None:
     st.lists(st.tuples(st.integers(0, 25), st.integers(1, 20)), max_size=3),
     st.sampled_from([1, 4, 16]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_any_batch_in_small_chunks(contexts: list[int], extends: Seqs, block_size: int) -> None:
     """Chunks begin and end at any place of contexts and prompts, so some rows see no key of a chunk."""
     with pytest.MonkeyPatch.context() as patch:

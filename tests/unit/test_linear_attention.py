@@ -53,7 +53,7 @@ def test_bfloat16(batch: str):
 
 
 @backends
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     decodes=st.lists(st.integers(0, 20), max_size=4),
     prompts=st.lists(st.tuples(st.integers(0, 70), st.integers(2, 140)), max_size=3),

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.engine.sequence import Sequence, SequenceTable
@@ -50,7 +50,6 @@ def check(found: TokenLogprobs, logits_V: torch.Tensor, token: int, num_top: int
 
 
 @given(st.lists(st.integers(0, V + 9), max_size=6), st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 def test_token_logprobs_equal_log_softmax(num_top, seed):
     generator = torch.Generator().manual_seed(seed)
     logits_NV = torch.randn(len(num_top), V, generator=generator) * 9

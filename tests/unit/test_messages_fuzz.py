@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.api_fakes import MODEL, Api, FakeBackend
@@ -79,7 +79,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     return body
 
 
-@settings(max_examples=250, deadline=5000, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250)
 @given(bodies(), st.sampled_from(["/v1/messages", "/v1/messages/count_tokens"]))
 def test_random_fields(body: dict[str, Any], path: str):
     API.backend.requests.clear()

@@ -96,7 +96,6 @@ processed = st.builds(
 tokens = st.one_of(st.lists(st.integers(0, V - 1), max_size=6), st.lists(few, max_size=6))
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -184,7 +183,7 @@ arrivals = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(arrivals, st.randoms(use_true_random=False))
 def test_tokens_with_preemption_and_reused_slots(arrivals, chance):
     """Requests come, are preempted, come back to other slots and end; each gets its own tokens throughout."""
@@ -214,7 +213,7 @@ def test_tokens_with_preemption_and_reused_slots(arrivals, chance):
 
 
 @given(st.lists(st.tuples(processed, tokens.filter(bool), tokens), min_size=1, max_size=5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_row_does_not_depend_on_the_others(rows):
     logits = torch.randn(len(rows) + 1, V, generator=torch.Generator().manual_seed(1))
     requests = [Request.make(0, make(temperature=1.0, seed=7), [1])]

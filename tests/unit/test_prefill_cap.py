@@ -84,7 +84,7 @@ def test_a_rank_decodes_next_unless_its_tokens_are_the_last_ones():
 arrivals = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.one_of(arrivals, st.just("step")), max_size=30),
     st.integers(1, 40),
@@ -293,7 +293,7 @@ def test_one_long_gap_halves_the_cap_at_most_and_small_steps_do_not_raise_it():
     assert cap.tokens == MOST // 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.floats(1e-6, 100), st.integers(0, MOST)), max_size=60),
     st.floats(0.1, 1000),

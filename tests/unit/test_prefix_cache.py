@@ -262,7 +262,7 @@ arrivals = st.tuples(prompts, st.integers(1, 14), st.sampled_from(["", "salt"]),
 events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 25)), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     events,
     st.integers(11, 24),

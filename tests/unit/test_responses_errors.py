@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error
 from tests.unit.responses_case import TIME, WEATHER, judged, respond, stream_events
-from tests.unit.test_api_fuzz import FIELDS, JSON, SLOW_IS_FINE, TEXTS
+from tests.unit.test_api_fuzz import FIELDS, JSON, TEXTS
 
 BAD_SCHEMA = {"type": "objec"}
 USER = {"role": "user", "content": "a"}
@@ -232,7 +232,7 @@ def bodies(draw):
     return body
 
 
-@settings(max_examples=100, deadline=5000, suppress_health_check=SLOW_IS_FINE)
+@settings(max_examples=100)
 @given(bodies())
 def test_random_bodies(body):
     API.backend.requests.clear()

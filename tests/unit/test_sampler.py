@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from workers.sampling.token_sampling import (
@@ -107,7 +107,6 @@ def test_filters_equal_the_reference(rows: list[tuple[list[int], SamplingParams]
     st.integers(0, 2**32 - 1),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None)
 def test_a_row_does_not_depend_on_the_others(
     rows: list[tuple[SamplingParams, int, bool]], seed: int, random: object
 ) -> None:

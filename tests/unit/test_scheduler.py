@@ -215,7 +215,7 @@ arrivals = st.tuples(st.integers(1, 30), st.integers(1, 12))
 events = st.lists(st.one_of(arrivals, st.just("step"), st.integers(0, 20)), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(events, st.integers(11, 24), st.integers(1, 4), st.sampled_from([5, 16, 64]), st.booleans())
 def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
     """Every request ends exactly once with the tokens it asked for, or was aborted; nothing leaks."""
