@@ -12,6 +12,7 @@ from cluster.api.backend import EngineBackend
 from cluster.api.record import RequestRecord
 from cluster.errors import BadRequestError, EngineDeadError, ServingError
 from workers.sampling.grammar import GRAMMAR_FAILED
+from workers.sampling.no_token import LOGITS_FAILED, NO_TOKEN_ALLOWED
 from workers.wire.request import RequestOutput
 
 # Sends the next text of a choice; returns an awaitable if the send is not complete.
@@ -96,4 +97,21 @@ def _failure(generation: Generation, output: RequestOutput) -> ServingError:
     message = output.error or "the engine ended this request"
     if generation.grammar_param is not None and message.startswith(GRAMMAR_FAILED):
         return BadRequestError(message, param=generation.grammar_param, code="invalid_grammar")
+    if message.startswith(NO_TOKEN_ALLOWED):
+        fields = _forbidding_fields(generation)
+        message += f" by {' and '.join(fields)}"
+        return BadRequestError(message, param=fields[0], code="no_token_allowed")
+    if message.startswith(LOGITS_FAILED):
+        return ServingError(message, code="invalid_logits")
     return EngineDeadError(message)
+
+
+def _forbidding_fields(generation: Generation) -> list[str]:
+    """Return the fields of a request that forbid tokens."""
+    params = generation.choices[0].params
+    given = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "bad_words": bool(params.bad_words_ids),
+        generation.grammar_param or "": generation.grammar_param is not None,
+    }
+    return [name for name, present in given.items() if present]

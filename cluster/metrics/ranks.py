@@ -50,7 +50,7 @@ COUNTERS = {
     "padding_tokens": ("padding_tokens", "Padding rows that ran to give all ranks equal shapes."),
     "invalid_logits": (
         "invalid_logits",
-        "Requests ended because a logit was NaN or infinite, or all tokens were forbidden.",
+        "Requests ended because a logit was NaN or infinite.",
     ),
     "steps": ("steps", "Lockstep forwards."),
     "idle_steps": ("idle_steps", "Steps in which this rank had no tokens."),

@@ -93,3 +93,42 @@ def test_answers_hold_to_their_grammars_also_after_preemption(rank_pool, checkpo
     ahead = run(rank_pool, checkpoint, events, 34, asynchronous=True)
     assert ahead[3] > 0
     assert ahead[:3] == (tokens, reasons, errors)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["in turn", "asynchronous"])
+def test_a_request_that_forbids_all_tokens_ends_alone(rank_pool, checkpoint, asynchronous):
+    events, expected = [], {}
+    for kind, sampling in (("greedy", {}), ("sampled", {"temperature": 1.0, "seed": 3})):
+        cases = {
+            "other letters": (1, {"allowed_token_ids": (ord("z"),), "grammar": "start: /[xy]+/"}),
+            "words of a grammar": (
+                1,
+                {"bad_words_ids": ((ord("x"),),), "grammar": "start: /x{3}/"},
+            ),
+            "third letter": (
+                3,
+                {"bad_words_ids": ((ord("x"),) * 3,), "grammar": "start: /x{5}/"},
+            ),
+            "second of one token": (
+                2,
+                {"allowed_token_ids": (7,), "bad_words_ids": ((7, 7),)},
+            ),
+        }
+        for number, (case, (position, params)) in enumerate(cases.items()):
+            name = f"{case}, {kind}"
+            request = make_request(name, [1, 2, number], logprobs=1, **params, **sampling)
+            events.append(Event(number, number % NUM_RANKS, request))
+            expected[name] = position
+    for number in range(4):
+        plain = make_request(f"plain {number}", [number] * 9, temperature=1.0, seed=number)
+        events.append(Event(0, number % NUM_RANKS, plain))
+    tokens, reasons, errors, _ = run(rank_pool, checkpoint, events, 1000, asynchronous)
+    assert errors == {
+        name: f"no token is allowed as output token {position}"
+        for name, position in expected.items()
+    }
+    for name, position in expected.items():
+        assert reasons[name] == "error" and len(tokens[name]) == position - 1
+    alone = [event for event in events if event.request.request_id.startswith("plain")]
+    found = run(rank_pool, checkpoint, alone, 1000, asynchronous)[0]
+    assert len(found) == 4 and found.items() <= tokens.items()

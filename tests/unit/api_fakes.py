@@ -99,6 +99,7 @@ class FakeBackend:
         self.fail_before: Exception | None = None
         self.fail_after: tuple[int, Exception] | None = None
         self.error_output: str | None = None
+        self.error_step = 0  # the output that is `error_output`
         self.hang_after: int | None = None
 
     async def generate(
@@ -123,8 +124,10 @@ class FakeBackend:
                     await asyncio.Event().wait()
                 if self.fail_after and step >= self.fail_after[0]:
                     raise self.fail_after[1]
-                if self.error_output:
+                if self.error_output and step == self.error_step:
+                    finished = True
                     yield RequestOutput(request_id, [], "error", self.error_output)
+                    return
                 tokens = tokens[: params.max_tokens - sent]
                 stops = [i for i, token in enumerate(tokens) if token in params.stop_token_ids]
                 if stops:

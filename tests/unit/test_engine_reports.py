@@ -4,8 +4,16 @@ import threading
 import time
 from dataclasses import replace
 
+import pytest
+
 from kernels.pending import Pending
 from tests.unit.test_engine import TIMEOUT_S, Alone, Group
+from workers.sampling.no_token import (
+    ALL_FORBIDDEN,
+    INVALID_LOGITS,
+    LOGITS_FAILED,
+    NO_TOKEN_ALLOWED,
+)
 
 
 def test_the_activity_shows_the_rank_that_others_wait_for():
@@ -37,25 +45,50 @@ def until(condition) -> None:
         time.sleep(0.001)
 
 
-def test_a_request_with_invalid_logits_ends_alone_and_is_counted():
-    now = Alone()
+def run_with_no_token_first(now: Alone, number: int) -> None:
+    """Run to the end; in the first step the first request gets `number` in place of a token."""
     launch = now.engine.runner.launch
 
-    def invalid_for_the_first(batch, plan):
+    def first_without_token(batch, plan):
         output = launch(batch, plan).wait()
-        return Pending.ready(replace(output, token_ids=[-1, *output.token_ids[1:]]))
+        return Pending.ready(replace(output, token_ids=[number, *output.token_ids[1:]]))
 
-    now.submit("bad")
-    now.submit("good")
-    now.engine.runner.launch = invalid_for_the_first
+    now.engine.runner.launch = first_without_token
     now.engine.step()
     now.engine.runner.launch = launch
     while now.scheduler.has_work:
         now.engine.step()
+
+
+def test_a_request_with_invalid_logits_ends_alone_and_is_counted():
+    now = Alone()
+    now.submit("bad")
+    now.submit("good")
+    run_with_no_token_first(now, INVALID_LOGITS)
     errors = {name: error for _, name, _, error in now.sent if error}
-    assert list(errors) == ["bad"] and "a logit is NaN" in errors["bad"]
+    assert list(errors) == ["bad"] and errors["bad"].startswith(LOGITS_FAILED)
     assert sum(len(tokens) for _, name, tokens, _ in now.sent if name == "good") == 3
     assert now.engine.stats.snapshot()["invalid_logits"] == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "words", "num_invalid"),
+    [
+        ({"allowed_token_ids": (5,)}, NO_TOKEN_ALLOWED, 0),
+        ({"bad_words_ids": ((5,),)}, NO_TOKEN_ALLOWED, 0),
+        ({"min_tokens": 2}, LOGITS_FAILED, 1),  # such logits are the model's
+    ],
+)
+def test_a_request_that_forbids_all_tokens_ends_alone(params, words, num_invalid):
+    now = Alone()
+    now.submit("bad", **params)
+    now.submit("good")
+    run_with_no_token_first(now, ALL_FORBIDDEN)
+    errors = {name: error for _, name, _, error in now.sent if error}
+    assert list(errors) == ["bad"] and errors["bad"].startswith(words)
+    assert "output token 1" in errors["bad"]
+    assert sum(len(tokens) for _, name, tokens, _ in now.sent if name == "good") == 3
+    assert now.engine.stats.snapshot()["invalid_logits"] == num_invalid
 
 
 def test_probes_are_in_no_count_of_requests_or_tokens():

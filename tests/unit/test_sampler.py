@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.sampling.token_sampling import (
     ALL_GREEDY,
-    INVALID,
     SamplingBatch,
     SamplingTable,
     filter_weights,
@@ -224,9 +224,11 @@ def test_bad_logits_end_their_row_only(bad: float, params: SamplingParams) -> No
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(3))
     healthy = draw(logits, [params] * 3, [1, 2, 3])
     logits[1, 11] = bad
-    assert draw(logits, [params] * 3, [1, 2, 3]) == [healthy[0], INVALID, healthy[2]]
+    assert draw(logits, [params] * 3, [1, 2, 3]) == [healthy[0], INVALID_LOGITS, healthy[2]]
     logits[1] = -torch.inf
-    assert draw(logits, [params] * 3, [1, 2, 3]) == [healthy[0], INVALID, healthy[2]]
+    assert draw(logits, [params] * 3, [1, 2, 3]) == [healthy[0], ALL_FORBIDDEN, healthy[2]]
+    logits[1, 11] = bad
+    assert draw(logits, [params] * 3, [1, 2, 3]) == [healthy[0], INVALID_LOGITS, healthy[2]]
 
 
 def test_slots_are_reused() -> None:

@@ -30,6 +30,7 @@ from workers.engine.sequence import Sequence, SequenceTable
 from workers.engine.state_snapshots import StateSnapshots
 from workers.engine.step_sync import ForwardMode
 from workers.runner.step_output import StepOutput
+from workers.sampling import no_token
 from workers.sampling.grammar import Grammar
 from workers.wire.request import EngineRequest, RequestOutput
 
@@ -119,7 +120,7 @@ class Scheduler:
         self._admitted: list[Sequence] = []
         self._arrivals = itertools.count()
         self.num_preemptions = 0
-        self.num_invalid = 0  # requests that ended because no token could be drawn
+        self.num_invalid = 0  # requests that ended because of their logits
 
     @property
     def has_work(self) -> bool:
@@ -238,13 +239,12 @@ class Scheduler:
             return None
         request_id = seq.request.request_id
         if token_id < 0:
-            self.prefixes.forget(seq)  # the K and V of its blocks may be NaN too
+            cause = no_token.cause_of(token_id, seq.request.params)
+            if cause == no_token.INVALID_LOGITS:
+                self.prefixes.forget(seq)  # the K and V of its blocks may be NaN too
+                self.num_invalid += 1
             self._finish(seq)
-            self.num_invalid += 1
-            reason = (
-                f"no token can stand at position {seq.num_tokens}: "
-                "a logit is NaN or infinite, or all tokens are forbidden"
-            )
+            reason = no_token.error_of(cause, seq.num_output_tokens)
             return RequestOutput(request_id, [], "error", reason)
         error = None if seq.grammar is None else seq.grammar.advance(token_id)
         if error is not None:

@@ -19,7 +19,7 @@ class RunTimes:
 class StepOutput:
     """Sampling sequences are the sequences of the batch that get a new token, in its order.
 
-    token_ids        one for each sampling sequence, -1 = its logits were not finite
+    token_ids        one for each sampling sequence, or a number of `workers.sampling.no_token`
     logprobs         one for each of token_ids, None for a request without logprobs; None if no request wants them
     prompt_logprobs  by request id, for prompts that this step completed; None if there are none
     expert_load      None in steps that do not read it

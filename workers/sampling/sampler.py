@@ -23,7 +23,7 @@ from workers.wire.request import TokenLogprobs
 class SampledTokens:
     """A token for each row of a batch, and log-probabilities of some rows.
 
-    token_B        int64, -1 where logits are not finite or all tokens are forbidden
+    token_B        int64, a number of `workers.sampling.no_token` where no token could be drawn
     logprobs_rows  indices of the rows with log-probabilities
     """
 

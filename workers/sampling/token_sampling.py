@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from workers.runner.host_copy import to_device
+from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
+from workers.sampling.token_bitmask import FORBIDDEN
 from workers.wire.request import SamplingParams
-
-INVALID = -1
 
 # Columns of the numbers that are copied to the device together, all float64.
 _TEMPERATURE, _GREEDY, _TOP_K, _TOP_P, _MIN_P, _UNIFORM, _NUM_COLUMNS = range(7)
@@ -131,15 +131,16 @@ class SamplingTable:
 
 
 def sample_tokens(logits_BV: torch.Tensor, params: SamplingBatch) -> torch.Tensor:
-    """Return token ids int64 [B] from float32 logits; INVALID where a row's logits are NaN or infinite.
+    """Return token ids int64 [B] from float32 logits; INVALID_LOGITS where a row has a NaN or +inf.
 
-    -inf forbids a token; a row without an allowed token is INVALID. Temperature comes first, then min_p, top_k and
-    top_p on the resulting distribution. Tokens tied with the last kept token are kept.
+    -inf forbids a token; a row without an allowed token gets ALL_FORBIDDEN. Temperature comes first, then min_p, top_k
+    and top_p on the resulting distribution. Tokens tied with the last kept token are kept.
     """
     best_B, token_B = logits_BV.max(dim=-1)  # NaN wins a maximum
     if params.values is not None:
         token_B = _draw(logits_BV, best_B, token_B, params)
-    return token_B.masked_fill_((best_B - best_B) != 0, INVALID)  # NaN for NaN and infinities
+    token_B.masked_fill_((best_B - best_B) != 0, INVALID_LOGITS)  # NaN for NaN and infinities
+    return token_B.masked_fill_(best_B == FORBIDDEN, ALL_FORBIDDEN)
 
 
 def _draw(
