@@ -72,5 +72,5 @@ def test_a_join_without_a_store_ends_when_the_rank_leaves():
             time.sleep(0.1)
             assert not joining.done()
             left.set()
-            with pytest.raises(dist.DistError):
+            with pytest.raises(dist.DistError, match="no connection to the store of rank 0"):
                 joining.result(60)

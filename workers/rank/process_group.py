@@ -19,7 +19,9 @@ T = TypeVar("T")
 
 # The vote detects a lost rank; this timeout only bounds collectives of a group that ends.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-CONNECT_S = 1.0  # of one attempt to reach the store
+ATTEMPT_S = 1.0  # of one attempt to reach the store
+RETRY_S = 0.1
+CLIENT_S = 30.0  # of the store's client, once the store can be reached
 
 
 def host_store(host: str) -> TCPStore:
@@ -71,19 +73,30 @@ def join(
 
 
 def _connect(rendezvous: Rendezvous, deadline: float, left: threading.Event) -> TCPStore:
-    """Return a client of the store. Its constructor cannot be interrupted, so each attempt is short."""
+    """Return a client of the store, once a plain socket has reached the store.
+
+    The constructor cannot be interrupted and prints a stack trace after its timeout. Within the timeout it looks up the
+    name of the store's host, for 10 s where a name server does not answer.
+    """
+    _reach(rendezvous, deadline, left)
+    client_s = min(CLIENT_S, max(ATTEMPT_S, deadline - time.monotonic()))
+    return TCPStore(
+        rendezvous.host, rendezvous.port, is_master=False, timeout=timedelta(seconds=client_s)
+    )
+
+
+def _reach(rendezvous: Rendezvous, deadline: float, left: threading.Event) -> None:
+    """Return when the store accepts connections. Raises DistNetworkError after `deadline`, or when `left` is set."""
+    address = rendezvous.host, rendezvous.port
     while True:
-        attempt_s = min(CONNECT_S, max(0.1, deadline - time.monotonic()))
         try:
-            return TCPStore(
-                rendezvous.host,
-                rendezvous.port,
-                is_master=False,
-                timeout=timedelta(seconds=attempt_s),
-            )
-        except dist.DistError:
-            if left.is_set() or time.monotonic() >= deadline:
-                raise
+            socket.create_connection(address, ATTEMPT_S).close()
+            return
+        except OSError as error:
+            if left.wait(RETRY_S) or time.monotonic() >= deadline:
+                raise dist.DistNetworkError(
+                    f"no connection to the store of rank 0 at {address[0]}, port {address[1]}: {error}"
+                ) from None
 
 
 def gather_objects(value: T) -> list[T]:
