@@ -171,10 +171,13 @@ class FakeRank:
 
     async def emit(self, request_id: str, first: int, count: int, finish: bool = False) -> None:
         """Send tokens number `first` to `first + count`; waits for the request first."""
-        await until(lambda: request_id in self.requests)
         tokens = [100 + number for number in range(first, first + count)]
-        output = RequestOutput(request_id, tokens, "length" if finish else None)
-        stream_id = self.requests[request_id].ingress_id
+        await self.send(RequestOutput(request_id, tokens, "length" if finish else None))
+
+    async def send(self, output: RequestOutput) -> None:
+        """Send one output; waits for the request first."""
+        await until(lambda: output.request_id in self.requests)
+        stream_id = self.requests[output.request_id].ingress_id
         if stream_id in self._senders:
             self._senders[stream_id].send(self.rank, 0, [output])
 

@@ -9,6 +9,8 @@ from cluster.errors import EngineDeadError
 from cluster.group import engine_client
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until
+from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS, error_of
+from workers.wire.request import RequestOutput
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +51,27 @@ def test_requests_go_on_in_the_next_epoch():
             leases = now.supervisor._leases._leases
             await until(lambda: list(leases) == [now.client._lease_id])
             assert not now.ranks[0].aborted, "an epoch that has ended needs no abort"
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("cause", [ALL_FORBIDDEN, INVALID_LOGITS])
+def test_a_request_that_ended_without_a_token_is_not_submitted_again(cause):
+    """Neither is its rank replaced, and other requests of the rank go on."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            ends, lives = now.ask("a", rank=1), now.ask("b", rank=1)
+            await now.ranks[1].emit("b", 0, 1)
+            await now.ranks[1].send(RequestOutput("a", [], "error", error_of(cause, 0)))
+            await ends
+            assert not now.supervisor.launcher.replaced and not lives.done()
+            await now.kill(1)
+            await until(lambda: "b~2" in now.ranks[1].requests)
+            assert list(now.ranks[1].requests) == ["b~2"]
+            await now.ranks[1].emit("b~2", 1, 1, finish=True)
+            await lives
+            assert now.answers == {"a": [], "b": [100, 101]} and now.outstanding == (0, 0)
 
     run(scenario())
 
