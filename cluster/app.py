@@ -3,7 +3,7 @@
 from ray.serve import Application
 
 from cluster.config.api_keys import load_digests
-from cluster.config.demo import DEMO
+from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.ingress.ingress import deploy
 

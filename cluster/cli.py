@@ -6,7 +6,6 @@ A user's mistake ends with one message on stderr and exit code 2; a server that 
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,9 +13,10 @@ import typer
 
 from cluster.bench.command import API_KEY_VARIABLE, bench
 from cluster.bench.options import KeyVariable, ShowProgress
-from cluster.config.demo import DEMO
+from cluster.config.examples import DEMO
 from cluster.experiments.command import experiment, report
 from workers.models.registry import DEFAULT_FAMILY
+from workers.stats.versions import phalanx_version
 
 if TYPE_CHECKING:
     from cluster.commands.check import CheckReport
@@ -34,7 +34,9 @@ app.command()(report)
 
 ConfigPath = Annotated[
     Path,
-    typer.Argument(help="YAML configuration; without one, the demo model.", show_default=False),
+    typer.Argument(
+        help="YAML, or the name of an example; without one, the demo model.", show_default=False
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -49,7 +51,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"phalanx {_version()}")
+        typer.echo(f"phalanx {phalanx_version()}")
         raise typer.Exit
 
 
@@ -386,13 +388,6 @@ def _user_errors(*kinds: type[Exception], code: int = 2) -> Iterator[None]:
     except kinds as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(code) from error
-
-
-def _version() -> str:
-    try:
-        return metadata.version("phalanx")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Sourced by the scripts beside it: `prepare_venv EXTRAS` makes .venv when it is missing or broken and
-# installs the project into it when pyproject.toml (or the folder's place) has changed since.
+# installs the project into it when pyproject.toml, constraints.txt or the folder's place has changed since.
 
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 VENV="$ROOT/.venv"
@@ -39,9 +39,9 @@ make_venv() {
         "on Debian and Ubuntu: apt install $(basename "$python")-venv"
 }
 
-# What an installation depends on: the project's metadata, and where it lies (it is editable).
+# What an installation depends on: the project's metadata, the versions, and where it lies (it is editable).
 stamp_of() {
-    echo "$1 $ROOT $(cksum <"$ROOT/pyproject.toml")"
+    echo "$1 $ROOT $(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)"
 }
 
 prepare_venv() {
@@ -57,7 +57,7 @@ prepare_venv() {
         if [[ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]]; then
             echo "installing Phalanx into $VENV; the first time this takes a minute or more"
             "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-                --editable "$ROOT${extras:+[$extras]}" ||
+                --constraint "$ROOT/constraints.txt" --editable "$ROOT${extras:+[$extras]}" ||
                 fail "the installation failed; pip's message stands above"
             echo "$wanted" >"$stamp"
         fi

@@ -34,10 +34,11 @@ from cluster.api.routes.other_models import add_other_routes
 from cluster.api.routes.page import add_page_routes
 from cluster.api.routes.tokenization import add_tokenization_routes
 from cluster.api.routes.utility import add_utility_routes
-from cluster.api.settings import ApiSettings, package_version
+from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer
 from cluster.errors import BadRequestError, NotFoundError, ServingError
 from cluster.metrics.metrics import IngressMetrics
+from workers.stats.versions import phalanx_version
 
 BackendProvider = Callable[[], EngineBackend]
 
@@ -61,7 +62,7 @@ def create_app(
     # The pages that FastAPI would add load their scripts from other servers.
     app = FastAPI(
         title="Phalanx",
-        version=package_version(),
+        version=phalanx_version(),
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,

@@ -2,17 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any
 
-
-def package_version() -> str:
-    """Return the version of the installed distribution."""
-    try:
-        return version("phalanx")
-    except PackageNotFoundError:  # run from a source tree that was never installed
-        return "unknown"
+from workers.stats.versions import phalanx_version
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,4 +66,4 @@ class ApiSettings:
     reasoning_parser: str = "auto"
     """think = between <think> and </think>, none = no reasoning; auto = by the chat template."""
     default_sampling: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    system_fingerprint: str = field(default_factory=lambda: f"phalanx-{package_version()}")
+    system_fingerprint: str = field(default_factory=lambda: f"phalanx-{phalanx_version()}")

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cluster.config import examples
 from cluster.config.checks import check_together
 from cluster.config.errors import ConfigError, Problem, from_pydantic, show
 from cluster.config.files import BY_ARGUMENT, BY_OPTION, ConfigSource, Overrides, read_config
@@ -20,6 +21,7 @@ from workers import hub
 def load_config(origin: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> PhalanxConfig:
     """Read a YAML or a mapping and apply overrides: `key.path=value` with values in YAML, or a mapping.
 
+    The name of an example, such as "gpu-bench", stands for its YAML, unless there is a file of that name.
     Relative paths start at the YAML's folder, or at the current folder if a mapping or an override sets them. The
     result has absolute paths and a serve.model_name. If model.path is a name on the Hub, model.revision of the result
     is a commit, and all files of the model but the weights are in the cache. Raises ConfigError with all problems.
@@ -27,7 +29,10 @@ def load_config(origin: str | Path | Mapping[str, Any], overrides: Overrides = (
     if isinstance(origin, Mapping):
         name, folder = "configuration", Path.cwd()
     else:
-        origin = Path(origin)
+        try:
+            origin = examples.find(Path(origin), examples.CONFIGS)
+        except ValueError as error:
+            raise ConfigError.of(str(origin), [Problem("", str(error))]) from None
         name, folder = str(origin), origin.absolute().parent
     return check_source(read_config(origin, overrides), name, folder)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cluster.config.demo import DEMO
 from cluster.config.errors import ConfigError, Problem, from_pydantic, show
+from cluster.config.examples import DEMO
 from cluster.config.files import ConfigSource, put, read_config
 from cluster.config.load import check_source
 from cluster.config.phalanx_config import PhalanxConfig

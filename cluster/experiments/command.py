@@ -37,12 +37,16 @@ def experiment(
     overrides: Overrides = None,
 ) -> None:
     """Run the experiment of a file; the same command continues an interrupted one."""
+    from cluster.config import examples
     from cluster.config.errors import ConfigError
     from cluster.experiments import plan
     from cluster.experiments.experiment import load_experiment
     from cluster.experiments.results_folder import FolderError, ResultsFolder
 
-    file = _example(file)
+    try:
+        file = examples.find(file, examples.EXPERIMENTS)
+    except ValueError as error:
+        _fail(f"{file}: {error}")
     try:
         found = load_experiment(file, overrides or [])
     except ConfigError as error:
@@ -75,18 +79,6 @@ def report(folders: Folders) -> None:
             typer.echo(compare_folders(folders))
     except FolderError as error:
         _fail(str(error))
-
-
-def _example(file: Path) -> Path:
-    """Return the file, or the example of that name if there is no such file."""
-    from cluster.config.demo import EXAMPLES
-
-    if file.exists() or file.suffix or len(file.parts) > 1:
-        return file
-    names = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
-    if file.name not in names:
-        _fail(f"{file}: no such file, and no example; the examples are {', '.join(names)}")
-    return EXAMPLES / f"{file.name}.yaml"
 
 
 def _check_machine(found: "Experiment", dry_run: bool) -> "MachineReport":

@@ -8,7 +8,6 @@ observation takes 0.2 us instead of 1 us, which matters once per token.
 import platform
 import uuid
 from collections.abc import Iterable
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -21,6 +20,7 @@ from cluster.metrics.ranks import rank_families
 from cluster.metrics.snapshot import PREFIX, Family, Snapshot, to_families
 from workers.stats.histogram import Histogram
 from workers.stats.process_info import process_info
+from workers.stats.versions import phalanx_version
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -175,9 +175,5 @@ def _build_info() -> Metric:
     family = GaugeMetricFamily(
         f"{PREFIX}build_info", "Always 1; versions as labels.", labels=["version", "python"]
     )
-    try:
-        version = metadata.version("phalanx")
-    except metadata.PackageNotFoundError:  # run from a source tree that was never installed
-        version = "unknown"
-    family.add_metric([version, platform.python_version()], 1)
+    family.add_metric([phalanx_version(), platform.python_version()], 1)
     return family

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config.demo import DEMO
+from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments import server_target

@@ -17,7 +17,7 @@ from cluster.cli import app
 from cluster.commands import check_cluster
 from cluster.commands.check_cluster import ClusterReport, NodeReport, clock_skew, find_errors
 from cluster.commands.cluster_table import render_cluster
-from cluster.config.demo import DEMO
+from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.config import ModelSection

@@ -14,7 +14,7 @@ from cluster.commands import start
 from cluster.commands.serve import _delete_application
 from cluster.commands.start import RankStart
 from cluster.commands.stop_signals import StopSignals
-from cluster.config.demo import DEMO
+from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.group import supervisor

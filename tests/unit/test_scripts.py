@@ -43,7 +43,8 @@ class Clone:
         (self.root / "scripts").mkdir(parents=True)
         for name in (*COMMANDS, "venv.sh"):
             shutil.copy(ROOT / "scripts" / name, self.root / "scripts" / name)
-        (self.root / "pyproject.toml").write_text("first")
+        for name in ("pyproject.toml", "constraints.txt"):
+            (self.root / name).write_text("first")
         self.bin = folder / "bin"
         self.bin.mkdir()
         for tool in (*TOOLS, "chmod"):
@@ -95,6 +96,11 @@ def test_first_run_makes_the_venv_and_installs(clone: Clone) -> None:
     assert "installing Phalanx" in output
 
 
+def test_installations_take_the_tested_versions(clone: Clone) -> None:
+    (note,) = [note for note in clone.run("test")[0] if "pip install" in note]
+    assert f"--constraint {clone.root}/constraints.txt --editable" in note
+
+
 def test_second_run_goes_straight_to_the_server(clone: Clone) -> None:
     clone.run("serve")
     notes, output = clone.run("serve")
@@ -103,9 +109,10 @@ def test_second_run_goes_straight_to_the_server(clone: Clone) -> None:
     assert output == ""
 
 
-def test_changed_project_is_installed_again(clone: Clone) -> None:
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_changed_project_is_installed_again(clone: Clone, name: str) -> None:
     clone.run("serve")
-    (clone.root / "pyproject.toml").write_text("second")
+    (clone.root / name).write_text("second")
     assert installs(clone.run("serve")[0]) == [str(clone.root)]
     assert installs(clone.run("serve")[0]) == []
 
@@ -194,7 +201,7 @@ def test_two_at_once_install_once(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "extras"), [("local", "bench"), ("ingress", "bench"), ("gpu_serving", "bench,gpu")]
+    ("name", "extras"), [("local", "dev"), ("ingress", "bench"), ("gpu_serving", "bench,gpu")]
 )
 def test_measurements_find_the_repository_from_anywhere(
     clone: Clone, name: str, extras: str

@@ -22,6 +22,11 @@ LIBRARIES = (
 )
 
 
+def phalanx_version() -> str:
+    """Return the version of the installed Phalanx, which pyproject.toml sets."""
+    return version_of("phalanx")
+
+
 @cache
 def rank_versions() -> dict[str, str]:
     """Return the versions of Phalanx, Python and the libraries here, as they are at the first call.

@@ -15,8 +15,9 @@ from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
 from cluster.api.routes.docs_page import render_docs
 from cluster.api.routes.readiness import Readiness
-from cluster.api.settings import ApiSettings, package_version
+from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
+from workers.stats.versions import phalanx_version
 
 
 def add_utility_routes(
@@ -59,7 +60,7 @@ def add_utility_routes(
     @app.get("/version")
     async def version() -> Response:
         """The server's version."""
-        return _json({"version": package_version()})
+        return _json({"version": phalanx_version()})
 
     @app.get("/load")
     async def load() -> Response:
