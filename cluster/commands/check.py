@@ -33,7 +33,7 @@ from kernels.host.cache_folder import use_cache_folder
 from workers.config import RankConfig, not_for_answers
 from workers.models.registry import load_model_config
 from workers.models.specs import ModelConfig
-from workers.rank.backend_choice import backend_shape, fp8_is_not_kept
+from workers.rank.backend_choice import backend_shape, fp8_is_not_kept, slow_attention
 from workers.rank.device_memory import size
 
 
@@ -96,7 +96,10 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         alternatives=alternatives(selection, unavailable, shape),
         packages={} if assumed else _packages(unavailable, rank_config.device),
         assumed=assumed,
-        warnings=list(_warnings(config, rank_config, model, selection, ranks, num_api_keys)),
+        warnings=[
+            *slow_attention(config.kernels, selection, unavailable, shape),
+            *_warnings(config, rank_config, model, selection, ranks, num_api_keys),
+        ],
     )
 
 

@@ -10,6 +10,7 @@ T tokens, H query heads, h KV heads, M = H + 2h, N = H + h, d head dim, r rotate
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -40,6 +41,11 @@ NEEDED_BESIDE = {
     # As flashinfer 0.6.6 and sgl-deep-gemm 0.1.4.post1 declare.
     "tvm_ffi": "apache-tvm-ffi from 0.1.6 to below 0.2, but 0.1.8 (beside DeepGEMM 0.1.11), for its calls",
 }
+COMPILED_WITH = {
+    "nvcc": "install the CUDA toolkit, set CUDA_HOME to its folder",
+    "ninja": "pip install ninja",
+    "c++": "install g++, or set CXX to a C++ compiler",
+}
 MIN_CAPABILITY = (8, 0)
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
@@ -55,7 +61,7 @@ def _unavailable(device: torch.device) -> str | None:
     try:
         found = version("flashinfer-python")
     except PackageNotFoundError:
-        return f"flashinfer-python is not installed, {needed} or newer is needed"
+        return f"flashinfer-python is not installed, {needed} or newer is needed: install the gpu extra of Phalanx"
     if tuple(int(part) for part in re.findall(r"\d+", found)[:3]) < MIN_VERSION:
         return f"flashinfer-python {found} is installed, {needed} or newer is needed"
     capability = torch.cuda.get_device_capability(device)
@@ -64,12 +70,27 @@ def _unavailable(device: torch.device) -> str | None:
     for package, what in NEEDED_BESIDE.items():
         if find_spec(package) is None:
             return f"{package} is not installed; needed is {what}"
-    if find_spec("flashinfer_jit_cache") is None and _nvcc() is None:
-        return "no nvcc was found to compile its kernels with (set CUDA_HOME), nor flashinfer-jit-cache"
+    if find_spec("flashinfer_jit_cache") is None and (missing := _missing_programs()):
+        remedies = "; ".join(COMPILED_WITH[name] for name in missing)
+        return (
+            f"no {' and no '.join(missing)} was found to compile its kernels with ({remedies}), "
+            "nor flashinfer-jit-cache, which contains them"
+        )
     if (error := import_failure()) is not None:
         versions = f"flashinfer-python {found} is installed, {needed} or newer is needed"
         return f"import flashinfer failed ({versions}): {error}"
     return None
+
+
+def _missing_programs() -> list[str]:
+    """Return the programs of COMPILED_WITH that flashinfer would not find. Its own ninja is beside this Python."""
+    found = {
+        "nvcc": _nvcc(),
+        "ninja": shutil.which("ninja")
+        or shutil.which("ninja", path=os.path.dirname(sys.executable)),
+        "c++": shutil.which(os.environ.get("CXX") or "c++"),
+    }
+    return [name for name in COMPILED_WITH if found[name] is None]
 
 
 def _nvcc() -> str | None:

@@ -66,9 +66,9 @@ class FlashInferFp8Attention(TritonPagedAttention):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        if reason := super().unavailable(device) or FlashInferAttention.unavailable(device):
-            return reason
-        return None if on_hopper(device) else "it needs a Hopper GPU, for FlashAttention 3"
+        if not on_hopper(device):
+            return "it needs a Hopper GPU, for FlashAttention 3"
+        return super().unavailable(device) or FlashInferAttention.unavailable(device)
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:

@@ -77,11 +77,9 @@ class FlashInferLatentAttention(GraphAttention):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        if reason := FlashInferAttention.unavailable(device):
-            return reason
         if not on_hopper(device):
             return "it needs a Hopper GPU (compute capability 9.0)"
-        return None
+        return FlashInferAttention.unavailable(device)
 
     @classmethod
     def unsupported_reason(cls, shape: BackendShape) -> str | None:

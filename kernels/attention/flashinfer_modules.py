@@ -21,7 +21,11 @@ from kernels.attention.flashinfer_units import (
     in_order,
 )
 from kernels.attention.spec import AttentionSpec
-from kernels.host.cuda_environment import own_flashinfer_folder, share_compiled_kernels
+from kernels.host.cuda_environment import (
+    add_own_programs,
+    own_flashinfer_folder,
+    share_compiled_kernels,
+)
 from kernels.host.hopper import on_hopper
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ def import_failure() -> str | None:
     if find_spec("flashinfer") is None:
         return None
     share_compiled_kernels(os.environ)  # before the import, which reads the environment once
+    add_own_programs(os.environ)
     try:
         import flashinfer  # noqa: F401
     except Exception as error:  # libraries for another CUDA, kernels compiled for another version

@@ -4,6 +4,8 @@ Multicast over NVLink stays off in NCCL, torch's symmetric memory and NVSHMEM: a
 leave a host's GPUs unusable for all programs. Compiled kernels go to one folder for all ranks of a host.
 """
 
+import os
+import sys
 from collections.abc import Mapping, MutableMapping
 
 from kernels.host.cache_folder import cache_folder, use_cache_folder
@@ -57,6 +59,17 @@ def share_compiled_kernels(environment: MutableMapping[str, str], cache: str | N
     ):
         if cache is not None or name not in environment:
             environment[name] = str(folder / place)
+
+
+def add_own_programs(environment: MutableMapping[str, str]) -> None:
+    """Add the folder of this Python's programs to PATH: pip installs ninja there, which flashinfer starts by its name.
+
+    A command of a virtual environment that is not activated does not have the folder in its PATH.
+    """
+    folders = [folder for folder in environment.get("PATH", "").split(os.pathsep) if folder]
+    own = os.path.dirname(sys.executable)
+    if own not in folders:
+        environment["PATH"] = os.pathsep.join([*folders, own])
 
 
 def own_flashinfer_folder(environment: Mapping[str, str]) -> bool:

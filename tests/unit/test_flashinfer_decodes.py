@@ -81,6 +81,7 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> dict:
         "capability": (9, 0),
         "packages": {"triton", "tvm_ffi"},
         "nvcc": "nvcc",
+        "programs": {"ninja", "c++"},
     }
 
     def version(name: str) -> str:
@@ -93,6 +94,11 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> dict:
         flashinfer, "find_spec", lambda name: name if name in machine["packages"] else None
     )
     monkeypatch.setattr(flashinfer, "_nvcc", lambda: machine["nvcc"])
+    monkeypatch.setattr(
+        flashinfer.shutil,
+        "which",
+        lambda name, path=None: name if name in machine["programs"] else None,
+    )
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: machine["capability"])
     return machine
 
@@ -106,7 +112,9 @@ def gpu_machine(monkeypatch: pytest.MonkeyPatch) -> dict:
         ("capability", (7, 5), "needs compute capability 8.0, found 7.5"),
         ("packages", {"tvm_ffi"}, "triton is not installed"),
         ("packages", {"triton"}, "tvm_ffi is not installed"),
-        ("nvcc", None, "no nvcc was found"),
+        ("nvcc", None, "no nvcc was found to compile its kernels with (install the CUDA toolkit"),
+        ("programs", {"c++"}, "no ninja was found to compile its kernels with (pip install ninja)"),
+        ("programs", {}, "no ninja and no c++ was found to compile its kernels with (pip install"),
     ],
 )
 def test_what_is_missing_is_named(gpu_machine: dict, key: str, value: object, says: str):
@@ -116,8 +124,19 @@ def test_what_is_missing_is_named(gpu_machine: dict, key: str, value: object, sa
     assert says in str(FlashInferAttention.unavailable(device))
 
 
+def test_a_machine_without_compilers_is_told_all_of_them(gpu_machine: dict):
+    gpu_machine |= {"nvcc": None, "programs": {}}
+    reason = str(FlashInferAttention.unavailable(torch.device("cuda")))
+    assert reason.startswith("no nvcc and no ninja and no c++ was found")
+    assert reason.endswith(", nor flashinfer-jit-cache, which contains them")
+
+
 def test_kernels_compiled_ahead_need_no_compiler(gpu_machine: dict):
-    gpu_machine |= {"nvcc": None, "packages": {"triton", "tvm_ffi", "flashinfer_jit_cache"}}
+    gpu_machine |= {
+        "nvcc": None,
+        "programs": {},
+        "packages": {"triton", "tvm_ffi", "flashinfer_jit_cache"},
+    }
     assert FlashInferAttention.unavailable(torch.device("cuda")) is None
 
 

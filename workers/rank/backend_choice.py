@@ -1,16 +1,25 @@
-"""The shape that a rank's backends are chosen for, and forced routing. Builds nothing."""
+"""The shape that a rank's backends are chosen for, warnings about the choice, and forced routing. Builds nothing."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 
 from kernels.backends.backend import BackendShape
+from kernels.backends.config import KernelsConfig
+from kernels.backends.registry import ATTENTION, backend_class
 from kernels.backends.select import Selection
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
 from workers.models.specs import ModelConfig
 from workers.weights.tensors import experts_with_row_scales, fp8_not_kept, stores_fp8_experts
+
+SLOWER_THAN_FLASHINFER = "Steps will be slower than with it"
+SLOWER = {
+    "sdpa": "A layer's attention takes 2 to 13 times as long as with it (docs/results/gpu-attention.md, one H200), and "
+    "there are no CUDA graphs"
+}
+"""Backend of attention that `auto` falls back to, to what that costs. Measured where a number stands."""
 
 
 def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
@@ -53,6 +62,29 @@ def fp8_is_not_kept(model: ModelConfig, selection: Selection) -> Iterator[str]:
             f"{found}: kernels.grouped_gemm {name} holds them in model.dtype, in twice the memory or more; "
             "deepgemm_fp8 keeps them in FP8, but rounds them once more"
         )
+
+
+def slow_attention(
+    config: KernelsConfig,
+    selection: Selection,
+    unavailable: Mapping[str, str],
+    shape: BackendShape,
+) -> Iterator[str]:
+    """Yield a warning where `auto` takes slow attention on GPUs because this machine lacks what flashinfer needs."""
+    if shape.device != "cuda" or config.attention != "auto":
+        return
+    lacking = unavailable.get("attention.flashinfer")
+    for name in ATTENTION:
+        if name == selection.attention.name:
+            return
+        backend = backend_class("attention", name)
+        wanted = backend.auto_reason(shape) and not backend.unsupported_reason(shape)
+        if wanted and lacking and unavailable.get(f"attention.{name}") == lacking:
+            yield (
+                f"SLOW ATTENTION: kernels.attention is {selection.attention.name}, because {name} cannot run here: "
+                f"{lacking}. {SLOWER.get(selection.attention.name, SLOWER_THAN_FLASHINFER)}"
+            )
+            return
 
 
 def forced_routing(

@@ -32,7 +32,7 @@ from workers.engine.state_snapshots import StateSnapshots
 from workers.models.causal_lm import CausalLM
 from workers.models.registry import load_model_config, model_class
 from workers.models.specs import ModelConfig
-from workers.rank.backend_choice import backend_shape, forced_routing
+from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
 from workers.rank.device_memory import memory_for
 from workers.rank.rank_info import Progress, RankInfo
 from workers.sampling.grammar import GrammarCompiler
@@ -103,7 +103,11 @@ class RankProcess:
         self.rank, self.config, self.dims = rank, config, config.dims
         self.placement = self.dims.expert_placement(self.model_config.num_experts)
         self.shape = backend_shape(config, self.model_config)
-        self.selection = select.select(config.kernels, select.probe(self.device), self.shape)
+        unavailable = select.probe(self.device)
+        self.selection = select.select(config.kernels, unavailable, self.shape)
+        if rank == 0:
+            for warning in slow_attention(config.kernels, self.selection, unavailable, self.shape):
+                logger.warning("%s", warning)
         torch.set_num_threads(config.threads)
 
     def become(self, rank: int, config: RankConfig) -> None:
