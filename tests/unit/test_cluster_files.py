@@ -10,6 +10,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.load import load_config
+from kernels.attention.flashinfer import COMPILED_WITH
 
 ROOT = Path(__file__).parents[2]
 LAUNCHERS = ("local", "aws")
@@ -98,6 +99,20 @@ def test_the_ray_service() -> None:
         assert "/dev/shm" in {mount["mountPath"] for mount in mounts}
     nodes = 1 + sum(group["replicas"] for group in cluster["workerGroupSpecs"])
     assert serve_files()["kuberay"]["applications"][0]["args"]["cluster.nodes"] == nodes
+
+
+def test_the_image_compiles_attention_and_takes_the_tested_versions() -> None:
+    """Without a compiler a GPU computes attention by sdpa; the build of a GPU image must fail then."""
+    text = (ROOT / "configs/kuberay/Dockerfile").read_text()
+    (gpu,) = re.findall(r"^#.*--build-arg BASE=(\S+) --build-arg EXTRAS=\[gpu\] \.$", text, re.M)
+    assert re.fullmatch(r"nvidia/cuda:13\.0[\w.]*-devel-ubuntu24\.04", gpu), (
+        "runtime images lack nvcc"
+    )
+    (checked,) = re.findall(r'case "\$EXTRAS" in \*gpu\*\) (.*?) ;; esac', text)
+    assert re.findall(r"command -v (\S+)", checked) == list(COMPILED_WITH)
+    assert "--constraint /tmp/phalanx/constraints.txt" in text
+    (copied,) = re.findall(r"^COPY dist/\*\.whl (\S+) /tmp/phalanx/$", text, re.M)
+    assert (ROOT / copied).is_file()
 
 
 def test_one_version_of_ray_everywhere() -> None:
