@@ -67,11 +67,7 @@ def _exporter_class() -> tuple[Any, bool]:
     try:
         module = import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
     except ImportError as error:
-        install = (
-            "pip install -e '.[tracing]'"
-            if package == "http"
-            else "pip install opentelemetry-exporter-otlp-proto-grpc"
-        )
+        install = f"pip install opentelemetry-exporter-otlp-proto-{package}"
         raise ConfigError.of(
             "configuration",
             [

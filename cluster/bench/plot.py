@@ -22,7 +22,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install -e '.[bench]'") from None
+        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def draw(session: Session, title: str, limits: Mapping[str, float], path: Path) -> None:

@@ -19,7 +19,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ValueError("drawing needs matplotlib: pip install -e '.[bench]'") from None
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from None
 
 
 def perfetto(traces: Sequence[RankTrace]) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def _write(folder: Path) -> None:
     if drawing.has_matplotlib():
         plotted = drawing.draw(results, folder / PLOT)
     else:
-        typer.echo("no plot, because matplotlib is missing: pip install -e '.[bench]'", err=True)
+        typer.echo("no plot, because matplotlib is missing: pip install matplotlib", err=True)
     write_report(folder, plotted, add_simulation(folder, results))
     files = [SUMMARY, *([PLOT] if plotted else [])]
     typer.echo("wrote " + " and ".join(str(folder / name) for name in files))

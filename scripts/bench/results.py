@@ -125,7 +125,7 @@ def write(out: Path, found: Found, page: Page, plot: Plot | None = None) -> None
         if plot is not None:
             plot(found, out)
     except ImportError as error:
-        print(f"no plot: {error} (pip install -e '.[bench]', then --redraw)", flush=True)
+        print(f"no plot: {error} (pip install matplotlib, then --redraw)", flush=True)
 
 
 def kept_notes(page: str) -> str:

@@ -7,8 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +20,20 @@ from tests.serve.server import START_TIMEOUT_S, free_port, left_running
 REPOSITORY = Path(__file__).parents[2]
 LAYERS = ("cluster", "workers", "kernels")
 BUILD = "import sys, setuptools.build_meta as build; print(build.build_wheel(sys.argv[1]))"
-DATA = (
-    *(
-        "cluster/share/local.yaml",
-        "cluster/share/schema.json",
-        "cluster/share/grafana/phalanx.json",
-    ),
-    *("cluster/share/models/demo/model.safetensors", "cluster/share/models/demo/tokenizer.json"),
-    *("cluster/web/index.html", "kernels/native/cpu.c"),
-)
+CHECKS = """
+import sys
+from pathlib import Path
+from typer.testing import CliRunner
+from cluster import cli
+from cluster.config.examples import CONFIGS, EXPERIMENTS, names
+for command, folder, options in (("check", CONFIGS, []), ("experiment", EXPERIMENTS, ["--dry-run"])):
+    for name in names(folder):
+        result = CliRunner().invoke(cli.app, [command, name, *options])
+        print(command, name, result.exit_code)
+        if result.exit_code:
+            sys.exit(result.output)
+"""
+"""Checks every example by its name, in one process because imports take most of the time."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,8 @@ class Installed:
     @property
     def variables(self) -> dict[str, str]:
         """Environment variables of its commands. A .pth file, such as that of the checkout, has no effect there."""
-        return {**os.environ, "PYTHONPATH": sysconfig.get_paths()["purelib"]}
+        borrowed = [path for path in sys.path if path.endswith("site-packages")]
+        return {**os.environ, "PYTHONPATH": os.pathsep.join(borrowed)}
 
     def command(self, *arguments: str) -> list[str]:
         """Arguments of a process of `phalanx`."""
@@ -53,13 +59,16 @@ class Installed:
 
     def phalanx(self, cwd: Path, *arguments: str) -> str:
         """Run a command to its end, and return what it printed."""
+        return self.run(cwd, *self.command(*arguments))
+
+    def python(self, cwd: Path, program: str) -> str:
+        """Run a program in the environment's Python, and return what it printed."""
+        return self.run(cwd, str(self.environment / "bin" / "python"), "-c", program)
+
+    def run(self, cwd: Path, *command: str) -> str:
+        """Run a command to its end, and return what it printed."""
         done = subprocess.run(
-            self.command(*arguments),
-            cwd=cwd,
-            env=self.variables,
-            capture_output=True,
-            text=True,
-            timeout=200,
+            command, cwd=cwd, env=self.variables, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -93,19 +102,40 @@ def run(command: list[str], cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_wheel_has_every_module_and_the_data(installed: Installed) -> None:
+def test_the_wheel_has_every_module_and_all_examples(installed: Installed) -> None:
     folder = installed.packages
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     modules = {
         str(path.relative_to(REPOSITORY))
         for layer in LAYERS
-        for path in (REPOSITORY / layer).rglob("*.py")
+        for path in (REPOSITORY / layer).rglob("*")
+        if path.suffix in (".py", ".c") or path.name == "py.typed"
     }
     pages = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "cluster/web").iterdir()}
-    assert modules | pages | set(DATA) <= files
-    assert not [
-        name for name in files if name.startswith(("tests/", "scripts/")) or "qwen3-30b" in name
+    configs = REPOSITORY / "configs"
+    examples = {
+        f"cluster/share/{path.relative_to(configs)}"
+        for path in configs.rglob("*")
+        if path.is_file()
+    }
+    assert {f"{layer}/py.typed" for layer in LAYERS} < modules and len(examples) > 25
+    assert not (modules | pages | examples) - files
+    assert not [name for name in files if name.startswith(("tests/", "scripts/"))]
+
+
+def test_its_version(installed: Installed, tmp_path: Path) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    assert installed.phalanx(tmp_path, "--version") == f"phalanx {project['version']}\n"
+
+
+def test_every_example_passes_its_check(installed: Installed, tmp_path: Path) -> None:
+    printed = installed.python(tmp_path, CHECKS)
+    expected = [
+        f"{command} {name} 0"
+        for command, folder in (("check", "configs"), ("experiment", "configs/experiments"))
+        for name in sorted(path.stem for path in (REPOSITORY / folder).glob("*.yaml"))
     ]
+    assert printed.splitlines() == expected
 
 
 def test_the_demo_needs_no_checkout(installed: Installed, tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ def test_a_missing_library_is_a_clear_error():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "serve.tracing.otlp_endpoint" in done.stdout
-    assert "pip install -e '.[tracing]'" in done.stdout
+    assert "pip install opentelemetry-exporter-otlp-proto-http" in done.stdout
 
 
 def test_an_unknown_protocol_is_refused(monkeypatch):
