@@ -163,7 +163,8 @@ def _warnings(
     if version is not None:
         yield (
             f"the distribution 'kernels' {version} is installed and shares its name with a package "
-            "of Phalanx; transformers then fails to import models. Run: pip uninstall kernels"
+            "of Phalanx; transformers may then fail to import models. Run `pip uninstall kernels`, then install "
+            "Phalanx again with `pip install --force-reinstall --no-deps`, because both have kernels/__init__.py"
         )
 
 
