@@ -7,6 +7,7 @@ in `cache.memory_fraction` of each GPU: `phalanx check` warns by these sizes, an
 import json
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,14 @@ RANKS = (1, 2, 4, 8)  # of one host; GPU ranks of several hosts were never measu
 CONTEXT = 32768
 SMALL_STEPS = {"max_num_batched_tokens": 2048, "max_num_seqs": 64}
 HEADER = "| model | weights | GB | GPUs of 80 GB | GPUs of 141 GB |"
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 # Name, config.json of the release, form of the weights, additions to config.json.
 _MODELS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
     ("OLMoE-1B-7B", "olmoe", "bfloat16", {}),
     ("GLM-4.7-Flash", "glm4_moe_lite", "bfloat16", {}),
-    ("Qwen3-30B-A3B", "qwen3_moe", "FP8", {"quantization_config": _FP8}),
+    ("Qwen3-30B-A3B", "qwen3_moe", "FP8", {"quantization_config": FP8}),
     ("Qwen3-30B-A3B", "qwen3_moe", "bfloat16", {}),
-    ("Qwen3.6-35B-A3B, text", "qwen3_5_moe_text", "FP8", {"quantization_config": _FP8}),
+    ("Qwen3.6-35B-A3B, text", "qwen3_5_moe_text", "FP8", {"quantization_config": FP8}),
     ("Qwen3.6-35B-A3B, text", "qwen3_5_moe_text", "bfloat16", {}),
     ("Mixtral-8x7B", "mixtral", "bfloat16", {}),
     ("Qwen3-Next-80B-A3B", "qwen3_next", "bfloat16", {}),
@@ -47,7 +48,7 @@ def table() -> Iterator[str]:
     for name, family, weights, more in _MODELS:
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(PUBLISHED[family] | more))
-            whole, _ = _rank_bytes(folder, 1, {})
+            whole, _ = _rank_bytes(folder, 1, small=False)
             gpus = [_gpus(folder, gigabytes) for gigabytes in GPU_GB]
         yield f"| {' | '.join((name, weights, f'{whole / 1e9:.0f}', *gpus))} |"
 
@@ -55,20 +56,22 @@ def table() -> Iterator[str]:
 def _gpus(folder: str, gigabytes: int) -> str:
     """Return the least number of GPUs that suffices; with a star, the least with small steps."""
     for ranks in RANKS:
-        for scheduler, star in (({}, ""), (SMALL_STEPS, "*")):
-            _, needed = _rank_bytes(folder, ranks, scheduler)
+        for small in (False, True):
+            _, needed = _rank_bytes(folder, ranks, small=small)
             if needed <= gigabytes * 1e9 * CacheConfig().memory_fraction:
-                return f"{ranks}{star}"
+                return f"{ranks}{'*' * small}"
     return f"more than {RANKS[-1]}"
 
 
-def _rank_bytes(folder: str, ranks: int, scheduler: dict[str, int]) -> tuple[int, int]:
+@cache
+def _rank_bytes(folder: str, ranks: int, *, small: bool) -> tuple[int, int]:
     """Return the bytes of rank 0's weights, and all of its bytes with the KV cache of the longest request."""
     model = load_model_config(folder)
+    scheduler = SMALL_STEPS if small else {}
     length = min(CONTEXT, model.max_position_embeddings)
-    cache = CacheConfig()
+    block_size = CacheConfig().block_size
     step_tokens = scheduler.get("max_num_batched_tokens", GPU_BATCHED_TOKENS)
-    blocks = KVDemand(cache.block_size, model.window, step_tokens).blocks(length)
+    blocks = KVDemand(block_size, model.window, step_tokens).blocks(length)
     config = load_config(
         {
             "model": {"path": folder, "max_model_len": length},

@@ -1,0 +1,128 @@
+"""Figures that are settings: made from the code where one line does it, else allowed with a reason."""
+
+import json
+from collections.abc import Iterator
+
+from cluster.api.settings import ApiSettings
+from cluster.bench.report import LATE_MS
+from cluster.commands import check_cluster, reaper, start
+from cluster.config.serve_section import ResponsesStoreConfig
+from cluster.group import group, heartbeat, launcher, leases, router, supervisor
+from kernels.all2all import deepep_limits
+from tests.claims import ROOT, row
+from tests.published_configs import PUBLISHED
+from workers.engine import datagram_vote, prefill_cap
+from workers.models.registry import parse_model_config
+from workers.rank import node_probe
+from workers.stats import pace, stats_line
+from workers.ubatch import policy
+from workers.weights.tensors import DTYPE_BYTES
+
+VERSIONS = "names of versions"
+WORDS = "counts of things, no measurement"
+ALLOWED: dict[str, dict[str, str]] = {
+    "README.md": {
+        "on one GPU of 80 GB": "the size of the GPU",
+        "GLM-4.5 to 4.7": VERSIONS,
+        "| compute capability 9.0 (Hopper)": VERSIONS,
+        "| compute capability 8.0 or newer": VERSIONS,
+        "below 9.0 no DeepGEMM": VERSIONS,
+        "A development version of 0.2": VERSIONS,
+        "FP8 prompts (128 / 4,096 / 8)": "the load",
+    },
+    "docs/api.md": {
+        "a context of 32,768 tokens or more": "advice for coding agents with long instructions",
+    },
+    "docs/bench.md": {
+        "0.5 burstier": "an argument",
+        "ran 20 s of each profile": "the command below it has the time",
+    },
+    "docs/cluster.md": {
+        "pulls a cable for 2 s, for 9 s and for ever": "what scripts/test_cluster does",
+    },
+    "docs/experiments.md": {"runs every cell several times": WORDS},
+    "docs/models.md": {"two prompts of 4,096 tokens": "the load"},
+    "docs/offline.md": {
+        "no line runs twice": WORDS,
+        **{f"| {code} |": "an exit code" for code in (0, 1, 2, 3, 130)},
+    },
+    "docs/troubleshooting.md": {"| 429 |": "a status of HTTP"},
+}
+
+
+def api() -> Iterator[str]:
+    """docs/api.md: limits of kept responses, the demo's context, versions of clients that files of tests pin."""
+    yield f"every rank has generated a token within the last {ApiSettings.probe_fresh_s:.0f} s"
+    store = ResponsesStoreConfig()
+    yield f"`max_responses`, {store.max_responses}; 0 keeps none"
+    yield f"`max_bytes`, {store.max_bytes / 2**20:.0f} MiB"
+    demo = json.loads((ROOT / "configs/models/demo/config.json").read_text())
+    yield f"The demo model, with {demo['max_position_embeddings']:,} tokens"
+    clients = ROOT / "tests" / "clients"
+    agents, node = (
+        json.loads((clients / name / "package.json").read_text())["dependencies"]
+        for name in ("agents", "node")
+    )
+    yield row("Claude Code", agents["@anthropic-ai/claude-code"]) + " the"
+    yield row("Codex", agents["@openai/codex"]) + " the"
+    yield row("`openai` (Node)", node["openai"])
+    yield row("`@anthropic-ai/sdk` (Node)", node["@anthropic-ai/sdk"])
+    pinned = (clients / "libraries" / "requirements.txt").read_text().split()
+    for name in ("openai-agents", "langchain-openai", "instructor", "litellm"):
+        (version,) = (line.partition("==")[2] for line in pinned if line.startswith(f"{name}=="))
+        yield row(f"`{name}`", version)
+
+
+def backends() -> Iterator[str]:
+    """docs/backends.md."""
+    yield f"on at most {deepep_limits.MAX_SMS} SMs"
+    yield f"up to {deepep_limits.MAX_TOKENS_LOW_LATENCY:,} tokens a step"
+
+
+def bench() -> Iterator[str]:
+    """docs/bench.md."""
+    yield f"a p99 above {LATE_MS:.0f} ms is printed"
+
+
+def cluster() -> Iterator[str]:
+    """docs/cluster.md."""
+    yield f"a clock that is more than {check_cluster.MAX_SKEW_S:.0f} s off"
+    yield f"sends {node_probe.MESSAGE_BYTES * node_probe.NUM_MESSAGES / 2**20:.0f} MiB between each pair"
+
+
+def models() -> Iterator[str]:
+    """docs/models.md."""
+    model = parse_model_config(PUBLISHED["qwen3_5_moe_text"], {}, "config.json")
+    slot = model.linear_specs[0].slot_bytes(DTYPE_BYTES["bfloat16"])
+    yield f"({slot / 1e6:.1f} MB in Qwen3.6-35B-A3B)"
+
+
+def operations() -> Iterator[str]:
+    """docs/operations.md."""
+    period = int(
+        start.RAY_ENVIRONMENT["RAY_raylet_check_for_unexpected_worker_disconnect_interval_ms"]
+    )
+    assert period == 100
+    yield (
+        "Ray looks for dead processes ten times a second in the Ray of `phalanx serve`, and once a "
+        "second in a cluster"
+    )
+    assert (pace.FACTOR, heartbeat.STAGE_FACTOR, launcher.SPARE_DELAY_S) == (8, 4, 1.0)
+    yield "a rank may be silent four times as long"
+    yield "another one starts a second after the ranks serve again"
+    yield f"or served for less than {group.STABLE_S:.0f} s, the group fails"
+    yield f"The group looks for room every {group.GROW_S:.0f} s"
+    yield f"they leave the ranks after {leases.LEASE_S:.0f} s"
+    yield f"the server ends {supervisor.LAUNCHER_LEASE_S:.0f} s after the last heartbeat"
+    yield f"the remaining processes of its Ray within {2 * reaper.POLL_S + reaper.GRACE_S:.0f} s"
+    again_ms = 1000 * datagram_vote._ASK_S
+    yield f"A rank that misses a vote requests it after {again_ms:.0f} ms"
+    yield f"so a lost datagram costs about {again_ms:.0f} ms"
+    yield f"every rank has sent a token within the last {ApiSettings.probe_fresh_s:.0f} s"
+    yield f"one line per busy rank every {stats_line.INTERVAL_S:.0f} s"
+    yield f"at which ubatches win by more than {100 * policy.MARGIN:.0f} % there"
+    assert (prefill_cap.DECODE_SHARE, router.PREFILL_WEIGHT) == (2, 2)
+    yield "The limit begins at its lower bound, doubles until prompts take half of the time"
+    yield "gaps may be twice as long as such a step"
+    yield f"The limit is at least {prefill_cap.FLOOR_TOKENS} tokens or one KV block"
+    yield "tokens of prompts without a first token count three times"

@@ -1,0 +1,176 @@
+"""Claims of docs/operations.md with measured figures."""
+
+from collections.abc import Iterator
+from statistics import median
+
+from scripts.bench.chaos_resources import SLACK
+from tests.claims import Experiment, load, row
+
+CHAOS = ("chaos-cpu", "chaos-cpu-hang", "chaos-cpu-faults", "chaos-cpu-200")
+
+
+def gpu_pauses() -> Iterator[str]:
+    """Failures of ranks on GPUs: one event each, and the streams that its pause counts."""
+    pair, shrink = load("gpu-recovery"), load("gpu-recovery-shrink")
+    assert {pair["streams"], shrink["streams"]} == {128}
+    assert len(pair["hardware"]["gpus"]) == len(shrink["hardware"]["gpus"]) == 2
+    yield f"with the shapes of Qwen3-30B-A3B and {pair['streams']} requests in flight"
+    servers = pair["servers"] | shrink["servers"]
+    counts = []
+    for beginning, server, number in (
+        ("an error in a step, no process died", "plain", 0),
+        ("SIGKILL of one of two ranks", "plain", 1),
+        ("SIGKILL of a single rank with a standby", "standby", 0),
+        ("SIGKILL of one of two ranks, the group goes on with one", "shrink", 0),
+    ):
+        failure = servers[server]["failures"][number]
+        counts.append(failure["streams"])
+        pause, serving = (f"{failure[key]:.1f} s" for key in ("pause_s", "serving_s"))
+        yield row(beginning, pause, failure["streams"], serving)
+    assert [server["answers"] for server in servers.values()] == [0, 0, 0]
+    assert counts[1:] == [128, 128, 128]
+    yield (
+        f"The other {128 - counts[0]} requests of the first row had no token before the failure, or none after it. The "
+        f"runs ended before an answer of {pair['output_len']:,} tokens was complete"
+    )
+
+
+def chaos() -> Iterator[str]:
+    """Answers, pauses and resources under failures on CPUs."""
+    runs = {name: load(name) for name in CHAOS}
+    assert all(run["hardware"]["cores"] == 2 for run in runs.values())
+    kinds = {
+        name: [entry["count"] for entry in run["failures"].values()] for name, run in runs.items()
+    }
+    assert set(kinds["chaos-cpu"]) == {6} and set(runs["chaos-cpu"]["failures"]) == {
+        "kill",
+        "supervisor",
+        "forward",
+    }
+    faults = kinds["chaos-cpu-faults"]
+    assert set(faults) == {3}
+    failures = {
+        "chaos-cpu": "6 each of SIGKILL of a rank, SIGKILL of the supervisor, an error in a step",
+        "chaos-cpu-hang": f"{runs['chaos-cpu-hang']['failures']['stop']['count']} times SIGSTOP of a rank",
+        "chaos-cpu-faults": f"{sum(faults)}, 3 each of {len(faults)} kinds",
+        "chaos-cpu-200": f"{runs['chaos-cpu-200']['failures']['kill']['count']} times SIGKILL of a rank, on a machine "
+        "busy with other work",
+    }
+    for name, run in runs.items():
+        yield row(
+            f"[{run['ranks']}](results/{name}.json)",
+            run["streams"],
+            failures[name],
+            f"{sum(run['answered'].values()):,}",
+            len(run["failed"]),
+            len(run["rounding"]),
+            run["connections_ended_with_their_ingress"],
+        )
+    yield f"- The {len(faults)} kinds:"
+    left_out = [run["requests_without_one_answer"] for run in runs.values()]
+    yield f"were left out before: {left_out[0]}, {left_out[1]}, {left_out[2]} and {left_out[3]} of the sets"
+    yield from _pauses(runs["chaos-cpu"]["failures"])
+    stop = runs["chaos-cpu-hang"]["failures"]["stop"]
+    pause = stop["pause_s"]
+    yield (
+        f"By SIGSTOP in the second row {pause['median']:.1f} s (median) and {pause['most']:.1f} s at most, of which "
+        f"{stop['stages_s']['detection']:.0f} s pass before the group notices"
+    )
+    last = runs["chaos-cpu-200"]
+    kill = last["failures"]["kill"]
+    yield (
+        f"In the last row {last['streams']} streams wait for two cores: its pauses ({kill['pause_s']['median']:.0f} s, "
+        f"median) measure their queue, and its ranks served again after {kill['serving_s']['median']:.1f} s (median)"
+    )
+    yield from _resources(list(runs.values()))
+
+
+def _pauses(failures: dict) -> Iterator[str]:
+    kill, supervisor, error = (
+        failures[kind]["pause_s"] for kind in ("kill", "supervisor", "forward")
+    )
+    yield (
+        f"Pauses in the first row: {kill['median']:.1f} s (median) and {kill['most']:.1f} s at most by "
+        "SIGKILL of a rank, "
+        f"{supervisor['median']:.1f} s and {supervisor['most']:.1f} s by SIGKILL of the supervisor, "
+        f"{error['median']:.1f} s and {error['most']:.1f} s by an error in a step"
+    )
+
+
+def _resources(runs: list[dict]) -> Iterator[str]:
+    yield (
+        f"grown by more than {SLACK['files']} files, {SLACK['threads']} threads or {SLACK['rss_mb']:.0f} MB; shared "
+        "segments do not grow"
+    )
+    for run in runs:
+        before, after = (run["resources"][f"after_{which}"] for which in ("first", "last"))
+        assert after["host"] == before["host"] and run["resources"]["grew"] == []
+        cells = [
+            " -> ".join(
+                f"{one[role]['files']}, {one[role]['threads']}, {one[role]['rss_mb']:.0f}"
+                for one in (before, after)
+            )
+            for role in ("rank", "supervisor", "ingress")
+        ]
+        yield row(f"{run['ranks']}, {run['streams']}", *cells)
+
+
+def hosts() -> Iterator[str]:
+    """CPU ranks over two hosts."""
+    found = load("cpu-hosts")
+    assert found["load"]["rounds"] == 5
+    for ranks in (2, 4):
+        rates = [median(x["output_tokens_per_s"]) for x in found["layouts"] if x["ranks"] == ranks]
+        yield row(ranks, *(f"{rate / rates[0]:.2f}" for rate in rates[1:]))
+
+
+def start() -> Iterator[str]:
+    """A first start on a GPU, and the start after it."""
+    found = load("gpu-start")
+    assert found["hardware"]["cores"] == 16
+    cold, warm = (
+        (start["stages_s"]["kernels"], f"{start['start_to_first_answer_s']:.1f}")
+        for start in (found["starts"]["cold"], found["starts"]["warm"])
+    )
+    yield (
+        f"in one first start on one H200 with 16 cores the stage of kernels took {cold[0]} of {cold[1]} "
+        "s, in the start "
+        f"after it {warm[0]} of {warm[1]} s"
+    )
+
+
+def tails() -> Iterator[str]:
+    """Prompts beside decodes under a limit."""
+    runs = Experiment("tails-cpu")
+    base: dict[str, object] = {"max_prefill_tokens_with_decodes": "auto", "target_itl_ms": None}
+    target = base | {"target_itl_ms": 100}
+
+    def both(metric: str) -> str:
+        return f"from {runs.median(metric, **base):.0f} to {runs.median(metric, **target):.0f} ms"
+
+    assert len(runs.values("itl_ms.p99", **base)) == 3
+    share = runs.ratio("output_tokens_per_s", base, **target)
+    yield (
+        f"with {runs.runs[0]['workload']['request_rate']} requests/s a target of 100 ms lowered p99 of the gaps "
+        f"{both('itl_ms.p99')} and the longest gap {both('itl_ms.max')}, with {share:.2f} of the output "
+        "tokens/s; p50 of "
+        f"the first token rose {both('ttft_ms.p50')} (medians of three runs"
+    )
+    none, limited = load("gpu-tails")["runs"]
+    assert limited["scheduler.target_itl_ms"] == 25
+    old, new = none["result"], limited["result"]
+
+    def pair(metric: str, point: str) -> str:
+        return f"from {old[metric][point]:.0f} to {new[metric][point]:.0f} ms"
+
+    yield (
+        f"a target of 25 ms lowered the worst gap of a stream {pair('worst_gap_ms', 'p50')} (p50) and "
+        f"{pair('worst_gap_ms', 'p99')} (p99) with {new['output_tokens_per_s']:,.0f} instead of "
+        f"{old['output_tokens_per_s']:,.0f} output tokens/s; p99 of the first token rose {pair('ttft_ms', 'p99')}"
+    )
+
+
+def claims() -> Iterator[str]:
+    """All measured claims of the page."""
+    for part in (gpu_pauses, chaos, hosts, start, tails):
+        yield from part()

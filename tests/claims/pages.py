@@ -1,0 +1,156 @@
+"""Claims of the other pages with measured figures: api, bench, models, offline."""
+
+from collections.abc import Iterator
+from statistics import median
+
+from tests.claims import load, row
+
+ROUTES = ("chat", "responses", "messages")
+
+
+def _streams() -> tuple[list[float], list[float]]:
+    """The most tokens per second of each route, and the median time to the first token in ms."""
+    found = load("ingress-routes")
+    assert found["connections"] == 32
+    routes = [found["routes"][name] for name in ROUTES]
+    rates = [max(pace["output_tokens_per_s"] for pace in route["paces"]) for route in routes]
+    return rates, [route["first_token"]["first_token_ms"]["p50"] for route in routes]
+
+
+def api() -> Iterator[str]:
+    """The HTTP front end alone."""
+    rates, first = _streams()
+    yield (
+        f"One HTTP process streams {rates[0]:,.0f} tokens/s on chat completions, {rates[1]:,.0f} on responses and "
+        f"{rates[2]:,.0f} on messages to 32 connections"
+    )
+    yield f"The median first token comes after {first[0]:.1f}, {first[1]:.1f} and {first[2]:.1f} ms"
+
+
+def bench() -> Iterator[str]:
+    """Phalanx on two CPU cores, the client's CPU time, guidellm."""
+    found = load("cpu-local")
+    servers = found["servers"].values()
+    small, large = found["loads"]
+    rounds = [load["rounds"] * found["cycles"] for load in found["loads"].values()]
+    assert rounds == [6, 1] and found["cycles"] == 1
+    results = [entry["median"] for server in servers for entry in server["loads"].values()]
+    assert not any(result["errors"] for result in results), "the page states that no request failed"
+    yield "medians of six rounds, with 32 in flight those of one round; each start and stop is one value"
+    yield row("", *found["servers"])
+    medians = [
+        [server["loads"].get(name, {}).get("median") for server in servers]
+        for name in (small, large)
+    ]
+    for beginning, one in (
+        ("**8 in flight, 64 in / 64 out**", medians[0]),
+        ("**32 in flight, 256 in / 128 out**", medians[1]),
+    ):
+        yield row(
+            f"{beginning}: output tok/s",
+            *(f"{m['output_tokens_per_s']:,.0f}" if m else "-" for m in one),
+        )
+    yield row("requests/s", *(f"{m['requests_per_s']:.1f}" for m in medians[0]))
+    for beginning, key in (("first token", "ttft_ms"), ("per output token", "tpot_ms")):
+        times = (m[key] for m in medians[0])
+        yield row(
+            f"{beginning}, p50 / p99 (ms)",
+            *(f"{time['p50']:.1f} / {time['p99']:.1f}" for time in times),
+        )
+    starts = [server["start_to_first_answer_s"] for server in servers]
+    stops = [server["stop_s"] for server in servers]
+    assert all(len(values) == 1 for values in (*starts, *stops))
+    yield row("start to first answer (s)", *(f"{one:.1f}" for (one,) in starts))
+    yield row("Ctrl-C to end (s)", *("killed" if one is None else f"{one:.1f}" for (one,) in stops))
+    memory = [
+        ", ".join(f"{rank['beyond_weights']:.0f}" for rank in server.get("rank_memory_mb") or [])
+        or "-"
+        for server in servers
+    ]
+    yield row("rank memory beyond weights (MB)", *memory)
+    alone = found["engine_alone_output_tokens_per_s"]
+    assert median(alone) < medians[0][0]["output_tokens_per_s"] and len(alone) == 6
+    yield f"The engine alone, without Ray and HTTP, made {median(alone):,.0f} tok/s (median of six rounds)"
+    rates, first = _streams()
+    yield f"streams {rates[0]:,.0f} tok/s over 32 connections, and its median first token comes after {first[0]:.1f} ms"
+    yield from _client()
+
+
+def _client() -> Iterator[str]:
+    paces = [pace for route in load("ingress-routes")["routes"].values() for pace in route["paces"]]
+    times = [pace["client_us_per_chunk"] for pace in paces]
+    yield f"A streamed chunk took {min(times):.1f} to {max(times):.1f} us of CPU time on two cores"
+    found = load("guidellm")
+    yield f"guidellm {found['versions']['guidellm']}"
+    names = ("synchronous, chat", "constant rate of 4/s, chat", "8 streams, completions")
+    for name, run in zip(names, found["runs"], strict=True):
+        assert run["requests"]["errored"] == 0 and run["seconds"] == 20
+        first = run["ttft_ms"]
+        yield row(
+            name,
+            run["requests_per_s"],
+            f"{run['output_tokens_per_s']:.0f}",
+            f"{first['p50']:.0f} / {first['p95']:.0f}",
+            f"{run['inter_token_ms']['p50']:.1f}",
+        )
+
+
+def models() -> Iterator[str]:
+    """A KV cache in FP8."""
+    texts = load("kv-precision")["texts"]
+    changes = [
+        abs(one["float32, FP8 cache"]["perplexity"] / one["float32"]["perplexity"] - 1)
+        for one in texts.values()
+    ]
+    assert max(changes) < 0.005
+    held = texts["held-out text"]
+    same = [100 * held[name]["same_choice"] for name in ("float32, FP8 cache", "bfloat16")]
+    yield (
+        "perplexity changes by less than 0.5 %, and on held-out text the likeliest token stays the same "
+        f"in {same[0]:.1f} % "
+        f"of places; bfloat16 alone keeps {same[1]:.1f} %"
+    )
+    cached, plain = (
+        {
+            (one["in_flight"], one["input_len"], one["output_len"]): one["result"]
+            for one in load(name)["loads"]
+        }
+        for name in ("gpu-fp8-kv8", "gpu-fp8-one")
+    )
+    rates = [loads[128, 1024, 1024]["output_tokens_per_s"] for loads in (cached, plain)]
+    yield (
+        f"128 requests in flight (1,024 in, 1,024 out) make {rates[0]:,.0f} output tok/s, with 16 bits {rates[1]:,.0f}"
+    )
+    title = "Prefill: 2 prompts of 4,096 tokens a rank in each step"
+    steps = [
+        state["ranks"][0]["step_ms"]
+        for name in ("gpu-fp8-kv8-steps", "gpu-fp8-steps")
+        for state in load(name)["states"]
+        if state["title"] == title
+    ]
+    yield f"takes {steps[0]:.1f} ms, with 16 bits {steps[1]:.1f} ms"
+    rates = [loads[64, 4096, 8]["total_tokens_per_s"] for loads in (cached, plain)]
+    yield f"The served load of prompts made {rates[0]:,.0f} tok/s in all instead of {rates[1]:,.0f}"
+
+
+def offline() -> Iterator[str]:
+    """Batches beside the engine alone."""
+    short, long = load("offline"), load("offline-long")
+    assert (short["rounds"], long["rounds"]) == (6, 4)
+    one, more = short["1-rank"], long["1-rank"]
+    shares, longer = one["share_of_engine"], more["share_of_engine"]
+    yield (
+        f"`phalanx batch` makes {shares['batch']} of the engine's own speed and `LLM.generate` "
+        f"{shares['generate']}, medians "
+        "of six turns"
+    )
+    cost = [
+        entry["cpu_us_per_token"]["ranks"] / entry["cpu_us_per_token"]["engine"] - 1
+        for entry in (one, more)
+    ]
+    yield f"Four longer turns gave {longer['batch']} and {longer['generate']}"
+    yield (
+        f"The ranks are in steps {100 * one['of_time_in_steps']:.0f} % of the time. A token takes "
+        f"{100 * cost[0]:.0f} % "
+        f"(longer turns: {100 * cost[1]:.0f} %) more CPU time of a rank than of the engine alone"
+    )
