@@ -1,4 +1,4 @@
-"""The page of all released shapes that were served on GPUs: rates beside floors and bars.
+"""The page of all released shapes that were served on GPUs: rates beside floors and targets.
 
     python -m scripts.bench.gpu_families
 
@@ -28,10 +28,10 @@ Report = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Bars:
-    """What a shape must reach and should reach on four GPUs: (must, aim).
+class Targets:
+    """The targets of a shape on four GPUs: (target, further target).
 
-    layers       layers of the shape that the bars are for
+    layers       layers of the shape that the targets are for
     prefill      tokens/s of a GPU
     decode       answer tokens/s of a GPU, at the median time between two tokens
     output       answer tokens/s of all GPUs
@@ -45,17 +45,17 @@ class Bars:
     of_floor: Mapping[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
 
 
-BARS_RANKS = 4
+TARGET_RANKS = 4
 QWEN3_6 = {(1024, 1024): (0.65, 0.75), (128, 512): (0.55, 0.65), (4096, 8): (0.5, 0.6)}
-BARS = {
-    ("deepseek-v3", False): Bars(16, prefill=(20_000, 24_000), decode=(3_600, 4_000)),
-    ("deepseek-v3", True): Bars(16, prefill=(27_000, 34_000), decode=(6_000, 7_200)),
-    ("gpt-oss-120b", False): Bars(36, output=(11_000, 16_000)),
-    ("glm-4.5-air", True): Bars(
+TARGETS = {
+    ("deepseek-v3", False): Targets(16, prefill=(20_000, 24_000), decode=(3_600, 4_000)),
+    ("deepseek-v3", True): Targets(16, prefill=(27_000, 34_000), decode=(6_000, 7_200)),
+    ("gpt-oss-120b", False): Targets(36, output=(11_000, 16_000)),
+    ("glm-4.5-air", True): Targets(
         46, of_floor={(1024, 1024): (0.7, 0.8), (128, 512): (0.7, 0.8), (4096, 8): (0.6, 0.7)}
     ),
-    ("qwen3.6-35b-a3b", False): Bars(40, of_floor=QWEN3_6),
-    ("qwen3.6-35b-a3b", True): Bars(40, of_floor=QWEN3_6),
+    ("qwen3.6-35b-a3b", False): Targets(40, of_floor=QWEN3_6),
+    ("qwen3.6-35b-a3b", True): Targets(40, of_floor=QWEN3_6),
 }
 
 
@@ -72,7 +72,7 @@ def main() -> None:
 def reports(folder: Path) -> dict[str, Report]:
     """Return the reports by file name, in the order of shapes, then of names."""
     found = {path.stem: load(path) for path in sorted(folder.glob("gpu-families-*.json"))}
-    order = list(dict.fromkeys(shape for shape, _ in BARS))
+    order = list(dict.fromkeys(shape for shape, _ in TARGETS))
     return dict(sorted(found.items(), key=lambda one: order.index(one[1]["shape"][0])))
 
 
@@ -90,7 +90,7 @@ def page(found: dict[str, Report]) -> str:
         "all overlapped, nothing else.",
         "",
         "| shape | weights | layers | GPUs | in flight / in / out | tok/s a GPU | output tok/s | of the floor "
-        "| between tokens p50 (ms) | decode tok/s a GPU | must / aim | errors |",
+        "| between tokens p50 (ms) | decode tok/s a GPU | target / further target | errors |",
         "|---|---|---:|---:|---|" + "---:|" * 7,
     ]
     for report in found.values():
@@ -153,32 +153,32 @@ def bar_text(report: Report, one: Report) -> str:
     Rates are those of four GPUs, times the floor here, through the floor there at equal requests of a GPU.
     """
     shape, _, fp8 = report["shape"]
-    bars, prefill = BARS[shape, fp8], is_prefill(one)
-    if bars.of_floor:
-        shares = bars.of_floor.get((one["input_len"], one["output_len"]))
+    targets, prefill = TARGETS[shape, fp8], is_prefill(one)
+    if targets.of_floor:
+        shares = targets.of_floor.get((one["input_len"], one["output_len"]))
         return "-" if shares is None else " / ".join(f"{x:.0%}" for x in shares) + " of the floor"
-    here, there = one["floor"], floor_of_bars(report, one, bars.layers)
-    if bars.output is not None:
+    here, there = one["floor"], floor_of_targets(report, one, targets.layers)
+    if targets.output is not None:
         ratio = here["output_tokens_per_s"] / there.output_tokens_per_s
-        return " / ".join(f"{rate * ratio:,.0f}" for rate in bars.output) + " output"
+        return " / ".join(f"{rate * ratio:,.0f}" for rate in targets.output) + " output"
     if prefill:
-        of_gpu = BARS_RANKS / report["ranks"]
+        of_gpu = TARGET_RANKS / report["ranks"]
         ratio = of_gpu * here["total_tokens_per_s"] / there.total_tokens_per_s
-        return " / ".join(f"{rate * ratio:,.0f}" for rate in bars.prefill)
+        return " / ".join(f"{rate * ratio:,.0f}" for rate in targets.prefill)
     ratio = there.decode_step.floor_s / max(here["decode_step"].values())
-    return " / ".join(f"{rate * ratio:,.0f}" for rate in bars.decode)
+    return " / ".join(f"{rate * ratio:,.0f}" for rate in targets.decode)
 
 
-def floor_of_bars(report: Report, one: Report, layers: int) -> Floor:
-    """Return the floor of this load on four GPUs with all layers of the bars; a GPU has as many requests."""
+def floor_of_targets(report: Report, one: Report, layers: int) -> Floor:
+    """Return the floor of this load on four GPUs with all layers of the targets; a GPU has as many requests."""
     shape, _, fp8 = report["shape"]
     with tempfile.TemporaryDirectory(prefix="phalanx-model-") as folder:
         model = load_model_config(model_folder(shape, layers, Path(folder), fp8=fp8))
     scheduler = report["resolved"]["config"]["scheduler"]
     return floor_of(
         model,
-        BARS_RANKS,
-        in_flight=one["in_flight"] * BARS_RANKS // report["ranks"],
+        TARGET_RANKS,
+        in_flight=one["in_flight"] * TARGET_RANKS // report["ranks"],
         input_len=one["input_len"],
         output_len=one["output_len"],
         max_num_batched_tokens=scheduler["max_num_batched_tokens"],
