@@ -1,10 +1,11 @@
 """Claims of README.md."""
 
+import json
 from collections.abc import Iterator
 
 from cluster.config.resolve import RANK_PROCESS_BYTES
 from tests import gpus_needed
-from tests.claims import load, row
+from tests.claims import RESULTS, load, row
 from workers.config import CacheConfig
 
 FOUR, ONE = "vllm-comparison", "vllm-comparison-one-gpu"
@@ -129,7 +130,11 @@ def cpus() -> Iterator[str]:
 
 
 def gpus() -> Iterator[str]:
-    """Memory and numbers of GPUs, by the arithmetic of the product."""
+    """Memory and numbers of GPUs, by the arithmetic of the product; the GPUs of all measurements."""
+    hardware = [json.loads(path.read_text())["hardware"] for path in RESULTS.glob("*.json")]
+    named = {str(one if isinstance(one, str) else one["gpus"]) for one in hardware} - {"[]"}
+    assert all("H200" in one for one in named), "the page states that all measurements are of H200"
+    yield "every measurement is of H200"
     yield f"`phalanx check` counts {RANK_PROCESS_BYTES / 1e9:.1f} GB for the process of a rank"
     yield f"GPUs of one host for a context of {gpus_needed.CONTEXT:,} tokens (or the model's, if shorter)"
     yield f"fit in `cache.memory_fraction` ({CacheConfig().memory_fraction}) of each GPU"
