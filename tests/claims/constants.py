@@ -8,6 +8,7 @@ from cluster.bench.report import LATE_MS
 from cluster.commands import check_cluster, reaper, start
 from cluster.config.serve_section import ResponsesStoreConfig
 from cluster.group import group, heartbeat, launcher, leases, router, supervisor
+from cluster.offline import engine, remote
 from kernels.all2all import deepep_limits
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
@@ -97,6 +98,13 @@ def models() -> Iterator[str]:
     yield f"({slot / 1e6:.1f} MB in Qwen3.6-35B-A3B)"
 
 
+def offline() -> Iterator[str]:
+    """docs/offline.md."""
+    assert (engine.QUEUED, remote.ATTEMPTS) == (2, 12)
+    yield "Twice as many requests as the ranks run at once are in flight"
+    yield "after twelve attempts the run ends"
+
+
 def operations() -> Iterator[str]:
     """docs/operations.md."""
     period = int(
@@ -109,6 +117,7 @@ def operations() -> Iterator[str]:
     )
     assert (pace.FACTOR, heartbeat.STAGE_FACTOR, launcher.SPARE_DELAY_S) == (8, 4, 1.0)
     yield "a rank may be silent four times as long"
+    yield f"{heartbeat.CHECKS} times within `cluster.hang_timeout_s` the supervisor reads"
     yield "another one starts a second after the ranks serve again"
     yield f"or served for less than {group.STABLE_S:.0f} s, the group fails"
     yield f"The group looks for room every {group.GROW_S:.0f} s"

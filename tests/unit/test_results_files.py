@@ -41,6 +41,23 @@ def test_pages_link_to_results_that_exist():
             assert (page.parent / name).exists(), f"{page.name} links to {name}"
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_to_headings_find_their_heading():
+    found = [
+        f"{page.name} links to {name}#{anchor}"
+        for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+        for name, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", page.read_text())
+        if anchor not in anchors(page.parent / name if name else page)
+    ]
+    assert not found, "\n".join(found)
+
+
 def row(page: str, beginning: str) -> list[str]:
     """The cells behind the first one of the table row that begins so."""
     (line,) = [x for x in (ROOT / page).read_text().splitlines() if x.startswith(f"| {beginning}")]
