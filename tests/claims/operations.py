@@ -68,7 +68,7 @@ def chaos() -> Iterator[str]:
         )
     yield f"- The {len(faults)} kinds:"
     left_out = [run["requests_without_one_answer"] for run in runs.values()]
-    yield f"were left out before: {left_out[0]}, {left_out[1]}, {left_out[2]} and {left_out[3]} of the sets"
+    yield f"were left out before: {left_out[0]}, {left_out[1]}, {left_out[2]} and {left_out[3]} requests"
     yield from _pauses(runs["chaos-cpu"]["failures"])
     stop = runs["chaos-cpu-hang"]["failures"]["stop"]
     pause = stop["pause_s"]
