@@ -16,6 +16,7 @@ from transformers import (
 
 from workers.engine.sequence import Sequence, SequenceTable
 from workers.sampling.logits_processors import LogitsProcessors
+from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
 from workers.wire.request import EngineRequest, SamplingParams
@@ -269,7 +270,7 @@ def test_a_mask_without_a_token_ends_its_row_only():
     requests = [Request.make(row, make(), [1]) for row in range(2)]
     logits = torch.linspace(0, 1, V).repeat(2, 1)
     mask = TokenBitmask(torch.tensor([1]), pack([set()]))
-    assert Rows(2).admit(*requests).sample(requests, logits, mask) == [V - 1, -1]
+    assert Rows(2).admit(*requests).sample(requests, logits, mask) == [V - 1, ALL_FORBIDDEN]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -281,7 +282,7 @@ def test_bad_logits_end_their_row_only(bad):
     logits[1, 7] = bad
     mask = TokenBitmask(torch.arange(3), pack([set(range(7))] * 3))  # does not hide it
     for _ in range(2):  # the second time after an invalid token was counted
-        assert rows.sample(requests, logits, mask) == [3, -1, 3]
+        assert rows.sample(requests, logits, mask) == [3, INVALID_LOGITS, 3]
 
 
 def test_batches_without_processors_do_not_touch_the_state():
@@ -306,9 +307,12 @@ def test_bad_words_match_output_only_and_the_row_may_have_no_token_left():
     nothing = Request.make(1, make(bad_words_ids=((7,),), allowed_token_ids=(7,)), [1])
     other = Request.make(2, make(), [1])
     assert not nothing.seq.needs_last_token
-    assert Rows(2).admit(nothing, other).sample([nothing, other], best_is_4.repeat(2, 1)) == [-1, 4]
+    assert Rows(2).admit(nothing, other).sample([nothing, other], best_is_4.repeat(2, 1)) == [
+        ALL_FORBIDDEN,
+        4,
+    ]
 
 
 def test_allowed_tokens_beyond_the_vocabulary_allow_nothing():
     request = Request.make(0, make(allowed_token_ids=(V, V + 30, 2**31 - 1)), [1])
-    assert Rows(1).admit(request).sample([request], torch.zeros(1, V)) == [-1]
+    assert Rows(1).admit(request).sample([request], torch.zeros(1, V)) == [ALL_FORBIDDEN]
