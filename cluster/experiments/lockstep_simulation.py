@@ -98,7 +98,7 @@ class _Group:
         before_NS = prompt_NS.cumsum(1) - prompt_NS  # prompts of the rank's sequences before it
         chunk_NS = np.clip(budget_N[:, None] - before_NS, 0, prompt_NS)
         prompt_NS -= chunk_NS
-        sampled_NS = decodes_NS | ((chunk_NS > 0) & (prompt_NS == 0))
+        sampled_NS = prompt_NS == 0  # decodes, and the last chunks of prompts
         output_NS -= sampled_NS
         ended_NS = output_NS <= 0
         num_ended = int(ended_NS.sum())

@@ -86,9 +86,9 @@ class OpenRequest:
             self.fresh = self.begun = self.on_trial = False
             self.end_prefill()
             self.failures = self.trial_failures = 0
-        if self.attempt > 1 and self.emitted:
-            # The first output of this attempt repeats what came with the first output of the request.
-            output = replace(output, prompt_logprobs=None, num_cached_tokens=0)
+            if self.emitted:
+                # The first output of this attempt repeats what came with the first output of the request.
+                output = replace(output, prompt_logprobs=None, num_cached_tokens=0)
         self.emitted.extend(output.token_ids)
         self.finished = output.finish_reason is not None
         self._outputs.append(output)

@@ -15,13 +15,14 @@ import pytest
 
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
+from cluster.group.open_request import OpenRequest
 from tests.unit import ray_fakes
 from tests.unit.api_fakes import IM_END, prompt_logprobs, tiny_tokenizer, token_logprobs
 from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeRank, until
 from tests.unit.test_tool_parsers import CALL, OTHER, TOOLS, tag
 from workers.rank.rank_info import RankInfo
-from workers.wire.request import EngineRequest, RequestOutput
+from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 TEXTS = ("Grüße, 東京! One, two, three.", "Another ünswer END of it.", "Third: 🚢🚢 sails.")
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -215,3 +216,24 @@ def test_an_answer_is_that_of_an_undisturbed_run(name, stream, monkeypatch):
 
 def choice_of(request: EngineRequest) -> int:
     return int(request.request_id.split("~")[0].rsplit("-", 1)[1])
+
+
+def test_what_the_first_output_alone_carries_is_passed_on_once() -> None:
+    """An attempt may end before its first output; the output of the next attempt is then the first one."""
+
+    async def scenario() -> list[tuple[bool, int]]:
+        params = SamplingParams(max_tokens=4, prompt_logprobs=1)
+        request = OpenRequest("a", [1, 2], params, 0, "", None, 1)
+        request.begin_attempt()
+        found = []
+        for token in (5, 6):
+            request.begin_attempt()
+            entries = prompt_logprobs([1, 2], 1)
+            request.put(
+                RequestOutput("a", [token], None, prompt_logprobs=entries, num_cached_tokens=3)
+            )
+            output = await request.get()
+            found.append((output.prompt_logprobs == entries, output.num_cached_tokens))
+        return found
+
+    assert run(scenario()) == [(True, 3), (False, 0)]

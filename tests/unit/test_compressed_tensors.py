@@ -144,6 +144,28 @@ def test_groups_and_ignored_modules() -> None:
     } == forms
 
 
+def test_the_first_group_that_names_a_module_decides() -> None:
+    weights = PUBLISHED["config_groups"]["group_0"]["weights"]
+
+    def form(module: str, *targets: str) -> str | None:
+        strategies = ("channel", "tensor")
+        groups = {
+            strategy: {"targets": [target], "weights": weights | {"strategy": strategy}}
+            for strategy, target in zip(strategies, targets, strict=True)
+        }
+        config = PUBLISHED | {"config_groups": groups, "ignore": []}
+        problems: list[str] = []
+        found = parse_quantization({"quantization_config": config}, problems)
+        assert found is not None and not problems
+        stored = found.form(f"{module}.weight")
+        return stored and stored.scaling
+
+    assert form("a.up_proj", "Linear", "Linear") == "channel"
+    assert form("a.up_proj", "re:.*up_proj", "re:a.*") == "channel"
+    assert form("a.up_proj", "re:.*down_proj", "Linear") == "tensor"
+    assert form("a.up_proj", "re:.*down_proj", "re:b.*") is None, "no group has it"
+
+
 def test_modules_that_match_are_read_unquantised(tmp_path: Path) -> None:
     path = small_checkpoint(tmp_path, quantization_config=PUBLISHED, fp8=True, **SHAPE)
     stored = load_file(path / FILE)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from cluster.bench.lengths import Lengths
+from cluster.experiments import lockstep_simulation
 from cluster.experiments.comparison import Results
 from cluster.experiments.exchange_model import Point, StepModel, fit_positive, remote_ranks, split
 from cluster.experiments.lockstep_simulation import Traffic, simulate
@@ -16,9 +17,13 @@ SIZES = (8, 16, 32, 64, 128, 256)
 LAYERS, TOP_K = 4, 2
 
 
+# Each of N - 1 other ranks has none of 2 experts with the probability (1 - 1/N)^2: N = 2: 1 - 1/4; N = 4: 3 (1 - 9/16).
+REMOTE = {1: 0.0, 2: 0.75, 4: 1.3125}
+
+
 def point(ranks: int, tokens: int, noise: float = 1.0) -> Point:
     """A measurement that follows the model: 20 + 5 (N - 1) + T (0.1 + 0.4 remote) us; groups take 0.5 ms more."""
-    exchange = 20 + 5 * (ranks - 1) + tokens * (0.1 + 0.4 * remote_ranks(ranks, TOP_K))
+    exchange = 20 + 5 * (ranks - 1) + tokens * (0.1 + 0.4 * REMOTE[ranks])
     exchange = noise * exchange if ranks > 1 else 0.0
     step = 2 + 0.01 * tokens + 0.5 * (ranks > 1) + LAYERS * exchange / 1e3
     return Point(ranks, tokens, step, exchange, 4.0 * ranks)
@@ -36,6 +41,12 @@ def fit(points: list[Point]) -> StepModel:
 def traffic(steps: int = 300) -> Traffic:
     lengths = Lengths.parse("lognormal:128:0.8:1024"), Lengths.parse("lognormal:64:0.6:512")
     return Traffic(16, 256, *lengths, steps)
+
+
+def test_other_ranks_with_an_expert_of_a_token() -> None:
+    assert {ranks: remote_ranks(ranks, TOP_K) for ranks in REMOTE} == REMOTE
+    # 9 other ranks, each without the 3 experts with the probability 0.9^3 = 0.729: 9 * 0.271.
+    assert remote_ranks(10, 3) == pytest.approx(2.439)
 
 
 def test_the_fit_finds_the_law_and_predicts_what_it_has_not_seen(points: list[Point]) -> None:
@@ -74,6 +85,34 @@ def test_more_ranks_wait_longer_for_the_slowest(points: list[Point]) -> None:
     for one in outcomes:
         assert one.compute + one.waiting + one.exchange + one.vote == pytest.approx(1)
     assert simulate(model, traffic(), 16, 0) == outcomes[2], "the seed decides"
+
+
+def test_a_simulation_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with one sequence each, 4 tokens a step. The first of 5 steps is not counted.
+
+    step   prompt left   tokens   compute ms    all-to-all us   output tokens
+    0      6 2 -> 2 0    4 2
+    1      2 0 -> 0 0    2 1      2.0 1.5       200             2 (the last part of a prompt gives a token)
+    2      0 0           1 1      1.5 1.5       150             2, both end: prompts of 5 and 3 follow
+    3      5 3 -> 1 0    4 3      3.0 2.5       300             1
+    4      1 0 -> 0 0    1 1      1.5 1.5       150             2, both end
+    Compute 1.75 + 1.5 + 2.75 + 1.5 = 7.5 ms, waiting 0.25 + 0.25 = 0.5 ms, all-to-alls of 2 layers 1.6 ms, votes
+    4 * 0.2 = 0.8 ms: 10.4 ms for 7 tokens.
+    """
+    draws = {8: iter((6, 2, 5, 3, 9, 9)), 3: iter((2, 3, 1, 2, 9, 9))}
+
+    def draw(lengths: Lengths, shape: tuple[int, ...], _: np.random.Generator) -> np.ndarray:
+        values = [next(draws[lengths.high]) for _ in range(int(np.prod(shape)))]
+        return np.asarray(values, np.int64).reshape(shape)
+
+    monkeypatch.setattr(lockstep_simulation, "_draw", draw)
+    model = StepModel((100, 0, 50, 0), (1.0, 0.5, 0), (200, 0), layers=2, top_k=1, cores=None)
+    load = Traffic(1, 4, input_len=Lengths(1, 8), output_len=Lengths(1, 3), steps=5)
+    found = simulate(model, load, 2, 0)
+    assert found.step_ms == pytest.approx(2.6)
+    assert found.output_tokens_per_s_per_rank == pytest.approx(7 / 2 / 0.0104)
+    shares = [found.compute, found.waiting, found.exchange, found.vote]
+    assert shares == pytest.approx([7.5 / 10.4, 0.5 / 10.4, 1.6 / 10.4, 0.8 / 10.4])
 
 
 def test_256_ranks_are_simulated_in_seconds(points: list[Point]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.api.messages.conversation import chat_messages
 from cluster.api.messages.routes import parse_message
 from cluster.errors import BadRequestError
 from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, says
@@ -208,6 +209,28 @@ CONVERSATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": "a"}]},
     ),
     (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
+        {"messages": [{"role": "user", "content": "a"}]},
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "content": [{"type": "text", "text": ""}, {"type": "text", "text": "b"}],
+                },
+            ]
+        },
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "\nb"},
+            ],
+            "continue_final_message": True,
+        },
+    ),
+    (
         {
             "messages": [{"role": "user", "content": "a"}],
             "tools": [WEATHER, {**TIME, "type": "custom", "cache_control": None}],
@@ -254,6 +277,20 @@ def test_the_parts_of_a_conversation_reach_the_prompt():
     (prompt,) = prompts(api)
     for text in ("Let me look.", "one", "Error: two", "go on"):
         assert text in prompt
+
+
+def test_thoughts_of_joined_messages_are_joined():
+    def turn(*thoughts: str) -> dict[str, Any]:
+        blocks = [{"type": "thinking", "thinking": text, "signature": ""} for text in thoughts]
+        return {"role": "assistant", "content": blocks}
+
+    def thoughts(*turns: dict[str, Any]) -> str | None:
+        (message,) = chat_messages(None, list(turns))
+        return message.get("reasoning_content")
+
+    assert thoughts(turn("one"), turn("two")) == "one\ntwo"
+    assert thoughts(turn(), turn("two")) == "two"
+    assert thoughts(turn("one"), turn()) == "one"
 
 
 def test_tool_use_blocks_stand_after_the_text():

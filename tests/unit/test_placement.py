@@ -2,18 +2,19 @@
 
 import pytest
 
-from cluster.group.placement import PlacementError, RankLocation, check_gpus, visible_gpus
+from cluster.group.placement import PlacementError, RankLocation, check_gpus, verify, visible_gpus
 from kernels.backends.config import KernelsConfig
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 
 
-def config(num_ranks: int, device: str) -> RankConfig:
+def config(num_ranks: int, device: str, num_nodes: int = 1) -> RankConfig:
     return RankConfig(
         model=ModelSection(path="nowhere"),
         scheduler=SchedulerConfig(),
         cache=CacheConfig(),
         kernels=KernelsConfig(),
         num_ranks=num_ranks,
+        num_nodes=num_nodes,
         device=device,
         threads=1,
         vote_timeout_s=1.0,
@@ -49,3 +50,17 @@ def test_a_rank_sees_its_own_gpu_first() -> None:
     assert later == (5, 4, 0, 1, 2, 3, 6, 7), "those of ranks that start later"
     assert visible_gpus(locations, locations[2], num_gpus=8) == ("GPU-x", "GPU-y")
     assert visible_gpus([at(0, "a"), at(1, "a")], at(1, "a"), 4) == (), "on CPU nothing is changed"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fits"),
+    [("aabb", True), ("bbaa", True), ("abab", False), ("abbb", False), ("aaaa", False)],
+)
+def test_each_node_has_one_run_of_ranks(nodes: str, fits: bool) -> None:
+    locations = [RankLocation(i, node, f"10.0.0.{i}", 1, ()) for i, node in enumerate(nodes)]
+    if fits:
+        verify(locations, config(4, "cpu", num_nodes=2))
+        return
+    with pytest.raises(PlacementError, match="did not land 2 to a node") as caught:
+        verify(locations, config(4, "cpu", num_nodes=2))
+    assert f"rank 3: 10.0.0.3 (node {nodes[3]})" in str(caught.value)

@@ -321,6 +321,17 @@ def test_a_fixed_cap_stays_as_it_is():
     assert adapting(max_prefill_tokens_with_decodes=10**9).tokens == MOST
 
 
+def test_the_mean_step_without_prompts_counts_a_long_step_as_four():
+    """The limit is twice the mean, because the target is shorter."""
+    cap = adapting(target_itl_ms=1)
+    cap.observe(0.1, 0, cap.tokens)
+    assert cap.limit_s == pytest.approx(0.2)
+    cap.observe(9.0, 0, cap.tokens)  # 0.1 + (0.4 - 0.1) / 16
+    assert cap.limit_s == pytest.approx(2 * 0.11875)
+    cap.observe(0.05, 0, cap.tokens)  # 0.11875 + (0.05 - 0.11875) / 16
+    assert cap.limit_s == pytest.approx(2 * 0.114453125)
+
+
 @pytest.mark.parametrize("limits", [{}, {"target_itl_ms": 50, "chunked_prefill": False}])
 def test_without_a_target_or_without_chunks_prompts_have_no_limit(limits):
     assert PrefillCap.of(SchedulerConfig(**limits), 16) is None

@@ -53,6 +53,7 @@ class Server:
         max_tokens: int = 1,
         salt: str = "",
         priority: int = 0,
+        emitted: list[int] | None = None,
         **params,
     ):
         error = self.scheduler.add(
@@ -63,6 +64,7 @@ class Server:
                 params=SamplingParams(max_tokens=max_tokens, **params),
                 cache_salt=salt,
                 priority=priority,
+                emitted_token_ids=emitted or [],
             )
         )
         assert error is None
@@ -209,6 +211,14 @@ def test_prompt_logprobs_compute_every_position_and_leave_it_for_others():
     fresh = Server()
     fresh.run("a", PROMPT, prompt_logprobs=0)
     assert fresh.run("b", PROMPT) == 12
+
+
+def test_prompt_logprobs_that_were_sent_are_not_computed_again():
+    server = Server()
+    server.run("a", PROMPT)
+    before = server.model.num_tokens
+    server.run("b", PROMPT, max_tokens=2, prompt_logprobs=0, emitted=server.tokens("a"))
+    assert server.model.num_tokens - before == 2, "13 prompt tokens and 1 emitted; 12 are found"
 
 
 def test_a_request_with_invalid_logits_leaves_nothing_behind():

@@ -28,13 +28,13 @@ def short_stop(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Scene:
-    """A group of three ranks that runs, and ways to hurt it."""
+    """A group that runs, and ways to hurt it."""
 
-    def __init__(self, **options: Any):
+    def __init__(self, num_ranks: int = 3, **options: Any):
         options = {"hang_timeout_s": 0.1, "rebuild_attempts": 3, **options}
         self.group: Group
         self.launcher: FakeLauncher
-        self.group, _, self.launcher = fake_group(3, **options)
+        self.group, _, self.launcher = fake_group(num_ranks, **options)
         self.task = asyncio.create_task(self.group.run())
 
     @property

@@ -21,6 +21,8 @@ def test_recovery_takes_ranks_of_one_epoch_only():
     assert whole.streams == {"s0", "s1"}
     fenced = recovery.recover([member(0, 3), member(1, -1, fence=4, serves=False)], two)
     assert fenced.epoch == 4 and fenced.reason.endswith("rank 0, 1 did not serve")
+    late = recovery.recover([member(1, -1, fence=4, serves=False), member(0, 3), member(1, 3)], two)
+    assert late.seats == {0: "actor 0 of 3", 1: "actor 1 of -1"}, "the actor with the newest fence"
     split = recovery.recover([member(0, 3), member(1, 2)], two)
     assert split.reason.endswith("rank 1 did not serve") and not split.streams
     absent = recovery.recover([member(1, 3), member(2, 3)], two)

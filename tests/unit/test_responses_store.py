@@ -3,6 +3,7 @@
 import pytest
 from openai.types.responses import ResponseItemList
 
+from cluster.api.responses.conversation import chat_messages
 from cluster.api.responses.store import ResponseStore, make_store
 from cluster.api.settings import ApiSettings
 from cluster.errors import NotFoundError
@@ -49,6 +50,15 @@ def test_a_conversation_with_a_call_goes_on():
     whole(api, [output], previous_response_id=first["id"], tools=[WEATHER])
     prompt = prompts(api)[-1]
     assert prompt.index("weather?") < prompt.index('"Rome"') < prompt.index("sunny")
+
+
+def test_text_behind_a_call_is_a_turn_of_its_own():
+    """In one message, chat templates would put the text before the call."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    text = {"type": "message", "role": "assistant", "content": [{"text": "x"}]}
+    first, second = chat_messages(None, [call, text])
+    assert first["content"] == "" and len(first["tool_calls"]) == 1
+    assert second == {"role": "assistant", "content": "x"}
 
 
 def test_items_by_their_ids():

@@ -260,6 +260,24 @@ def test_a_group_shrinks_without_a_replacement_that_starts_and_grows_back():
     run(scenario())
 
 
+def test_of_equally_many_ranks_those_on_fewer_nodes_stay():
+    async def scenario() -> None:
+        now = Scene(4, num_nodes=2, shrink=True)
+        await now.serving(0)
+        before = now.ranks
+
+        def broken(rank: FakeRank) -> None:
+            rank.fail["describe"] = ActorDiedError()
+
+        now.launcher.make = broken
+        now.kill(3)
+        await now.serving(1)
+        assert now.ranks == before[:2], "two ranks of one node, not one rank of each node"
+        await now.close()
+
+    run(scenario())
+
+
 def test_a_replacement_that_fails_in_a_stage_is_left_out():
     async def scenario() -> None:
         now = Scene(shrink=True)

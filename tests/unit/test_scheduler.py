@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import SchedulerConfig
+from workers.engine.block_pool import chain_keys, root_key
 from workers.engine.scheduler import Scheduler
 from workers.engine.step_sync import ForwardMode
 from workers.runner.step_output import StepOutput
@@ -134,6 +135,22 @@ def test_abort_anywhere_frees_everything():
     assert scheduler.abort("waiting") and scheduler.abort("running")
     assert scheduler.abort("running") is None and scheduler.abort("unknown") is None
     assert not scheduler.has_work and scheduler.pool.num_free == 64
+
+
+def test_a_close_with_two_uncommitted_steps_forgets_the_blocks_of_both():
+    """The first commit registers the block of the second step too, because that step is launched."""
+    scheduler = make(max_num_batched_tokens=BLOCK)
+    scheduler.add(request("a", 13, first=0))
+    launched = []
+    for number in range(3):
+        launched.append(scheduler.schedule())
+        scheduler.launched(launched[-1])
+        if number == 1:
+            scheduler.commit(launched[0], StepOutput([]))
+    keys = chain_keys(root_key(""), list(range(13)), BLOCK)
+    assert len(scheduler.pool.find(keys)) == 2
+    scheduler.close(launched[1:])
+    assert len(scheduler.pool.find(keys)) == 1
 
 
 def names(seqs) -> list[str]:

@@ -24,6 +24,16 @@ def test_prompts_that_come_together_share_a_state_where_they_part():
     assert [server.outputs[name][0].num_cached_tokens for name in "abc"] == [0, 24, 24]
 
 
+def test_a_prompt_that_runs_keeps_a_state_where_another_prompt_parts_from_it():
+    server = Server(snapshots=8)
+    server.run("before", [*PROMPT[:8], *[3] * 9])
+    for name, end in (("a", 1), ("b", 2)):
+        server.add(name, [*PROMPT, *PROMPT[:7], *[end] * 9])
+    server.finish()  # the first step of a ends where it parts from the prompt before
+    assert [server.outputs[name][0].num_cached_tokens for name in "ab"] == [0, 20]
+    assert server.scheduler.snapshots.num_kept == 5, "behind 8 and 20 tokens, and each prompt"
+
+
 def test_the_next_turn_of_a_chat_goes_on_from_the_prompt_before():
     server = Server(snapshots=2)
     server.run("a", PROMPT, max_tokens=12)
@@ -87,6 +97,28 @@ def test_a_state_that_was_wanted_of_a_prompt_that_ends_early(end):
     server.finish()
     assert not server.scheduler.prefixes._wanted and not server.scheduler.prefixes._coming
     assert {name: server.tokens(name) for name in server.outputs}["b"] == server.tokens("b")
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_prompt_that_ends_wants_no_more_states(chunked):
+    """A prompt that is not split passes the place of the wanted state."""
+    server = Server(
+        snapshots=4, max_num_batched_tokens=8 if chunked else 64, chunked_prefill=chunked
+    )
+    server.add("a", PROMPT * 3)
+    server.step()
+    server.scheduler.abort("a")
+    assert not server.scheduler.prefixes._wanted
+
+
+def test_a_prompt_that_ends_leaves_the_states_that_another_prompt_wants():
+    server = Server(snapshots=4, max_num_batched_tokens=12)
+    server.add("a", [1] * 9)  # 8 tokens, then its last token
+    server.add("b", [2] * 20)
+    server.step()
+    server.scheduler.abort("a")
+    server.finish()
+    assert server.run("c", [2] * 20) == 16
 
 
 def test_without_snapshots_nothing_is_found():
