@@ -7,7 +7,9 @@ import httpx
 import pytest
 
 from cluster.api.messages.conversation import chat_messages
+from cluster.api.messages.fields import CountTokensRequest
 from cluster.api.messages.routes import parse_message
+from cluster.api.messages.translate import chat_request
 from cluster.errors import BadRequestError
 from tests.unit.api_fakes import IM_END, MODEL, Api, FakeBackend, says
 from tests.unit.test_tool_parsers import CALL, NOW, OTHER, ROME, tag
@@ -209,10 +211,6 @@ CONVERSATIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"messages": [{"role": "user", "content": "a"}]},
     ),
     (
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]},
-        {"messages": [{"role": "user", "content": "a"}]},
-    ),
-    (
         {
             "messages": [
                 {"role": "user", "content": "a"},
@@ -277,6 +275,14 @@ def test_the_parts_of_a_conversation_reach_the_prompt():
     (prompt,) = prompts(api)
     for text in ("Let me look.", "one", "Error: two", "go on"):
         assert text in prompt
+
+
+@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+def test_an_empty_final_message_of_the_assistant_is_left_out(content: Any):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    chat = chat_request(CountTokensRequest(messages=turns))
+    assert [message["role"] for message in chat.messages] == ["user"]
+    assert not chat.continue_final_message
 
 
 def test_thoughts_of_joined_messages_are_joined():
