@@ -101,7 +101,6 @@ def test_near_the_unquantised_model(tmp_path: Path) -> None:
 
 
 def test_transformers_reads_it(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="transformers asks for it to read FP8")
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     path = small_checkpoint(tmp_path, fp8=True, **SHAPE | {"head_dim": 64})
