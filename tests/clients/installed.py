@@ -1,6 +1,7 @@
 """Packages that only these tests use: installed once into the user's cache folder, from files with pinned versions.
 
-A test skips with the reason where they cannot be installed, for example without a network.
+Where they cannot be installed, for example without a network, a test skips with the reason. It fails with the reason
+where the environment variable CI is set: there a skip would hide that no client was tried.
 """
 
 import hashlib
@@ -11,6 +12,7 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -22,10 +24,10 @@ def node_modules(files: Path) -> Path:
     """The node_modules folder of the package-lock.json in `files`."""
     node, npm = shutil.which("node"), shutil.which("npm")
     if node is None or npm is None:
-        pytest.skip("node and npm are not installed")
+        _give_up("node and npm are not installed")
     version = subprocess.run([node, "--version"], capture_output=True, text=True).stdout
     if int(version.strip().removeprefix("v").split(".")[0]) < MIN_NODE:
-        pytest.skip(f"node is {version.strip()}, the clients need {MIN_NODE} or newer")
+        _give_up(f"node is {version.strip()}, the clients need {MIN_NODE} or newer")
     command = [npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"]
     names = ("package.json", "package-lock.json")
     return _installed(command, [files / name for name in names], "node") / "node_modules"
@@ -38,6 +40,10 @@ def python_packages(requirements: Path) -> Path:
     command += ["--target=packages", "-r", requirements.name]
     tag = f"python-{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
     return _installed(command, [requirements], tag) / "packages"
+
+
+def _give_up(reason: str) -> NoReturn:
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
 
 
 def _installed(command: list[str], files: list[Path], kind: str) -> Path:
@@ -61,9 +67,9 @@ def _install(command: list[str], files: list[Path], folder: Path) -> None:
                 command, cwd=fresh, capture_output=True, text=True, timeout=TIMEOUT_S
             )
         except subprocess.TimeoutExpired:
-            pytest.skip(f"{command[0]} could not install the clients within {TIMEOUT_S} s")
+            _give_up(f"{command[0]} could not install the clients within {TIMEOUT_S} s")
         if done.returncode:
-            pytest.skip(f"the clients could not be installed: {done.stderr.strip()[-300:]}")
+            _give_up(f"the clients could not be installed: {done.stderr.strip()[-1000:]}")
         try:
             Path(fresh).rename(folder)
         except OSError:  # another process was faster
