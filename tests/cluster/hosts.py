@@ -6,6 +6,7 @@ process: when it ends, the kernel ends every process, mount and interface of the
 """
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -86,6 +87,7 @@ SetEnv {environment}
 """
 
 
+@functools.cache
 def unavailable() -> str | None:
     """Return the reason why there can be no bed on this machine; None if there can."""
     if not sys.platform.startswith("linux") or os.geteuid() != 0:

@@ -1,4 +1,4 @@
-"""The hosts of the test bed are apart, and nothing of them is left; scenario.py runs a cluster on them."""
+"""The hosts of the test bed are apart, and nothing of them is left; test_scenario.py runs a cluster on them."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Three hosts on this machine: `ray up`, checks, a server over all hosts, a cable out, a host lost, `ray down`.
 
-`scripts/test_cluster` runs it, in about nine minutes on two cores; the suite does not.
+Takes about nine minutes on two cores: `scripts/test_cluster` runs it, and the suite with `--exhaustive`.
 """
 
 import json
@@ -27,6 +27,7 @@ from tests.cluster.launched import (
 
 REASON = hosts.unavailable()
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.timeout(1500),
 ]
