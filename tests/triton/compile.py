@@ -1,6 +1,9 @@
-"""A process that compiles each Triton kernel, and says in JSON for which shapes anew and what its programs need.
+"""A process that compiles Triton kernels, and says in JSON for which shapes anew and what their programs need.
 
-    python -m tests.triton.compile
+    python -m tests.triton.compile [--every-form] [LAUNCH ...]
+
+Compiled are the large kernels of the named launches and the first form of each other kernel, with --every-form all
+forms of all kernels that the cases launch. That a launch has a form of its own shows without its code.
 
 For Hopper, and without running anything, where there is no GPU; else for the GPU that is there, where steps are run. A
 process of its own, because without a GPU the tests' own have Triton interpret.
@@ -79,27 +82,53 @@ def forget_forms() -> None:
                 value.device_caches = defaultdict(value.create_binder)
 
 
-def forms_of(case: Callable[[Inputs], None]) -> dict[str, list[str]]:
-    """What the first step compiles, and what those of other sizes, whose slices begin elsewhere, compile more."""
-    case(Inputs(DEVICE, SIZES[0], OFFSETS[0]))  # imports the kernels
-    forget_forms()
-    compiled: list[str] = []
-    # Called at the first launch of each form, whether its compiled code was on the disk or not.
-    knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"])
-    case(Inputs(DEVICE, SIZES[0], OFFSETS[0]))
-    first = list(compiled)
-    for size in SIZES:
-        for offset in OFFSETS:
-            case(Inputs(DEVICE, size, offset))
-    knobs.runtime.jit_post_compile_hook = None
-    return {"first": first, "later": compiled[len(first) :]}
+class Forms:
+    """Triton's hook before it compiles: keeps the forms, and skips code that is not wanted of a kernel."""
+
+    def __init__(self, every: bool):
+        self._every, self._kernels = every, {*LARGE}
+        self.seen: dict[str, str] = {}  # of a case: its forms by their keys
+
+    def __call__(self, *, fn: Any, compile: dict[str, Any], repr: str, **_: Any) -> bool:
+        self.seen.setdefault(f"{fn.name} {compile['key']}", repr)
+        skip = not self._every and fn.name in self._kernels
+        self._kernels.add(fn.name)
+        return skip
+
+    def of(self, case: Callable[[Inputs], None]) -> dict[str, list[str]]:
+        """What the first step compiles, and what those of other sizes, whose slices begin elsewhere, compile more."""
+        knobs.runtime.jit_cache_hook = lambda **_: not COMPILED
+        case(Inputs(DEVICE, SIZES[0], OFFSETS[0]))  # imports the kernels
+        forget_forms()
+        self.seen.clear()
+        # Called at the first launch of each form, whether its compiled code is on the disk or not.
+        knobs.runtime.jit_cache_hook = self
+        case(Inputs(DEVICE, SIZES[0], OFFSETS[0]))
+        num_first = len(self.seen)
+        for size in SIZES:
+            for offset in OFFSETS:
+                case(Inputs(DEVICE, size, offset))
+        knobs.runtime.jit_cache_hook = None
+        found = list(self.seen.values())
+        return {"first": found[:num_first], "later": found[num_first:]}
 
 
-def needs_of(launch: Callable[[], list[int]]) -> list[dict[str, Any]]:
-    """What a program of each kernel needs: bytes of shared memory, threads, registers and local bytes of each."""
+def compile_large(*, fn: Any, **_: Any) -> bool:
+    """Triton's hook before it compiles: skips other kernels than the large ones, where nothing runs."""
+    return fn.name not in LARGE
+
+
+def needs_of(launch: Callable[[], list[int]], kernels: list[Any]) -> list[dict[str, Any]]:
+    """What a program of each kernel needs: bytes of shared memory, threads, registers and local bytes of each.
+
+    kernels   takes the compiled ones
+    """
+    knobs.runtime.jit_cache_hook = compile_large
     with nothing_runs() as compiled:
         programs = launch()
-    own = [kernel for kernel in compiled if kernel.name in LARGE]
+    knobs.runtime.jit_cache_hook = None
+    own = [kernel for kernel in compiled if kernel is not None]
+    kernels += own
     return [
         {**_resources(kernel), "kernel": kernel.name, "programs_per_sm": count}
         for kernel, count in zip(own, programs, strict=True)
@@ -145,12 +174,15 @@ def main() -> None:
     if not COMPILED:
         driver.set_active(NoGpu())
         pdl.supported = lambda: True
+    every, launches = "--every-form" in sys.argv, [it for it in sys.argv[1:] if it in LAUNCHES]
+    forms_in = Forms(every or COMPILED)
     with nullcontext([]) if COMPILED else nothing_runs() as compiled:
-        forms = {name: forms_of(case) for name, case in CASES.items()}
-    widened = sorted({it.name for it in compiled if rounds_and_widens(it.asm["ttgir"])})
+        forms = {name: forms_in.of(case) for name, case in CASES.items()}
+    kernels = [it for it in compiled if it is not None]
     if COMPILED:
         torch.cuda.synchronize()  # what went wrong there is told here
-    needs = {name: needs_of(launch) for name, launch in LAUNCHES.items()}
+    needs = {name: needs_of(LAUNCHES[name], kernels) for name in launches}
+    widened = sorted({it.name for it in kernels if rounds_and_widens(it.asm["ttgir"])})
     print(json.dumps({"forms": forms, "needs": needs, "widened": widened}))
 
 

@@ -284,8 +284,8 @@ def _tiles(rows_per_expert: float, activation: Activation = "silu") -> list[int]
     none = torch.zeros(max(expected, EXPERTS), dtype=torch.int32, device=DEVICE)
     routing = DeviceRouting(none.view(-1, 1), none, *(none[:EXPERTS],) * 3, 1, expected)
     new: dict[str, Any] = {"dtype": torch.bfloat16, "device": DEVICE}
-    x, gemm = torch.zeros(expected, 2048, **new), TritonGroupedGemm(num_sms=132, hopper=FOR_HOPPER)
-    weights = torch.zeros(EXPERTS, 1536, 2048, **new), torch.zeros(EXPERTS, 2048, 768, **new)
+    x, gemm = torch.empty(expected, 2048, **new), TritonGroupedGemm(num_sms=132, hopper=FOR_HOPPER)
+    weights = torch.empty(EXPERTS, 1536, 2048, **new), torch.empty(EXPERTS, 2048, 768, **new)
     gemm(ExpertInput(x, routing.offs_e, None, routing), *weights, activation)
     return [tile.programs_per_sm for tile in gemm._tiles(routing, x, routing.row_R)]
 

@@ -18,10 +18,26 @@ from tests.triton.launches import CASES, LAUNCHES
 SHARED, RESERVED, REGISTERS, THREADS = 228 * 1024, 1024, 64 * 1024, 2048
 
 
+# With these launches each large kernel is compiled; all tiles, numbers of ranks and of SMs are exhaustive.
+SHORT = (
+    *("8_rows_an_expert", "1000_rows_an_expert", "48_rows_an_expert_fp8", "16_rows_fp8"),
+    *("push_fp8", "decodes"),
+)
+
+
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
+def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the process says that compiles what the selected tests need."""
+    items = [item for item in request.session.items if item.path == request.path]
+    arguments = [
+        item.callspec.params["launch"]
+        for item in items
+        if hasattr(item, "callspec") and "launch" in item.callspec.params
+    ]
+    if any(item.name == "test_every_form_compiles" for item in items):
+        arguments.append("--every-form")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.triton.compile"]
+    command = [sys.executable, "-m", "tests.triton.compile", *arguments]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return json.loads(ended.stdout.splitlines()[-1])
@@ -33,7 +49,13 @@ def test_one_form_serves_all_sizes_and_offsets(compiled: dict[str, Any], case: s
     assert found["first"] and not found["later"]
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    "launch",
+    [
+        pytest.param(name, marks=[] if name in SHORT else pytest.mark.exhaustive)
+        for name in LAUNCHES
+    ],
+)
 def test_programs_fit_beside_each_other(compiled: dict[str, Any], launch: str) -> None:
     """Else the last ones begin when the first have ended, or wait for them for ever."""
     for needs in compiled["needs"][launch]:
@@ -46,4 +68,11 @@ def test_programs_fit_beside_each_other(compiled: dict[str, Any], launch: str) -
 
 
 def test_no_kernel_widens_what_it_has_rounded_to_e4m3(compiled: dict[str, Any]) -> None:
+    """Of one form of each kernel."""
+    assert not compiled["widened"]
+
+
+@pytest.mark.exhaustive
+def test_every_form_compiles(compiled: dict[str, Any]) -> None:
+    """And none widens what it has rounded to e4m3."""
     assert not compiled["widened"]
