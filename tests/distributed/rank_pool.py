@@ -8,6 +8,7 @@ that is destroyed afterwards. Knows nothing of what the tests exchange.
 import atexit
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -120,6 +121,8 @@ def _serve(conn: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # Each engine collects garbage when it ends, and would look at all that torch has made at its import.
+    gc.freeze()
     while True:
         try:
             sys_path, payload = conn.recv()
