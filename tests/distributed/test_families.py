@@ -1,7 +1,7 @@
 """Greedy tokens and logits of every model family equal transformers', whatever the ranks.
 
-The runs of a family go through all exchanges and all conditions, with its variants and layouts of checkpoints in turn.
-Over all families each exchange meets each condition.
+Each variant of each family has one run, the exchanges, conditions and layouts of checkpoints in turn. Over all variants
+each exchange meets each condition. The exhaustive runs take each family through all exchanges and all conditions.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import pytest
 
 from tests.distributed.engine_harness import Event, rank_config, run_engines
 from tests.distributed.reference import Reference, arrivals, check, generate_references
-from tests.family_cases import SAME_MODEL, VARIANTS, family_checkpoint
+from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint
 
 NUM_PROMPTS = 10
 # The norm behind a delta net divides by its outputs, which are small at some tokens. Where all layers are delta nets,
@@ -53,8 +53,31 @@ CONDITIONS = {
 FAMILIES = [family for family in VARIANTS if family not in SAME_MODEL]
 
 
+IN_TURN = [case for case in CASES if case[0] in FAMILIES]
+
+
+def turn_of(number: int) -> tuple[tuple[int, str], str, bool, int]:
+    """Ranks and exchange, condition, whether transformers saves the checkpoint, and its number of files."""
+    exchange, condition = (
+        EXCHANGES[number % len(EXCHANGES)],
+        [*CONDITIONS][number % len(CONDITIONS)],
+    )
+    return exchange, condition, number % 2 == 1, 1 + 2 * (number // 2 % 2)
+
+
+@pytest.mark.parametrize(("family", "variant"), IN_TURN)
+def test_tokens_and_logits_equal_transformers(
+    rank_pool, tmp_path: Path, family: str, variant: str
+) -> None:
+    (ranks, all2all), name, resaved, num_files = turn_of(IN_TURN.index((family, variant)))
+    checkpoint = family_checkpoint(tmp_path, family, variant, resaved=resaved, num_files=num_files)
+    references = generate_references(tmp_path / "hub", count=NUM_PROMPTS)
+    run(rank_pool, checkpoint, ranks, all2all, references, CONDITIONS[name], family)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_and_logits_equal_transformers(rank_pool, tmp_path: Path, family: str) -> None:
+def test_every_exchange_serves_every_family(rank_pool, tmp_path: Path, family: str) -> None:
     """Each exchange reads another variant or the same weights in another spelling and number of files."""
     variants, conditions = list(VARIANTS[family]), list(CONDITIONS)
     references = cache(lambda folder: generate_references(folder, count=NUM_PROMPTS))
@@ -67,17 +90,23 @@ def test_tokens_and_logits_equal_transformers(rank_pool, tmp_path: Path, family:
         checkpoint = family_checkpoint(
             tmp_path / all2all, family, variant, resaved=resaved, num_files=num_files
         )
-        settings = condition.settings
-        if condition.crowded and family == "gpt_oss":  # a request takes up to 39 + 5 blocks
-            settings = {**settings, "cache": {"num_blocks": 46, "prefix_caching": True}}
-        config = rank_config(checkpoint, ranks, kernels={"all2all": all2all}, **settings)
-        run(rank_pool, config, references(hub(variant)), condition, family)
+        run(rank_pool, checkpoint, ranks, all2all, references(hub(variant)), condition, family)
 
 
 def run(
-    pool: Any, config: Any, references: list[Reference], condition: Condition, family: str
+    pool: Any,
+    checkpoint: Path,
+    ranks: int,
+    all2all: str,
+    references: list[Reference],
+    condition: Condition,
+    family: str,
 ) -> None:
     """Serve all prompts and compare; assert that what the condition is for did happen."""
+    settings = condition.settings
+    if condition.crowded and family == "gpt_oss":  # a request takes up to 39 + 5 blocks
+        settings = {**settings, "cache": {"num_blocks": 46, "prefix_caching": True}}
+    config = rank_config(checkpoint, ranks, kernels={"all2all": all2all}, **settings)
     overlaps = "overlap" in condition.settings
     if condition.crowded:
         references = references + references[:6]
@@ -110,7 +139,15 @@ def test_ranks_without_experts(rank_pool, tmp_path: Path) -> None:
 
 
 def test_every_exchange_meets_every_condition() -> None:
-    """The design above covers all pairs of exchange and condition, and of family and exchange or condition."""
+    """The runs in turn cover all pairs of exchange and condition, of exchange and layout, and both layouts of a family.
+
+    The exhaustive runs cover all pairs of exchange and condition, and of family and exchange or condition.
+    """
+    turns = [turn_of(number) for number in range(len(IN_TURN))]
+    assert len({turn[:2] for turn in turns}) == len(EXCHANGES) * len(CONDITIONS)
+    assert len({(exchange, *layout) for exchange, _, *layout in turns}) == 4 * len(EXCHANGES)
+    layouts = {(case[0], turn[2]) for case, turn in zip(IN_TURN, turns, strict=True)}
+    assert len(layouts) == 2 * len(FAMILIES)
     pairs = {
         (number, (number + turn) % len(CONDITIONS))
         for turn in range(len(FAMILIES))

@@ -27,13 +27,20 @@ def references(checkpoint: Path) -> list[Reference]:
     return generate_references(checkpoint)
 
 
-CASES = [
-    (ranks, all2all, gemm, chunked)
+PLACES = [
+    (ranks, all2all)
     for ranks in (1, 2, 3, 4)
     for all2all in (("local",) if ranks == 1 else ("torch_dist", "allgather", "shm"))
-    for gemm in ("reference", "torch_grouped", "auto")
-    for chunked in (True, False)
-    if gemm == "auto" or chunked  # the others need no second round
+]
+# Only `auto` needs a round of whole prompts.
+PRODUCTS = [("auto", True), ("reference", True), ("auto", False), ("torch_grouped", True)]
+# Each place with one product in turn; with all products is exhaustive.
+CASES = [
+    pytest.param(
+        *place, *product, marks=[] if number % len(PRODUCTS) == turn else pytest.mark.exhaustive
+    )
+    for number, place in enumerate(PLACES)
+    for turn, product in enumerate(PRODUCTS)
 ] + [(2, "two_level", "auto", True), (4, "two_level", "auto", False)]
 
 
@@ -65,7 +72,13 @@ def test_tokens_and_logits_equal_transformers(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "all2all"), [(1, "local"), (2, "shm"), (3, "torch_dist"), (4, "allgather")]
+    ("ranks", "all2all"),
+    [
+        (1, "local"),
+        pytest.param(2, "shm", marks=pytest.mark.exhaustive),
+        pytest.param(3, "torch_dist", marks=pytest.mark.exhaustive),
+        (4, "allgather"),
+    ],
 )
 def test_preemption_changes_no_token(rank_pool, checkpoint, references, ranks, all2all):
     config = rank_config(
@@ -78,8 +91,16 @@ def test_preemption_changes_no_token(rank_pool, checkpoint, references, ranks, a
     assert sum(result.num_preemptions for result in results) > 0
 
 
-@pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm", "two_level"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("all2all", "count"),
+    [
+        *(("torch_dist", 1), ("allgather", 3), ("shm", 1), ("two_level", 3)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("torch_dist", 3), ("allgather", 1), ("shm", 3), ("two_level", 1))
+        ),
+    ],
+)
 def test_fewer_prompts_than_ranks(rank_pool, checkpoint, references, all2all, count):
     config = rank_config(checkpoint, 4, kernels={"all2all": all2all})
     results = run_engines(rank_pool, config, arrivals(references, count, 4), keep_logits=True)
@@ -93,6 +114,7 @@ def large_pool() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "all2all"), [(8, "shm"), (7, "torch_dist"), (6, "allgather"), (5, "shm")]
 )

@@ -53,19 +53,30 @@ def random_traffic(
 @pytest.mark.parametrize(
     ("all2all", "asynchronous", "ubatch", "num_steps"),
     [
-        ("shm", True, True, 700),
-        ("shm", False, False, 600),
-        # More ranks than cores wait for each other's sockets: a step takes 15 ms.
-        ("torch_dist", True, False, 300),
-        ("torch_dist", False, True, 300),
-        ("allgather", True, True, 300),
+        *(
+            ("shm", True, True, 240),
+            ("shm", False, False, 240),
+            ("torch_dist", True, False, 120),
+            ("torch_dist", False, True, 120),
+            ("allgather", True, True, 300),
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("shm", True, True, 700),
+                ("shm", False, False, 600),
+                # More ranks than cores wait for each other's sockets: a step takes 15 ms.
+                ("torch_dist", True, False, 300),
+                ("torch_dist", False, True, 300),
+            )
+        ),
     ],
 )
 def test_everybody_gets_what_they_would_get_alone(
     rank_pool, checkpoint, all2all, asynchronous, ubatch, num_steps
 ):
     events = random_traffic(random.Random(all2all), num_steps)
-    limits = {"model": {"max_model_len": MAX_LEN}, "cache": {"num_blocks": 26, "block_size": 8}}
+    limits = {"model": {"max_model_len": 112}, "cache": {"num_blocks": 15, "block_size": 8}}
     config = rank_config(
         checkpoint,
         NUM_RANKS,
@@ -105,7 +116,16 @@ def compare_with_alone(pool, alone, events, results) -> None:
 
 @pytest.mark.parametrize(
     ("num_ranks", "chunk", "asynchronous", "ubatch", "num_steps"),
-    [(1, 3, True, False, 150), (1, 16, False, False, 200), (2, 4096, True, True, 100)],
+    [
+        *((1, 3, True, False, 150), (1, 16, False, False, 80), (2, 4096, True, True, 40)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (1, 16, False, False, 200),
+                (2, 4096, True, True, 100),
+            )
+        ),
+    ],
 )
 def test_states_of_linear_attention(
     rank_pool, tmp_path, num_ranks, chunk, asynchronous, ubatch, num_steps

@@ -78,8 +78,14 @@ def differences(ubatch_rank: UbatchRank, rank: int, num_ranks: int, num_ubatches
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "all2all"), EXCHANGES)
-@pytest.mark.parametrize("num_ubatches", [2, 3])
+@pytest.mark.parametrize(
+    ("num_ranks", "all2all", "num_ubatches"),
+    [  # two or three ubatches in turn; both everywhere is exhaustive
+        pytest.param(*exchange, count, marks=[] if number % 2 == turn else pytest.mark.exhaustive)
+        for number, exchange in enumerate(EXCHANGES)
+        for turn, count in enumerate((2, 3))
+    ],
+)
 def test_ubatches_compute_what_a_whole_step_does(
     rank_pool, checkpoint, num_ranks, all2all, num_ubatches
 ):
@@ -106,9 +112,15 @@ def traces(ubatch_rank: UbatchRank, rank: int, num_ranks: int, num_ubatches: int
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "all2all"), [(2, "torch_dist"), (3, "allgather"), (2, "shm")]
+    ("num_ranks", "all2all", "num_ubatches"),
+    [
+        *((2, "torch_dist", 4), (3, "allgather", 2), (2, "shm", 4)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in ((2, "torch_dist", 2), (3, "allgather", 4), (2, "shm", 2))
+        ),
+    ],
 )
-@pytest.mark.parametrize("num_ubatches", [2, 4])
 def test_the_order_of_operations(rank_pool, checkpoint, num_ranks, all2all, num_ubatches):
     config = config_of(checkpoint, num_ranks, all2all)
     for ubatched, plain in on_ranks(rank_pool, traces, config, num_ubatches):
@@ -149,7 +161,13 @@ def timings(ubatch_rank: UbatchRank, rank: int, num_ranks: int, num_ubatches: in
     return plain.seconds, found[0.0].seconds, found[DELAY].seconds, covered
 
 
-@pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
+@pytest.mark.parametrize(
+    "all2all",
+    [
+        "torch_dist",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("allgather", "shm")),
+    ],
+)
 def test_communication_disappears_behind_compute(rank_pool, checkpoint, all2all):
     """Up to TRIES times, because other work of the machine delays a step too."""
     config = config_of(checkpoint, 2, all2all)

@@ -40,11 +40,16 @@ def references(checkpoint: Path) -> list[Reference]:
         (2, "shm", 2, True),
         (2, "torch_dist", 3, False),
         (3, "allgather", 2, False),
-        (4, "torch_dist", 2, True),
-        (4, "shm", 2, False),
-        (4, "allgather", 4, True),
-        (2, "two_level", 3, False),
         (4, "two_level", 2, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                (4, "torch_dist", 2, True),
+                (4, "shm", 2, False),
+                (4, "allgather", 4, True),
+                (2, "two_level", 3, False),
+            )
+        ),
     ],
 )
 def test_tokens_and_logits_equal_transformers(
@@ -164,8 +169,16 @@ def _fail_and_live_again(
     return Outcome(told, seconds, later)
 
 
-@pytest.mark.parametrize("all2all", ["torch_dist", "allgather", "shm"])
-@pytest.mark.parametrize("failing_ubatch", [0, 1])
+@pytest.mark.parametrize(
+    ("all2all", "failing_ubatch"),
+    [
+        *(("torch_dist", 0), ("allgather", 1), ("shm", 0)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("torch_dist", 1), ("allgather", 0), ("shm", 1))
+        ),
+    ],
+)
 def test_an_error_in_a_ubatch_stops_all_and_the_next_group_serves(
     rank_pool: RankPool, checkpoint, references, all2all, failing_ubatch
 ):
