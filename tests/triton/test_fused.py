@@ -16,6 +16,7 @@ from kernels.triton.route import route_top_k
 from kernels.triton.route_groups import route_groups
 from kernels.triton.thin_linear import takes_thin, thin_linear
 from tests.closeness import assert_near
+from tests.in_turn import in_turn
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 from workers.layers.rope import apply_rope
 
@@ -122,9 +123,9 @@ def test_add_rms_norm_of_parts(width: int, dtype: torch.dtype):
     close(out, expected.float())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [(1, 16), (6, 64), (36, 128), (9, 256), (3, 40), (5, 96)]
+    ("heads", "head_dim", "dtype"),
+    in_turn(3, [(1, 16), (6, 64), (36, 128), (9, 256), (3, 40), (5, 96)], DTYPES),
 )
 def test_norm_rotate(heads: int, head_dim: int, dtype: torch.dtype):
     rows = 33 if COMPILED else 5
@@ -138,10 +139,10 @@ def test_norm_rotate(heads: int, head_dim: int, dtype: torch.dtype):
     assert torch.equal(wide[:, heads:], before[:, heads:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("rotary_dim", [0, 16, 32, 48, 64])
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "norm", "dtype"),
+    in_turn(3, [64, 80], [0, 16, 32, 48, 64], [True, False], DTYPES),
+)
 def test_norm_and_rotation_are_optional(
     head_dim: int, rotary_dim: int, norm: bool, dtype: torch.dtype
 ):
@@ -157,10 +158,14 @@ def test_norm_and_rotation_are_optional(
     close(x, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("norm", "rotate"), [(True, True), (False, True), (False, False)])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"), [(4, 1, 64), (8, 4, 128), (3, 3, 16), (4, 2, 96)]
+    ("heads", "kv_heads", "head_dim", "norm", "rotate", "dtype"),
+    in_turn(
+        3,
+        [(4, 1, 64), (8, 4, 128), (3, 3, 16), (4, 2, 96)],
+        [(True, True), (False, True), (False, False)],
+        DTYPES,
+    ),
 )
 def test_norm_rotate_store(
     heads: int, kv_heads: int, head_dim: int, norm: bool, rotate: bool, dtype: torch.dtype
@@ -186,9 +191,10 @@ def test_norm_rotate_store(
         assert torch.equal(cache, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 1), (60, 4), (128, 8), (512, 10)])
+@pytest.mark.parametrize(
+    ("experts", "top_k", "renormalise", "dtype"),
+    in_turn(3, [(8, 1), (60, 4), (128, 8), (512, 10)], [True, False], DTYPES),
+)
 def test_route_top_k(experts: int, top_k: int, renormalise: bool, dtype: torch.dtype):
     rows, num_tokens = (129, 127) if COMPILED else (9, 7)
     # No two logits of a row are equal, also after rounding, so there is one right order.

@@ -10,6 +10,7 @@ from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.triton_grouped import TritonGroupedGemm
 from kernels.routing.device_routing import route_on_device
 from tests.closeness import calc_diff
+from tests.in_turn import in_turn
 from tests.triton.device import DEVICE, compiled_only
 
 # The interpreter's of what lies at places that are nobody's.
@@ -26,9 +27,10 @@ DTYPES_AND_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("in_order", [False, True])
-@pytest.mark.parametrize(("dtype", "num_rows"), DTYPES_AND_ROWS)
-@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (72, 40)])
+@pytest.mark.parametrize(
+    ("hidden", "width", "dtype", "num_rows", "in_order"),
+    in_turn(2, [(128, 64), (72, 40)], DTYPES_AND_ROWS, [False, True]),
+)
 @torch.inference_mode()
 def test_equals_float32(hidden, width, num_rows, dtype, in_order):
     """As many rows an expert as each tile shape is for, one expert without any."""

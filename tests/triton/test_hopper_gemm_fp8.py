@@ -14,6 +14,7 @@ from kernels.block_fp8 import Fp8Rows, quantise_groups
 from kernels.gated_activation import gated_activation
 from kernels.triton.grouped_gemm_fp8 import grouped_gemm_fp8
 from tests.closeness import calc_diff
+from tests.in_turn import in_turn
 from tests.triton.device import COMPILED, DEVICE, FOR_HOPPER, compiled_only
 from tests.triton.gluon_in_python import in_python
 from tests.triton.test_grouped_gemm_fp8 import spread, weights
@@ -36,18 +37,21 @@ def hopper() -> ModuleType:
     return pytest.importorskip(NAME) if COMPILED else in_python(NAME)
 
 
-@pytest.mark.parametrize(("gap", "num_sms"), [(0, 1), (37, 5), (0, 132)])
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
-    ("gated", "indexed", "shape"),
-    [
-        (True, True, (256, 384)),
-        (True, False, (128, 128)),
-        (False, True, (192, 256)),
-        (False, False, (320, 128)),
-        *compiled_only((True, True, (768, 2048)), (False, False, (2048, 768))),
-    ],
+    ("gated", "indexed", "shape", "tile", "counts", "gap", "num_sms"),
+    in_turn(
+        3,
+        [
+            (True, True, (256, 384)),
+            (True, False, (128, 128)),
+            (False, True, (192, 256)),
+            (False, False, (320, 128)),
+            *compiled_only((True, True, (768, 2048)), (False, False, (2048, 768))),
+        ],
+        [(tile,) for tile in TILES],
+        COUNTS.values(),
+        [(0, 1), (37, 5), (0, 132)],
+    ),
 )
 @torch.inference_mode()
 def test_equals_float32(hopper, gated, indexed, shape, tile, counts, gap, num_sms):

@@ -8,6 +8,7 @@ import torch
 from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.attention.spec import AttentionSpec
 from kernels.attention.triton_paged import TritonPagedAttention
+from tests.in_turn import in_turn
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs, check, check_layer
 
@@ -26,7 +27,14 @@ LONG = sorted(BATCHES.keys() - {*SHORT})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16, torch.float16)])
-@pytest.mark.parametrize("label", [*SHORT, "very_different_lengths", *compiled_only(*LONG)])
+@pytest.mark.parametrize(
+    "label",
+    [
+        *SHORT,
+        pytest.param("very_different_lengths", marks=pytest.mark.exhaustive),
+        *compiled_only(*LONG),
+    ],
+)
 @torch.inference_mode()
 def test_equals_dense_attention(label: str, dtype: torch.dtype):
     check(
@@ -40,8 +48,10 @@ def test_equals_dense_attention(label: str, dtype: torch.dtype):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("label", ["decodes", "mixed", *compiled_only(*BATCHES)])
+@pytest.mark.parametrize(
+    ("label", "dtype"),
+    in_turn(2, ["mixed", "decodes", *compiled_only(*BATCHES)], [torch.float32, torch.bfloat16]),
+)
 @torch.inference_mode()
 def test_fp8_cache_equals_dense_attention_over_rounded_values(label: str, dtype: torch.dtype):
     check(

@@ -9,6 +9,7 @@ from kernels.routing.permute import expert_bounds, route, weighted_sum
 from kernels.triton import weighted_sum as kernel
 from kernels.triton.quantise_rows import empty_rows, quantise_rows
 from kernels.triton.scan_counts import scan_counts
+from tests.in_turn import in_turn
 from tests.triton.device import DEVICE, compiled_only
 
 # rows, top-k, experts, local experts; from 600 x 8 pairs on they are counted first, in chunks
@@ -56,9 +57,13 @@ def test_few_rows_are_quantised_beside(num_rows: int, alignment: int):
     assert torch.equal(rows.scales, expected.scales)
 
 
-@pytest.mark.parametrize(("dtype", "strided"), [(torch.int32, False), (torch.int64, True)])
-@pytest.mark.parametrize("alignment", [1, 128])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "alignment", "dtype", "strided"),
+    in_turn(
+        2, [(shape,) for shape in SHAPES], [1, 128], [(torch.int32, False), (torch.int64, True)]
+    ),
+    ids=str,
+)
 def test_routes_like_the_cpu(shape, alignment: int, dtype: torch.dtype, strided: bool):
     topk_idx_NK, (num_rows, top_k, num_experts, experts) = draw(shape, dtype), shape
     expected = route(topk_idx_NK, expert_bounds(experts, "cpu", dtype))
@@ -100,14 +105,18 @@ def test_places_suffice_for_the_worst_routing():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width"),
-    [
-        *((torch.float32, width) for width in (8, 5000)),
-        *((torch.bfloat16, width) for width in (200, 2048)),
-        (torch.float16, 2048),
-    ],
+    ("shape", "dtype", "width"),
+    in_turn(
+        3,
+        [(shape,) for shape in THERE_AND_BACK],
+        [
+            *((torch.float32, width) for width in (8, 5000)),
+            *((torch.bfloat16, width) for width in (200, 2048)),
+            (torch.float16, 2048),
+        ],
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("shape", THERE_AND_BACK, ids=str)
 def test_rows_go_there_and_back(shape, dtype: torch.dtype, width: int):
     topk_idx_NK, (num_rows, top_k, num_experts, experts) = draw(shape), shape
     generator = torch.Generator().manual_seed(3)

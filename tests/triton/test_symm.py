@@ -121,7 +121,9 @@ def check(
         (2, None, torch.float16),
         (3, 1, torch.float32),
         (3, 2, torch.bfloat16),
-        (8, 1, torch.float32),  # one of them without experts
+        pytest.param(
+            8, 1, torch.float32, marks=pytest.mark.exhaustive
+        ),  # one of them without experts
     ],
 )
 def test_kernels_bring_rows_to_their_experts_and_back(one_process, num_ranks, num_sms, dtype):
