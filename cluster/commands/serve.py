@@ -113,7 +113,8 @@ def _start_http(
             serve.start(proxy_location="Disabled")
             name = config.serve.app_name
             app = deploy(config, listen=True, api_key_digests=digests)
-            target = serve.RunTarget(app, name=name, route_prefix="/")
+            # No route: the application listens by itself, and each route of a Serve belongs to one application.
+            target = serve.RunTarget(app, name=name, route_prefix=None)
             if not stop.is_set():
                 serve.run_many([target], wait_for_applications_running=False)
             while not stop.is_set():
