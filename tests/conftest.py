@@ -34,19 +34,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Files whose tests share a server, by the first part of their paths: one process runs all files of a line.
-SHARED_SERVERS = (
-    ("tests/clients/",),
-    tuple(
-        f"tests/serve/test_{name}.py"
-        for name in ("experiment_client", "forms", "observability", "offline", "page", "server")
-    ),
-)
+# Folders whose files share servers: one process runs all files of a folder.
+SHARED_SERVERS = ("tests/clients/", "tests/serve/")
 
 
 class ByServer(LoadScopeScheduling):
     """Gives a file to one process, and all files that share a server to one process, because each process starts it.
 
+    The first process begins with the folders of SHARED_SERVERS: as the last ones they would keep one process waiting.
     Every second process takes the files from the end, where the unit tests are: they compute while servers of the other
     process start, wait and stop. Two servers at once would wait for each other's processor time, and later idle.
     xdist's own `loadgroup` has no effect with pytest 9.2: it writes an attribute that a node no longer has.
@@ -55,13 +50,13 @@ class ByServer(LoadScopeScheduling):
     def _assign_work_unit(self, node: WorkerController) -> None:
         if int(node.gateway.id.removeprefix("gw")) % 2:
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        elif folder := next((scope for scope in SHARED_SERVERS if scope in self.workqueue), None):
+            self.workqueue.move_to_end(folder, last=False)
         super()._assign_work_unit(node)
 
     def _split_scope(self, nodeid: str) -> str:
-        for files in SHARED_SERVERS:
-            if nodeid.startswith(files):
-                return files[0]
-        return nodeid.split("::")[0]
+        folders = (folder for folder in SHARED_SERVERS if nodeid.startswith(folder))
+        return next(folders, nodeid.split("::")[0])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> ByServer | None:

@@ -43,8 +43,8 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="package")
-def guarded(tmp_path_factory) -> Iterator[Server]:
-    """A server with a key, a short queue, a time limit, and a model that thinks.
+def guarded(tmp_path_factory, server) -> Iterator[Server]:
+    """A server with a key, a short queue, a time limit, and a model that thinks, in the Ray of the other server.
 
     It also stops at SIGTERM with a stream that does not finish in time.
     """
@@ -56,6 +56,7 @@ def guarded(tmp_path_factory) -> Iterator[Server]:
         with running(
             folder,
             DEMO,
+            joins=server,
             model={"max_model_len": 2048, "dtype": "float32"},
             cache={"num_blocks": 1024},
             scheduler={"max_num_seqs": MAX_RUNNING // 2},
@@ -66,9 +67,9 @@ def guarded(tmp_path_factory) -> Iterator[Server]:
                 "drain_timeout_s": 0.5,
                 "limits": {"request_timeout_s": TIMEOUT_S},
             },
-        ) as server:
-            yield server
-            check_stop_ends(server, Stream(server, 2000, KEY), signal.SIGTERM)
+        ) as guarded:
+            yield guarded
+            check_stop_ends(guarded, Stream(guarded, 2000, KEY), signal.SIGTERM)
 
 
 @pytest.fixture(scope="package")

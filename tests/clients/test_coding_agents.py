@@ -30,7 +30,7 @@ base_url = "{url}/v1"
 wire_api = "responses"
 """
 # The first run installs two native programs of 240 and 360 MB.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.clients.installed import python_packages
 FILES = Path(__file__).parent / "libraries"
 MODULES = sorted(path.stem for path in FILES.glob("*_checks.py"))
 # The first run installs, and compiles what it imports.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(600)]
 Report = dict[str, dict[str, str | None]]
 
 

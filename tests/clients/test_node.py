@@ -11,6 +11,7 @@ import pytest
 from tests.clients.installed import node_modules
 
 FILES = Path(__file__).parent / "node"
+pytestmark = pytest.mark.exhaustive  # npm installs them
 
 
 @pytest.fixture(scope="module")

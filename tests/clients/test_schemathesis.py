@@ -11,7 +11,8 @@ from schemathesis import GenerationMode
 from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-EXAMPLES = 25
+# A few of each operation by default, many in the exhaustive run.
+EXAMPLES = (10, pytest.param(60, marks=pytest.mark.exhaustive))
 # Token ids beyond the vocabulary, conflicts of two fields and the like fit the document and are refused.
 NOT_CHECKED = [positive_data_acceptance]
 # A body that fits may ask for as many tokens as there is room for.
@@ -86,26 +87,30 @@ def test_every_operation_is_tested(operations):
     assert set(operations) == known
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("path", GETS)
-def test_get(operations, server, path):
-    statuses = send(operations[f"GET {path}"], GenerationMode.POSITIVE, EXAMPLES)
+def test_get(operations, server, path, examples):
+    statuses = send(operations[f"GET {path}"], GenerationMode.POSITIVE, examples)
     assert set(statuses) == ({404} if "{" in path else {200})
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("name", OTHERS)
-def test_no_such_response(operations, name):
-    assert set(send(operations[name], GenerationMode.POSITIVE, EXAMPLES)) == {404}
+def test_no_such_response(operations, name, examples):
+    assert set(send(operations[name], GenerationMode.POSITIVE, examples)) == {404}
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("path", POSTS)
-def test_post_what_fits(operations, server, path):
-    statuses = send(operations[f"POST {path}"], GenerationMode.POSITIVE, EXAMPLES)
+def test_post_what_fits(operations, server, path, examples):
+    statuses = send(operations[f"POST {path}"], GenerationMode.POSITIVE, examples)
     assert set(statuses) <= {200, 400, 404} and statuses[200] > 0
     server.wait_free()
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("path", POSTS)
-def test_post_what_does_not_fit(operations, server, path):
-    statuses = send(operations[f"POST {path}"], GenerationMode.NEGATIVE, EXAMPLES)
+def test_post_what_does_not_fit(operations, server, path, examples):
+    statuses = send(operations[f"POST {path}"], GenerationMode.NEGATIVE, examples)
     assert set(statuses) <= {400, 404} and statuses[400] > 0
     server.wait_free()

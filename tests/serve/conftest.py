@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.open_streams import Stream, check_drain
-from tests.serve.server import Server, running
+from tests.serve.server import JOINING, Server, running
 from workers.weights.checkpoint import make_checkpoint
 
 
@@ -28,4 +28,13 @@ def server(tmp_path_factory, checkpoint) -> Iterator[Server]:
     with running(tmp_path_factory.mktemp("server"), checkpoint, **sections) as server:
         assert len(server.ranks()) == 2
         yield server
-        check_drain(server, [Stream(server, 1000) for _ in range(4)])
+        check_drain(server, [Stream(server, 1000) for _ in range(2)])
+
+
+@pytest.fixture(scope="package")
+def ray_address(server) -> Iterator[str]:
+    """Of the shared server's Ray, for commands that join it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in JOINING.items():
+            patch.setenv(name, value)
+        yield server.ray_address()

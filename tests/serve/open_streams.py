@@ -1,6 +1,7 @@
 """Streams that are open while a server stops."""
 
 import json
+import re
 import signal
 import threading
 import time
@@ -56,6 +57,18 @@ def check_stop_ends(server: Server, stream: Stream, *signals: signal.Signals) ->
     assert not stream.is_alive(), "the stream hangs"
     assert stream.lines[-1] == "data: [DONE]", stream.lines[-1]
     assert "the server is stopping" in stream.lines[-2], stream.lines[-2]
+
+
+def check_death_ends(server: Server, stream: Stream) -> None:
+    """The death of a rank ends a server without attempts to rebuild; it names the rank, and the stream ends."""
+    family = server.descendants()
+    server.ranks()[0].kill()
+    assert server.process.wait(60) == 1 and not left_running(family, 10)
+    stream.join(5)
+    assert stream.broken or '"error"' in stream.lines[-2], stream.lines[-2:]
+    told = server.log.read_text().split("ready in")[1]
+    assert re.search(r"rank [01]: its process died", told), told
+    assert "never retrieved" not in told and "Traceback" not in told
 
 
 def check_drain(server: Server, streams: list[Stream]) -> None:

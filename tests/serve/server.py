@@ -18,19 +18,27 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 150
+JOINING = {
+    "RAY_AUTH_MODE": "token"
+}  # which `ray.init` chooses by itself only where it starts a Ray
+ACTORS = ("RankActor", "ServeReplica", "SupervisorActor")
+GCS_ADDRESS = re.compile(r"raylet .*--gcs-address=(\S+)")
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class Server:
-    """A running `phalanx serve`."""
+    """A running `phalanx serve`, with a Ray of its own or in the Ray of the server `joins`."""
 
-    def __init__(self, config: Path, port: int, log: Path):
+    def __init__(self, config: Path, port: int, log: Path, joins: "Server | None" = None):
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
+        self._joins = joins
+        self._others = joins.actors() if joins else []
         command = [sys.executable, "-m", "cluster.cli", "serve", str(config)]
+        environment = os.environ | (JOINING if joins else {})
         with log.open("w") as output:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=os.environ.copy()
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment
             )
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
@@ -49,17 +57,33 @@ class Server:
             time.sleep(0.05)
 
     def descendants(self) -> list[psutil.Process]:
-        """Every process that the server started, at any depth."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        """Every process that the server started, at any depth; its actors in a Ray that it has joined."""
+        own = psutil.Process(self.process.pid).children(recursive=True)
+        joined = self._joins.actors() if self._joins else []
+        return own + [actor for actor in joined if actor not in self._others]
+
+    def actors(self, *kinds: str) -> list[psutil.Process]:
+        """The processes of its actors, or of these kinds of them."""
+        titles = tuple(f"ray::{kind}" for kind in kinds or ACTORS)
+        return [p for p in self.descendants() if _title(p).startswith(titles)]
 
     def ranks(self) -> list[psutil.Process]:
         """The processes of the rank actors."""
-        return [p for p in self.descendants() if "RankActor" in " ".join(p.cmdline())]
+        return self.actors("RankActor")
 
     def supervisor(self) -> psutil.Process:
         """The process of the supervisor."""
-        (found,) = (p for p in self.descendants() if "SupervisorActor" in " ".join(p.cmdline()))
+        (found,) = self.actors("SupervisorActor")
         return found
+
+    def spares(self) -> list[psutil.Process]:
+        """The processes that Ray has started for a later rank: they have imported torch and have no actor."""
+        return [p for p in self.actors("IDLE") if _has_torch(p)]
+
+    def ray_address(self) -> str:
+        """The address by which other processes join the server's Ray."""
+        titles = (_title(process) for process in self.descendants())
+        return next(found[1] for title in titles if (found := GCS_ADDRESS.search(title)))
 
     def gauges(self) -> dict[str, float]:
         """What runs, what waits and how full the caches are; sums over the ranks."""
@@ -104,6 +128,21 @@ def left_running(family: list[psutil.Process], seconds: float) -> list[psutil.Pr
     return left
 
 
+def _title(process: psutil.Process) -> str:
+    """The command line, which Ray's actors replace; nothing of a process that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _has_torch(process: psutil.Process) -> bool:
+    try:
+        return any("libtorch" in area.path for area in process.memory_maps())
+    except psutil.Error:
+        return False
+
+
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -142,11 +181,20 @@ def running(
     *,
     start_timeout_s: float = START_TIMEOUT_S,
     meanwhile: Callable[[Server], None] = lambda server: None,
+    joins: Server | None = None,
     **sections: dict,
 ) -> Iterator[Server]:
-    """A ready server; stopped at the end whatever happens. `meanwhile` runs while it starts."""
+    """A ready server; stopped at the end whatever happens. `meanwhile` runs while it starts.
+
+    joins: the server with the Ray that it joins, because the start of a Ray is half of its own start
+    """
     port = free_port()
-    server = Server(write_config(folder, checkpoint, port, **sections), port, folder / "log")
+    if joins is not None:
+        address = {"ray_address": joins.ray_address()}
+        sections["cluster"] = {**sections.get("cluster", {}), **address}
+        sections["serve"] = {**sections.get("serve", {}), "app_name": f"joined-{port}"}
+    config = write_config(folder, checkpoint, port, **sections)
+    server = Server(config, port, folder / "log", joins)
     try:
         meanwhile(server)
         server.wait_ready(start_timeout_s)

@@ -18,6 +18,7 @@ from scripts.bench.chaos_streams import Found, requests_of, stream
 from tests.serve.server import START_TIMEOUT_S, Server, running
 
 KINDS = ["kill", "poison"]
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture

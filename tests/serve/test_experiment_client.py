@@ -5,7 +5,6 @@ import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -45,17 +44,11 @@ def test_servers_of_one_ray_have_names_of_their_own() -> None:
     assert len({first.app_name, second.app_name, config.serve.app_name}) == 3
 
 
-def test_one_experiment_for_a_ray_cluster(server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_experiment_for_a_ray_cluster(ray_address: str) -> None:
     """Whatever machine it is started on; the next experiment can begin when it has ended."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "token")
-    raylet = next(
-        p.cmdline() for p in server.descendants() if Path(p.cmdline()[0]).name == "raylet"
-    )
-    address = re.search(r"--gcs-address=(\S+)", " ".join(raylet))
-    assert address is not None
-    config = PhalanxConfig(model={"path": "nowhere"}, cluster={"ray_address": address[1]})
+    config = PhalanxConfig(model={"path": "nowhere"}, cluster={"ray_address": ray_address})
     expected = (
-        f"the Ray cluster {address[1]} is in use by another experiment, process {os.getpid()} on"
+        f"the Ray cluster {ray_address} is in use by another experiment, process {os.getpid()} on"
     )
     with (
         experiment_lock(config),

@@ -1,7 +1,7 @@
 """Starting and failing: no process left, clear messages, a dead rank noticed.
 
-Servers of other tests stop in one way each: with nothing to do (test_wheel.py), and with open streams
-(conftest.py, tests/clients/conftest.py).
+Servers of other tests end in one way each: with nothing to do (test_wheel.py), with open streams
+(conftest.py, tests/clients/conftest.py), and by the death of a rank (test_qwen3_5.py).
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 
 import psutil
+import pytest
 
 from tests.serve.open_streams import Stream
 from tests.serve.server import (
@@ -25,8 +26,12 @@ from tests.serve.server import (
     write_config,
 )
 
+KEY = "a-key-of-a-server-that-stops"
 
-def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
+
+def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint, monkeypatch):
+    """Up to then no process but the first had the API key in its environment."""
+    monkeypatch.setenv("PHALANX_API_KEY", KEY)
     port = free_port()
     config = write_config(tmp_path, checkpoint, port, cluster={"ranks": 1})
     server = Server(config, port, tmp_path / "log")
@@ -36,6 +41,8 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
             assert server.process.poll() is None, server.log.read_text()
             assert time.monotonic() < deadline, server.log.read_text()
             time.sleep(0.05)
+        assert "raylet" in " ".join(process.name() for process in server.descendants())
+        assert not [p for p in server.descendants() if KEY in str(p.environ())]
         seconds, left = server.stop()
     finally:
         server.stop()
@@ -45,7 +52,38 @@ def test_stops_while_it_starts_and_starts_nothing_more(tmp_path, checkpoint):
     assert "ready" not in output and "WARNING" not in output, output  # Ray warns of a second start
 
 
-def test_streams_outlive_the_ends_of_processes_and_deaths_in_a_row_end_the_server(
+def test_streams_outlive_the_ends_of_processes(server):
+    """The new rank takes the process that Ray has started before, and the new supervisor has left it."""
+    whole = Stream(server, 490)
+    whole.join(60)
+    spares = wait_for_spares(server)
+    supervisor, (stays, ends) = server.supervisor(), server.ranks()
+    supervisor.kill()
+    before = Stream(server, 490)
+    server.wait_line("found 2 ranks again")
+    before.join(60)
+    assert before.text() == whole.text() and set(server.ranks()) == {stays, ends}
+    assert server.supervisor() != supervisor and server.spares() == spares
+    hit = Stream(server, 490)
+    ends.kill()
+    hit.join(60)
+    assert not hit.is_alive(), "the stream hangs"
+    assert hit.lines[-1] == "data: [DONE]" and hit.text() == whole.text()
+    (successor,) = set(server.ranks()) - {stays, ends}
+    assert stays in server.ranks() and successor in spares
+
+
+def wait_for_spares(server: Server) -> list[psutil.Process]:
+    """The spare processes; a server starts one some seconds after its ranks."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (found := server.spares()):
+        assert time.monotonic() < deadline, "Ray has started no spare process"
+        time.sleep(0.1)
+    return found
+
+
+@pytest.mark.exhaustive
+def test_streams_outlive_many_ends_of_processes_and_deaths_in_a_row_end_the_server(
     tmp_path, checkpoint
 ):
     with running(
@@ -127,13 +165,17 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_checkpoint_is_told_by_the_ranks(tmp_path, checkpoint):
+def test_a_broken_checkpoint_is_told_by_the_ranks(tmp_path, checkpoint, ray_address):
     import shutil
 
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    done = run_serve(str(write_config(tmp_path, broken, free_port(), cluster={"ranks": 1})))
+    cluster = {"ranks": 1, "ray_address": ray_address}
+    config = write_config(
+        tmp_path, broken, free_port(), cluster=cluster, serve={"app_name": "broken"}
+    )
+    done = run_serve(str(config))
     assert done.returncode == 1 and "model.safetensors" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr

@@ -24,7 +24,7 @@ from tests.serve.server import (
 )
 
 MARK = "PHALANX_TEST_MARK"  # a variable that all descendants of a process inherit
-NUM_SHORT = 10
+NUM_SHORT, NUM_LINES = 8, 25
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]
 PYTHON = """
@@ -97,10 +97,17 @@ def config(tmp_path: Path, checkpoint: Path) -> Path:
     return write_config(tmp_path, checkpoint, free_port())
 
 
-def test_llm_answers_as_http(server: Server, config: Path) -> None:
+def test_llm_answers_as_http(
+    server: Server, ray_address: str, tmp_path: Path, checkpoint: Path
+) -> None:
+    """In the Ray of a server that goes on. The batch below starts and ends a Ray of its own."""
+    before = server.actors()
+    cluster = {"ranks": 1, "ray_address": ray_address}
+    config = write_config(tmp_path, checkpoint, free_port(), cluster=cluster)
     run = Run("-c", PYTHON, str(config))
     code, output, errors = run.end()
     assert code == 0 and errors == "", errors
+    assert not left_running([actor for actor in server.actors() if actor not in before], 10)
     found = json.loads(output.splitlines()[-1])
     fields = {"max_tokens": 24, "temperature": 0.8}
     for body, seed, prompt in ((found[0], 0, "a"), (found[2], 2, [1, 2, 3])):
@@ -117,7 +124,7 @@ def test_llm_answers_as_http(server: Server, config: Path) -> None:
 def requests(path: Path) -> Path:
     """Short answers first, and long ones that a signal interrupts."""
     lines = []
-    for i in range(40):
+    for i in range(NUM_LINES - 1):
         tokens = 8 if i < NUM_SHORT else 400
         body = {"prompt": f"{i}", "max_tokens": tokens, "ignore_eos": True, "seed": i}
         lines.append({"custom_id": f"c{i}", "method": "POST", "url": COMPLETIONS, "body": body})
@@ -141,11 +148,12 @@ def test_a_batch_after_ctrl_c_is_that_of_a_server(
     code, _, errors = run.end()
     assert code == 130 and "the same command resumes" in errors, errors
     before = results(cut)
-    assert 0 < len(before) < 41
+    assert 0 < len(before) < NUM_LINES
     outputs = (cut, whole)
+    told = f"{NUM_LINES} of {NUM_LINES} lines have a result, 1 with an error"
     for run in [run_batch("--url", server.url, "--input", source, "--output", x) for x in outputs]:
         code, _, errors = run.end()
-        assert code == 3 and "41 of 41 lines have a result, 1 with an error" in errors, errors
+        assert code == 3 and told in errors, errors
     found, expected = results(cut), results(whole)
     assert found.keys() == expected.keys() and before.items() <= found.items()
     assert found.pop("bad")["response"]["status_code"] == 400

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 
 from cluster.commands.operate import post
 from tests.serve.open_streams import Stream
@@ -71,7 +72,21 @@ def rebuild_without_the_disk(server: Server, disk: Path) -> None:
         time.sleep(0.1)
 
 
-def test_streams_outlive_the_changes_of_operators(tmp_path, checkpoint):
+def test_streams_outlive_a_restart_and_another_number_of_ranks(server):
+    client = Repeater(server)
+    first = server.ranks()
+    operate(server, "scale", ranks=1)
+    (left,) = blocks(server)
+    operate(server, "restart", set=[f"cache.num_blocks={left - 1}"])
+    assert blocks(server) == [left - 1] and not left_running(first, 10)
+    operate(server, "scale", ranks=2)
+    assert blocks(server) == [left - 1] * 2
+    client.end()
+    assert not client.error and len(set(client.texts)) == 1, client.error or client.texts
+
+
+@pytest.mark.exhaustive
+def test_streams_outlive_all_changes_of_operators(tmp_path, checkpoint):
     disk = Path(shutil.copytree(checkpoint, tmp_path / "disk"))
     with running(tmp_path, disk) as server:
         client = Repeater(server)

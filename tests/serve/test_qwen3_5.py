@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from scripts.bench import qwen_tokenizer
+from tests.serve.open_streams import Stream, check_death_ends
 from tests.serve.server import Server, running
 from workers.weights.checkpoint import make_checkpoint
 
@@ -60,7 +61,10 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def qwen(
+    tmp_path_factory: pytest.TempPathFactory, server: Server, ray_address: str
+) -> Iterator[Server]:
+    """In the Ray of the shared server. The death of a rank ends it."""
     vocabulary = qwen_tokenizer.find_vocabulary()
     if vocabulary is None:
         pytest.skip("qwen.tiktoken is not here: pip install dashscope==1.14.1")
@@ -71,8 +75,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = Path(os.environ.get("PHALANX_TEST_TEMPLATE", folder / "template.jinja"))
     if not template.exists():
         template.write_text(TEMPLATE)
-    with running(folder, checkpoint, serve={"chat_template": str(template)}) as server:
-        yield server
+    with running(
+        folder,
+        checkpoint,
+        joins=server,
+        cluster={"rebuild_attempts": 0},
+        serve={"chat_template": str(template)},
+    ) as joined:
+        yield joined
+        check_death_ends(joined, Stream(joined, 400))
 
 
 def chat(server: Server, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -83,18 +94,18 @@ def chat(server: Server, messages: list[dict[str, Any]], **fields: Any) -> dict[
     return dict(answer.json())
 
 
-def test_a_thought_is_open_where_thinking_is_on(server: Server) -> None:
+def test_a_thought_is_open_where_thinking_is_on(qwen: Server) -> None:
     on, off = (
-        chat(server, [QUESTION], ignore_eos=True, **fields)["choices"][0]["message"]
+        chat(qwen, [QUESTION], ignore_eos=True, **fields)["choices"][0]["message"]
         for fields in ({}, OFF)
     )
     assert on["reasoning_content"] and not on["content"]
     assert off["content"] and not off.get("reasoning_content")
 
 
-def test_a_prompt_that_comes_again_goes_on_from_a_kept_state(server: Server) -> None:
+def test_a_prompt_that_comes_again_goes_on_from_a_kept_state(qwen: Server) -> None:
     asked = [{"role": "user", "content": "Tell me of the river Tiber. " * 12}]
-    first, *others = (chat(server, asked, **OFF) for _ in range(4))
+    first, *others = (chat(qwen, asked, **OFF) for _ in range(4))
     texts = {body["choices"][0]["message"]["content"] for body in (first, *others)}
     assert len(texts) == 1
     found = [body["usage"]["prompt_tokens_details"]["cached_tokens"] for body in others]
@@ -106,14 +117,14 @@ ENDS_THOUGHT = {"logit_bias": {"151668": 100}}
 
 
 @pytest.mark.parametrize("thinking", [OFF, ENDS_THOUGHT])
-def test_a_call_and_the_turn_behind_it(server: Server, thinking: dict[str, Any]) -> None:
+def test_a_call_and_the_turn_behind_it(qwen: Server, thinking: dict[str, Any]) -> None:
     asked = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
-    (choice,) = chat(server, [QUESTION], max_tokens=120, **asked, **thinking)["choices"]
+    (choice,) = chat(qwen, [QUESTION], max_tokens=120, **asked, **thinking)["choices"]
     (call,), message = choice["message"]["tool_calls"], choice["message"]
     assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "get_weather"
     arguments = json.loads(call["function"]["arguments"])
     assert arguments["city"] in ("Rome", "Oslo") and arguments["days"] in (1, 3)
     result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
     turn = {"role": "assistant", "content": message["content"] or "", "tool_calls": [call]}
-    body = chat(server, [QUESTION, turn, result], tools=[WEATHER], ignore_eos=True, **thinking)
+    body = chat(qwen, [QUESTION, turn, result], tools=[WEATHER], ignore_eos=True, **thinking)
     assert body["usage"]["completion_tokens"] == 24

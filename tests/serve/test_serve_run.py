@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -30,7 +31,7 @@ BODY = {"model": "tiny", "prompt": "x", "max_tokens": 4, "ignore_eos": True}
 class ServeRun:
     """A running `serve run` with Serve's own proxy on a free port."""
 
-    def __init__(self, folder: Path, checkpoint: Path):
+    def __init__(self, folder: Path, checkpoint: Path, replicas: int):
         port = free_port()
         config = write_config(
             folder,
@@ -39,7 +40,7 @@ class ServeRun:
             model={"max_model_len": MAX_LEN},
             cluster={"ranks": 1, "rebuild_attempts": 0},
             cache={"num_blocks": 6 * MAX_LEN // 16},
-            serve={"replicas": 2},
+            serve={"replicas": replicas},
         )
         application = {"name": "phalanx", "import_path": "cluster.app:build", "route_prefix": "/"}
         file = folder / "serve.yaml"
@@ -99,12 +100,14 @@ class ServeRun:
                 process.kill()
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[ServeRun]:
+@contextmanager
+def serving(tmp_path: Path, *, replicas: int) -> Iterator[ServeRun]:
+    """A `serve run` that has answered a request."""
     sizes = {"num_layers": 2, "hidden_size": 64, "num_experts": 6, "head_dim": 32}
     checkpoint = make_checkpoint(tmp_path / "tiny", max_position_embeddings=MAX_LEN, **sizes)
-    subject = ServeRun(tmp_path, checkpoint)
+    subject = ServeRun(tmp_path, checkpoint, replicas)
     try:
+        subject.wait_served(START_S)
         yield subject
     finally:
         subject.stop()
@@ -136,12 +139,23 @@ def lose_an_http_process(served: ServeRun) -> None:
             time.sleep(0.01)
 
 
-def test_it_serves_and_recovers_from_the_loss_of_an_http_process_and_of_its_group(served):
-    served.wait_served(START_S)
-    lose_an_http_process(served)
+def lose_the_group(served: ServeRun) -> None:
+    """Its HTTP processes are unhealthy without it, and those that Serve starts instead start the group again."""
     (rank,) = served.ranks()
     rank.kill()
     rank.wait(10)
     served.wait_served(RECOVERY_S)
     (successor,) = served.ranks()
     assert successor.pid != rank.pid
+
+
+def test_it_serves_and_recovers_from_the_loss_of_its_group(tmp_path):
+    with serving(tmp_path, replicas=1) as served:
+        lose_the_group(served)
+
+
+@pytest.mark.exhaustive
+def test_it_recovers_from_the_losses_of_an_http_process_and_of_its_group(tmp_path):
+    with serving(tmp_path, replicas=2) as served:
+        lose_an_http_process(served)
+        lose_the_group(served)

@@ -1,4 +1,4 @@
-"""`phalanx trace` from the command line to its files, over Ray."""
+"""`phalanx trace` from the command line to its files, over the shared server's Ray."""
 
 import subprocess
 import sys
@@ -14,12 +14,12 @@ def run(config: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-def test_a_step_is_traced(tmp_path: Path):
+def test_a_step_is_traced(ray_address: str, tmp_path: Path):
     make_checkpoint(tmp_path / "model", num_layers=2)
     config = tmp_path / "config.yaml"
     values = {
         "model": {"path": "model"},
-        "cluster": {"ranks": 2, "device": "cpu"},
+        "cluster": {"ranks": 2, "device": "cpu", "ray_address": ray_address},
         "kernels": {"all2all": "allgather"},
         "cache": {"num_blocks": 512},
         "scheduler": {"max_num_seqs": 8},
