@@ -311,7 +311,7 @@ def make_checkpoint(
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
 ) -> None:
     """Write a small random checkpoint with a byte-level tokenizer, offline."""
-    from workers.weights import checkpoint
+    from workers.models import checkpoint
 
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         typer.echo(f"error: {path} is not empty; --overwrite replaces a checkpoint there", err=True)

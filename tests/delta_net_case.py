@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kernels.backends.registry import backend_class
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise
-from kernels.linear_attention.spec import LinearAttentionSpec
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from kernels.interface.registry import backend_class
 from kernels.routing.placement import ExpertPlacement
 from workers.layers.builder import LayerBuilder
 from workers.layers.delta_net import DeltaNetBlock
-from workers.models.specs import DeltaNetSpec
-from workers.runner.forward_batch import ForwardBatch
+from workers.specs.model import DeltaNetSpec
+from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import BlockSlot, WeightSlot
 
 SIZES = LinearAttentionSpec(

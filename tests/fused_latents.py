@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from kernels.attention.base import Attention
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 from tests.closeness import calc_diff
 from tests.unit.test_kernels_attention import Pages, Seqs
 from tests.unit.test_latent_attention import LatentRows

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import FAMILIES
-from workers.weights.checkpoint import make_checkpoint
 
 SIZES: dict[str, Any] = {
     "num_layers": 3,

@@ -16,7 +16,7 @@ from cluster.config.load import load_config
 from cluster.config.phalanx_config import GPU_BATCHED_TOKENS
 from tests.published_configs import PUBLISHED
 from workers.config import CacheConfig
-from workers.engine.kv_demand import KVDemand
+from workers.kv_cache.demand import KVDemand
 from workers.models.registry import load_model_config
 
 GPU_GB = (80, 141)

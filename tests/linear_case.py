@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import LinearAttention, LinearStates
-from kernels.linear_attention.spec import LinearAttentionSpec
 from tests.closeness import calc_diff
 
 Seqs = Sequence[tuple[int, int]]  # (context, new tokens) of each sequence; decodes first

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from kernels.attention.spec import AttentionSpec
-from kernels.backends.config import KernelsConfig
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.config import KernelsConfig
 from workers import hub
+from workers.log import LogFormat, LogLevel
 from workers.parallel import ParallelDims
-from workers.stats.log import LogFormat, LogLevel
 
 Auto = Literal["auto"]
 PositiveInt = Annotated[int, Field(ge=1)]

@@ -56,7 +56,7 @@ class EngineBackend(Protocol):
         ...
 
     async def groups(self) -> list[dict[str, Any]]:
-        """Return `cluster.group.status.GroupStatus.to_json()` of each group."""
+        """Return `cluster.supervisor.status.GroupStatus.to_json()` of each group."""
         ...
 
     async def rank_stats(self) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ from cluster.api.answer.writer import AnswerWriter
 from cluster.api.backend import EngineBackend
 from cluster.api.record import RequestRecord
 from cluster.errors import BadRequestError, EngineDeadError, ServingError
-from workers.sampling.grammar import GRAMMAR_FAILED
 from workers.sampling.no_token import LOGITS_FAILED, NO_TOKEN_ALLOWED
+from workers.step.grammar import GRAMMAR_FAILED
 from workers.wire.request import RequestOutput
 
 # Sends the next text of a choice; returns an awaitable if the send is not complete.

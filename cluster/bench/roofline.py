@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cluster.bench.step_work import LayerKind, StepPart, StepShape, Work, step_work
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 
-from kernels.attention.kv_layout import layout_of
+from kernels.interface.kv_layout import layout_of
 from kernels.routing.placement import ExpertPlacement
-from workers.models.registry import weight_map
-from workers.models.specs import GqaSpec, LatentSpec, ModelConfig
+from workers.specs.model import GqaSpec, LatentSpec, ModelConfig, weight_map
+from workers.specs.weight_map import FP8_BLOCK, WeightEntry, WeightKind
 from workers.weights.tensors import DTYPE_BYTES, rank_weights
-from workers.weights.weight_map import FP8_BLOCK, WeightEntry, WeightKind
 
 
 class StepPart(StrEnum):

@@ -13,7 +13,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.offline.batch import BatchRun, LocalServer
 from cluster.offline.batch_input import BatchError, BatchInput
 from cluster.offline.batch_output import BatchOutput
-from workers.stats.log import set_up_logging
+from workers.log import set_up_logging
 
 ALL_ANSWERED, FAILED, WRONG, WITH_ERRORS, STOPPED = 0, 1, 2, 3, 130
 REMOTE_CONCURRENCY = 64

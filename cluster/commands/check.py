@@ -28,13 +28,13 @@ from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
 from kernels.backends import select
-from kernels.backends.registry import SEAMS, backend_class
 from kernels.host.cache_folder import use_cache_folder
+from kernels.interface.registry import SEAMS, backend_class
 from workers.config import RankConfig, not_for_answers
 from workers.models.registry import load_model_config
-from workers.models.specs import ModelConfig
 from workers.rank.backend_choice import backend_shape, fp8_is_not_kept, slow_attention
 from workers.rank.device_memory import size
+from workers.specs.model import ModelConfig
 
 
 @dataclass(frozen=True)

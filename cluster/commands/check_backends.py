@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.registry import SEAMS
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.registry import SEAMS
 
 ASSUMED = (
     "no GPU is here: assumed are NVIDIA GPUs of compute capability 9.0 (Hopper) that reach each other, and every "

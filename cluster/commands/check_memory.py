@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.attention.kv_layout import kv_block_bytes
-from kernels.backends.backend import BackendShape
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Selection
+from kernels.interface.backend import BackendShape
+from kernels.interface.kv_layout import kv_block_bytes
 from workers.config import RankConfig
-from workers.models.specs import ModelConfig
 from workers.rank.device_memory import size
 from workers.runner.graph_sizes import GraphSizes
+from workers.specs.model import ModelConfig
 from workers.weights.tensors import DTYPE_BYTES, rank_weight_bytes
 
 INT64 = 8

@@ -8,8 +8,8 @@ from cluster.config.errors import ConfigError, Problem
 from kernels.backends.select import Selection
 from kernels.host.hopper import on_hopper
 from workers.config import OverlapConfig, SchedulerConfig
+from workers.overlap.policy import configured, too_many_sms
 from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
-from workers.ubatch.policy import configured, too_many_sms
 
 MEASURED = "measured at the start"
 

@@ -10,7 +10,7 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from workers.stats.log import LogFormat
+from workers.log import LogFormat
 
 # The classes of Phalanx's actors, as Ray names them.
 ACTORS = ("RankActor", "Supervisor", "ServeReplica:")

@@ -123,7 +123,7 @@ def _compile(config: PhalanxConfig, report: "CheckReport") -> None:
     import torch
 
     from cluster.config.resolve import resolve_rank_config
-    from kernels.backends.registry import backend_class
+    from kernels.interface.registry import backend_class
     from workers.models.registry import load_model_config
     from workers.rank.backend_choice import backend_shape
     from workers.rank.warm_up import warm_up_sizes

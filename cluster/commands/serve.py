@@ -20,7 +20,7 @@ from cluster.commands.stop_signals import StopSignals
 from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import check_num_ranks
-from workers.stats.log import set_up_logging
+from workers.log import set_up_logging
 
 HTTP_STOP_S = 5.0  # time for a running call of Serve to return
 DRAIN_EXTRA_S = 3.0  # time for an ingress to close its connections and report

@@ -19,7 +19,7 @@ from kernels.host.cuda_environment import MULTICAST_OFF
 from workers.rank.rank_info import IN_BYTES, RankInfo
 
 if TYPE_CHECKING:
-    from cluster.group.status import GroupHealth, GroupStatus
+    from cluster.supervisor.status import GroupHealth, GroupStatus
 
 # Read when Ray starts; a variable that the operator has set is kept. Ray starts workers at niceness 15, where any other
 # process of the machine slows the ranks down. Serve's controller checks its replicas ten times a second, which takes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 RAY_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
-    "RAY_preload_python_modules": "cluster.group.preload",
+    "RAY_preload_python_modules": "cluster.supervisor.preload",
     "RAY_raylet_check_for_unexpected_worker_disconnect_interval_ms": "100",
 }
 # Ray logs at every start that its token authentication is on, which is the default.
@@ -76,7 +76,7 @@ class RankStart:
         """Create the supervisor, which creates the ranks. Returns False after a signal."""
         import ray
 
-        from cluster.group import supervisor
+        from cluster.supervisor import supervisor
 
         try:
             self.supervisor = supervisor.create(self._config)
@@ -94,7 +94,7 @@ class RankStart:
 
         beside: whether `what`, which starts beside the ranks, is ready; may raise.
         """
-        from cluster.group.status import GroupHealth
+        from cluster.supervisor.status import GroupHealth
 
         ranks_ready = time.monotonic()
         with self._console.status("starting ranks") as line:
@@ -186,7 +186,7 @@ class RankStart:
 
     def _stop_successor(self) -> None:
         """End the supervisor that an ingress which started meanwhile has created, if any."""
-        from cluster.group.supervisor import find
+        from cluster.supervisor.supervisor import find
 
         successor = find(self._config)
         # A call of a killed supervisor would be tried again and reported on the console.

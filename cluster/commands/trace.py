@@ -80,8 +80,8 @@ def _run(config: PhalanxConfig, phase: Phase, num_tokens: int) -> list[RankTrace
     import ray
 
     from cluster.commands.start import ServerError
-    from cluster.group.failures import failure_message
-    from cluster.group.supervisor import Supervisor
+    from cluster.supervisor.failures import failure_message
+    from cluster.supervisor.supervisor import Supervisor
 
     actor_class: Any = ray.remote(Supervisor)
     supervisor = actor_class.options(num_cpus=0).remote(config)

@@ -12,7 +12,7 @@ from cluster.config.errors import Problem
 from cluster.config.phalanx_config import PhalanxConfig
 from workers.models.config_reader import ModelConfigError
 from workers.models.registry import load_model_config
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
 
 
 def check_together(config: PhalanxConfig) -> list[Problem]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from cluster.config.serve_section import ServeConfig
-from kernels.backends.config import KernelsConfig
+from kernels.interface.config import KernelsConfig
 from workers.config import (
     Auto,
     CacheConfig,

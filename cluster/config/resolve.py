@@ -12,9 +12,9 @@ from cluster.config.phalanx_config import (
     PhalanxConfig,
     SchedulerSection,
 )
-from kernels.attention.kv_layout import group_layers, kv_block_bytes, layout_of
+from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
-from workers.engine.kv_demand import KVDemand
+from workers.kv_cache.demand import KVDemand
 from workers.models.registry import load_model_config
 
 GIB = 2**30

@@ -24,7 +24,7 @@ from cluster.experiments.workload_files import content_hash
 from cluster.experiments.workload_section import RequestWorkload, StepWorkload, Workload
 from workers import hub
 from workers.models.registry import load_model_config
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
 
 WORKLOAD = "workload."
 PATHS = ("model.path", "serve.api_keys_file", "serve.chat_template")

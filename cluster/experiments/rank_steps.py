@@ -11,9 +11,9 @@ import torch
 
 from cluster.experiments.workload_section import StepWorkload
 from kernels.all2all.base import MaskedInput, sum_partials
-from workers.engine.step_sync import ForwardMode
 from workers.rank.backend_choice import forced_routing
 from workers.rank.epoch import Epoch
+from workers.step.step_sync import ForwardMode
 
 ROUNDS = 5  # of which the median counts
 EMPTY_STEPS = 20

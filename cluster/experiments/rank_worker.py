@@ -23,10 +23,10 @@ from cluster.experiments.rank_loop import RankLoad, RankLoop
 from cluster.experiments.rank_steps import time_steps
 from cluster.experiments.workload_section import StepWorkload
 from workers.config import RankConfig
+from workers.log import set_up_logging
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous, start_stages
-from workers.stats.log import set_up_logging
 
 LOST_PARENT = (EOFError, BrokenPipeError, ConnectionResetError)
 

@@ -15,14 +15,14 @@ from cluster.api.admission import AdmissionGate
 from cluster.api.app import create_app
 from cluster.api.record import Recorder
 from cluster.api.tracing import make_tracer
+from cluster.client.engine_client import EngineClient
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.errors import SHUTDOWN_REASON, EngineDeadError
-from cluster.group.engine_client import EngineClient
 from cluster.ingress.http_server import HttpServer
 from cluster.ingress.settings import api_settings, serving_tokenizer
 from cluster.metrics.metrics import IngressMetrics
+from workers.log import set_up_logging
 from workers.rank.actor import node_address
-from workers.stats.log import set_up_logging
 
 logger = logging.getLogger(__name__)
 

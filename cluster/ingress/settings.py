@@ -6,7 +6,7 @@ from cluster.config.chat_template import read_chat_template
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import max_num_seqs
 from cluster.config.serve_section import open_choices_limit
-from cluster.group.placement import num_gpus
+from cluster.supervisor.placement import num_gpus
 from workers import hub
 
 

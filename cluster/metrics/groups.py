@@ -1,4 +1,4 @@
-"""The states of the groups (`cluster.group.status.GroupStatus.to_json`) as Prometheus families."""
+"""The states of the groups (`cluster.supervisor.status.GroupStatus.to_json`) as Prometheus families."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cluster.api.tokenizer import ServingTokenizer
-    from cluster.group.engine_client import EngineClient
+    from cluster.client.engine_client import EngineClient
     from cluster.offline.dispatcher import Dispatcher
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class OfflineEngine:
         self.run(self._connect(tokenizer.result()))
 
     async def _connect(self, tokenizer: "ServingTokenizer") -> None:
-        from cluster.group.engine_client import EngineClient
+        from cluster.client.engine_client import EngineClient
         from cluster.ingress.settings import api_settings, num_running
         from cluster.offline.dispatcher import Dispatcher
 

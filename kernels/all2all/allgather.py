@@ -13,8 +13,8 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import Gathered, RowFormat, permute_local
 from kernels.all2all.torch_dist import distributed_unavailable
-from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
+from kernels.interface.backend import BackendShape
+from kernels.interface.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
 

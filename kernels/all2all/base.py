@@ -11,9 +11,9 @@ from typing import Any, Literal, Self
 import torch
 
 from kernels.all2all.comm_stream import CommStream
-from kernels.backends.backend import Backend, BackendShape
-from kernels.backends.context import BackendContext
 from kernels.host.triton_version import triton_unavailable
+from kernels.interface.backend import Backend, BackendShape
+from kernels.interface.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting, identity_routing
 

@@ -20,7 +20,7 @@ from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.payload import Gathered
 from kernels.all2all.stream_signals import StreamSignals
 from kernels.all2all.symm import SymmAllToAll
-from kernels.backends.backend import BackendShape
+from kernels.interface.backend import BackendShape
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting
 

@@ -32,10 +32,10 @@ from kernels.all2all.deepep_limits import (
     unsupported_reason,
 )
 from kernels.all2all.payload import Gathered, RowFormat, permute_local, quantise
-from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
 from kernels.block_fp8 import Fp8Rows
 from kernels.host.capability import too_old_gpu
+from kernels.interface.backend import BackendShape
+from kernels.interface.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
 

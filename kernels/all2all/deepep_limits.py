@@ -5,7 +5,7 @@ T tokens of a rank, H hidden, E experts of all ranks, K experts per token.
 
 import torch
 
-from kernels.backends.backend import BackendShape
+from kernels.interface.backend import BackendShape
 
 RANKS = (2, 4, 8)  # the kernels are compiled for these
 MAX_SMS = 32  # of the normal mode; its queues are sized for this number

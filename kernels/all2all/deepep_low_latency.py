@@ -38,9 +38,9 @@ from kernels.all2all.deepep_limits import (
     low_latency_unsupported_reason,
     unsupported_reason,
 )
-from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
 from kernels.host.capability import too_old_gpu
+from kernels.interface.backend import BackendShape
+from kernels.interface.context import BackendContext
 from kernels.pending import Pending
 
 MIN_QUEUE_DEPTH = 1024  # DeepEP's default for RDMA work requests

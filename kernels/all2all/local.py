@@ -9,8 +9,8 @@ import torch
 
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import Gathered, permute_local
-from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
+from kernels.interface.backend import BackendShape
+from kernels.interface.context import BackendContext
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation
 

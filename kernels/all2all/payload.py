@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from kernels.all2all.base import AllToAll, ExpertInput
-from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
 from kernels.block_fp8 import BLOCK, Fp8Rows, quantise_groups
+from kernels.interface.backend import BackendShape
+from kernels.interface.context import BackendContext
 from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation, Routing, weighted_sum
 from kernels.routing.placement import ExpertPlacement

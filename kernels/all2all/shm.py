@@ -13,9 +13,9 @@ import torch
 from kernels.all2all.base import AllToAll, ExpertInput
 from kernels.all2all.payload import RowFormat
 from kernels.all2all.shm_rows import Routed, Slots, slot_rows
-from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
 from kernels.host.shm import SharedMemoryGroup, segment_bytes, shared_memory_unavailable
+from kernels.interface.backend import BackendShape
+from kernels.interface.context import BackendContext
 from kernels.pending import Pending
 
 

@@ -21,7 +21,7 @@ from kernels.all2all.base import ExpertInput
 from kernels.all2all.comm_stream import StreamEvent, on_comm_stream
 from kernels.all2all.payload import Gathered, PayloadAllToAll, RowFormat, permute_local
 from kernels.all2all.peer_memory import HEADER_BYTES, PeerMemory, peer_memory_unavailable
-from kernels.backends.backend import BackendShape
+from kernels.interface.backend import BackendShape
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting
 from kernels.routing.permute import Permutation

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from kernels.all2all.base import ExpertInput
 from kernels.all2all.payload import Gathered, PayloadAllToAll, RowFormat, permute_local
-from kernels.backends.backend import BackendShape
+from kernels.interface.backend import BackendShape
 from kernels.pending import Pending
 from kernels.routing.permute import Permutation, sum_rows
 from kernels.routing.placement import ExpertPlacement

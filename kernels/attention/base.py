@@ -10,9 +10,9 @@ from enum import IntEnum
 import torch
 
 from kernels.attention.batch import AttentionBatch as AttentionBatch
-from kernels.attention.kv_layout import KVGroup, KVLayout, group_layers, layout_of
-from kernels.attention.spec import AttentionSpec
-from kernels.backends.backend import Backend, BackendShape
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import Backend, BackendShape
+from kernels.interface.kv_layout import KVGroup, KVLayout, group_layers, layout_of
 
 
 class GraphForm(IntEnum):

@@ -30,9 +30,9 @@ from kernels.attention.flashinfer_plans import (
     Planned,
     workspace_bytes,
 )
-from kernels.attention.spec import AttentionSpec
-from kernels.backends.backend import BackendShape
 from kernels.host.hopper import on_hopper
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
 
 MIN_VERSION = (0, 6, 6)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kernels.attention.base import AttentionBatch
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 
 # Rows of a tile (query heads times query tokens) that flashinfer has, by the heads that share a KV head.
 TILES = (16, 64, 128)

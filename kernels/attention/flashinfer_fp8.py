@@ -19,10 +19,10 @@ from kernels.attention.base import AttentionBatch, GraphForm
 from kernels.attention.flashinfer import HEAD_DIMS, FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages, prompts_are_new
 from kernels.attention.flashinfer_modules import Wanted, compile_missing, modules
-from kernels.attention.spec import AttentionSpec
 from kernels.attention.triton_paged import TritonPagedAttention
-from kernels.backends.backend import BackendShape
 from kernels.host.hopper import on_hopper
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
 
 EXPANDED_BYTES = 128 * 2**20  # of K and V that are expanded at a time

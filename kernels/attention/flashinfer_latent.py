@@ -21,9 +21,9 @@ from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages
 from kernels.attention.flashinfer_modules import compile_missing, latent_modules
-from kernels.attention.spec import AttentionSpec
-from kernels.backends.backend import BackendShape
 from kernels.host.hopper import on_hopper
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
 
 # Of the latent and the rotated key: the sizes of every release, and the only ones that the kernel is built for.

@@ -20,13 +20,13 @@ from kernels.attention.flashinfer_units import (
     cut,
     in_order,
 )
-from kernels.attention.spec import AttentionSpec
 from kernels.host.cuda_environment import (
     add_own_programs,
     own_flashinfer_folder,
     share_compiled_kernels,
 )
 from kernels.host.hopper import on_hopper
+from kernels.interface.attention_spec import AttentionSpec
 
 logger = logging.getLogger(__name__)
 

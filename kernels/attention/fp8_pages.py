@@ -15,8 +15,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.attention.kv_layout import PagedFp8Heads
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import PagedFp8Heads
 
 MANTISSA_BITS = 23  # of float32
 ONE_SIDE = 254  # biased exponents of a power of two and of its inverse add up to it

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kernels.attention.base import Attention
 from kernels.attention.sdpa import DecodeGroup, Extend, SdpaAttention
-from kernels.attention.spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, LatentDims
 from kernels.pending import wait_previous_ubatch
 
 # Keys that are expanded at once, and query rows of one call: together they bound the scores in memory.

@@ -6,7 +6,7 @@ T tokens, L keys, h KV heads, d head dim.
 import torch
 
 from kernels.attention.fp8_pages import Fp8Pages, round_heads, widen
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 
 
 class Cache:

@@ -10,8 +10,8 @@ import torch
 from kernels.attention.base import AttentionBatch
 from kernels.attention.layer_cache import Cache
 from kernels.attention.sdpa import SdpaAttention, SpanPlan
-from kernels.attention.spec import AttentionSpec
-from kernels.backends.backend import BackendShape
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from kernels.attention.base import Attention, AttentionBatch
 from kernels.attention.layer_cache import Cache, Fp8Cache
 from kernels.attention.spans import attend_span
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 from kernels.pending import wait_previous_ubatch
 
 # Query rows of one call: bounds the mask and skips most of the keys above the diagonal.

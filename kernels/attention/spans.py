@@ -7,7 +7,7 @@ M query rows, H query heads, h KV heads, G = H / h, d head dim, L keys.
 
 import torch
 
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 
 # Scores that are in memory at once: 64 MiB.
 MAX_SCORES = 2**24

@@ -24,10 +24,10 @@ from kernels.attention.decode_chunks import (
     whole_rows,
 )
 from kernels.attention.fp8_pages import Fp8Pages
-from kernels.attention.spec import AttentionSpec
-from kernels.backends.backend import BackendShape
 from kernels.host.capability import too_old_gpu
 from kernels.host.triton_version import triton_unavailable
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
 
 PROGRAMS_PER_SM = 4  # of decodes, at a time

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from kernels.backends.backend import BackendShape
 from kernels.backends.select import Selection
+from kernels.interface.backend import BackendShape
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import torch
 
 from kernels.all2all.base import AllToAll
 from kernels.attention.base import Attention
-from kernels.backends.backend import Backend, BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.context import BackendContext
-from kernels.backends.registry import SEAMS, backend_class
-from kernels.backends.unavailable import Unavailable
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.interface.backend import Backend, BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.context import BackendContext
+from kernels.interface.registry import SEAMS, backend_class
+from kernels.interface.unavailable import Unavailable
 from kernels.linear_attention.base import LinearAttention
 from kernels.routing.expert_load import ExpertLoad
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import torch
 
 from kernels.all2all.comm_stream import comm_streams
-from kernels.backends.context import BackendContext
 from kernels.backends.select import (
     Backends,
     Selection,
@@ -13,6 +12,7 @@ from kernels.backends.select import (
     build_attention,
     build_linear_attention,
 )
+from kernels.interface.context import BackendContext
 
 
 def build_ubatch_backends(

@@ -8,8 +8,8 @@ import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import Layout
-from kernels.backends.backend import Backend, BackendShape
 from kernels.block_fp8 import BlockWeights
+from kernels.interface.backend import Backend, BackendShape
 
 Biases = tuple[torch.Tensor, torch.Tensor]  # b13_e2I, b2_eD
 ROW_BYTES = 16  # TMA and torch's grouped_mm refuse other strides

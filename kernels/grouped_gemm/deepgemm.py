@@ -15,7 +15,6 @@ import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput, MaskedInput
-from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, BlockWeights
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
 from kernels.grouped_gemm.deepgemm_kernels import compile_products, products_of
@@ -26,6 +25,7 @@ from kernels.grouped_gemm.deepgemm_package import (
 )
 from kernels.grouped_gemm.few_rows_fp8 import MOST_ROWS, FewRowsFp8
 from kernels.host.capability import too_old_gpu
+from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
 
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BLOCK, num_blocks
 from kernels.grouped_gemm.deepgemm_package import installed, load_deep_gemm
 from kernels.host.cache_folder import cache_folder
+from kernels.interface.backend import BackendShape
 from kernels.routing.device_routing import max_permuted
 from kernels.routing.placement import ExpertPlacement
 

@@ -7,9 +7,9 @@ import torch
 
 from kernels.activation import ACTIVATIONS, Activation
 from kernels.all2all.base import ExpertInput
-from kernels.backends.backend import BackendShape
 from kernels.grouped_gemm.base import Biases, GroupedGemm
 from kernels.grouped_gemm.torch_grouped import TorchGroupedGemm
+from kernels.interface.backend import BackendShape
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
 
 # With more rows, a library's matrix products are faster. At 2 rows of each of 16 experts of 128 x 64 this takes 57 us,

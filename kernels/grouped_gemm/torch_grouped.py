@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
-from kernels.backends.backend import BackendShape
 from kernels.block_fp8 import BlockWeights
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
 from kernels.host.capability import too_old_gpu
+from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
 
 

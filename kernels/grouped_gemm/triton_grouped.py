@@ -13,11 +13,11 @@ import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
-from kernels.backends.backend import BackendShape
 from kernels.grouped_gemm.base import Biases, GroupedGemm, unaligned_reason
 from kernels.host.capability import too_old_gpu
 from kernels.host.hopper import on_hopper
 from kernels.host.triton_version import triton_unavailable
+from kernels.interface.backend import BackendShape
 from kernels.pending import wait_previous_ubatch
 from kernels.routing.device_routing import DeviceRouting
 

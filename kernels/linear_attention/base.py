@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch
-from kernels.backends.backend import Backend, BackendShape
-from kernels.linear_attention.spec import LinearAttentionSpec
+from kernels.interface.backend import Backend, BackendShape
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 
 NORM_EPS = 1e-6  # of the norms of q and k
 

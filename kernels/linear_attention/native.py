@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from kernels.attention.batch import AttentionBatch
-from kernels.backends.backend import BackendShape
+from kernels.interface.backend import BackendShape
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import NORM_EPS, LinearStates, signed_slots
-from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.linear_attention.torch_chunked import Rows, TorchLinearAttention
 from kernels.native.library import load, native_unavailable, native_unsupported_reason
 

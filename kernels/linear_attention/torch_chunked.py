@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional as F
 
 from kernels.attention.batch import AttentionBatch
-from kernels.backends.backend import BackendShape
+from kernels.interface.backend import BackendShape
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
@@ -24,7 +25,6 @@ from kernels.linear_attention.base import (
     state_slots,
 )
 from kernels.linear_attention.chunks import MAX_CHUNK, Chunks
-from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.pending import wait_previous_ubatch
 
 

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from kernels.attention.batch import AttentionBatch
-from kernels.backends.backend import BackendShape
 from kernels.host.capability import too_old_gpu
 from kernels.host.triton_version import triton_unavailable
+from kernels.interface.backend import BackendShape
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import (
     NORM_EPS,
     LinearAttention,
@@ -21,7 +22,6 @@ from kernels.linear_attention.base import (
 )
 from kernels.linear_attention.chunks import MAX_CHUNK
 from kernels.linear_attention.prompt_table import fill_table, graph_table, step_table, with_rows
-from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.pending import wait_previous_ubatch
 from kernels.triton.delta_table import PromptTable
 

@@ -25,9 +25,9 @@ from kernels.all2all.comm_stream import CommStream
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
 from kernels.all2all.payload import RowFormat, permute_local
 from kernels.backends import select
-from kernels.backends.context import BackendContext
-from kernels.backends.registry import backend_class
 from kernels.block_fp8 import BLOCK
+from kernels.interface.context import BackendContext
+from kernels.interface.registry import backend_class
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan, shape_of

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
 
 BACKENDS = ("symm", "copy_engine", "allgather", "deepep", "deepep_low_latency", "torch_dist")
 FP8_ROWS = ("symm", "copy_engine")

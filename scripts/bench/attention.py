@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from kernels.attention.base import Attention
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.sdpa import SdpaAttention
-from kernels.attention.spec import AttentionSpec
 from kernels.fused import fused_kernels
+from kernels.interface.attention_spec import AttentionSpec
 from scripts.bench.inputs import need_gpus
 from scripts.bench.results import add_options, origin, save
 from scripts.bench.timing import alternate, repeated

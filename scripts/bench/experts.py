@@ -21,11 +21,11 @@ import torch
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.deepep_limits import MAX_TOKENS_LOW_LATENCY, low_latency_rows
 from kernels.all2all.payload import permute_local
-from kernels.backends.backend import BackendShape
-from kernels.backends.registry import backend_class
 from kernels.backends.select import probe
 from kernels.block_fp8 import quantise_blocks
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.interface.backend import BackendShape
+from kernels.interface.registry import backend_class
 from kernels.routing.permute import Permutation
 from scripts.bench.experts_report import BF16, FP8, MEMORY, add, page, plot
 from scripts.bench.inputs import need_gpus

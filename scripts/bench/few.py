@@ -33,11 +33,11 @@ from scripts.bench.results import (
 from scripts.bench.timeline import check, scaled
 from scripts.bench.timeline_ranks import Loop, State, start_epoch
 from workers.config import RankConfig
-from workers.engine.step_sync import GraphMode
 from workers.rank.epoch import Epoch
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
 from workers.runner.graph_sizes import GraphKey
+from workers.step.step_sync import GraphMode
 from workers.wire.request import RequestOutput
 
 Found = dict[str, Any]

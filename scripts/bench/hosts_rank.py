@@ -15,12 +15,12 @@ import time
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
 from scripts.bench.engine import Loop
-from workers.engine.step_sync import Vote
 from workers.rank.epoch import Epoch
 from workers.rank.network import address_towards, bind_to_address
 from workers.rank.process import RankProcess
 from workers.rank.process_group import host_store
 from workers.rank.rank_info import Rendezvous
+from workers.step.step_sync import Vote
 
 VOTES = 1000
 

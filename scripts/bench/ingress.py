@@ -25,10 +25,10 @@ from cluster.commands.start import RAY_ENVIRONMENT
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config
-from cluster.group import supervisor
-from cluster.group.group import Group
-from cluster.group.launcher import NAMESPACE, RankLauncher
 from cluster.ingress.ingress import Ingress
+from cluster.supervisor import supervisor
+from cluster.supervisor.group import Group
+from cluster.supervisor.launcher import NAMESPACE, RankLauncher
 from scripts.bench import ROOT
 from scripts.bench.results import origin, save
 from scripts.bench.servers import free_port

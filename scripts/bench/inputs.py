@@ -16,7 +16,7 @@ from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_device, resolve_rank_config
 from workers.config import RankConfig
-from workers.weights.checkpoint import QUANTIZATIONS
+from workers.models.checkpoint import QUANTIZATIONS
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:

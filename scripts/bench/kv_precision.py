@@ -30,9 +30,9 @@ from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from scripts.bench import ROOT, results
 from scripts.demo import corpus
-from workers.engine.kv_caches import allocate_kv_caches
+from workers.kv_cache.caches import allocate_kv_caches
 from workers.models.registry import load_model_config, model_class
-from workers.runner.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch
 from workers.weights.loader import load_weights
 
 MODEL = ROOT / "configs" / "models" / "demo"

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 from kernels.attention.batch import AttentionBatch
-from kernels.backends.registry import LINEAR_ATTENTION, backend_class
 from kernels.backends.select import probe
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from kernels.interface.registry import LINEAR_ATTENTION, backend_class
 from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.chunks import MAX_CHUNK
-from kernels.linear_attention.spec import LinearAttentionSpec
 from scripts.bench.inputs import need_gpus
 from scripts.bench.timing import alternate, repeated
 

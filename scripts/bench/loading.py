@@ -26,7 +26,7 @@ from scripts.bench import ROOT
 from scripts.bench.inputs import need_gpus
 from scripts.bench.results import add_options, origin, save
 from workers.models.registry import load_model_config
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
 from workers.weights.files import read_headers
 from workers.weights.initial_weights import draw_weights
 from workers.weights.reader import SlotSource, fill_slots

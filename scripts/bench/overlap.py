@@ -26,7 +26,7 @@ import torch
 
 from cluster.commands import trace_drawing
 from cluster.experiments.gpu_clock import clock_figures, clock_samples
-from kernels.backends import registry
+from kernels.interface import registry
 from scripts.bench import ROOT
 from scripts.bench.inputs import counts, model_copy, names_of, need_gpus
 from scripts.bench.overlap_kernels import COMPILERS, ResidentRows, compile_some
@@ -34,12 +34,12 @@ from scripts.bench.overlap_report import RESIDENT, page
 from scripts.bench.processes import Limits, Report, add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
 from workers.config import RankConfig
+from workers.overlap.tuning import decode_context
 from workers.rank import process_group
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.rank.trace_step import trace_step
-from workers.ubatch.tuning import decode_context
 
 ALL2ALLS = "copy_engine,symm,deepep"
 LOW_LATENCY = "deepep_low_latency"  # for decodes alone

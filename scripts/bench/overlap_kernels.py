@@ -14,14 +14,14 @@ from kernels import dense_fp8
 from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.base import ExpertInput
 from kernels.all2all.payload import Gathered, permute_local, quantise
-from kernels.backends.registry import backend_class
 from kernels.block_fp8 import BlockWeights
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.interface.registry import backend_class
 from kernels.pending import Pending
 from kernels.routing.device_routing import route_on_device
 from scripts.bench.processes import Report
 from workers.models.registry import load_model_config
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
 
 COMPILERS = 32
 

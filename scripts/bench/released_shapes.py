@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 
 # The first layer is dense, all others have experts: in short models the published three would weigh too much.
 DEEPSEEK_V3: dict[str, Any] = {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cluster.bench.step_work import StepShape
+from kernels.host.host_copy import HostCopies
 from scripts.bench.gpu_energy import GpuEnergy, used
 from scripts.bench.processes import Report
 from scripts.bench.timeline_events import (
@@ -30,15 +31,14 @@ from scripts.bench.timeline_events import (
 )
 from workers.config import RankConfig
 from workers.engine.engine import Engine
-from workers.engine.scheduler import Scheduler
 from workers.engine.vote_transport import AbortableVote
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous, start_stages
 from workers.runner.batch_builder import ForwardBatchBuilder
-from workers.runner.host_copy import HostCopies
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.sampler import Sampler
+from workers.scheduler.scheduler import Scheduler
 from workers.wire.request import EngineRequest, SamplingParams
 
 WARM_UP = 8  # steps of a state before it is timed

@@ -5,18 +5,20 @@ from collections.abc import Iterator
 
 from cluster.api.settings import ApiSettings
 from cluster.bench.report import LATE_MS
+from cluster.client import router
 from cluster.commands import check_cluster, reaper, start
 from cluster.config.serve_section import ResponsesStoreConfig
-from cluster.group import group, heartbeat, launcher, leases, router, supervisor
 from cluster.offline import engine, remote
+from cluster.supervisor import group, heartbeat, launcher, leases, supervisor
 from kernels.all2all import deepep_limits
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
-from workers.engine import datagram_vote, prefill_cap
+from workers.engine import datagram_vote
 from workers.models.registry import parse_model_config
+from workers.overlap import policy
 from workers.rank import node_probe
+from workers.scheduler import prefill_cap
 from workers.stats import pace, stats_line
-from workers.ubatch import policy
 from workers.weights.tensors import DTYPE_BYTES
 
 VERSIONS = "names of versions"

@@ -8,13 +8,13 @@ from torch.nn import functional as F
 
 from kernels.all2all.base import AllToAll, sum_partials
 from kernels.all2all.comm_stream import CommStream
-from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.context import BackendContext
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.context import BackendContext
 from kernels.routing.placement import ExpertPlacement
 from tests.devices import take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool

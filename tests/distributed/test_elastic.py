@@ -13,8 +13,8 @@ import pytest
 from kernels.routing.placement import STANDBY
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from workers.config import RankConfig
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
-from workers.weights.checkpoint import make_checkpoint
 from workers.wire.request import EngineRequest
 
 # The processes of each epoch, in rank order; process 2 waits as a standby at first.

@@ -19,9 +19,9 @@ import torch
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from workers.config import RankConfig
-from workers.engine.step_sync import LockstepError
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
-from workers.weights.checkpoint import make_checkpoint
+from workers.step.step_sync import LockstepError
 from workers.wire.request import EngineRequest
 
 NUM_RANKS = 3

@@ -7,7 +7,7 @@ import pytest
 
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.distributed.rank_pool import RankPool
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 
 NUM_REQUESTS = 10
 

@@ -9,10 +9,10 @@ from kernels import dense_fp8
 from kernels.all2all.base import AllToAll, ExpertInput, sum_partials
 from kernels.all2all.comm_stream import CommStream
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.context import BackendContext
-from kernels.backends.registry import ALL2ALL, backend_class
 from kernels.block_fp8 import quantise_groups
+from kernels.interface.backend import BackendShape
+from kernels.interface.context import BackendContext
+from kernels.interface.registry import ALL2ALL, backend_class
 from kernels.routing.placement import ExpertPlacement
 from tests.devices import take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool

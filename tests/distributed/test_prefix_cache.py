@@ -13,7 +13,7 @@ from tests.distributed.engine_harness import (
     run_engines,
 )
 from tests.distributed.rank_pool import RankPool
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 
 BLOCK, NUM_BLOCKS, NUM_REQUESTS = 8, 30, 120
 

@@ -18,7 +18,7 @@ from tests.distributed.engine_harness import (
     rank_config,
     run_engines,
 )
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 from workers.wire.request import EngineRequest
 
 ENDS = frozenset({256, 258})

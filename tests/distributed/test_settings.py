@@ -7,9 +7,9 @@ import pytest
 
 from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
-from workers.weights.checkpoint import make_checkpoint
 
 
 def _start(rank: int, num_ranks: int, info: Any, configs: list[RankConfig], rendezvous: Any) -> str:

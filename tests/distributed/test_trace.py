@@ -10,9 +10,9 @@ from cluster.commands.trace import summary
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankError
 from workers.config import RankConfig
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
 from workers.trace.spans import RankTrace
-from workers.weights.checkpoint import make_checkpoint
 
 LAYERS = 2
 

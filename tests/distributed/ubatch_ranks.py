@@ -16,7 +16,7 @@ from workers.config import RankConfig
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
-from workers.runner.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch
 from workers.ubatch.batch_cuts import cut
 from workers.ubatch.wrapper import UBatchWrapper
 
@@ -57,7 +57,7 @@ class UbatchRank:
         self.whole = self._epoch.backends
         process = self._epoch.process
         self.caches = process.caches(MAX_SEQS * BLOCKS_PER_SEQ)
-        context = process.backend_context(self._epoch._shared_memory)
+        context = process.backend_context(self._epoch._peers.shared_memory)
         self.ubatches = build_ubatch_backends(process.selection, context, self.whole, num_ubatches)
         for backends in (self.whole, *self.ubatches):
             backends.attention.bind(self.caches)

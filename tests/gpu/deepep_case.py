@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.context import BackendContext
 from kernels.block_fp8 import quantise_blocks
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.context import BackendContext
 from kernels.routing.placement import ExpertPlacement
 from tests.closeness import calc_diff
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from kernels.all2all.base import AllToAll, sum_partials
 from kernels.all2all.comm_stream import CommStream, comm_streams
 from kernels.all2all.copy_engine import KERNEL_ROWS, CopyEngineAllToAll
-from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.context import BackendContext
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.context import BackendContext
 from kernels.routing.placement import ExpertPlacement
 from tests.devices import SHARED, most_ranks, take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool

@@ -8,11 +8,11 @@ import torch
 from kernels.attention.base import GraphForm
 from kernels.attention.flashinfer import HEAD_DIMS, FlashInferAttention
 from kernels.attention.flashinfer_modules import modules
-from kernels.attention.spec import AttentionSpec
 from kernels.backends.select import probe
 from kernels.fused import fused_kernels
+from kernels.interface.attention_spec import AttentionSpec
 from tests.unit.test_kernels_attention import BATCHES, NUM_LAYERS, Pages, Seqs, check
-from workers.engine.kv_caches import allocate_kv_caches
+from workers.kv_cache.caches import allocate_kv_caches
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]

@@ -6,9 +6,9 @@ import torch
 from kernels.attention.base import Attention, GraphForm
 from kernels.attention.flashinfer_fp8 import FlashInferFp8Attention
 from kernels.attention.sdpa import SdpaAttention
-from kernels.attention.spec import AttentionSpec
 from kernels.attention.triton_paged import TritonPagedAttention
 from kernels.backends.select import probe
+from kernels.interface.attention_spec import AttentionSpec
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs, check, check_layer
 
 GPU = torch.cuda.is_available()

@@ -5,8 +5,8 @@ import torch
 
 from kernels.attention.flashinfer_latent import FlashInferLatentAttention
 from kernels.attention.flashinfer_modules import latent_modules
-from kernels.attention.spec import AttentionSpec, LatentDims
 from kernels.backends.select import probe
+from kernels.interface.attention_spec import AttentionSpec, LatentDims
 from tests.fused_latents import DTYPE, FusedRows, check
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs
 

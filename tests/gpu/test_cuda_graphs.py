@@ -23,12 +23,12 @@ from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
 from tests.token_judge import Reference, TokenJudge, steep_routers, transformers_reference
 from workers.config import RankConfig
-from workers.engine.step_sync import StepPlan
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
-from workers.weights.checkpoint import make_checkpoint
+from workers.step.step_sync import StepPlan
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from kernels.backends import select
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 
 pytest.importorskip("ray")
 httpx = pytest.importorskip("httpx")

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from kernels import dense_fp8
-from kernels.backends.backend import BackendShape
 from kernels.backends.select import probe
 from kernels.block_fp8 import BlockWeights, Fp8Rows
 from kernels.grouped_gemm.deepgemm import DeepGemmFp8
 from kernels.grouped_gemm.deepgemm_kernels import compile_products, products_of
+from kernels.interface.backend import BackendShape
 from kernels.triton.quantise_rows import empty_scales
 
 MISSING = (

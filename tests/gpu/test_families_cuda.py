@@ -7,9 +7,9 @@ import torch
 
 from kernels.attention.base import Attention
 from kernels.attention.flashinfer_latent import FlashInferLatentAttention
-from kernels.backends.registry import backend_class
 from kernels.backends.select import probe
 from kernels.host.hopper import on_hopper
+from kernels.interface.registry import backend_class
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.gpu.test_graph_equality_cuda import compare

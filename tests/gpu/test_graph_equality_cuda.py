@@ -15,22 +15,22 @@ import pytest
 import torch
 
 from kernels.attention import flashinfer
+from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import probe
 from kernels.host.hopper import on_hopper
 from tests.closeness import calc_diff
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from workers.config import RankConfig
-from workers.engine.scheduler import ScheduledBatch
-from workers.engine.step_sync import GRAPH_ROWS, GraphMode, StepPlan
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
-from workers.runner.forward_batch import ForwardBatch
-from workers.runner.graph_planner import GraphPlanner
 from workers.runner.graph_sizes import GraphKey
 from workers.runner.model_runner import ModelRunner
-from workers.weights.checkpoint import make_checkpoint
+from workers.step.forward_batch import ForwardBatch
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.step_sync import GRAPH_ROWS, GraphMode, StepPlan
 from workers.wire.request import EngineRequest
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from kernels.activation import Activation
 from kernels.all2all.base import MaskedInput
 from kernels.all2all.local import LocalAllToAll
-from kernels.backends.registry import backend_class
 from kernels.backends.select import probe
 from kernels.block_fp8 import quantise_blocks
 from kernels.gated_activation import gated_activation
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.deepgemm import DeepGemm
+from kernels.interface.registry import backend_class
 from kernels.routing.permute import Permutation
 from tests.closeness import calc_diff
 

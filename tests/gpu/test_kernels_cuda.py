@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
 from tests.distributed.rank_pool import GroupInfo
 from tests.distributed.test_all2all import CASES, Case, run_cases
 from tests.unit.test_kernels_attention import BATCHES, check

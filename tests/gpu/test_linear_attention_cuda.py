@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.attention.batch import AttentionBatch
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention.base import LinearStates
-from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.linear_attention.triton_delta import TritonLinearAttention
 from tests.linear_case import LinearCase
 

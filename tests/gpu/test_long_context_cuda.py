@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.attention.spec import AttentionSpec
 from kernels.backends.select import probe
+from kernels.interface.attention_spec import AttentionSpec
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.gpu_families import released_shape
 from tests.unit.test_kernels_attention import check
-from workers.engine.kv_demand import KVDemand
+from workers.kv_cache.demand import KVDemand
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from kernels.attention.flashinfer import FlashInferAttention
-from kernels.attention.kv_layout import kv_block_bytes
+from kernels.interface.kv_layout import kv_block_bytes
 from kernels.routing.placement import ExpertPlacement
 from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
+from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import load_model_config
 from workers.rank.device_memory import OutOfDeviceMemoryError
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous, start_stages
-from workers.weights.checkpoint import make_checkpoint
 from workers.weights.loader import load_weights
 from workers.weights.tensors import rank_weight_bytes
 

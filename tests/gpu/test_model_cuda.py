@@ -17,7 +17,7 @@ from tests.closeness import calc_diff
 from tests.family_cases import CASES, family_checkpoint
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.models.registry import load_model_config
-from workers.runner.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from workers.engine.sequence import Sequence, SequenceTable
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
+from workers.step.sequence import Sequence, SequenceTable
 from workers.wire.request import EngineRequest, SamplingParams
 
 pytestmark = [

@@ -17,7 +17,7 @@ from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.rank_pool import RankPool
 from tests.gpu.test_memory_cuda import GIB, MIB, crowded, free_unused
 from workers.config import RankConfig
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 from workers.wire.request import EngineRequest, RequestOutput, merge
 
 pytestmark = [

@@ -15,9 +15,9 @@ from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.rank_pool import RankPool
 from workers.config import RankConfig
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
-from workers.weights.checkpoint import make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,12 +10,12 @@ from kernels.backends.select import probe
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous
 from workers.rank.trace_step import trace_step
 from workers.trace.spans import RankTrace, StepTrace
-from workers.weights.checkpoint import make_checkpoint
 
 MISSING = probe("cuda").get("attention.flashinfer") if torch.cuda.is_available() else "needs a GPU"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.serve.open_streams import Stream, check_drain
 from tests.serve.server import JOINING, Server, running
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.group.launcher import NAMESPACE
-from cluster.group.leases import Leases
-from cluster.group.supervisor import Supervisor
+from cluster.supervisor.launcher import NAMESPACE
+from cluster.supervisor.leases import Leases
+from cluster.supervisor.supervisor import Supervisor
 
 
 class Abandoned(Supervisor):

@@ -16,7 +16,7 @@ import pytest
 from scripts.bench import qwen_tokenizer
 from tests.serve.open_streams import Stream, check_death_ends
 from tests.serve.server import Server, running
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 
 TEMPLATE = r"""
 {%- if tools -%}

@@ -18,7 +18,7 @@ import yaml
 
 from tests.serve.open_streams import Stream
 from tests.serve.server import ROOT, free_port, left_running, write_config
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 
 START_S, RECOVERY_S = 120, 90
 NUM_TOKENS = (

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.attention.fp8_pages import Fp8Pages
-from kernels.attention.kv_layout import layout_of
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import layout_of
 
 # One, a multiple of 16, and neither; 16 and 17 rows of 8 experts are both one chunk of pairs.
 SIZES = (5, 1, 16, 17)

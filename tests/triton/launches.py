@@ -73,7 +73,7 @@ def _norm(at: Inputs) -> None:
 
 def _linear_attention(at: Inputs, *, prompts: bool) -> None:
     """Rows of a projection that holds the gates too, as they are in a model; then the gated norm."""
-    from kernels.linear_attention.spec import LinearAttentionSpec
+    from kernels.interface.linear_attention_spec import LinearAttentionSpec
     from kernels.linear_attention.triton_delta import TritonLinearAttention
     from kernels.triton.gated_norm import gated_rms_norm, gated_rms_norm_fp8
 

@@ -12,7 +12,7 @@ import torch
 from kernels.attention import flashinfer_fp8
 from kernels.attention.flashinfer_fp8 import FlashInferFp8Attention
 from kernels.attention.spans import attend_span
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 from tests.triton.device import COMPILED
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs, check, check_layer
 from tests.unit.test_kernels_select import CUDA

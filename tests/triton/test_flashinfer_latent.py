@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels.attention import flashinfer_latent
 from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
 from kernels.attention.flashinfer_latent import FlashInferLatentAttention
-from kernels.attention.spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, LatentDims
 from tests.fused_latents import check, fake_flashinfer
 from tests.triton.device import COMPILED
 from tests.unit.test_kernels_attention import BATCHES

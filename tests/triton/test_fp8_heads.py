@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.attention.fp8_pages import Fp8Pages, round_heads, widen
-from kernels.attention.kv_layout import layout_of
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import layout_of
 from kernels.triton.expand_fp8 import expand_fp8
 from kernels.triton.fp8_heads import store_fp8
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.linear_attention import prompt_table
-from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.linear_attention.triton_delta import TritonLinearAttention
 from tests.closeness import calc_diff
 from tests.linear_case import BATCHES, SPECS, LinearCase, check, recurrence

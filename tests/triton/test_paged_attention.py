@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.attention.base import AttentionBatch, GraphForm
-from kernels.attention.spec import AttentionSpec
 from kernels.attention.triton_paged import TritonPagedAttention
+from kernels.interface.attention_spec import AttentionSpec
 from tests.in_turn import in_turn
 from tests.triton.device import COMPILED, DEVICE, compiled_only
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs, check, check_layer

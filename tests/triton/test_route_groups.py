@@ -8,7 +8,7 @@ import torch
 from kernels.triton.route_groups import route_groups
 from tests.triton.device import COMPILED, DEVICE
 from workers.layers.router import choose_in_groups
-from workers.models.specs import RouterSpec
+from workers.specs.model import RouterSpec
 
 V3 = RouterSpec(
     top_k=8,

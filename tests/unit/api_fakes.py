@@ -17,9 +17,9 @@ from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
 from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
 from cluster.errors import BadRequestError
-from cluster.group.status import GroupStatus
 from cluster.metrics.snapshot import Snapshot
-from workers.weights.checkpoint import make_checkpoint
+from cluster.supervisor.status import GroupStatus
+from workers.models.checkpoint import make_checkpoint
 from workers.wire.request import RequestOutput, SamplingParams, TokenLogprobs
 
 MODEL = "tiny/model"

@@ -8,9 +8,10 @@ from typing import Any, ClassVar
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import engine_client, supervisor
-from cluster.group.engine_client import EngineClient
-from cluster.group.supervisor import Supervisor
+from cluster.client import engine_client
+from cluster.client.engine_client import EngineClient
+from cluster.supervisor import supervisor
+from cluster.supervisor.supervisor import Supervisor
 from tests.unit.ray_fakes import FakeHandle, FakeRank, fake_group, phalanx_config, until
 from workers.wire.request import SamplingParams
 

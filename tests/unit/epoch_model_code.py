@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from cluster.group.engine_client import EngineClient
-from cluster.group.open_request import OpenRequest
-from cluster.group.suspects import Suspects
+from cluster.client.engine_client import EngineClient
+from cluster.client.open_request import OpenRequest
+from cluster.client.suspects import Suspects
 from workers.engine.engine import Engine
-from workers.engine.step_sync import PlanConfig, Vote, decide
 from workers.rank.fence import Fence, StaleEpochError
+from workers.step.step_sync import PlanConfig, Vote, decide
 from workers.wire.inbox import Inbox, InboxSender
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 from workers.wire.token_stream import TokenReceiver, TokenSender

@@ -10,15 +10,16 @@ import numpy as np
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from workers.sampling.grammar import Grammar, GrammarCompiler
-from workers.sampling.grammar_bitmask import GrammarBitmasks
-from workers.sampling.token_sampling import SamplingBatch, sample_tokens
-from workers.weights.checkpoint import (
+from workers.models.checkpoint import (
     SPECIAL_TOKENS,
     byte_tokenizer,
     generation_config,
     save_tokenizer,
 )
+from workers.sampling.grammar_bitmask import GrammarBitmasks
+from workers.sampling.grammar_compiler import GrammarCompiler
+from workers.sampling.token_sampling import SamplingBatch, sample_tokens
+from workers.step.grammar import Grammar
 from workers.wire.request import SamplingParams
 
 VOCAB_SIZE = 512  # more than the tokenizer has

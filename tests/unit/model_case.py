@@ -10,19 +10,19 @@ from kernels.all2all.local import LocalAllToAll
 from kernels.attention.base import Attention
 from kernels.attention.latent import LatentAttention
 from kernels.attention.sdpa import SdpaAttention
-from kernels.backends.registry import backend_class
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.base import GroupedGemm
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
+from kernels.interface.registry import backend_class
 from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.triton_delta import HEAD_DIMS
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
-from workers.engine.kv_caches import allocate_kv_caches
+from workers.kv_cache.caches import allocate_kv_caches
+from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import load_model_config, model_class
-from workers.models.specs import ModelConfig
-from workers.runner.forward_batch import ForwardBatch
-from workers.weights.checkpoint import make_checkpoint
+from workers.specs.model import ModelConfig
+from workers.step.forward_batch import ForwardBatch
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 

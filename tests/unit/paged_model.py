@@ -4,7 +4,8 @@ import random
 
 import numpy as np
 
-from workers.engine.scheduler import ScheduledBatch, Scheduler
+from workers.scheduler.scheduler import Scheduler
+from workers.step.scheduled_batch import ScheduledBatch
 
 VOCAB = 7  # few tokens, so that equal prefixes come about by themselves too
 

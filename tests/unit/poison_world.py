@@ -8,15 +8,15 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.group.open_request import OpenRequest
-from cluster.group.suspects import Suspects, turn
+from cluster.client.open_request import OpenRequest
+from cluster.client.suspects import Suspects, turn
 from kernels.pending import Pending
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import PlanConfig
 from workers.engine.vote_transport import LocalVoteTransport
-from workers.runner.step_output import StepOutput
+from workers.scheduler.scheduler import Scheduler
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import PlanConfig
 from workers.wire.request import RequestOutput, SamplingParams
 
 RANKS = (0, 1)

@@ -9,9 +9,9 @@ from typing import Any
 import ray.exceptions
 
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.group.group import Group
-from cluster.group.placement import PlacementError, RankLocation
-from kernels.backends.config import KernelsConfig
+from cluster.supervisor.group import Group
+from cluster.supervisor.placement import PlacementError, RankLocation
+from kernels.interface.config import KernelsConfig
 from kernels.routing.placement import STANDBY
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous

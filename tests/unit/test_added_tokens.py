@@ -17,7 +17,8 @@ from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
 from scripts.bench import gpu_serving, qwen_tokenizer
 from tests.unit.api_fakes import Api, FakeBackend, tiny_checkpoint
 from tests.unit.test_tool_parsers import CALL, ROME, TOOLS, tag
-from workers.sampling.grammar import Grammar, GrammarCompiler
+from workers.sampling.grammar_compiler import GrammarCompiler
+from workers.step.grammar import Grammar
 
 TAGS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 THOUGHT = "<think>\nHm {\n</think>\n\n"

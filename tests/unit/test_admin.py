@@ -16,7 +16,7 @@ from cluster.config.changes import RESTART, SCALE, ChangeRefusedError, changed_c
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.errors import BadRequestError
-from cluster.group import supervisor
+from cluster.supervisor import supervisor
 from tests.unit.api_fakes import Api, assert_error, tiny_checkpoint
 from tests.unit.client_scene import run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until

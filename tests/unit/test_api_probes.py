@@ -8,7 +8,7 @@ import pytest
 
 from cluster.api.routes.readiness import PROBE_PRIORITY
 from cluster.errors import EngineDeadError
-from cluster.group.status import GroupStatus
+from cluster.supervisor.status import GroupStatus
 from tests.unit.api_fakes import MODEL, Api, FakeBackend, assert_error, tiny_tokenizer
 
 READY = ["/ready", "/health", "/ping"]

@@ -9,10 +9,10 @@ from kernels.pending import Pending
 from workers.config import SchedulerConfig
 from workers.engine import arrivals
 from workers.engine.engine import Engine
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import PlanConfig
 from workers.engine.vote_transport import LocalVoteTransport
-from workers.runner.step_output import StepOutput
+from workers.scheduler.scheduler import Scheduler
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
 
 

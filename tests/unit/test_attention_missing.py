@@ -13,11 +13,11 @@ from cluster.commands import check as checking
 from cluster.config.examples import CONFIGS
 from cluster.config.load import load_config
 from kernels.attention import flashinfer, flashinfer_modules
-from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
 from kernels.host.cuda_environment import add_own_programs
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
 from workers.rank.backend_choice import slow_attention
 
 

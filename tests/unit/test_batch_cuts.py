@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels.attention.batch import AttentionBatch
 from tests.unit.model_case import BLOCK_SIZE, make_batch
-from workers.runner.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch
 from workers.ubatch.batch_cuts import cut, ubatch_rows
 
 Facts = tuple[int, int, int, list[int]]

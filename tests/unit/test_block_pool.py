@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from workers.engine.block_pool import BlockPool, chain_keys, root_key
+from workers.kv_cache.block_pool import BlockPool, chain_keys, root_key
 
 NUM_BLOCKS = 6
 

@@ -16,8 +16,8 @@ from cluster.commands.check import CheckReport, check, render
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from tests.distributed import deep_ep_fake
+from workers.models.checkpoint import QUANTIZATIONS, Quantization, make_checkpoint
 from workers.runner.graph_sizes import GraphsUnavailableError
-from workers.weights.checkpoint import QUANTIZATIONS, Quantization, make_checkpoint
 
 GPUS = ["cluster.device=cuda", "cluster.ranks=2", "model.dtype=bfloat16"]
 

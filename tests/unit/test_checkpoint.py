@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from workers.weights.checkpoint import byte_tokenizer, make_checkpoint
+from workers.models.checkpoint import byte_tokenizer, make_checkpoint
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "models" / "demo"
 SMALL = {

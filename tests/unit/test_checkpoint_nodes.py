@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.group.checkpoint_nodes import CheckpointNodesError, spread
+from cluster.supervisor.checkpoint_nodes import CheckpointNodesError, spread
 from tests.unit.ray_fakes import FakeHandle
 from workers.config import ModelSection
 from workers.rank.checkpoint_holder import CheckpointHolder

@@ -14,8 +14,8 @@ from cluster.cli import app
 from cluster.commands import check as checking
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import json_schema
+from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import load_model_config
-from workers.weights.checkpoint import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from ray.exceptions import ActorDiedError
 
+from cluster.client import engine_client
 from cluster.errors import EngineDeadError
-from cluster.group import engine_client
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
 from tests.unit.ray_fakes import rank_config, until
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS, error_of

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.api.app import create_app
 from cluster.api.settings import ApiSettings
-from cluster.group.open_request import OpenRequest
+from cluster.client.open_request import OpenRequest
 from tests.unit import ray_fakes
 from tests.unit.api_fakes import IM_END, prompt_logprobs, tiny_tokenizer, token_logprobs
 from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import Fp8Gemm
+from workers.models.checkpoint import QUANTIZATIONS
 from workers.models.registry import load_model_config
-from workers.weights.checkpoint import QUANTIZATIONS
+from workers.specs.quantization import parse_quantization
 from workers.weights.loader import CheckpointError
-from workers.weights.quantization import parse_quantization
 from workers.weights.tensors import stores_fp8_experts
 
 torch.set_num_threads(1)

@@ -12,7 +12,8 @@ from kernels.attention.base import GraphForm
 from kernels.backends.select import Choice, Selection
 from tests.unit.test_step_sync import rows, vote
 from workers.config import SchedulerConfig
-from workers.engine.step_sync import ForwardMode, GraphMode, PlanConfig, StepPlan, decide
+from workers.overlap.epoch_ubatches import ubatch_graphs
+from workers.overlap.policy import never
 from workers.runner import cuda_graphs
 from workers.runner.graph_sizes import (
     GraphKey,
@@ -22,8 +23,7 @@ from workers.runner.graph_sizes import (
     mixed_sizes,
 )
 from workers.runner.model_runner import ModelRunner
-from workers.ubatch.epoch_ubatches import ubatch_graphs
-from workers.ubatch.policy import never
+from workers.step.step_sync import ForwardMode, GraphMode, PlanConfig, StepPlan, decide
 
 
 @pytest.mark.parametrize("max_rows", [*range(1, 70), 96, 100, 128, 200, 256, 500, 512, 1000, 1024])

@@ -12,8 +12,8 @@ import pytest
 
 from kernels.host.links import HostNetwork
 from workers.engine.datagram_vote import _HEADER, _ROWS, DatagramVoteTransport
-from workers.engine.step_sync import AbortedError, LockstepError
 from workers.parallel import ParallelDims
+from workers.step.step_sync import AbortedError, LockstepError
 
 PATIENT_S = 30.0
 

@@ -12,10 +12,10 @@ import torch
 
 from kernels.all2all import deepep
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.registry import backend_class
 from kernels.backends.select import BackendChoiceError, Selection
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.registry import backend_class
 from tests.distributed import deep_ep_fake
 
 QWEN = BackendShape(

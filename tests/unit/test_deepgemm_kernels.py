@@ -8,9 +8,9 @@ from typing import Any, Self
 import pytest
 import torch
 
-from kernels.backends.backend import BackendShape
 from kernels.grouped_gemm import deepgemm_kernels
 from kernels.grouped_gemm.deepgemm_kernels import Product, compile_products, products_of, spread
+from kernels.interface.backend import BackendShape
 
 PRODUCTS = [Product(0, 128, 256, rows, True) for rows in (64, 128)]
 

@@ -18,9 +18,9 @@ from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
 from workers.layers.linear import linear
+from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import FAMILIES as FAMILY_NAMES
 from workers.models.registry import load_model_config
-from workers.weights.checkpoint import make_checkpoint
 from workers.weights.slots import BlockSlot
 from workers.weights.tensors import fp8_parameters, rank_weight_bytes
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.group import group, launcher, lost_nodes, placement, supervisor
-from cluster.group.launcher import RankLauncher
+from cluster.supervisor import group, launcher, lost_nodes, placement, supervisor
+from cluster.supervisor.launcher import RankLauncher
 from kernels.routing.placement import STANDBY
 from tests.unit.ray_fakes import rank_config, until
 from tests.unit.test_rebuild import Scene, run

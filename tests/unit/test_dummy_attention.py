@@ -12,15 +12,15 @@ import torch
 from kernels.attention.base import Attention
 from kernels.attention.dummy import DummyAttention
 from kernels.attention.sdpa import SdpaAttention
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 from workers.config import RankConfig
-from workers.engine.scheduler import ScheduledBatch
+from workers.models.checkpoint import make_checkpoint
 from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous
 from workers.runner.model_runner import ModelRunner
-from workers.weights.checkpoint import make_checkpoint
+from workers.step.scheduled_batch import ScheduledBatch
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
 

@@ -12,11 +12,12 @@ from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.engine.scheduler import ScheduledBatch, Scheduler
-from workers.engine.state_snapshots import StateSnapshots
-from workers.engine.step_sync import FIELD_NAMES, PlanConfig, Vote
 from workers.engine.vote_transport import LocalVoteTransport
-from workers.runner.step_output import StepOutput
+from workers.kv_cache.state_snapshots import StateSnapshots
+from workers.scheduler.scheduler import Scheduler
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import FIELD_NAMES, PlanConfig, Vote
 from workers.wire.request import EngineRequest, SamplingParams
 
 BLOCK, MAX_LEN = 4, 40

@@ -7,7 +7,7 @@ from kernels.pending import Pending
 from tests.unit.test_engine import TIMEOUT_S, CountingRunner, Group, ThreadVotes, asynchronous
 from workers.engine.engine import Engine
 from workers.runner.graph_sizes import GraphSizes
-from workers.runner.step_output import StepOutput
+from workers.step.step_output import StepOutput
 
 __all__ = ["asynchronous"]  # a fixture
 

@@ -6,9 +6,9 @@ import logging
 import pytest
 from ray.exceptions import ActorDiedError
 
+from cluster.client.engine_client import EngineClient
 from cluster.errors import EngineDeadError
-from cluster.group import supervisor
-from cluster.group.engine_client import EngineClient
+from cluster.supervisor import supervisor
 from tests.unit.client_scene import PARAMS, OfFakes, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeHandle, phalanx_config, until
 

@@ -5,8 +5,8 @@ import threading
 from tests.unit.test_engine import CountingRunner, ThreadVotes
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import PlanConfig
+from workers.scheduler.scheduler import Scheduler
+from workers.step.step_sync import PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.group.open_request import OpenRequest
+from cluster.client.open_request import OpenRequest
 from tests.unit.epoch_model import State, first_state, moves
 from tests.unit.epoch_model_code import CACHES
 from workers.engine.engine import Engine

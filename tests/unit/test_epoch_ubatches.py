@@ -9,14 +9,14 @@ import torch
 
 from kernels.all2all.allgather import AllGatherAllToAll
 from workers.config import OverlapConfig
-from workers.engine.kv_demand import KVDemand
-from workers.engine.step_sync import ForwardMode, GraphMode
+from workers.kv_cache.demand import KVDemand
+from workers.overlap import epoch_ubatches
+from workers.overlap.epoch_ubatches import EpochUbatches
+from workers.overlap.policy import OverlapPolicy
+from workers.overlap.rank_overlap import RankOverlap
 from workers.parallel import ParallelDims
 from workers.runner.graph_sizes import GraphKey, GraphSizes
-from workers.ubatch import epoch_ubatches
-from workers.ubatch.epoch_ubatches import EpochUbatches
-from workers.ubatch.policy import OverlapPolicy
-from workers.ubatch.rank_overlap import RankOverlap
+from workers.step.step_sync import ForwardMode, GraphMode
 
 SIZES = GraphSizes((1, 2, 8), (16, 256))
 BYTES = 100  # of a graph
@@ -62,7 +62,7 @@ def make_epoch(overlap: RankOverlap, *, mode: Any = "auto", sm_choices: Any = ()
     selection: Any = SimpleNamespace(all2all=SimpleNamespace(name="allgather"))
     context: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
     whole: Any = SimpleNamespace(all2all=None)
-    made = EpochUbatches(overlap, config, selection, context, whole)
+    made = EpochUbatches(overlap, config, selection, context, whole, lambda value: [value])
     assert len(made._backends) == (2 if overlap.may_cut else 0)
     return made
 

@@ -18,16 +18,16 @@ from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint, l
 from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch
 from workers.layers.norm import RMSNorm
+from workers.models.checkpoint import make_checkpoint, released_layout
+from workers.models.checkpoint_weights import checkpoint_tensors
 from workers.models.registry import (
     FAMILIES,
     ModelConfigError,
     load_model_config,
     parse_model_config,
 )
-from workers.models.specs import ModelConfig
-from workers.weights.checkpoint import make_checkpoint, released_layout
+from workers.specs.model import ModelConfig
 from workers.weights.checkpoint_files import CheckpointError
-from workers.weights.checkpoint_weights import checkpoint_tensors
 from workers.weights.initial_weights import draw_weights
 from workers.weights.slots import WeightSlot
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.commands.check_memory import rank_rows
-from kernels.attention.kv_layout import group_layers, kv_block_bytes, layout_of
+from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from tests.distributed.engine_harness import rank_config
 from tests.family_cases import VARIANTS, family_checkpoint
 from tests.published_configs import PUBLISHED

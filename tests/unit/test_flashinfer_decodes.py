@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kernels.attention import flashinfer
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.attention.flashinfer_decodes import Pages, chunk_pages, few_are_even
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 from tests.unit.test_kernels_select import CUDA
 
 

@@ -13,7 +13,7 @@ from kernels.attention.flashinfer import NEW_PROMPT_ROWS, FlashInferAttention
 from kernels.attention.flashinfer_decodes import Decodes, Pages, Shape
 from kernels.attention.flashinfer_graphs import GraphPlans
 from kernels.attention.flashinfer_plans import EagerPlans
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
 
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.5)
 OTHER = AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from kernels.attention.batch import Shape
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.engine.scheduler import ScheduledBatch
-from workers.engine.sequence import Sequence, SequenceTable
 from workers.runner.batch_builder import OF_STATES, OF_WINDOWS, ForwardBatchBuilder, _Staging
-from workers.runner.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import Sequence, SequenceTable
 from workers.wire.request import EngineRequest, SamplingParams
 
 CPU = torch.device("cpu")

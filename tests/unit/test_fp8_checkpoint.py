@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from kernels.activation import Activation
 from kernels.backends import select
-from kernels.backends.config import KernelsConfig
 from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
 from kernels.grouped_gemm.base import Biases
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
+from kernels.interface.config import KernelsConfig
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.test_kernels_select import CUDA

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention.fp8_pages import ONE_SIDE, Fp8Pages, power_of_two, round_heads, widen
-from kernels.attention.kv_layout import PagedFp8Heads, PagedHeads, layout_of
-from kernels.attention.spec import AttentionSpec
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import PagedFp8Heads, PagedHeads, layout_of
 
 SPEC = AttentionSpec(4, 2, 8, 0.35, fp8_cache=True)
 

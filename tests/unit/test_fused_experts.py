@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from kernels.routing.placement import ExpertPlacement
 from tests.family_cases import SIZES, VARIANTS, family_checkpoint, load_reference
 from tests.unit.model_case import OneRank, make_batch
+from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import model_class
-from workers.weights.checkpoint import make_checkpoint
 from workers.weights.loader import CheckpointError, load_weights
 
 torch.set_num_threads(1)

@@ -20,8 +20,9 @@ from tests.unit.grammar_cases import (
     tokenizer_folder,
     wide_tokenizer,
 )
-from workers.sampling.grammar import GRAMMAR_FAILED, Grammar, GrammarCompiler
 from workers.sampling.grammar_bitmask import GrammarBitmasks
+from workers.sampling.grammar_compiler import GrammarCompiler
+from workers.step.grammar import GRAMMAR_FAILED, Grammar
 
 torch.set_num_threads(1)
 NUM_SCHEMAS = 300

@@ -4,12 +4,12 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.distributed.engine_harness import make_request, rank_config
-from workers.engine.step_sync import LockstepError
+from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.sampling.grammar_bitmask import PendingBitmask
-from workers.weights.checkpoint import make_checkpoint
+from workers.step.step_sync import LockstepError
 
 
 @pytest.fixture

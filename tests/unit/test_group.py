@@ -8,9 +8,9 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from cluster.group import failures, group
-from cluster.group.failures import failure_message
-from kernels.backends.registry import SEAMS, backend_class
+from cluster.supervisor import failures, group
+from cluster.supervisor.failures import failure_message
+from kernels.interface.registry import SEAMS, backend_class
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
 from workers.rank.actor import PeerFailedError, RankFailedError
 from workers.stats.versions import rank_versions

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from cluster.group.heartbeat import CHECKS, Heartbeats, HungRankError
+from cluster.supervisor.heartbeat import CHECKS, Heartbeats, HungRankError
 from tests.unit.ray_fakes import FakeHandle, FakeRank
 from workers.rank.rank_info import Pulse
 

@@ -18,11 +18,11 @@ from cluster.commands import download
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.group.group import Group
+from cluster.supervisor.group import Group
 from tests.unit.hub_server import HubRepository, HubServer
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, rank_config
 from workers import hub
-from workers.weights.checkpoint import make_checkpoint
+from workers.models.checkpoint import make_checkpoint
 from workers.weights.files import read_headers
 
 REPOSITORY = Path(__file__).parents[2]

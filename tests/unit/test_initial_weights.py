@@ -13,7 +13,7 @@ from cluster.cli import app
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from workers.models.registry import load_model_config
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import CheckpointError, load_weights
 from workers.weights.slots import Progress, SlottedModel, WeightSlot

@@ -17,9 +17,9 @@ from cluster.commands.stop_signals import StopSignals
 from cluster.config.examples import DEMO
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
-from cluster.group import supervisor
-from cluster.group.group import GroupHealth
 from cluster.ingress import ingress
+from cluster.supervisor import supervisor
+from cluster.supervisor.group import GroupHealth
 from workers.rank.process_group import host_store
 
 

@@ -8,11 +8,11 @@ import pytest
 from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB
 from tests.unit.test_engine_async import BLOCK, Run
-from workers.engine.state_snapshots import StateSnapshots
-from workers.engine.step_sync import AbortedError
+from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
-from workers.runner.step_output import StepOutput
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import AbortedError
 from workers.wire.request import EngineRequest, SamplingParams
 
 NUM_BLOCKS = 22

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from kernels.attention.base import Attention, AttentionBatch
 from kernels.attention.fp8_pages import Fp8Pages, round_heads, widen
-from kernels.attention.kv_layout import layout_of
 from kernels.attention.native import NativeAttention
 from kernels.attention.sdpa import CALL_COST, SdpaAttention, length_groups
-from kernels.attention.spec import AttentionSpec
 from kernels.backends.select import probe
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.kv_layout import layout_of
 from tests.closeness import calc_diff
 
 NUM_LAYERS = 2

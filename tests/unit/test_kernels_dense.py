@@ -11,7 +11,7 @@ from workers.layers.linear import linear
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, norm_and_rotate
 from workers.layers.router import route_tokens
-from workers.models.specs import RouterSpec
+from workers.specs.model import RouterSpec
 
 pytestmark = pytest.mark.skipif(native_unavailable() is not None, reason=str(native_unavailable()))
 

@@ -7,11 +7,11 @@ import torch
 
 from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.attention.flashinfer import WORKSPACE_BYTES
-from kernels.backends.backend import BackendShape
 from kernels.backends.memory import BackendMemory, backend_memory
-from kernels.backends.registry import backend_class
 from kernels.backends.select import Choice, Selection
-from kernels.linear_attention.spec import LinearAttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from kernels.interface.registry import backend_class
 
 GPU = BackendShape(
     device="cuda",

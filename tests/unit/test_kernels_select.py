@@ -9,16 +9,16 @@ import torch
 
 from kernels.all2all.base import AllToAll
 from kernels.attention.base import Attention
-from kernels.attention.spec import AttentionSpec
 from kernels.backends import select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.context import BackendContext
-from kernels.backends.registry import SEAMS, backend_class
 from kernels.backends.select import BackendChoiceError
 from kernels.grouped_gemm.base import GroupedGemm
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.context import BackendContext
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from kernels.interface.registry import SEAMS, backend_class
 from kernels.linear_attention.base import LinearAttention
-from kernels.linear_attention.spec import LinearAttentionSpec
 from kernels.routing.placement import ExpertPlacement
 
 HEADS_OF_96 = AttentionSpec(4, 2, 96, 1.0)

@@ -8,26 +8,26 @@ import pytest
 import torch
 
 from kernels.attention.base import Attention
-from kernels.attention.kv_layout import (
+from kernels.attention.native import NativeAttention
+from kernels.attention.sdpa import SdpaAttention
+from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.kv_layout import (
     KVGroup,
     PagedHeads,
     group_layers,
     kv_block_bytes,
     layout_of,
 )
-from kernels.attention.native import NativeAttention
-from kernels.attention.sdpa import SdpaAttention
-from kernels.attention.spec import AttentionSpec, LatentDims
-from kernels.backends.registry import ATTENTION, backend_class
+from kernels.interface.registry import ATTENTION, backend_class
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.unit.model_case import BLOCK_SIZE, OneRank, make_batch, small_checkpoint
 from tests.unit.test_kernels_select import CPU
-from workers.engine.kv_caches import allocate_kv_caches
+from workers.kv_cache.caches import allocate_kv_caches
 from workers.models.registry import load_model_config
-from workers.models.specs import ModelConfig
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
+from workers.specs.model import ModelConfig
 
 ATTENTIONS = [backend_class("attention", name) for name in ATTENTION]
 WIDE, NARROW = AttentionSpec(8, 4, 16, 0.25), AttentionSpec(4, 1, 8, 0.35)

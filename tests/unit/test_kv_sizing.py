@@ -9,8 +9,8 @@ from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
 from workers.config import CacheConfig
-from workers.engine.kv_demand import KVDemand
-from workers.engine.step_sync import GraphMode
+from workers.kv_cache.demand import KVDemand
+from workers.models.checkpoint import make_checkpoint
 from workers.rank import kv_sizing
 from workers.rank.kv_sizing import (
     OwnBytes,
@@ -20,7 +20,7 @@ from workers.rank.kv_sizing import (
     split_memory,
 )
 from workers.runner.graph_sizes import GraphSizes
-from workers.weights.checkpoint import make_checkpoint
+from workers.step.step_sync import GraphMode
 
 POOL, WHOLE, UBATCHED, OTHERS = 1000, 10, 30, 7
 

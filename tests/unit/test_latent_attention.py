@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from cluster.commands.check_memory import rank_rows
 from kernels.attention import latent
-from kernels.attention.kv_layout import PagedLatents, group_layers, kv_block_bytes, layout_of
 from kernels.attention.latent import LatentAttention, merge_partial, partial_attention
-from kernels.attention.spec import AttentionSpec, LatentDims
 from kernels.backends.select import BackendChoiceError
+from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.kv_layout import PagedLatents, group_layers, kv_block_bytes, layout_of
 from tests.distributed.engine_harness import rank_config
 from tests.family_cases import family_checkpoint
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from cluster.group.launcher import RankLauncher
-from cluster.group.placement import RankLocation
+from cluster.supervisor.launcher import RankLauncher
+from cluster.supervisor.placement import RankLocation
 from tests.unit.ray_fakes import rank_config
 
 

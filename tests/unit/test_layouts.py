@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from cluster.group import lost_nodes, roster
-from cluster.group.placement import PlacementError, resized
-from cluster.group.roster import Roster
-from kernels.backends.config import KernelsConfig
+from cluster.supervisor import lost_nodes, roster
+from cluster.supervisor.placement import PlacementError, resized
+from cluster.supervisor.roster import Roster
+from kernels.interface.config import KernelsConfig
 from tests.unit.ray_fakes import FakeHandle, FakeLauncher, FakeRank, rank_config
 from workers.config import RankConfig
 

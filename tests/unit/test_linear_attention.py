@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.backends.registry import LINEAR_ATTENTION, backend_class
 from kernels.backends.select import probe
+from kernels.interface.registry import LINEAR_ATTENTION, backend_class
 from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.chunks import MAX_CHUNK, Chunks
 from kernels.linear_attention.torch_chunked import TorchLinearAttention

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.sequence import Sequence, SequenceTable
-from workers.runner.step_output import StepOutput
 from workers.sampling import logprobs as logprobs_module
 from workers.sampling.logprobs import PromptLogprobs, token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
+from workers.step.sequence import Sequence, SequenceTable
+from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from cluster.commands import console_logs
 from cluster.errors import EngineDeadError
 from cluster.metrics.metrics import IngressMetrics
 from tests.unit.api_fakes import Api, FakeBackend, tiny_tokenizer
-from workers.stats.log import JsonFormatter, TextFormatter
+from workers.log import JsonFormatter, TextFormatter
 from workers.stats.stats import EngineStats
 from workers.stats.stats_line import stats_fields, stats_line
 
@@ -77,7 +77,7 @@ def test_exceptions_are_told(formatter):
 def test_levels_are_ours_and_libraries_only_warn(level, expected):
     script = f"""
 import logging, sys
-from workers.stats.log import set_up_logging
+from workers.log import set_up_logging
 set_up_logging("early", "debug", "text")
 set_up_logging("p", {level!r}, "json")
 log = logging.getLogger("workers.x")

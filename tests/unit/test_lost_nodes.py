@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from cluster.group import group, lost_nodes, placement
+from cluster.supervisor import group, lost_nodes, placement
 from tests.unit.ray_fakes import until
 from tests.unit.test_rebuild import Scene, run
 

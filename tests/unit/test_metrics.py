@@ -8,11 +8,11 @@ from typing import get_args
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.group.status import GroupState, GroupStatus, Rebuild
 from cluster.metrics.metrics import FAMILIES, GAUGES, IngressMetrics
 from cluster.metrics.ranks import COUNTERS, HISTOGRAMS
 from cluster.metrics.ranks import GAUGES as RANK_GAUGES
 from cluster.metrics.snapshot import SnapshotTotals, add
+from cluster.supervisor.status import GroupState, GroupStatus, Rebuild
 from tests.unit.api_fakes import Api, assert_error
 from workers.stats.stats import EngineStats
 

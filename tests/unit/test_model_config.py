@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from workers.models.registry import ModelConfigError, load_model_config, weight_map
-from workers.models.specs import ModelConfig, MoeSpec
+from workers.models.registry import ModelConfigError, load_model_config
+from workers.specs.model import ModelConfig, MoeSpec, weight_map
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -8,7 +8,7 @@ import torch
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, build_rope_table
 from workers.layers.router import route_tokens
-from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
+from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
 from workers.weights.slots import WeightSlot
 
 torch.set_num_threads(1)
@@ -66,6 +66,7 @@ def config_of(rope: RopeSpec, head_dim: int) -> ModelConfig:
         dtype="float32",
         eos_token_ids=(),
         quantization=None,
+        weight_entries=lambda config: iter(()),
     )
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
-from workers.models.registry import load_model_config, weight_map
-from workers.models.specs import ModelConfig
+from workers.models.registry import load_model_config
+from workers.specs.model import ModelConfig, weight_map
 from workers.weights import reader as weight_reader
 from workers.weights.files import read_headers
 from workers.weights.loader import CheckpointError, load_weights

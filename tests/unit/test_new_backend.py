@@ -7,17 +7,18 @@ import pytest
 import torch
 
 from kernels.all2all.local import LocalAllToAll
-from kernels.backends import registry, select
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.context import BackendContext
+from kernels.backends import select
 from kernels.backends.memory import backend_memory
 from kernels.backends.ubatch import build_ubatch_backends
+from kernels.interface import registry
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.context import BackendContext
 from kernels.routing.placement import ExpertPlacement
 from tests.unit.test_kernels_select import CPU
 from workers.config import OverlapConfig
-from workers.ubatch.cache import software
-from workers.ubatch.policy import configured
+from workers.overlap.cache import software
+from workers.overlap.policy import configured
 
 
 class Toy(LocalAllToAll):

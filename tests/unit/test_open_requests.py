@@ -9,9 +9,9 @@ from kernels.pending import Pending
 from workers.config import SchedulerConfig
 from workers.engine.engine import LOAD_INTERVAL_STEPS, Engine
 from workers.engine.open_requests import OpenRequests
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import PlanConfig
-from workers.runner.step_output import StepOutput
+from workers.scheduler.scheduler import Scheduler
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import PlanConfig
 from workers.wire.request import MAX_EXPECTED_OUTPUT, EngineRequest, SamplingParams
 
 

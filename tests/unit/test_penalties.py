@@ -14,11 +14,11 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from workers.engine.sequence import Sequence, SequenceTable
 from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
+from workers.step.sequence import Sequence, SequenceTable
 from workers.wire.request import EngineRequest, SamplingParams
 
 torch.set_num_threads(1)

@@ -2,8 +2,14 @@
 
 import pytest
 
-from cluster.group.placement import PlacementError, RankLocation, check_gpus, verify, visible_gpus
-from kernels.backends.config import KernelsConfig
+from cluster.supervisor.placement import (
+    PlacementError,
+    RankLocation,
+    check_gpus,
+    verify,
+    visible_gpus,
+)
+from kernels.interface.config import KernelsConfig
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 
 

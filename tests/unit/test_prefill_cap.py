@@ -12,11 +12,11 @@ from tests.unit.test_engine import CountingRunner, ThreadVotes
 from tests.unit.test_scheduler import make, request, step
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
-from workers.engine.prefill_cap import FLOOR_TOKENS, PrefillCap
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import PlanConfig
 from workers.engine.vote_transport import LocalVoteTransport
-from workers.runner.step_output import StepOutput
+from workers.scheduler.prefill_cap import FLOOR_TOKENS, PrefillCap
+from workers.scheduler.scheduler import Scheduler
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import PlanConfig
 from workers.wire.request import EngineRequest, SamplingParams
 
 MOST = 8192

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from tests.unit.paged_model import VOCAB, PagedModel
 from workers.config import SchedulerConfig
-from workers.engine.block_pool import chain_keys, root_key
-from workers.engine.scheduler import MAX_HELD_BACK, Scheduler
-from workers.engine.state_snapshots import StateSnapshots
-from workers.runner.step_output import StepOutput
+from workers.kv_cache.block_pool import chain_keys, root_key
+from workers.kv_cache.state_snapshots import StateSnapshots
+from workers.scheduler.scheduler import MAX_HELD_BACK, Scheduler
+from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 BLOCK = 4

@@ -20,9 +20,9 @@ from cluster.commands.stop_signals import StopSignals
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from kernels.attention.flashinfer import FlashInferAttention
-from kernels.backends.registry import ATTENTION, backend_class
 from kernels.backends.select import BackendChoiceError
 from kernels.grouped_gemm.deepgemm import DeepGemm
+from kernels.interface.registry import ATTENTION, backend_class
 from workers.models.registry import load_model_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -211,7 +211,7 @@ def test_a_supervisor_that_an_ingress_creates_during_the_end_is_ended_too(
     ended, named = [], ["own"]  # the supervisor that Ray has under the name
     monkeypatch.setattr("ray.shutdown", lambda: ended.append("ray"))
     monkeypatch.setattr(start, "lost_ray_process", lambda: None)
-    monkeypatch.setattr("cluster.group.supervisor.find", lambda config: named[0])
+    monkeypatch.setattr("cluster.supervisor.supervisor.find", lambda config: named[0])
 
     def stop(successor: str | None) -> list[str]:
         subject = _start(SimpleNamespace(done=lambda: True))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import group
-from cluster.group.group import Group
-from cluster.group.heartbeat import STAGE_FACTOR
+from cluster.supervisor import group
+from cluster.supervisor.group import Group
+from cluster.supervisor.heartbeat import STAGE_FACTOR
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
 from workers.rank.actor import RankFailedError
 

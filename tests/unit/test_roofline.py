@@ -9,9 +9,10 @@ from cluster.bench.roofline import Hardware, floor_of, kind_floors, step_floor, 
 from cluster.bench.step_work import LayerKind, StepPart, StepShape, step_work
 from scripts.bench.gpu_serving_report import kinds_table
 from scripts.bench.released_shapes import model_folder
-from workers.models.registry import load_model_config, weight_map
-from workers.weights.quantization import Fp8Quantization
-from workers.weights.weight_map import Fp8Form, Scaling
+from workers.models.registry import load_model_config
+from workers.specs.model import weight_map
+from workers.specs.quantization import Fp8Quantization
+from workers.specs.weight_map import Fp8Form, Scaling
 
 QWEN3 = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
 EXPERT = 3 * 2048 * 768

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from cluster.group.placement import PlacementError, wait_ready
-from cluster.group.room import bundle, node_rooms, suffices, table
-from kernels.backends.config import KernelsConfig
+from cluster.supervisor.placement import PlacementError, wait_ready
+from cluster.supervisor.room import bundle, node_rooms, suffices, table
+from kernels.interface.config import KernelsConfig
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 
 
@@ -120,7 +120,7 @@ def test_ranks_with_room_are_waited_for(
     nodes = [node("1", 8)]
     wanted = config(8, 1)
     found = node_rooms(wanted, nodes, free_of(nodes, n1=taken))
-    monkeypatch.setattr("cluster.group.placement.rooms", lambda config: found)
+    monkeypatch.setattr("cluster.supervisor.placement.rooms", lambda config: found)
     group = FakePlacementGroup(ready_at)
     wait_ready(wanted, group, 60.0)
     assert group.waits == waits
@@ -140,7 +140,7 @@ def test_a_shortage_is_an_error_within_ten_seconds(
     nodes = [node("1", gpus)]
     wanted = config(8, 1)
     found = node_rooms(wanted, nodes, free_of(nodes, n1=taken))
-    monkeypatch.setattr("cluster.group.placement.rooms", lambda config: found)
+    monkeypatch.setattr("cluster.supervisor.placement.rooms", lambda config: found)
     group = FakePlacementGroup(99)
     with pytest.raises(PlacementError, match=expected):
         wait_ready(wanted, group, 600.0)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import group, lost_nodes, roster
-from cluster.group.placement import PlacementError
+from cluster.supervisor import group, lost_nodes, roster
+from cluster.supervisor.placement import PlacementError
 from kernels.routing.placement import STANDBY
 from tests.unit.ray_fakes import FakeRank, rank_config, until
 from tests.unit.test_rebuild import Scene, run

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.group.router import CHUNK, LEAD, Router
+from cluster.client.router import CHUNK, LEAD, Router
 
 ROOM = 1_000_000  # tokens: nothing is forgotten
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workers.layers.router import route_tokens
-from workers.models.specs import RouterSpec
+from workers.specs.model import RouterSpec
 
 torch.set_num_threads(1)
 

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.config import SchedulerConfig
-from workers.engine.block_pool import chain_keys, root_key
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import ForwardMode
-from workers.runner.step_output import StepOutput
+from workers.kv_cache.block_pool import chain_keys, root_key
+from workers.scheduler.scheduler import Scheduler
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import ForwardMode
 from workers.wire.request import EngineRequest, SamplingParams
 
 BLOCK = 4

@@ -19,6 +19,7 @@ from kernels.host.cuda_environment import (
 from kernels.linear_attention.base import LinearAttention, LinearStates
 from workers.config import RankConfig
 from workers.models.causal_lm import CausalLM
+from workers.models.checkpoint import make_checkpoint
 from workers.parallel import ParallelDims
 from workers.rank import process_group
 from workers.rank.device_memory import OutOfDeviceMemoryError, memory_for
@@ -28,7 +29,6 @@ from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
 from workers.rank.warm_up import DENSE_TOKENS, few_first, warm_up_sizes
 from workers.rank.warm_up_steps import WarmUpSteps
-from workers.weights.checkpoint import make_checkpoint
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 64, 100, 2048, 8192, 8193])

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.unit.test_prefix_cache import PROMPT, Server
-from workers.engine.state_snapshots import independent
-from workers.runner.step_output import StepOutput
+from workers.kv_cache.state_snapshots import independent
+from workers.step.step_output import StepOutput
 
 
 def test_a_state_is_kept_where_a_prompt_ends_and_where_two_part():

@@ -10,14 +10,15 @@ import torch
 from kernels.routing.expert_load import ExpertLoad, LoadSample
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.config import SchedulerConfig
-from workers.engine.scheduler import ScheduledBatch, Scheduler
-from workers.engine.sequence import Sequence
-from workers.engine.step_sync import GraphMode, StepPlan
-from workers.runner.step_output import RunTimes, StepOutput
+from workers.scheduler.scheduler import Scheduler
 from workers.stats.histogram import Histogram
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
 from workers.stats.stats import EXPERT_LOAD_EVERY, EngineStats, HostTimes
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import Sequence
+from workers.step.step_output import RunTimes, StepOutput
+from workers.step.step_sync import GraphMode, StepPlan
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.commands.top_table import duration
-from cluster.group.status import GroupStatus
+from cluster.supervisor.status import GroupStatus
 from tests.unit.test_metrics import rebuilding
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.step_sync import (
+from workers.step.step_sync import (
     GraphMode,
     LockstepError,
     PlanConfig,

@@ -8,10 +8,10 @@ from unittest.mock import ANY
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import group, leases, supervisor
-from cluster.group.leases import LEASE_S, SUCCESSOR_S, Leases
-from cluster.group.status import GroupHealth
-from cluster.group.supervisor import Supervisor
+from cluster.supervisor import group, leases, supervisor
+from cluster.supervisor.leases import LEASE_S, SUCCESSOR_S, Leases
+from cluster.supervisor.status import GroupHealth
+from cluster.supervisor.supervisor import Supervisor
 from tests.unit.ray_fakes import (
     FakeHandle,
     FakeRank,

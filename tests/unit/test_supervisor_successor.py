@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from cluster.group import supervisor
-from cluster.group.leases import SUCCESSOR_S, Leases
+from cluster.supervisor import supervisor
+from cluster.supervisor.leases import SUCCESSOR_S, Leases
 from tests.unit.ray_fakes import FakeRank, fake_group, phalanx_config, until
 from tests.unit.test_supervisor import Clock, OfFakes, end, run
 

@@ -4,8 +4,8 @@ from statistics import mean
 
 import pytest
 
-from cluster.group.open_request import OpenRequest
-from cluster.group.suspects import MAX_EXCUSES, Suspects
+from cluster.client.open_request import OpenRequest
+from cluster.client.suspects import MAX_EXCUSES, Suspects
 from tests.unit.poison_world import World
 from workers.engine import arrivals
 from workers.wire.request import RequestOutput, SamplingParams

@@ -12,8 +12,8 @@ import torch
 from tests.distributed.engine_harness import make_request
 from tests.token_judge import TokenJudge, deficits, steep_routers, transformers_reference
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.engine.sequence import Sequence, SequenceTable
 from workers.sampling.sampler import Sampler
+from workers.step.sequence import Sequence, SequenceTable
 from workers.wire.request import EngineRequest
 
 NUM_PROMPTS, NEW_TOKENS = 12, 8

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from tests.distributed.engine_harness import rank_config
-from workers.engine.scheduler import ScheduledBatch
+from workers.models.checkpoint import make_checkpoint
 from workers.rank import trace_step
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.runner.model_runner import ModelRunner
+from workers.step.scheduled_batch import ScheduledBatch
 from workers.trace import recorder as span_recorder
 from workers.trace.recorder import SpanRecorder
-from workers.weights.checkpoint import make_checkpoint
 
 LAYERS = 2
 IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])

@@ -8,12 +8,9 @@ from kernels.all2all.allgather import AllGatherAllToAll
 from kernels.all2all.local import LocalAllToAll
 from kernels.all2all.shm import ShmAllToAll
 from workers.config import OverlapConfig
-from workers.engine.step_sync import ForwardMode
-from workers.stats import versions
-from workers.stats.versions import OURS
-from workers.ubatch import tuning as overlap_tuning
-from workers.ubatch.cache import cache_path, load_policy, save_policy, software
-from workers.ubatch.policy import (
+from workers.overlap import tuning as overlap_tuning
+from workers.overlap.cache import cache_path, load_policy, save_policy, software
+from workers.overlap.policy import (
     OverlapPolicy,
     Sample,
     configured,
@@ -21,7 +18,10 @@ from workers.ubatch.policy import (
     threshold,
     with_measured,
 )
-from workers.ubatch.tuning import best_comm_sms, tune
+from workers.overlap.tuning import best_comm_sms, tune
+from workers.stats import versions
+from workers.stats.versions import OURS
+from workers.step.step_sync import ForwardMode
 
 DECODE, EXTEND, MIXED, IDLE = (
     ForwardMode.DECODE,

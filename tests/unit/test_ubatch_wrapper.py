@@ -19,7 +19,7 @@ from tests.unit.model_case import (
     make_batch,
     small_checkpoint,
 )
-from workers.runner.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch
 from workers.ubatch.wrapper import UBatchWrapper, alternate, sm_split
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from kernels.backends import select
-from kernels.backends.config import KernelsConfig
-from kernels.backends.unavailable import Unavailable
+from kernels.interface.config import KernelsConfig
+from kernels.interface.unavailable import Unavailable
 from tests.unit.test_kernels_select import CUDA
 
 probed: list[str] = []

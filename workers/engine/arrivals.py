@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable
 
 from workers.engine.messages import Abort, AbortIngress, CompiledRequest, Message, Refusal
 from workers.engine.open_requests import OpenRequests
-from workers.engine.scheduler import Scheduler
-from workers.engine.sequence import Sequence
-from workers.sampling.grammar import Compiled, GrammarCompiler
+from workers.sampling.grammar_compiler import Compiled, GrammarCompiler
+from workers.scheduler.scheduler import Scheduler
 from workers.stats.request_times import RequestTimer
+from workers.step.sequence import Sequence
 from workers.wire.request import EngineRequest, RequestOutput
 
 BEGIN_S = 0.02

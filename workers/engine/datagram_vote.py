@@ -23,9 +23,9 @@ import numpy as np
 from kernels.host.links import HostNetwork
 from kernels.host.readable import Readable
 from kernels.host.shm import SharedMemoryGroup
-from workers.engine.step_sync import AbortedError, LockstepError
 from workers.engine.vote_transport import AbortableVote, SharedMemoryVoteTransport
 from workers.parallel import ParallelDims
+from workers.step.step_sync import AbortedError, LockstepError
 
 _HEADER = struct.Struct("<8s4q")  # secret, epoch, kind, number of the vote, rank of the sender
 _ROWS, _ASK, _ALIVE = range(

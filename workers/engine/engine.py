@@ -19,9 +19,16 @@ from typing import Literal
 from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
-from workers.engine.prefill_cap import PrefillCap
-from workers.engine.scheduler import ScheduledBatch, Scheduler
-from workers.engine.step_sync import (
+from workers.overlap.policy import OverlapPolicy, never
+from workers.runner.graph_sizes import GraphSizes
+from workers.runner.model_runner import ModelRunner
+from workers.sampling.grammar_compiler import GrammarCompiler
+from workers.scheduler.prefill_cap import PrefillCap
+from workers.scheduler.scheduler import Scheduler
+from workers.stats.stats import EngineStats, HostTimes
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import (
     HEALTHY,
     AbortedError,
     ForwardMode,
@@ -34,12 +41,6 @@ from workers.engine.step_sync import (
     decide,
     gather_reasons,
 )
-from workers.runner.graph_sizes import GraphSizes
-from workers.runner.model_runner import ModelRunner
-from workers.runner.step_output import StepOutput
-from workers.sampling.grammar import GrammarCompiler
-from workers.stats.stats import EngineStats, HostTimes
-from workers.ubatch.policy import OverlapPolicy, never
 from workers.wire.request import EngineRequest, RequestOutput
 
 logger = logging.getLogger(__name__)

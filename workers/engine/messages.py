@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from workers.sampling.grammar import Compiled
+from workers.sampling.grammar_compiler import Compiled
 from workers.wire.request import EngineRequest
 
 

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from kernels.host.shm import SharedMemoryGroup
-from workers.engine.step_sync import AbortedError, LockstepError
+from workers.step.step_sync import AbortedError, LockstepError
 
 
 class AbortableVote(ABC):

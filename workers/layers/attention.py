@@ -13,7 +13,7 @@ from kernels.backends.select import Backends
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
 from workers.layers.rope import norm_and_rotate
-from workers.models.specs import GqaSpec
+from workers.specs.model import GqaSpec
 
 
 class AttentionBlock:

@@ -16,7 +16,7 @@ from kernels.block_fp8 import BLOCK, BlockWeights, Fp8Rows
 from kernels.fused import FusedKernels
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear, takes_fp8
-from workers.models.specs import DeltaNetSpec
+from workers.specs.model import DeltaNetSpec
 
 
 class DeltaNetBlock:

@@ -13,7 +13,7 @@ from kernels.backends.select import Backends
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
 from workers.layers.rope import apply_rope
-from workers.models.specs import LatentSpec
+from workers.specs.model import LatentSpec
 
 
 class LatentAttentionBlock:

@@ -10,7 +10,7 @@ import torch
 from kernels.block_fp8 import Fp8Rows
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import activated, linear
-from workers.models.specs import MlpSpec, SharedExpertSpec
+from workers.specs.model import MlpSpec, SharedExpertSpec
 
 
 class MlpBlock:

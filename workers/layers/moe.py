@@ -17,8 +17,8 @@ from workers.layers.builder import LayerBuilder
 from workers.layers.linear import linear
 from workers.layers.mlp import SharedExpert
 from workers.layers.router import route_tokens
-from workers.models.specs import MoeSpec
-from workers.runner.forward_batch import ForwardBatch
+from workers.specs.model import MoeSpec
+from workers.step.forward_batch import ForwardBatch
 
 ExpertWeights = Any  # torch.Tensor or BlockWeights, by the grouped product
 

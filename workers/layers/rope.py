@@ -14,7 +14,7 @@ import torch
 
 from kernels.fused import fused_kernels
 from workers.layers.norm import RMSNorm
-from workers.models.specs import GqaSpec, LatentSpec, ModelConfig
+from workers.specs.model import GqaSpec, LatentSpec, ModelConfig
 
 
 def build_rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
 from workers.layers.linear import linear
-from workers.models.specs import RouterSpec
+from workers.specs.model import RouterSpec
 
 
 def route_tokens(

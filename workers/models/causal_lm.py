@@ -29,8 +29,8 @@ from workers.layers.linear import linear
 from workers.layers.mlp import MlpBlock
 from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
-from workers.models.specs import DeltaNetSpec, LatentSpec, LayerSpec, ModelConfig, MoeSpec
-from workers.runner.forward_batch import ForwardBatch
+from workers.specs.model import DeltaNetSpec, LatentSpec, LayerSpec, ModelConfig, MoeSpec
+from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, parameter_of, slot_of
 from workers.weights.tensors import fp8_parameters, rank_weights
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from kernels.activation import Activation
 from workers.models.rope_config import PARTIAL, is_number, parse_partial_rotary, parse_rope
-from workers.models.specs import (
+from workers.specs.model import (
     DTYPES,
     DtypeName,
     GqaSpec,
@@ -20,8 +20,9 @@ from workers.models.specs import (
     ModelConfig,
     MoeSpec,
     RopeSpec,
+    WeightEntries,
 )
-from workers.weights.quantization import parse_quantization
+from workers.specs.quantization import parse_quantization
 
 # Keys that do not change what a forward computes: training, bookkeeping, output switches, tokens.
 # fmt: off
@@ -64,12 +65,17 @@ class ConfigReader:
     """
 
     def __init__(
-        self, raw: Mapping[str, Any], defaults: Mapping[str, Any], generation: Mapping[str, Any]
+        self,
+        raw: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        generation: Mapping[str, Any],
+        weight_entries: WeightEntries,
     ):
         self.problems: list[str] = []
         self._raw = raw
         self._defaults = defaults
         self._generation = generation
+        self._weight_entries = weight_entries
         self._read = set(HARMLESS_KEYS)
         self._fixed = dict(FIXED_VALUES)
         self._reads_layer_types = False  # the family does so itself
@@ -234,6 +240,7 @@ class ConfigReader:
             renamed=renamed,
             mxfp4=mxfp4,
             norm_offset=norm_offset,
+            weight_entries=self._weight_entries,
         )
         self.ignore("quantization_config", "eos_token_id")
         for key, value in self._raw.items():

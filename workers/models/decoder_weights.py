@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from workers.models.delta_net_weights import delta_net_weights
-from workers.models.specs import (
+from workers.specs.model import (
     DeltaNetSpec,
     GqaSpec,
     LatentSpec,
@@ -16,7 +16,7 @@ from workers.models.specs import (
     ModelConfig,
     MoeSpec,
 )
-from workers.weights.weight_map import WeightEntry, WeightKind
+from workers.specs.weight_map import WeightEntry, WeightKind
 
 Weights = Iterator[WeightEntry]
 

@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from kernels.attention.spec import LatentDims
+from kernels.interface.attention_spec import LatentDims
 from workers.models.config_reader import ConfigReader
 from workers.models.rope_config import mscale
-from workers.models.specs import (
+from workers.specs.model import (
     GqaSpec,
     LatentSpec,
     LayerSpec,

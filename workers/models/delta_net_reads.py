@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from kernels.linear_attention.spec import LinearAttentionSpec
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers.models.config_reader import ConfigReader
-from workers.models.specs import (
+from workers.specs.model import (
     DeltaNetSpec,
     GqaSpec,
     LayerSpec,

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from kernels.linear_attention.spec import LinearAttentionSpec
-from workers.models.specs import DeltaNetSpec
-from workers.weights.weight_map import WeightEntry, WeightKind
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from workers.specs.model import DeltaNetSpec
+from workers.specs.weight_map import WeightEntry, WeightKind
 
 
 def delta_net_weights(

@@ -3,17 +3,15 @@
 Configs are read without torch; a family's model is imported when a rank builds it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from workers.models.config_reader import ConfigReader, ModelConfigError, read_json
-from workers.models.specs import ModelConfig
-from workers.weights.weight_map import QUANTISABLE, WeightEntry
+from workers.specs.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -77,24 +75,12 @@ def parse_model_config(
             f"{where}: architectures is {architectures!r}; supported: {[family.architecture]!r}"
         )
     text_part = getattr(family.config, "text_part", dict)
-    read = ConfigReader(text_part(raw), family.config.DEFAULTS, generation)
+    source = family.config
+    read = ConfigReader(text_part(raw), source.DEFAULTS, generation, source.weight_map)
     config: ModelConfig = family.config.read_config(read)
     if read.problems:
         raise ModelConfigError(f"{where}: " + "; ".join(read.problems))
     return config
-
-
-@lru_cache(maxsize=4)  # benchmarks compare a few configs
-def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
-    """Return every tensor of the checkpoint but scales, in the order of the forward."""
-    entries: Iterator[WeightEntry] = FAMILIES[config.model_type].config.weight_map(config)
-    quantization = config.quantization
-    if quantization is None:
-        return tuple(entries)
-    return tuple(
-        entry._replace(fp8=quantization.form(entry.name)) if entry.kind in QUANTISABLE else entry
-        for entry in entries
-    )
 
 
 def model_class(config: ModelConfig) -> type[Any]:

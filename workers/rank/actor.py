@@ -22,14 +22,14 @@ from kernels.host.shm import PeerLeftError
 from kernels.routing.placement import STANDBY
 from workers import hub
 from workers.config import RankConfig
-from workers.engine.step_sync import LockstepError
+from workers.log import set_up_logging
 from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.network import address_on, bind_to_address
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
-from workers.stats.log import set_up_logging
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.stats.versions import rank_versions
+from workers.step.step_sync import LockstepError
 from workers.trace.spans import RankTrace
 from workers.weights.checkpoint_copy import CopyAddress
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts

@@ -5,13 +5,13 @@ from functools import partial
 
 import torch
 
-from kernels.backends.backend import BackendShape
-from kernels.backends.config import KernelsConfig
-from kernels.backends.registry import ATTENTION, backend_class
 from kernels.backends.select import Selection
+from kernels.interface.backend import BackendShape
+from kernels.interface.config import KernelsConfig
+from kernels.interface.registry import ATTENTION, backend_class
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
 from workers.weights.tensors import experts_with_row_scales, fp8_not_kept, stores_fp8_experts
 
 SLOWER_THAN_FLASHINFER = "Steps will be slower than with it"

@@ -14,24 +14,22 @@ from dataclasses import replace
 import torch
 
 from kernels.attention.dummy import DummyAttention
+from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.memory import backend_memory
 from kernels.backends.select import Backends
-from kernels.host.links import HostNetwork
-from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
 from workers.engine.datagram_vote import DatagramVoteTransport
 from workers.engine.engine import Engine, Publish
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import PlanConfig, compare_settings
 from workers.engine.vote_transport import (
     AbortableVote,
     LocalVoteTransport,
     SharedMemoryVoteTransport,
 )
 from workers.models.causal_lm import CausalLM
+from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group
 from workers.rank.device_memory import free_unused, memory_for
 from workers.rank.epoch_runner import RunnerMaker
-from workers.rank.network import address_on, address_towards
+from workers.rank.peers import Peers, meet
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import (
     GRAPHS,
@@ -44,11 +42,11 @@ from workers.rank.rank_info import (
 )
 from workers.rank.warm_up import few_first, warm_up_sizes
 from workers.rank.warm_up_steps import bind_beside
-from workers.runner.graph_planner import GraphPlanner
 from workers.runner.graph_sizes import GraphSizes, graphs_off, graphs_to_capture
 from workers.runner.model_runner import ModelRunner
+from workers.scheduler.scheduler import Scheduler
 from workers.stats.stats import EngineStats
-from workers.ubatch.epoch_ubatches import EpochUbatches
+from workers.step.step_sync import PlanConfig
 
 logger = logging.getLogger(__name__)
 
@@ -88,17 +86,17 @@ class Epoch:
         self.seconds: dict[str, float] = {}
         self.closed = self.failed = False
         self.graph_sizes = GraphSizes()
-        self._shared_memory: SharedMemoryGroup | None = None
-        self._network: HostNetwork | None = None
+        self._peers = Peers(process.warm)
         self._vote: AbortableVote
         self._attention_compiled: Future[None] | None = None
         self._graph_bytes = 0
         self._closing = ExitStack()
-        self._left = left or threading.Event()
         process.enter(self)
         try:
             with self._timed("process group"):
-                self._meet(timeout_s)
+                self._peers = meet(
+                    process, rendezvous, timeout_s, left or threading.Event(), self._closing
+                )
             with self._timed("all-to-all"):
                 self._build_backends()
         except BaseException:
@@ -106,64 +104,23 @@ class Epoch:
             self.close()
             raise
 
-    def _meet(self, timeout_s: float) -> None:
-        """Join the process group; compare settings; take the KV blocks that peers of earlier epochs have measured."""
-        process, self._warm = self.process, self.process.warm
-        if process.dims.alone:
-            return
-        with memory_for("the ranks' group"):
-            self._closing.callback(process_group.leave)
-            process_group.join(
-                self.rendezvous, process.rank, process.dims, process.device, timeout_s, self._left
-            )
-        sizes = process.num_blocks, process.num_snapshots
-        found = process_group.gather_objects((process.settings(), process.warm, sizes))
-        settings, warm, of_ranks = zip(*found, strict=True)
-        compare_settings(settings)
-        self._warm = all(warm)
-        process.take_sizes(*max(of_ranks))
-        self._shared_memory = self._share_memory()
-        self._network = HostNetwork(
-            address=self._address(),
-            timeout_s=process.config.vote_timeout_s,
-            hang_timeout_s=process.config.hang_timeout_s,
-        )
-
-    def _address(self) -> str:
-        """Return the address of this host for the ranks of other hosts."""
-        network = self.process.config.network
-        return address_on(network) if network else address_towards(self.rendezvous.host)
-
-    def _share_memory(self) -> SharedMemoryGroup | None:
-        """Return the memory of the ranks of this host, for votes and the all-to-all; None where it is unavailable."""
-        process, dims = self.process, self.process.dims
-        if shared_memory_unavailable():
-            return None
-        node = dims.node(process.rank)
-        shared = SharedMemoryGroup(
-            f"{self.rendezvous.name}-{node}",
-            dims.local_rank(process.rank),
-            dims.ranks_per_node,
-            first_rank=dims.ranks_of_node(node).start,
-            slot_bytes=process.selection.all2all_class.shared_memory_slots(process.shape),
-            timeout_s=process.config.vote_timeout_s,
-            left=self._left,
-        )
-        self._closing.callback(shared.close)
-        return shared
-
     def _build_backends(self) -> None:
         process, config = self.process, self.process.config
         takes = backend_memory(
             process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
         )
-        context = process.backend_context(self._shared_memory, self._network)
+        context = process.backend_context(self._peers.shared_memory, self._peers.network)
         with memory_for("the all-to-all's buffers", takes.kept):
             self.backends = process.build_backends(context)
             self._closing.callback(self.backends.all2all.close)
         with memory_for("ubatches", takes.ubatches):
             self.ubatches = EpochUbatches(
-                process.overlap, config, process.selection, context, self.backends
+                process.overlap,
+                config,
+                process.selection,
+                context,
+                self.backends,
+                process_group.gather_objects,
             )
             self._closing.callback(self.ubatches.close)
 
@@ -184,7 +141,7 @@ class Epoch:
     def load(self, progress: Progress | None = None) -> None:
         """Read the weights, in the first epoch; attention's kernels are compiled at this time."""
         process = self.process
-        if process.device.type == "cuda" and not self._warm:
+        if process.device.type == "cuda" and not self._peers.warm:
             with memory_for("attention's workspace"):
                 self._attention_compiled = bind_beside(self.backends.attention, process.caches(1))
         process.load(progress)
@@ -198,7 +155,7 @@ class Epoch:
         Attention's kernels take longest. They are compiled in the background while DummyAttention takes their place.
         Few layers run in place of all, because the host takes most of the time of an eager step.
         """
-        if self._warm:
+        if self._peers.warm:
             return
         max_tokens = self.process.config.scheduler.max_num_batched_tokens
         sizes = warm_up_sizes(max_tokens, dense=self.backends.grouped_gemm.compiles_by_rows)
@@ -243,7 +200,7 @@ class Epoch:
                 self.ubatches.bind(process.kv_caches)
             self.runner, self.scheduler = self.make(process.num_blocks, pool=process.pool)
             self._closing.callback(self.runner.close)
-            if not self._warm:
+            if not self._peers.warm:
                 num_tokens = min(64, process.config.scheduler.max_num_batched_tokens)
                 process.pace.begin(num_tokens * process.dims.num_ranks)
                 steps.prefill(self.runner, self.scheduler, num_tokens)
@@ -320,7 +277,7 @@ class Epoch:
         dims, rank = self.process.dims, self.process.rank
         if dims.alone:
             return LocalVoteTransport()
-        shared, network = self._shared_memory, self._network
+        shared, network = self._peers.shared_memory, self._peers.network
         if dims.on_one_host and shared is not None:
             return SharedMemoryVoteTransport(shared)
         assert network is not None, "a group of several ranks has met"
@@ -352,8 +309,8 @@ class Epoch:
             self.engine.discard_outputs()  # before the waits end
         if "_vote" in vars(self):
             self._vote.abort()
-        if self._shared_memory is not None:
-            self._shared_memory.abort()
+        if self._peers.shared_memory is not None:
+            self._peers.shared_memory.abort()
         if "ubatches" in vars(self):
             self.ubatches.abort()
         if "backends" in vars(self):
@@ -373,7 +330,7 @@ class Epoch:
         self._closing.close()
         for name in _HELD:
             vars(self).pop(name, None)
-        self._shared_memory = None
+        self._peers.shared_memory = None
         free_unused(self.process.device)
 
     def _keep_blocks(self) -> None:

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from kernels.attention.base import Attention
 from kernels.backends.select import Backends
-from workers.engine.block_pool import BlockPool
-from workers.engine.scheduler import Scheduler
+from workers.kv_cache.block_pool import BlockPool
 from workers.models.causal_lm import CausalLM
+from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
 from workers.rank.kv_sizing import (
@@ -20,7 +20,7 @@ from workers.rank.process import RankProcess
 from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
-from workers.ubatch.epoch_ubatches import EpochUbatches
+from workers.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

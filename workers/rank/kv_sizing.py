@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from workers.config import FEW_SNAPSHOTS, CacheConfig
-from workers.engine.kv_demand import KVDemand
-from workers.engine.scheduler import Scheduler
+from workers.kv_cache.demand import KVDemand
 from workers.rank.device_memory import memory_for, size
 from workers.rank.warm_up_steps import WarmUpSteps
 from workers.runner.graph_sizes import GraphSizes
 from workers.runner.model_runner import ModelRunner
+from workers.scheduler.scheduler import Scheduler
 
 _MARGIN = 1.1  # factor on the measured bytes of graphs
 

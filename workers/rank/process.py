@@ -15,29 +15,29 @@ import torch
 
 from kernels.all2all.unbound import UnboundAllToAll
 from kernels.attention.dummy import DummyAttention
-from kernels.attention.kv_layout import KVGroup, kv_block_bytes
 from kernels.backends import select
-from kernels.backends.context import BackendContext
 from kernels.host.cache_folder import use_cache_folder
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
+from kernels.interface.context import BackendContext
+from kernels.interface.kv_layout import KVGroup, kv_block_bytes
 from kernels.linear_attention.base import LinearStates
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
-from workers.engine.block_pool import BlockPool
-from workers.engine.kv_caches import allocate_kv_caches
-from workers.engine.kv_demand import KVDemand
-from workers.engine.prefill_cap import PrefillCap
-from workers.engine.state_snapshots import StateSnapshots
+from workers.kv_cache.block_pool import BlockPool
+from workers.kv_cache.caches import allocate_kv_caches
+from workers.kv_cache.demand import KVDemand
+from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.models.causal_lm import CausalLM
 from workers.models.registry import load_model_config, model_class
-from workers.models.specs import ModelConfig
+from workers.overlap.rank_overlap import RankOverlap
 from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
 from workers.rank.device_memory import memory_for
 from workers.rank.rank_info import Progress, RankInfo
-from workers.sampling.grammar import GrammarCompiler
+from workers.sampling.grammar_compiler import GrammarCompiler
+from workers.scheduler.prefill_cap import PrefillCap
+from workers.specs.model import ModelConfig
 from workers.stats.pace import Pace
-from workers.ubatch.rank_overlap import RankOverlap
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights
 from workers.weights.tensors import rank_weight_bytes

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from workers.overlap.policy import PHASES
 from workers.rank.epoch import Epoch
-from workers.runner.forward_batch import ForwardBatch
 from workers.runner.model_runner import ModelRunner
+from workers.step.forward_batch import ForwardBatch
 from workers.trace.recorder import Recording, SpanRecorder
 from workers.trace.spans import RankTrace, StepTrace
-from workers.ubatch.policy import PHASES
 
 # Recordings of whole forwards, and of forwards in ubatches.
 Found = tuple[list[Recording], list[Recording]]

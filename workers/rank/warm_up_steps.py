@@ -10,11 +10,11 @@ import torch
 
 from kernels.attention.base import Attention
 from workers.config import SchedulerConfig
-from workers.engine.scheduler import Scheduler
-from workers.engine.step_sync import StepPlan
 from workers.parallel import ParallelDims
 from workers.runner.model_runner import ModelRunner
 from workers.sampling.logprobs import MAX_LOGITS_ROWS
+from workers.scheduler.scheduler import Scheduler
+from workers.step.step_sync import StepPlan
 from workers.wire.request import EngineRequest, SamplingParams
 
 logger = logging.getLogger(__name__)

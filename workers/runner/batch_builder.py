@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from kernels.attention.batch import Axis
-from workers.engine.scheduler import ScheduledBatch
-from workers.engine.sequence import SequenceTable
-from workers.runner.forward_batch import ForwardBatch, resolve_pending
+from workers.step.forward_batch import ForwardBatch, resolve_pending
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import SequenceTable
 
 OF_WINDOWS = ("window_block_table", "window_slot_mapping")
 OF_STATES = ("state_slots",)

@@ -17,14 +17,14 @@ import torch
 
 from kernels.attention.base import GraphForm
 from kernels.attention.batch import AttentionBatch
+from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import Backends
-from workers.engine.scheduler import ScheduledBatch
-from workers.engine.step_sync import GraphMode
 from workers.models.causal_lm import CausalLM
 from workers.runner.batch_builder import ForwardBatchBuilder
-from workers.runner.forward_batch import ForwardBatch
-from workers.runner.graph_planner import GraphPlanner
 from workers.runner.graph_sizes import GraphKey, GraphSizes
+from workers.step.forward_batch import ForwardBatch
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.step_sync import GraphMode
 from workers.ubatch.wrapper import UBatchWrapper
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import torch
 
 from kernels.backends.select import Selection
 from workers.config import Auto, SchedulerConfig
-from workers.engine.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
+from workers.step.step_sync import GRAPH_ROWS, ForwardMode, GraphMode
 
 # Rows up to which a step with prompts is bound by reading weights, so that one size an octave is enough.
 FINE_MIXED_ROWS = 512

@@ -7,22 +7,22 @@ from functools import partial
 import torch
 
 from kernels.backends.select import Backends
+from kernels.host.host_copy import HostCopies, StepClock
 from kernels.pending import Pending
 from kernels.routing.expert_load import LoadSample
-from workers.engine.scheduler import ScheduledBatch
-from workers.engine.sequence import SequenceTable
-from workers.engine.state_snapshots import independent
-from workers.engine.step_sync import StepPlan
+from workers.kv_cache.state_snapshots import independent
 from workers.models.causal_lm import CausalLM
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
-from workers.runner.forward_batch import ForwardBatch
 from workers.runner.graph_sizes import GraphKey, GraphSizes
-from workers.runner.host_copy import HostCopies, StepClock
-from workers.runner.step_output import RunTimes, StepOutput
 from workers.sampling.grammar_bitmask import GrammarBitmasks, PendingBitmask
 from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
+from workers.step.forward_batch import ForwardBatch
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import SequenceTable
+from workers.step.step_output import RunTimes, StepOutput
+from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
 # hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that read the expert load.

@@ -11,8 +11,8 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
-from workers.sampling.grammar import Grammar
 from workers.sampling.token_bitmask import TokenBitmask
+from workers.step.grammar import Grammar
 
 _MAX_THREADS = 8
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.runner.host_copy import to_device
+from kernels.host.host_copy import to_device
 from workers.sampling.bad_words import BadWords, BadWordsTable
 from workers.sampling.penalties import PenalisedRows, Penalties, has_penalties
 from workers.sampling.token_bitmask import FORBIDDEN, TokenBitmask, pack_tokens

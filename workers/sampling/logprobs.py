@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.engine.sequence import Sequence
-from workers.runner.host_copy import to_device
+from kernels.host.host_copy import to_device
+from workers.step.sequence import Sequence
 from workers.wire.request import TokenLogprobs
 
 # From hidden states [N, D] to logits float32 [N, V].

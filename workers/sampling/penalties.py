@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.runner.host_copy import to_device
+from kernels.host.host_copy import to_device
 from workers.wire.request import SamplingParams
 
 

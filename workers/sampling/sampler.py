@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.engine.sequence import Sequence, SequenceTable
-from workers.runner.host_copy import to_device
+from kernels.host.host_copy import to_device
 from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.logprobs import LogprobTensors, ToHost, token_logprobs
 from workers.sampling.token_bitmask import TokenBitmask
 from workers.sampling.token_sampling import SamplingTable, sample_tokens
+from workers.step.sequence import Sequence, SequenceTable
 from workers.wire.request import TokenLogprobs
 
 

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from workers.runner.host_copy import to_device
+from kernels.host.host_copy import to_device
 
 FORBIDDEN = float("-inf")
 

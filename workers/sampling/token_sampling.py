@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from workers.runner.host_copy import to_device
+from kernels.host.host_copy import to_device
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
 from workers.sampling.token_bitmask import FORBIDDEN
 from workers.wire.request import SamplingParams

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from workers.engine.sequence import Sequence
 from workers.stats.histogram import Histogram
+from workers.step.sequence import Sequence
 from workers.wire.request import PROBE_PREFIX, RequestOutput, RequestTimes
 
 SECONDS = (

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.routing.expert_load import ExpertLoad
-from workers.engine.scheduler import ScheduledBatch, Scheduler
-from workers.engine.step_sync import ForwardMode, StepPlan
-from workers.runner.step_output import StepOutput
+from workers.scheduler.scheduler import Scheduler
 from workers.stats.histogram import Histogram
 from workers.stats.pace import Pace
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.step_output import StepOutput
+from workers.step.step_sync import ForwardMode, StepPlan
 
 STEP_PARTS = ("schedule", "vote", "prepare", "forward", "sample", "output")
 STEP_TOKENS = tuple(float(2**i) for i in range(15))

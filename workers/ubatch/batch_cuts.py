@@ -4,7 +4,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from kernels.attention.batch import AttentionBatch
-from workers.engine.step_sync import ubatch_borders
+from workers.step.step_sync import ubatch_borders
 
 Batch = TypeVar("Batch", bound=AttentionBatch)
 

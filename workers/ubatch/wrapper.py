@@ -23,10 +23,10 @@ from greenlet import greenlet
 
 from kernels.attention.base import GraphForm
 from kernels.attention.batch import AttentionBatch
+from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import Backends
 from kernels.pending import can_yield_ubatch, set_yield_ubatch
-from workers.runner.forward_batch import ForwardBatch
-from workers.runner.graph_planner import GraphPlanner
+from workers.step.forward_batch import ForwardBatch
 from workers.trace.recorder import SpanRecorder
 from workers.ubatch.batch_cuts import cut, ubatch_rows
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from workers.specs.weight_map import WeightEntry
 from workers.weights.checkpoint_files import CheckpointError
-from workers.weights.weight_map import WeightEntry
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

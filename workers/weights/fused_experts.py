@@ -8,9 +8,9 @@ E experts, N rows and K columns of an expert's matrix.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from workers.specs.weight_map import WeightEntry
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.files import StoredTensor
-from workers.weights.weight_map import WeightEntry
 
 Shape = tuple[int, ...]
 

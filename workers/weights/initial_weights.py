@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from kernels.routing.placement import ExpertPlacement
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig
+from workers.specs.weight_map import WeightEntry, WeightKind
 from workers.weights.slots import Progress, SlottedModel
 from workers.weights.tensors import rank_weights
-from workers.weights.weight_map import WeightEntry, WeightKind
 
 NUM_BYTES = 256
 LOGIT_STD = 3.0  # wide enough that the two best rarely lie within 1e-3

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from kernels.routing.placement import ExpertPlacement
-from workers.models.registry import weight_map
-from workers.models.specs import ModelConfig
+from workers.specs.model import ModelConfig, weight_map
+from workers.specs.weight_map import WeightKind, mapped_name
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.files import (
     TIED_HEAD,
@@ -24,7 +24,6 @@ from workers.weights.fused_experts import split_experts
 from workers.weights.reader import SlotSource, fill_slots
 from workers.weights.slots import Progress, SlottedModel
 from workers.weights.tensors import rank_weights
-from workers.weights.weight_map import WeightKind, mapped_name
 
 ROPE_TABLE = ".rotary_emb.inv_freq"  # old checkpoints hold it; it follows from config.json
 

@@ -7,14 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from kernels.block_fp8 import BlockWeights, dequantise, num_blocks, quantise_blocks
 from kernels.mxfp4 import dequantise_mxfp4
-from workers.layers.norm import RMSNorm
-from workers.weights.weight_map import WeightEntry, WeightKind
+from workers.specs.weight_map import WeightEntry, WeightKind
 
 Progress = Callable[[int, int], None]
 
@@ -161,6 +160,14 @@ class SlottedModel(Protocol):
     def weight_slots(self) -> Mapping[str, Slot]: ...
 
 
+@runtime_checkable
+class ScaledWeight(Protocol):
+    """A parameter that holds `load_scale` times the checkpoint's values, as norms do."""
+
+    load_scale: float
+    weight: torch.Tensor
+
+
 def parameter_of(model: Any, name: str) -> Any:
     """Return the parameter with this dotted path."""
     found = model
@@ -172,7 +179,7 @@ def parameter_of(model: Any, name: str) -> Any:
 def slot_of(model: Any, entry: WeightEntry, first_expert: int) -> Slot:
     """Return the destination of `entry` in `model`, with parameters for experts from `first_expert` on."""
     found, scale = parameter_of(model, entry.parameter), 1.0
-    if isinstance(found, RMSNorm):
+    if isinstance(found, ScaledWeight):
         scale, found = found.load_scale, found.weight
     if entry.expert is not None:
         found = found[entry.expert - first_expert]

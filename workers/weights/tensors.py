@@ -3,9 +3,8 @@
 from collections.abc import Container
 
 from kernels.routing.placement import ExpertPlacement
-from workers.models.registry import weight_map
-from workers.models.specs import DtypeName, ModelConfig
-from workers.weights.weight_map import FP8_BLOCK, Scaling, WeightEntry
+from workers.specs.model import DtypeName, ModelConfig, weight_map
+from workers.specs.weight_map import FP8_BLOCK, Scaling, WeightEntry
 
 # Parameters that `LayerBuilder.projection` allocates; all others keep the model's dtype.
 DENSE = (

@@ -15,7 +15,8 @@ from llguidance import LLMatcher
 from cluster.api.request.schema_path import SchemaPath, find_error_path
 from cluster.api.request.structured import Constraint, Node
 from cluster.errors import BadRequestError
-from workers.sampling.grammar import compile_thread, limits, plain
+from workers.sampling.grammar_compiler import compile_thread, limits
+from workers.step.grammar import plain
 
 _MAX_REMEMBERED = 64
 _MAX_MESSAGE = 500

@@ -85,10 +85,10 @@ def fail_if_poisoned(batch: Any) -> None:
 def patch_points() -> None:
     import torch
 
-    from kernels.backends.registry import backend_class
-    from workers.engine.scheduler import Scheduler
+    from kernels.interface.registry import backend_class
     from workers.layers.moe import MoeBlock
     from workers.runner.model_runner import ModelRunner
+    from workers.scheduler.scheduler import Scheduler
 
     launch = ModelRunner.launch
 

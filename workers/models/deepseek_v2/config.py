@@ -10,8 +10,8 @@ from workers.models.deepseek_reads import (
     read_latent_attention,
     read_layers,
 )
-from workers.models.specs import ModelConfig, RouterSpec
-from workers.weights.weight_map import WeightEntry
+from workers.specs.model import ModelConfig, RouterSpec
+from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them, which has none for num_experts_per_tok
     "vocab_size": 102400,

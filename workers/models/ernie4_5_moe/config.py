@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
-from workers.models.specs import (
+from workers.specs.model import (
     GqaSpec,
     LayerSpec,
     MlpSpec,
@@ -14,7 +14,7 @@ from workers.models.specs import (
     RouterSpec,
     SharedExpertSpec,
 )
-from workers.weights.weight_map import WeightEntry
+from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
     "vocab_size": 103424,

@@ -6,7 +6,7 @@ T tokens (padding included), D hidden, r rotated values of a head.
 import torch
 
 from workers.models.causal_lm import CausalLM, add_hidden
-from workers.runner.forward_batch import ForwardBatch
+from workers.step.forward_batch import ForwardBatch
 
 
 class Ernie4_5_MoeForCausalLM(CausalLM):

@@ -11,8 +11,8 @@ from workers.models.deepseek_reads import (
     read_experts,
     read_layers,
 )
-from workers.models.specs import GqaSpec, ModelConfig
-from workers.weights.weight_map import WeightEntry
+from workers.specs.model import GqaSpec, ModelConfig
+from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
     "vocab_size": 151552,

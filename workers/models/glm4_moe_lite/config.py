@@ -12,8 +12,8 @@ from workers.models.deepseek_reads import (
     read_latent_attention,
     read_layers,
 )
-from workers.models.specs import ModelConfig
-from workers.weights.weight_map import WeightEntry
+from workers.specs.model import ModelConfig
+from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
     "vocab_size": 154880,

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from kernels.activation import SWIGLU_ALPHA, SWIGLU_LIMIT
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
-from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
-from workers.weights.weight_map import WeightEntry
+from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RopeSpec, RouterSpec
+from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
     "vocab_size": 201088,

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
-from workers.models.specs import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
-from workers.weights.weight_map import WeightEntry
+from workers.specs.model import GqaSpec, LayerSpec, ModelConfig, MoeSpec, RouterSpec
+from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {  # as transformers has them
     "vocab_size": 200064,

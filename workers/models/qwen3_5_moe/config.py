@@ -15,8 +15,8 @@ from workers.models.delta_net_reads import (
     HYBRID_DEFAULTS,
     read_hybrid_layers,
 )
-from workers.models.specs import ModelConfig
-from workers.weights.weight_map import WeightEntry
+from workers.specs.model import ModelConfig
+from workers.specs.weight_map import WeightEntry
 
 DEFAULTS = {
     **HYBRID_DEFAULTS,

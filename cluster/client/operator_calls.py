@@ -1,0 +1,50 @@
+"""The calls of operators to the supervisor, by an ingress: drain, scale, restart. Knows nothing of requests."""
+
+from collections.abc import Awaitable
+from typing import Any
+
+from ray.exceptions import RayError
+
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.errors import BadRequestError, EngineDeadError
+from cluster.supervisor.failures import failure_message
+
+
+class OperatorCalls:
+    """Base of EngineClient, which sets the attributes."""
+
+    _supervisor: Any
+    _config: PhalanxConfig
+    _ingress_id: str
+    _stopping: bool
+
+    async def drain(self, timeout_s: float | None) -> None:
+        """Drain all ingresses; returns at once."""
+        limit_s = self._config.serve.drain_timeout_s if timeout_s is None else timeout_s
+        await self._change(self._supervisor.drain.remote(limit_s))
+
+    async def scale(self, num_ranks: int) -> None:
+        """Go on with another number of ranks."""
+        await self._change(self._supervisor.scale.remote(num_ranks))
+
+    async def restart(self, settings: list[str]) -> None:
+        """Replace the processes of all ranks, with these settings changed."""
+        await self._change(self._supervisor.restart.remote(settings))
+
+    async def _change(self, call: Awaitable[None]) -> None:
+        try:
+            await call
+        except ValueError as error:  # an error of the supervisor too is one of these
+            raise BadRequestError(failure_message(error)) from error
+        except RayError as error:
+            raise EngineDeadError(f"the supervisor does not answer: {error}") from error
+
+    async def drain_requested(self) -> float:
+        """Return once the server is to stop: the seconds that requests get to finish."""
+        timeout_s: float = await self._supervisor.drain_requested.remote()
+        self._stopping = True
+        return timeout_s
+
+    async def report_drained(self) -> None:
+        """Report to the supervisor that this ingress has no open request."""
+        await self._supervisor.drained.remote(self._ingress_id)

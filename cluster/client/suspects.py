@@ -1,0 +1,70 @@
+"""Finds the requests that end ranks, among the open requests of an ingress.
+
+A rank names each request that it begins. When the rank fails, each of its requests that was begun and sent no token is
+put on trial: in the next epoch its rank runs it alone among requests without a token. A token clears it. The second
+failure of a rank in the trial of one request proves the request to be poison: a rank that ended for another reason
+would have ended in the trial of this request twice. If the notice was lost with its rank, three failures in a row
+without a token put a request on trial too. Knows nothing of ranks, groups or Ray.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from operator import attrgetter
+
+from cluster.client.open_request import OpenRequest
+
+TRIAL_FAILURES = 2
+UNEXPLAINED_FAILURES = 3
+MAX_EXCUSES = 4
+
+_by_place = attrgetter("place")
+
+
+class Suspects:
+    """Counts the failures of ranks for one ingress.
+
+    excused   whether the failures of the last `judge` had a cause that is a request, as far as that can be believed:
+              a rank that fails at each request is broken itself
+    """
+
+    def __init__(self) -> None:
+        self.excused = False
+        self._excuses = 0  # since a failed rank has served a request
+
+    def judge(
+        self, requests: Iterable[OpenRequest], failed: Callable[[OpenRequest], bool]
+    ) -> list[OpenRequest]:
+        """Count the failures that ended an epoch for its open requests; return the poison.
+
+        failed   whether the rank of a request has failed
+        """
+        self.excused = False
+        poison: list[OpenRequest] = []
+        for _, of_rank in groupby(sorted(filter(failed, requests), key=_by_place), _by_place):
+            poison += self._judge_rank(list(of_rank))
+        return poison
+
+    def _judge_rank(self, requests: list[OpenRequest]) -> list[OpenRequest]:
+        """Judge the requests of one failed rank."""
+        begun = [request for request in requests if request.begun]
+        tried = [request for request in begun if request.on_trial]
+        for request in requests:
+            request.failures += 1
+            if request.begun or (not begun and request.failures >= UNEXPLAINED_FAILURES):
+                request.on_trial = True
+        for request in tried:
+            request.trial_failures += 1
+        if not all(request.fresh for request in requests):
+            self._excuses = 0
+        if tried:
+            self._excuses += 1
+            self.excused = self._excuses <= MAX_EXCUSES
+        return [request for request in tried if request.trial_failures >= TRIAL_FAILURES]
+
+
+def turn(request: OpenRequest) -> int:
+    """Return the place of a request in the order of submission to an epoch: first trials, then requests without one.
+
+    The requests with a failure in their trial are last, so that all other requests get tokens before the next one.
+    """
+    return 2 if request.trial_failures else 0 if request.on_trial else 1

@@ -1,0 +1,399 @@
+"""One group: the ranks that share a process group, with their epoch and state.
+
+A Group brings its ranks up stage by stage, rebuilds itself as a new epoch when a rank ends, and takes the ranks down.
+Knows nothing of ingresses beyond the names of their streams, and nothing of HTTP.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from cluster.errors import SHUTDOWN_REASON
+from cluster.supervisor import epoch_watch, placement
+from cluster.supervisor.change import PendingChange
+from cluster.supervisor.failures import (
+    RankDiedError,
+    checkpoint_unreadable,
+    failure_message,
+)
+from cluster.supervisor.formation import Formation, visible_gpus
+from cluster.supervisor.heartbeat import Hang, Heartbeats, HungRankError
+from cluster.supervisor.launcher import Launcher, RankHandle
+from cluster.supervisor.placement import NodeLostError, PlacementError
+from cluster.supervisor.ray_calls import result
+from cluster.supervisor.recovery import find_memberships, recover
+from cluster.supervisor.roster import Roster
+from cluster.supervisor.status import GroupHealth, GroupMembers, GroupState, GroupStatus, Rebuild
+from workers.config import RankConfig
+from workers.trace.spans import RankTrace
+
+logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S = 3.0
+STABLE_S = 5.0
+"""Seconds of service after which a failure is not counted as a result of the rebuild before."""
+CHECKPOINT_RETRY_S = 1.0
+"""Seconds between two rebuilds while the checkpoint cannot be read; they do not count as attempts."""
+GROW_S = 10.0
+"""Seconds between two looks for room, while the group has fewer ranks than configured."""
+
+
+class Group:
+    """The ranks of one process group. All methods run in the event loop of the supervisor.
+
+    name: unique among the groups of the Ray cluster.
+    hang_timeout_s: time without a sign of life after which a rank hangs, and time for a rank to leave a failed epoch;
+        a rank that takes longer gets a new process.
+    rebuild_attempts: rebuilds in a row that may fail, or serve for less than STABLE_S; 0 = a failed rank ends the
+        group.
+    standby_ranks, shrink: see Roster.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: RankConfig,
+        launcher: Launcher,
+        *,
+        start_timeout_s: float,
+        hang_timeout_s: float = 5.0,
+        rebuild_attempts: int = 0,
+        standby_ranks: int = 0,
+        shrink: bool = False,
+    ):
+        self.status = GroupStatus()
+        self._roster = Roster(
+            launcher, config, self._visible_gpus, num_standby=standby_ranks, shrink=shrink
+        )
+        self._formation = Formation(
+            name,
+            self._roster,
+            self.status,
+            start_timeout_s=start_timeout_s,
+            leave_timeout_s=hang_timeout_s,
+            new_heartbeats=self._new_heartbeats,
+        )
+        self._change = PendingChange()
+        self._hang_timeout_s = hang_timeout_s
+        self._rebuild_attempts = rebuild_attempts
+        self._num_failures = 0  # in a row
+        self._failed: set[int] = set()
+        self._heartbeats = self._new_heartbeats()
+        self._hang: Hang | None = None
+        self._serving_since = 0.0
+        self._draining = False
+        self._growing: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def _ranks(self) -> list[RankHandle]:
+        return self._roster.ranks
+
+    @property
+    def health(self) -> GroupHealth:
+        """State, epoch and error."""
+        return GroupHealth(self.status.state, self.status.epoch, self.status.error)
+
+    @property
+    def members(self) -> GroupMembers:
+        """The ranks of this epoch."""
+        return GroupMembers(
+            self.status.epoch, self._ranks, self.status.infos, frozenset(self._failed)
+        )
+
+    async def refreshed_status(self) -> GroupStatus:
+        """The status, with the progress that the ranks report now."""
+        status = self.status
+        status.vote_ages = self._heartbeats.vote_ages() if self.health.alive else []
+        if status.state in ("starting", "rebuilding"):
+            await self._formation.refresh_progress()
+        return status
+
+    async def recover(self, wanted: RankConfig | None = None) -> frozenset[str]:
+        """Take over the ranks that an earlier process of the supervisor has left; `run` comes next.
+
+        Ranks that serve go on, otherwise `run` rebuilds the group. Returns the streams that ingresses have open.
+        `wanted`: as changes in service have left it
+        """
+        actors = self._roster.find()
+        if not actors:
+            return frozenset()
+        if wanted is not None:
+            self._roster.config = self._roster.wanted = wanted
+        memberships = await find_memberships(actors, self._hang_timeout_s)
+        found = recover(memberships, self._roster.config)
+        await self._roster.recover(found.config, found.seats, actors)
+        self.status.epoch, self.status.infos = found.epoch, found.infos
+        if found.reason:
+            self._set_state("rebuilding", found.reason)
+        else:
+            await self._formation.locate()
+            self._set_serving()
+        logger.warning("found %d ranks again after a restart of the supervisor", len(found.seats))
+        return found.streams
+
+    async def run(self) -> None:
+        """Start the group and keep it serving, over any number of epochs, until it is stopped or fails."""
+        if self.health.state == "starting":
+            await self.start()
+        if self.health.state == "rebuilding":
+            await self._rebuild(self.health.error)
+        while self.health.alive:
+            failure = await self.watch()
+            if failure is not None:
+                await self._rebuild(failure)
+            elif self._change.requested:
+                await self._rebuild(self._change.reason, self._change)
+
+    async def start(self) -> None:
+        """Bring the ranks up until they serve. On an error the state is failed; after a death it may be rebuilding."""
+        try:
+            await self.prepare()
+            await self._serve()
+        except Exception as error:
+            if self.status.state == "stopped":
+                return  # stop() killed the ranks
+            # The console shows the message of a user's mistake; a traceback would hide it.
+            explained = isinstance(error, ValueError | RankDiedError)
+            level = logging.DEBUG if explained else logging.ERROR
+            logger.log(level, "start failed at stage %s", self.status.stage, exc_info=True)
+            message = f"start failed at stage {self.status.stage!r}: {failure_message(error)}"
+            if isinstance(error, RankDiedError) and self._rebuild_attempts:
+                self._set_state("rebuilding", message)
+            else:
+                self._end("failed", message)
+
+    async def prepare(self) -> None:
+        """Bring the ranks up to the point where an engine can start."""
+        launched = self._roster.launch(self._formation.start_timeout_s)
+        await self._formation.stage("placement", launched)
+        await self._formation.join()
+
+    async def trace(self, phase: str, num_tokens: int) -> list[RankTrace]:
+        """Run a step of `num_tokens` tokens on every rank, whole and in ubatches; after `prepare`."""
+        traces = self._formation.call_all("trace", phase, num_tokens)
+        return await self._formation.stage("trace", traces)
+
+    async def watch(self) -> str | None:
+        """Return when a rank has ended or hangs, because a group with a missing rank cannot take another step.
+
+        Returns the reason, or None if the group was stopped or a change of it is to begin.
+        """
+        self._heartbeats = self._new_heartbeats()
+        ended = await epoch_watch.watch(
+            self._ranks, self.status.epoch, self._heartbeats, self._change
+        )
+        self._failed, self._hang = set(), None
+        if ended is None or not self.health.alive:
+            return None
+        self._failed, self._hang = set(ended.failed), ended.hang
+        return ended.reason
+
+    async def change(
+        self, config: RankConfig, reason: str, *, anew: bool = False, avoided: Collection[int] = ()
+    ) -> None:
+        """Go on with `config` in a new epoch, which the open requests wait for; processes start before the pause.
+
+        Raises ValueError if that is impossible; the group then serves as before.
+
+        anew: replace the processes of all ranks
+        avoided: bundles in which no process starts before the pause
+        """
+        if self.status.state != "serving":
+            raise ValueError(f"the group is {self.status.state}; it can be changed while it serves")
+        with self._change.request(config, reason, anew=anew) as change:
+            try:
+                await self._roster.provide(config, anew=anew, avoided=avoided)
+            except PlacementError as error:
+                if not anew:
+                    raise
+                logger.warning("the ranks end before the new ones start: %s", error)
+            change.begin()
+            await change.done()
+
+    async def _rebuild(self, reason: str, change: PendingChange | None = None) -> None:
+        """Bring the ranks into a new epoch, until they serve or no attempt is left.
+
+        Living processes keep their weights, kernels and KV memory; a process that cannot leave the old epoch is
+        replaced. The ranks of the new epoch refuse messages of the old one, and the other way round. If a change
+        fails, the next attempt is without it.
+        """
+        began, first_reason, first_attempt = time.monotonic(), reason, True
+        before = self._roster.wanted
+        if began - self._serving_since >= STABLE_S:
+            self._num_failures = 0
+        may_try = change is not None or self._may_try()
+        while may_try and not self.health.ended:
+            self.status.epoch += 1
+            self.status.stages = [] if self._hang is None else [("detection", self._hang.seconds)]
+            self._set_state("rebuilding", reason)
+            logger.warning("rebuilding as epoch %d: %s", self.status.epoch, reason)
+            try:
+                dead = await self._replace(change)
+                if first_attempt:
+                    self._failed |= dead
+                    first_attempt = False
+                await self._formation.join()
+                if change is not None:
+                    self._roster.wanted = change.config
+                await self._serve()
+            except Exception as error:
+                if self.health.ended:
+                    return  # stop() killed the ranks
+                if isinstance(error, HungRankError):
+                    self._hang = error.hang
+                logger.debug("rebuild failed at stage %s", self.status.stage, exc_info=True)
+                failed = f"rebuild failed at stage {self.status.stage!r}: {failure_message(error)}"
+                if change is None and checkpoint_unreadable(error) and self._may_wait(began):
+                    reason = reason if reason.endswith(failed) else f"{reason}; {failed}"
+                    await asyncio.sleep(CHECKPOINT_RETRY_S)
+                    continue
+                reason += f"; {failed}"
+                if change is not None:
+                    change.fail(failed)
+                    change, self._roster.wanted = None, before
+                may_try = self._may_try() and not isinstance(error, NodeLostError)
+            else:
+                seconds = time.monotonic() - began
+                self.status.rebuilt(Rebuild(first_reason, seconds, tuple(self.status.stages)))
+                logger.warning(
+                    "serving again after %.1f s, as epoch %d", seconds, self.status.epoch
+                )
+                if change is not None:
+                    change.succeed()
+                return
+        if self.health.ended:
+            return
+        if 0 < self._rebuild_attempts < self._num_failures:
+            reason += (
+                f" (after {self._rebuild_attempts} rebuilds in a row, cluster.rebuild_attempts)"
+            )
+        self._change.fail(reason)
+        self._end("failed", reason)
+
+    async def _replace(self, change: PendingChange | None) -> set[int]:
+        """Bring the processes of the next epoch together. Returns the ranks that failed by themselves."""
+        hang, self._hang = self._hang, None
+        hung = hang.ranks if hang is not None else frozenset()
+        target = self._roster.wanted if change is None else change.config
+        anew = change is not None and change.anew
+        replaced = self._formation.replace(hung, target, anew=anew)
+        return await self._formation.stage("replacement", replaced, limited=False)
+
+    def _may_try(self) -> bool:
+        """Count a failure; return whether another rebuild is allowed."""
+        self._num_failures += 1
+        return self._num_failures <= self._rebuild_attempts
+
+    def _may_wait(self, began: float) -> bool:
+        """Return whether a rebuild that has begun then may wait for the checkpoint."""
+        return time.monotonic() - began < self._formation.start_timeout_s
+
+    async def leave_draining_nodes(self) -> float | None:
+        """Move the ranks away from nodes that Ray drains, in a new epoch, while the group serves.
+
+        Returns the seconds until the end of such a node if its ranks have no other place and the group cannot go on
+        without them, otherwise None.
+        """
+        if self.status.state != "serving":
+            return None
+        stuck, moved = await self._roster.leave_draining()
+        if stuck and not self._roster.can_leave_out(stuck):
+            return min(stuck.values())
+        if stuck or moved:
+            try:
+                await self.change(
+                    self._roster.wanted, "leaving a node that Ray drains", avoided=stuck
+                )
+            except Exception as error:  # a process that does not start fails in many ways
+                logger.warning(
+                    "the ranks stay on a node that Ray drains: %s", failure_message(error)
+                )
+        return None
+
+    def close_stream(self, stream_id: str) -> None:
+        """Let every rank forget the requests and the stream of an ingress that is gone."""
+        for rank in self._ranks:
+            rank.close_stream.remote(self.status.epoch, stream_id)
+
+    def excuse_failures(self) -> None:
+        """Note that the failures so far were due to a request: they do not count towards `rebuild_attempts`."""
+        self._num_failures = 0
+
+    def drain(self) -> None:
+        """Note that no new requests come."""
+        self._draining = True
+        if self.status.state == "serving":
+            self._set_state("draining")
+
+    async def stop(self) -> None:
+        """Stop the ranks and give back their resources."""
+        was_alive, epoch = self.health.alive, self.status.epoch
+        self._set_state("stopped", SHUTDOWN_REASON)  # before a rank ends, which is no failure now
+        self._change.fail(SHUTDOWN_REASON)
+        if was_alive:
+            done = [rank.done.remote(epoch) for rank in self._ranks]
+            self._ranks[0].stop.remote(epoch)
+            try:
+                ended = asyncio.gather(*map(result, done), return_exceptions=True)
+                await asyncio.wait_for(ended, STOP_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
+        self._kill()
+
+    async def changed(self, seen: GroupHealth) -> None:
+        """Return as soon as the health differs from `seen`."""
+        while self.health == seen:
+            await self._changed.wait()
+
+    async def _serve(self) -> None:
+        """Start the step loops; serve from then on."""
+        await self._formation.start_engines()
+        if self.health.ended:
+            return  # stop() came while the last rank answered
+        self._set_serving()
+
+    def _set_serving(self) -> None:
+        self._serving_since = time.monotonic()
+        self._set_state("draining" if self._draining else "serving")
+        self._roster.serves()
+        if self._roster.shrunk and (self._growing is None or self._growing.done()):
+            self._growing = asyncio.create_task(self._grow())
+
+    async def _grow(self) -> None:
+        """Go back to the wanted number of ranks as soon as there is room."""
+        while self._roster.shrunk:
+            await asyncio.sleep(GROW_S)
+            if self.status.state == "serving" and await self._roster.has_room_to_grow():
+                wanted = self._roster.wanted
+                try:
+                    await self.change(wanted, f"growing back to {wanted.num_ranks} ranks")
+                except Exception as error:  # a process that does not start fails in many ways
+                    logger.info("the group stays small: %s", failure_message(error))
+
+    def _visible_gpus(self, facts: dict[str, Any]) -> Sequence[int | str]:
+        """The GPUs that a process with this description is to see."""
+        return visible_gpus(self.status.locations, placement.located(-1, facts))
+
+    def _new_heartbeats(self) -> Heartbeats:
+        config = self._roster.config
+        on_cpu = config.device == "cpu"
+        return Heartbeats(config.num_ranks, self._hang_timeout_s, cpu_counts=on_cpu)
+
+    def _end(self, state: GroupState, error: str) -> None:
+        self._set_state(state, error)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._growing is not None:
+            self._growing.cancel()
+        self._roster.kill()
+
+    def _set_state(self, state: GroupState, error: str = "") -> None:
+        if state != self.status.state:
+            self.status.since = time.time()
+        self.status.state, self.status.error = state, error
+        self._changed.set()
+        self._changed = asyncio.Event()

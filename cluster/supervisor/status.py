@@ -1,0 +1,116 @@
+"""The state of a group: what ingresses act on, and what people and metrics see. Plain data."""
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from cluster.supervisor.launcher import RankHandle
+from cluster.supervisor.placement import RankLocation
+from workers.rank.rank_info import RankInfo
+
+GroupState = Literal["starting", "serving", "rebuilding", "draining", "failed", "stopped"]
+
+
+class GroupHealth(NamedTuple):
+    """The state of a group; `error` explains the states failed and stopped."""
+
+    state: GroupState
+    epoch: int
+    error: str
+
+    @property
+    def alive(self) -> bool:
+        """Whether the ranks compute: requests in flight go on."""
+        return self.state in ("serving", "draining")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the group will not serve again."""
+        return self.state in ("failed", "stopped")
+
+
+@dataclass(frozen=True)
+class GroupMembers:
+    """What an ingress needs to reach the ranks of one epoch, in rank order.
+
+    failed: the ranks that ended the epoch before, by an error of their step or as a process that had to be replaced
+    """
+
+    epoch: int
+    ranks: list[RankHandle]
+    infos: list[RankInfo]
+    failed: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """A rebuild that has ended in service.
+
+    stages  name and seconds of each stage of its last attempt, after the seconds until a hung rank was noticed
+    """
+
+    reason: str
+    seconds: float
+    stages: tuple[tuple[str, float], ...]
+
+
+@dataclass
+class GroupStatus:
+    """A group and the progress of its start or rebuild, as shown to people.
+
+    since         Unix time at which the state began
+    stages        name and seconds of each stage that ended
+    progress      done and total of the present stage; (0, 0) if unknown
+    num_rebuilds  rebuilds that ended in service
+    rebuild_s     seconds of them by stage
+    vote_ages     seconds since the last vote of each rank; 0 while a rank sleeps because the group is idle
+    """
+
+    state: GroupState = "starting"
+    epoch: int = 0
+    error: str = ""
+    since: float = field(default_factory=time.time)
+    stage: str = "placement"
+    stages: list[tuple[str, float]] = field(default_factory=list)
+    progress: tuple[int, int] = (0, 0)
+    infos: list[RankInfo] = field(default_factory=list)
+    locations: list[RankLocation] = field(default_factory=list)
+    num_rebuilds: int = 0
+    last_rebuild: Rebuild | None = None
+    rebuild_s: dict[str, float] = field(default_factory=dict)
+    vote_ages: list[float] = field(default_factory=list)
+
+    def rebuilt(self, rebuild: Rebuild) -> None:
+        """Count a rebuild."""
+        self.num_rebuilds += 1
+        self.last_rebuild = rebuild
+        for name, seconds in rebuild.stages:
+            self.rebuild_s[name] = self.rebuild_s.get(name, 0.0) + seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of `/ready` and `phalanx status`; seconds are rounded to milliseconds."""
+        going_up = self.state in ("starting", "rebuilding")
+        last = self.last_rebuild
+        return {
+            "state": self.state,
+            "epoch": self.epoch,
+            "since": round(self.since, 3),
+            "seconds": round(max(0.0, time.time() - self.since), 3),
+            "error": self.error,
+            "stage": self.stage if going_up else "",
+            "progress": list(self.progress) if going_up else [0, 0],
+            "stages": _seconds(self.stages),
+            "rebuilds": self.num_rebuilds,
+            "rebuild_seconds": _seconds(self.rebuild_s.items()),
+            "last_rebuild": last
+            and {
+                "reason": last.reason,
+                "seconds": round(last.seconds, 3),
+                "stages": _seconds(last.stages),
+            },
+            "vote_age_seconds": [round(age, 3) for age in self.vote_ages],
+        }
+
+
+def _seconds(stages: Any) -> dict[str, float]:
+    return {name: round(seconds, 3) for name, seconds in stages}

@@ -1,0 +1,91 @@
+"""The declarations of every backend: where it runs, what it refuses and when `auto` takes it.
+
+Each seam (all-to-all, grouped GEMM, attention, linear attention) adds its own conditions and costs. Knows nothing of
+particular backends.
+"""
+
+from abc import ABC
+from dataclasses import dataclass
+
+import torch
+
+from kernels.interface.attention_spec import AttentionSpec
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendShape:
+    """The model, the ranks and the steps that backends are chosen for and sized by.
+
+    device           device type, "cpu" or "cuda"
+    dtype            of the hidden states, and of the weights unless a grouped GEMM holds them in FP8
+    num_ranks        ranks of the group, spread over num_nodes hosts
+    hidden_size      D; expert_width is the experts' I
+    num_experts      of the model, top_k of them for a token
+    max_num_tokens   most rows of one rank in a step
+    attention_specs  one entry a layer; empty where every attention serves the model
+    linear_specs     one entry a layer of linear attention; empty where the model has none
+    fp8_checkpoint   whether the checkpoint stores the experts in FP8
+    expert_bias      whether the experts' products have biases
+    fp8_rows         rows travel to the experts in FP8; from the chosen all-to-all and grouped GEMM
+    """
+
+    device: str
+    dtype: torch.dtype
+    num_ranks: int
+    num_nodes: int = 1
+    hidden_size: int
+    expert_width: int
+    num_experts: int
+    top_k: int
+    max_num_tokens: int
+    attention_specs: tuple[AttentionSpec, ...] = ()
+    linear_specs: tuple[LinearAttentionSpec, ...] = ()
+    fp8_checkpoint: bool = False
+    expert_bias: bool = False
+    fp8_rows: bool = False
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as the configuration spells it."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+class Backend(ABC):
+    """One implementation of a seam. The class declares its needs and costs before any instance is built.
+
+    name            as in the configuration
+    devices         device types that it runs on
+    auto            why `auto` takes it where it can run; None if `auto` never does
+    graph           whether CUDA graphs can hold its calls, because none of them waits for the device
+    distributions   Python distributions that it runs on; a new version may change its speed
+    """
+
+    name: str
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    auto: str | None = None
+    graph: bool = False
+    distributions: tuple[str, ...] = ()
+
+    @classmethod
+    def unavailable(cls, device: torch.device) -> str | None:
+        """Return why this machine cannot run the backend on `device`, one of `devices`, or None.
+
+        May import the backend's package, which can take seconds.
+        """
+        return None
+
+    @classmethod
+    def unsupported_reason(cls, shape: BackendShape) -> str | None:
+        """Return why the backend cannot serve `shape` on any machine, or None. Imports no package of the backend."""
+        return None
+
+    @classmethod
+    def auto_reason(cls, shape: BackendShape) -> str | None:
+        """Return why `auto` takes the backend for `shape` where it can run, or None if `auto` never does."""
+        return cls.auto if shape.device in cls.devices else None
+
+    @classmethod
+    def recognised_package(cls) -> tuple[str, str] | None:
+        """Return name and recognised generation of its package; None for a package without generations."""
+        return None

@@ -1,0 +1,65 @@
+"""The inputs that the backends of one rank are built from. Knows nothing of particular backends."""
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from kernels.host.links import HostNetwork
+from kernels.host.shm import SharedMemoryGroup
+from kernels.interface.backend import BackendShape
+from kernels.routing.permute import Permutation
+from kernels.routing.placement import ExpertPlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendContext:
+    """One rank's part of a group.
+
+    shape            what the backends were chosen for; max_num_tokens bounds a rank's rows of one dispatch
+    group            process group; None where the all-to-all needs none
+    shared_memory    of the ranks of this host, with the channels of `Selection.shared_memory_slots`; None where the
+                     all-to-all has no channels
+    network          this host's address for the ranks of other hosts; None for a rank alone
+    block_size       tokens of a block of the KV cache
+    row_alignment    on GPUs: the first permuted row of each expert must be a multiple of it; from the grouped GEMM
+    unaligned_rows   up to so many rows of an expert on average need no alignment; from the grouped GEMM
+    masked_fp8       whether masked rows come in e4m3 with scales; from the grouped GEMM
+    """
+
+    shape: BackendShape
+    device: torch.device
+    rank: int
+    group: dist.ProcessGroup | None
+    shared_memory: SharedMemoryGroup | None
+    network: HostNetwork | None = None
+    placement: ExpertPlacement
+    block_size: int
+    row_alignment: int = 1
+    unaligned_rows: float = 0.0
+    masked_fp8: bool = False
+
+    @property
+    def local_experts(self) -> range:
+        """The experts of this rank."""
+        return self.placement.local_experts(self.rank)
+
+    def process_group(self, name: str) -> dist.ProcessGroup:
+        """Return `group` for the all-to-all `name`, which needs one."""
+        assert self.group is not None, f"{name} needs a process group"
+        return self.group
+
+    def permutation(self, dtype: torch.dtype, experts: range | None = None) -> Permutation:
+        """Return the permutation into the order of `experts`, else of this rank's experts, for ids of `dtype`."""
+        return Permutation(
+            self.local_experts if experts is None else experts,
+            num_experts=self.placement.num_experts,
+            device=self.device,
+            dtype=dtype,
+            alignment=self.row_alignment,
+            unaligned_rows=self.unaligned_rows,
+        )
+
+    def with_max_num_tokens(self, max_num_tokens: int) -> "BackendContext":
+        """Return the same context for steps of at most `max_num_tokens` rows of a rank."""
+        return replace(self, shape=replace(self.shape, max_num_tokens=max_num_tokens))

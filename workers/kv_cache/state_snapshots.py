@@ -1,0 +1,108 @@
+"""Snapshots of the states of linear attention at ends of KV blocks: which slot holds which, and the copies to make.
+
+A state has no positions: a sequence can go on only from where a state was, while KV blocks serve any prefix. Therefore
+a rank keeps copies of states where a later request is likely to go on. A snapshot has the key of the block that ends
+there (see workers/kv_cache/block_pool.py), so equal keys mean equal tokens from the first one on, and equal states.
+Knows nothing of requests and of tensors.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+# Tokens of a prompt that a snapshot must save, because a chunk that ends at a snapshot costs a step.
+MIN_GAIN = 64
+# Snapshots replaced in a row before their first use, from which on one of so many prompts gets snapshots: these few
+# stay longer, and a prompt without one takes a step less.
+PATIENCE, SELDOM = 8, 8
+
+
+class StateSnapshots:
+    """`count` slots from `first_slot` on; the longest unused snapshot is replaced.
+
+    copies     (source slot, target slot) to make, in this order, before the next forward; the caller empties the list
+    count      most snapshots; 0: the prefix cache finds nothing
+    min_gain   tokens of a prompt that a snapshot must save
+    slot_bytes bytes of a snapshot
+    """
+
+    def __init__(
+        self, first_slot: int, count: int, *, slot_bytes: int = 0, min_gain: int = MIN_GAIN
+    ):
+        self.count, self.slot_bytes, self.min_gain = count, slot_bytes, min_gain
+        self.copies: list[tuple[int, int]] = []
+        self.num_restored = 0  # sequences that went on from a snapshot
+        self._free = list(range(first_slot + count - 1, first_slot - 1, -1))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
+        self._never_used: set[bytes] = set()
+        self._num_lost = self._num_prompts = 0
+
+    @property
+    def num_kept(self) -> int:
+        """Snapshots that can be found."""
+        return len(self._slot_of)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots with snapshots that can be found."""
+        return tuple(self._slot_of.values())
+
+    def longest(self, keys: list[bytes]) -> int:
+        """Return how many of `keys` come up to the last one with a snapshot; 0: none has one."""
+        for count in range(len(keys), 0, -1):
+            if keys[count - 1] in self._slot_of:
+                return count
+        return 0
+
+    def restore(self, key: bytes, slot: int) -> None:
+        """Copy the snapshot of `key` to the slot of a sequence."""
+        self._slot_of.move_to_end(key)
+        self._never_used.discard(key)
+        self._num_lost = 0
+        self.copies.append((self._slot_of[key], slot))
+        self.num_restored += 1
+
+    def save(self, key: bytes, slot: int) -> None:
+        """Keep a copy of the slot of a sequence, as the launched forwards leave it, under `key`."""
+        if not self.count or key in self._slot_of:
+            return
+        if not self._free:
+            oldest = next(iter(self._slot_of))
+            self._num_lost += oldest in self._never_used
+            self.forget((oldest,))
+        kept = self._free.pop()
+        self._slot_of[key] = kept
+        self._never_used.add(key)
+        self.copies.append((slot, kept))
+
+    def admit_prompt(self) -> bool:
+        """Return whether the next prompt gets snapshots: seldom, while they are replaced before their first use."""
+        self._num_prompts += 1
+        return self._num_lost < PATIENCE or self._num_prompts % SELDOM == 0
+
+    def forget(self, keys: Iterable[bytes]) -> None:
+        """Let `longest` no longer find the snapshots of `keys`."""
+        for key in keys:
+            slot = self._slot_of.pop(key, None)
+            if slot is not None:
+                self._free.append(slot)
+                self._never_used.discard(key)
+
+    def close(self) -> None:
+        """Drop the copies that were not made, and the snapshots that they were to make; all others stay."""
+        targets = {target for _, target in self.copies}
+        self.forget([key for key, slot in self._slot_of.items() if slot in targets])
+        self.copies.clear()
+
+
+def independent(copies: list[tuple[int, int]]) -> list[tuple[list[int], list[int]]]:
+    """Return the copies in order as sources and targets of batches; the copies of a batch can be made in any order."""
+    batches: list[tuple[list[int], list[int]]] = []
+    for source, target in copies:
+        if batches:
+            sources, targets = batches[-1]
+            if source not in targets and target not in targets and target not in sources:
+                sources.append(source)
+                targets.append(target)
+                continue
+        batches.append(([source], [target]))
+    return batches

@@ -1,0 +1,160 @@
+"""Reads the `quantization_config` of compressed-tensors checkpoints: FP8 weights, in groups of modules.
+
+A group has targets, and its weights one scale a tensor, a row ("channel") or a block of 128 x 128. Activations are not
+quantised as the checkpoint proposes: products run in 16 bits or more, or with scales computed from the activations.
+Knows nothing of tensors.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from workers.specs.weight_map import Fp8Form, Scaling
+
+PATTERN = "re:"  # begins a regular expression in the place of a name
+ALL_PROJECTIONS = "Linear"  # every projection is an instance of this class in transformers
+SUFFIX = "_scale"
+STRATEGIES = {
+    "tensor": Scaling.TENSOR,
+    "channel": Scaling.CHANNEL,
+    "block": Scaling.BLOCK,
+}
+# Supported values; None stands for null and for a missing field.
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "format": (None, "float-quantized", "naive-quantized"),
+    "quantization_status": (None, "compressed", "frozen"),
+    "kv_cache_scheme": (None,),
+    "sparsity_config": (None, {}),
+    "transform_config": (None, {}),
+}
+# Of bookkeeping.
+IGNORED = ("config_groups", "ignore", "quant_method", "version", "global_compression_ratio")
+WEIGHT_FIELDS: dict[str, tuple[Any, ...]] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (None, True),
+    "dynamic": (None, False),
+    "actorder": (None,),
+    "group_size": (None,),
+    "strategy": tuple(STRATEGIES),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Modules that `targets` names, stored in one form."""
+
+    targets: tuple[str, ...]
+    form: Fp8Form
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """FP8 in groups. `ignored`: names or patterns of modules without.
+
+    The first group that names a module decides, before groups of all projections.
+    """
+
+    groups: tuple[Group, ...]
+    ignored: tuple[str, ...] = ()
+
+    @cached_property
+    def _ignored_names(self) -> frozenset[str]:
+        return frozenset(self.ignored)
+
+    @cached_property
+    def _ignored_patterns(self) -> list[str]:
+        return [name for name in self.ignored if name.startswith(PATTERN)]
+
+    def form(self, tensor: str) -> Fp8Form | None:
+        """Return how the projection of this name is stored, None if no group has its module."""
+        module = tensor.rsplit(".", 1)[0]
+        if module in self._ignored_names:  # lists of releases have hundreds of names
+            return None
+        if any(_names(pattern, module) for pattern in self._ignored_patterns):
+            return None
+        for group in self.groups:
+            if any(_names(target, module) for target in group.targets):
+                return group.form
+        return next((g.form for g in self.groups if ALL_PROJECTIONS in g.targets), None)
+
+
+def parse_compressed_tensors(
+    found: Mapping[str, Any], key: str, problems: list[str]
+) -> CompressedTensors:
+    """Return the quantisation; complaints that begin with `key` go to `problems`."""
+    _check(found, FIELDS, key, problems, ignored=IGNORED)
+    given = found.get("config_groups")
+    if not isinstance(given, Mapping) or not given:
+        problems.append(
+            f"{key}.config_groups is {given!r}; expected an object with a group or more"
+        )
+        given = {}
+    groups = tuple(
+        _parse_group(group, f"{key}.config_groups.{name}", problems)
+        for name, group in given.items()
+    )
+    return CompressedTensors(groups, _patterns(found, "ignore", key, problems))
+
+
+def _parse_group(group: Any, key: str, problems: list[str]) -> Group:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(weights, Mapping):
+        problems.append(f"{key}.weights is {weights!r}; expected an object")
+        return Group((), Fp8Form(Scaling.TENSOR, SUFFIX))
+    _check(group, {"output_activations": (None,), "format": FIELDS["format"]}, key, problems)
+    observers = ("block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    _check(weights, WEIGHT_FIELDS, f"{key}.weights", problems, ignored=observers)
+    scaling = STRATEGIES.get(str(weights.get("strategy")), Scaling.TENSOR)
+    blocks = (None,) if scaling != Scaling.BLOCK else ([128, 128], "128x128")
+    _check(weights, {"block_structure": blocks}, f"{key}.weights", problems, closed=False)
+    inputs = group.get("input_activations")
+    static = isinstance(inputs, Mapping) and inputs.get("dynamic") is False
+    return Group(_patterns(group, "targets", key, problems), Fp8Form(scaling, SUFFIX, static))
+
+
+def _check(
+    found: Mapping[str, Any],
+    supported: Mapping[str, tuple[Any, ...]],
+    key: str,
+    problems: list[str],
+    *,
+    ignored: tuple[str, ...] = ("weights", "input_activations", "targets"),
+    closed: bool = True,
+) -> None:
+    """Complain about other values than the supported ones; `closed`: about other fields too."""
+    for field, values in supported.items():
+        value = found.get(field)
+        if not any(value == good and type(value) is type(good) for good in values):
+            wanted = " or ".join("null" if good is None else str(good) for good in values)
+            problems.append(f"{key}.{field} is {value!r}; supported: {wanted}")
+    for field, value in found.items():
+        if closed and field not in supported and field not in ignored and value is not None:
+            problems.append(f"{key}.{field} is {value!r}; unknown key that may change the weights")
+
+
+def _patterns(
+    found: Mapping[str, Any], field: str, key: str, problems: list[str]
+) -> tuple[str, ...]:
+    names = found.get(field)
+    names = [] if names is None else names
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        problems.append(f"{key}.{field} is {names!r}; expected a list of names of modules")
+        return ()
+    for name in names:
+        if name.startswith(PATTERN):
+            try:
+                re.compile(name.removeprefix(PATTERN))
+            except re.error as error:
+                problems.append(f"{key}.{field} holds {name!r}; no regular expression: {error}")
+                return ()
+    return tuple(names)
+
+
+def _names(pattern: str, module: str) -> bool:
+    """Return whether a name, or a pattern that matches from the start, is the module's."""
+    if pattern.startswith(PATTERN):
+        return re.match(pattern.removeprefix(PATTERN), module) is not None
+    return pattern == module

@@ -1,0 +1,337 @@
+"""The layers of a model as plain data. Needs neither torch nor transformers.
+
+A model family reads config.json into a `ModelConfig`; all code outside `workers/models/<family>/` reads this alone.
+Knows nothing of config.json's names, weights or ranks.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Literal
+
+from kernels.activation import Activation
+from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from workers.specs.quantization import Quantization
+from workers.specs.weight_map import QUANTISABLE, WeightEntry
+
+# Yields the tensors of the checkpoint of a config, see `weight_map`.
+WeightEntries = Callable[["ModelConfig"], Iterator[WeightEntry]]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
+QkNorm = Literal["head", "full"]
+ScoreFunction = Literal["softmax", "sigmoid"]
+GroupScore = Literal["max", "top2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary embedding. `scaling` holds the type's parameters under transformers' names, without nulls.
+
+    interleaved   the checkpoint stores the two values of a pair side by side; False: half a head apart
+    """
+
+    rope_type: str = "default"
+    rope_theta: float = 10_000.0
+    scaling: Mapping[str, float | bool] = field(default_factory=dict, hash=False)
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GqaSpec:
+    """Grouped-query attention of one layer.
+
+    qk_norm    RMS norm of q and k before the rotation: per head, over all heads together ("full"), or None
+    clip_qkv   bound on the absolute values of q, k and v after the norm, None for no bound
+    rotary_dim values of a head that are rotated, the first ones; None: all
+    score_scale  factor on the scores; None: 1 / sqrt(head_dim)
+    window     tokens that a token attends to, its own included; None: all before
+    sinks      a sink for each query head, see AttentionSpec
+    output_gate  the output is multiplied by the sigmoid of further values of q's projection, one a value
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec
+    qk_norm: QkNorm | None = None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    clip_qkv: float | None = None
+    rotary_dim: int | None = None
+    score_scale: float | None = None
+    window: int | None = None
+    sinks: bool = False
+    output_gate: bool = False
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated values of a head."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together; may differ from hidden_size."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def gate_size(self) -> int:
+        """Width of the output gate."""
+        return self.q_size if self.output_gate else 0
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        scale: float = self.head_dim**-0.5
+        return scale if self.score_scale is None else self.score_scale
+
+    @property
+    def kernel_spec(self) -> AttentionSpec:
+        """The spec of this layer for the attention kernels."""
+        return AttentionSpec(
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.scale,
+            window=self.window,
+            sinks=self.sinks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA) of one layer; `dims` has the sizes of its heads.
+
+    q_rank       q comes from a normed latent of this many values too; None: from the hidden state
+    bias         the projections to latents and the output have biases
+    scale        factor on the scores, of the lengthened rotary embedding too
+    latent_eps   of the norms of both latents, which may differ from the norms of the layer
+    """
+
+    num_heads: int
+    dims: LatentDims
+    q_rank: int | None
+    scale: float
+    rope: RopeSpec
+    bias: bool = False
+    latent_eps: float = 1e-6
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated values of a head."""
+        return self.dims.rope_dim
+
+    @property
+    def head_dim(self) -> int:
+        """Values of a head of q and k."""
+        return self.dims.nope_dim + self.dims.rope_dim
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_up_size(self) -> int:
+        """Width of the unrotated keys and the values of all heads together."""
+        return self.num_heads * (self.dims.nope_dim + self.dims.value_dim)
+
+    @property
+    def o_size(self) -> int:
+        """Width of the output of all heads together."""
+        return self.num_heads * self.dims.value_dim
+
+    @property
+    def kernel_spec(self) -> AttentionSpec:
+        """The spec of this layer for the attention kernels."""
+        return AttentionSpec(self.num_heads, 1, self.head_dim, self.scale, latent=self.dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSpec:
+    """Gated delta net of one layer: linear attention with a state of constant size a sequence."""
+
+    kernel_spec: LinearAttentionSpec
+
+    @property
+    def input_size(self) -> int:
+        """Width of the projection of the hidden state: q, k, v, output gate, and two values a value head."""
+        spec = self.kernel_spec
+        return spec.channels + spec.value_size + 2 * spec.num_value_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSpec:
+    """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
+
+    width: int
+    activation: Activation
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """Choice of `top_k` experts by the score of their logits, and their weights.
+
+    renormalise   divide the weights of a token by their sum
+    scaling       factor on the weights, applied here and nowhere else
+    bias          each expert has a bias on its score, for the choice alone: weights come from the scores without it
+    logit_bias    each expert has a bias on its logit, for choice and weights
+    num_groups    groups of neighbouring experts, of which the `top_groups` best are open to the choice
+    group_score   score of a group: of its best expert, or the sum of its two best
+    """
+
+    top_k: int
+    renormalise: bool
+    score: ScoreFunction = "softmax"
+    scaling: float = 1.0
+    bias: bool = False
+    logit_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "max"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the best scores alone decide: no bias and no closed groups."""
+        return not self.bias and self.top_groups == self.num_groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedExpertSpec:
+    """Dense MLP beside the routed experts. `gated`: its output is multiplied by sigmoid(x @ gate)."""
+
+    width: int
+    activation: Activation
+    gated: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeSpec:
+    """Routed experts, each a gated MLP of `width`, and maybe a shared expert beside them.
+
+    bias   both products of an expert have biases
+    """
+
+    num_experts: int
+    width: int
+    activation: Activation
+    router: RouterSpec
+    shared: SharedExpertSpec | None = None
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """One decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual."""
+
+    attention: GqaSpec | LatentSpec | DeltaNetSpec
+    mlp: MlpSpec | MoeSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A model as its checkpoint describes it; `dtype` is the dtype of the checkpoint.
+
+    moe       the experts of every layer that has experts; one kind today, because kernels are built once for all layers
+    weight_entries   yields the tensors of the checkpoint as the family names them; `weight_map` completes them
+    skipped   beginnings of the names of tensors that are not read, as those of multi-token prediction
+    embedding_factor, logits_factor   on the embeddings and on the logits, for families that have such factors
+    renamed   parts of names of tensors as transformers saves them in its own layout, and as the weight map has them
+    mxfp4     the checkpoint holds the experts in MXFP4
+    norm_offset   added to the weights of norms, for families that store their distance from it
+    skipped_parts   parts of the checkpoint that are not served, in words, as its vision tower
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    moe: MoeSpec
+    norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    quantization: Quantization | None
+    dtype: DtypeName
+    eos_token_ids: tuple[int, ...]
+    weight_entries: WeightEntries
+    skipped: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    embedding_factor: float = 1.0
+    logits_factor: float = 1.0
+    mxfp4: bool = False
+    norm_offset: float = 0.0
+    skipped_parts: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    @property
+    def num_moe_layers(self) -> int:
+        """Number of decoder layers that have experts."""
+        return sum(isinstance(layer.mlp, MoeSpec) for layer in self.layers)
+
+    @property
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
+        """The specs for the attention kernels of all layers with KV blocks."""
+        return tuple(
+            layer.attention.kernel_spec
+            for layer in self.layers
+            if not isinstance(layer.attention, DeltaNetSpec)
+        )
+
+    @property
+    def linear_specs(self) -> tuple[LinearAttentionSpec, ...]:
+        """The specs for the kernels of all layers of linear attention."""
+        return tuple(
+            layer.attention.kernel_spec
+            for layer in self.layers
+            if isinstance(layer.attention, DeltaNetSpec)
+        )
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer with KV blocks."""
+        return tuple(spec.window for spec in self.attention_specs)
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of a layer; None: no layer has one."""
+        return max((window for window in self.windows if window is not None), default=None)
+
+    @property
+    def attention(self) -> GqaSpec | LatentSpec | None:
+        """That of the first layer with KV blocks, None without such layers. They differ in their windows alone."""
+        for layer in self.layers:
+            if not isinstance(layer.attention, DeltaNetSpec):
+                return layer.attention
+        return None
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+        return self.moe.num_experts
+
+    @property
+    def top_k(self) -> int:
+        """Routed experts per token."""
+        return self.moe.router.top_k
+
+
+@lru_cache(maxsize=4)  # benchmarks compare a few configs
+def weight_map(config: ModelConfig) -> tuple[WeightEntry, ...]:
+    """Return every tensor of the checkpoint but scales, in the order of the forward."""
+    entries = config.weight_entries(config)
+    quantization = config.quantization
+    if quantization is None:
+        return tuple(entries)
+    return tuple(
+        entry._replace(fp8=quantization.form(entry.name)) if entry.kind in QUANTISABLE else entry
+        for entry in entries
+    )

@@ -1,0 +1,35 @@
+"""The state of a request's output in its grammar. Knows nothing of tokenizers or of the compiler of grammars.
+
+A matcher that fails allows only the end tokens and returns its error at the next `advance`, so a failure ends its own
+request only.
+"""
+
+from llguidance import LLMatcher
+
+# First words of the error of a request that ends because of its grammar.
+GRAMMAR_FAILED = "the grammar"
+
+
+class Grammar:
+    """State of one request's output in its grammar. Preemptions keep it, because only output advances it.
+
+    complete   the output may end here and nothing can follow
+    """
+
+    def __init__(self, matcher: LLMatcher):
+        self.matcher = matcher
+        self.complete = False
+
+    def advance(self, token_id: int) -> str | None:
+        """Advance by an output token; return the reason why the grammar cannot go on, or None."""
+        if self.matcher.consume_token(token_id):
+            self.complete = self.matcher.is_stopped()
+            if not (self.complete and self.matcher.is_error()):
+                return None
+        return f"{GRAMMAR_FAILED} cannot go on: {plain(self.matcher.get_error())}"
+
+
+def plain(error: str) -> str:
+    """Return an error of llguidance in plain words, without the place holder for text that `limits` leaves out."""
+    text = error.replace("<non-verbose/>", "").strip()
+    return text.replace("NoExtensionBias", "no text matches it from here on")
