@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.config import KernelsConfig
+from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers import hub
 from workers.log import LogFormat, LogLevel
 from workers.parallel import ParallelDims
@@ -120,6 +121,12 @@ class CacheConfig(Section):
         "half the memory of 16-bit values, with rounding errors. Not for latent attention (MLA). On GPUs it is "
         "experimental: its kernels have not passed all their tests on a GPU yet.",
     )
+    state_dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Precision of the states of linear attention between steps; auto = mamba_ssm_dtype of the "
+        "checkpoint, float32 where it has none; bfloat16 = half the memory, and decodes read and write half the bytes. "
+        "Arithmetic is float32.",
+    )
     prefix_caching: bool = Field(
         True, description="Keep full blocks and share them with later requests of equal prefix."
     )
@@ -150,6 +157,14 @@ class CacheConfig(Section):
     def cached(self, specs: Iterable[AttentionSpec]) -> tuple[AttentionSpec, ...]:
         """Return the specs of a model's layers with this cache's precision."""
         return tuple(replace(spec, fp8_cache=self.dtype == "fp8") for spec in specs)
+
+    def cached_states(
+        self, specs: Iterable[LinearAttentionSpec]
+    ) -> tuple[LinearAttentionSpec, ...]:
+        """Return the specs of a model's layers of linear attention with this cache's precision of states."""
+        if self.state_dtype == "auto":
+            return tuple(specs)
+        return tuple(replace(spec, state_dtype=self.state_dtype) for spec in specs)
 
     @property
     def num_snapshots(self) -> int | None:

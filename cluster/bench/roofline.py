@@ -63,11 +63,13 @@ def floor_of(
     max_num_batched_tokens: int = 8192,
     fp8_experts: bool = False,
     fp8_cache: bool = False,
+    states: str | None = None,
     hardware: Hardware | None = None,
 ) -> Floor:
     """Return the floor of a load: all requests are prefilled, then decoded together.
 
-    in_flight counts requests on all ranks; lengths are tokens; a prefill step has max_num_batched_tokens of a rank.
+    in_flight counts requests on all ranks; lengths are tokens; a prefill step has max_num_batched_tokens of a rank;
+    `states` is the dtype of the states of linear attention, None that of the checkpoint.
     """
     hardware = hardware or Hardware()
     seqs = in_flight / num_ranks
@@ -86,6 +88,7 @@ def floor_of(
         sampled=seqs,
         fp8=fp8_experts,
         fp8_cache=fp8_cache,
+        states=states,
     )
     decode = step_floor(model, num_ranks, decodes, hardware)
     seconds = prefill.floor_s + (output_len - 1) * decode.floor_s  # a prefill gives the first token

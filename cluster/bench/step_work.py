@@ -73,6 +73,7 @@ class StepShape:
     fp8        whether the experts' weights are held and multiplied in FP8, and dense ones that the checkpoint stores
                in FP8; rows travel to the experts in FP8 then
     fp8_cache  whether K and V are cached in FP8
+    states     dtype of the states of linear attention; None: that of the checkpoint
     """
 
     tokens: float
@@ -81,6 +82,7 @@ class StepShape:
     sampled: float
     fp8: bool = False
     fp8_cache: bool = False
+    states: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,8 @@ class _AttentionValues:
 def _linear_attention(model: ModelConfig, shape: StepShape) -> Work:
     """Each sequence reads and writes its states; a token multiplies the state of a head three times."""
     specs, width = model.linear_specs, DTYPE_BYTES[model.dtype]
+    if shape.states is not None:
+        specs = tuple(replace(spec, state_dtype=shape.states) for spec in specs)
     states = sum(spec.slot_bytes(width) for spec in specs)
     values = sum(spec.channels + spec.value_size for spec in specs)
     products = sum(spec.value_size * spec.key_dim for spec in specs)

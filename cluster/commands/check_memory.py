@@ -78,7 +78,7 @@ def rank_rows(
     state_bytes = 0
     if selection.linear_attention_class is not None:
         num_slots = config.cache.num_state_slots(config.scheduler.max_num_seqs)
-        slot_bytes = selection.linear_attention_class.slot_bytes(model.linear_specs, shape.dtype)
+        slot_bytes = selection.linear_attention_class.slot_bytes(shape.linear_specs, shape.dtype)
         state_bytes = num_slots * slot_bytes
     table = []
     for rank in dims.ranks():

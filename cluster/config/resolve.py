@@ -37,7 +37,9 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
     length = config.model.max_model_len
     max_model_len = model_config.max_position_embeddings if length == "auto" else length
     model = config.model.model_copy(update={"dtype": dtype, "max_model_len": max_model_len})
-    cache = config.cache
+    cache, linear_specs = config.cache, model_config.linear_specs
+    if cache.state_dtype == "auto" and linear_specs:
+        cache = cache.model_copy(update={"state_dtype": linear_specs[0].state_dtype})
     if cache.num_blocks == "auto" and device == "cpu":
         # Attention is chosen later. Every backend that runs on CPU has this layout.
         groups = group_layers(
@@ -46,7 +48,8 @@ def resolve_rank_config(config: PhalanxConfig, *, num_gpus: int | None = None) -
         block_bytes = kv_block_bytes(groups, cache.block_size, DTYPE_BYTES[dtype])
         limits = resolve_scheduler(config.scheduler, device, max_model_len)
         demand = KVDemand(cache.block_size, model_config.window, limits.max_num_batched_tokens)
-        slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in model_config.linear_specs)
+        states = cache.cached_states(linear_specs)
+        slot_bytes = sum(spec.slot_bytes(DTYPE_BYTES[dtype]) for spec in states)
         cache = _with_cpu_sizes(
             cache,
             demand,

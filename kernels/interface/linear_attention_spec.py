@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-STATE_ITEM_BYTES = 4  # states are float32
+STATE_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -14,6 +14,7 @@ class LinearAttentionSpec:
     key_dim          values of a head of q and k
     value_dim        values of a head of v and of the output
     conv_width       tokens that the convolution reads, the token itself included
+    state_dtype      of the states in their pools; all arithmetic is float32
     """
 
     num_key_heads: int
@@ -21,6 +22,7 @@ class LinearAttentionSpec:
     key_dim: int
     value_dim: int
     conv_width: int
+    state_dtype: str = "float32"
 
     @property
     def group_size(self) -> int:
@@ -53,4 +55,4 @@ class LinearAttentionSpec:
     def slot_bytes(self, dtype_bytes: int) -> int:
         """Bytes of one slot, where a hidden value takes `dtype_bytes`."""
         conv = (self.conv_width - 1) * self.channels * dtype_bytes
-        return conv + self.value_size * self.key_dim * STATE_ITEM_BYTES
+        return conv + self.value_size * self.key_dim * STATE_ITEM_BYTES[self.state_dtype]

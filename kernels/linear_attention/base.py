@@ -27,7 +27,7 @@ class LinearStates:
     """The pool of one layer. Slot 0 is the null slot: padding rows write it, no sequence owns it.
 
     conv    [slots, w-1, C] in the dtype of the hidden states: the last rows before the convolution, oldest first
-    state   [slots, V, k, v], float32
+    state   [slots, V, k, v] in the spec's `state_dtype`
     """
 
     conv: torch.Tensor
@@ -82,7 +82,11 @@ class LinearAttention(Backend):
         return [
             LinearStates(
                 torch.zeros(spec.conv_shape(num_slots), dtype=dtype, device=device),
-                torch.zeros(spec.state_shape(num_slots), dtype=torch.float32, device=device),
+                torch.zeros(
+                    spec.state_shape(num_slots),
+                    dtype=getattr(torch, spec.state_dtype),
+                    device=device,
+                ),
             )
             for spec in specs
         ]

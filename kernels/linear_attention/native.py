@@ -1,4 +1,4 @@
-"""Gated delta nets with decodes in C, which updates each state where it lies. float32 on CPU."""
+"""Gated delta nets with decodes in C, which updates each state where it lies. float32 on CPU, states maybe bfloat16."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,8 @@ class NativeLinearAttention(TorchLinearAttention):
     def __init__(self, specs: Sequence[LinearAttentionSpec]):
         super().__init__(specs)
         self._delta_decode = load().delta_decode
-        self._scratch = torch.empty(max((spec.channels for spec in specs), default=0))
+        sizes = (spec.channels + spec.key_dim * spec.value_dim for spec in specs)
+        self._scratch = torch.empty(max(sizes, default=0))
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -59,6 +60,7 @@ class NativeLinearAttention(TorchLinearAttention):
             NORM_EPS,
             pool.conv.data_ptr(),
             pool.state.data_ptr(),
+            pool.state.dtype == torch.bfloat16,
             out_BVv.data_ptr(),
             self._scratch.data_ptr(),
         )

@@ -89,7 +89,7 @@ class Prompts:
 
 
 class TorchLinearAttention(LinearAttention):
-    """Decodes in one batched step, prompts in chunks; float32 whatever the dtype of the inputs."""
+    """Decodes in one batched step, prompts in chunks; float32 whatever the dtype of the inputs and of the states."""
 
     name = "torch"
     auto = "torch's operators run everywhere"
@@ -148,11 +148,11 @@ class TorchLinearAttention(LinearAttention):
         q_BKk, k_BKk, v_BVv = _heads(_activated(mixed_BC, rows.mixed.dtype), spec)
         q_BVk, k_BVk = (x.repeat_interleave(spec.group_size, 1) for x in (q_BKk, k_BKk))
         g_BV, beta_BV = rows.gates()
-        state_BVkv = sequences.load(pool.state).mul_(g_BV.exp()[..., None, None])
+        state_BVkv = sequences.load(pool.state).float().mul_(g_BV.exp()[..., None, None])
         delta_BVv = v_BVv - torch.einsum("bhkv,bhk->bhv", state_BVkv, k_BVk)
         delta_BVv *= beta_BV.unsqueeze(-1)
         state_BVkv.addcmul_(k_BVk.unsqueeze(-1), delta_BVv.unsqueeze(-2))
-        pool.state[sequences.slots] = state_BVkv
+        pool.state[sequences.slots] = state_BVkv.to(pool.state.dtype)
         out_BVv.copy_(torch.einsum("bhkv,bhk->bhv", state_BVkv, q_BVk))
 
 
@@ -255,7 +255,7 @@ def _advance_prompts(
     # Keys of places without a token count for nothing because their values are 0.
     k_NKGkL = (k_NKLk * (total - decay_NKGL).exp().unsqueeze(-1)).transpose(-1, -2)
     out = torch.empty_like(values)
-    state = _grouped(prompts.sequences.load(pool.state), spec)
+    state = _grouped(prompts.sequences.load(pool.state).float(), spec)
     first = 0
     for count in prompts.steps:
         part = slice(first, first + count)
@@ -263,5 +263,5 @@ def _advance_prompts(
         out[part] = q_NKGLk[part] @ state[:count] + scores[part] @ new
         state[:count] = state[:count] * total[part].exp().unsqueeze(-1) + k_NKGkL[part] @ new
         first += count
-    pool.state[prompts.sequences.slots] = state.flatten(1, 2)
+    pool.state[prompts.sequences.slots] = state.flatten(1, 2).to(pool.state.dtype)
     return out.flatten(1, 2).transpose(1, 2).flatten(0, 1)[prompts.places]

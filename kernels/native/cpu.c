@@ -479,22 +479,43 @@ static inline __attribute__((always_inline)) void advance_columns(float *state, 
             state[i * stride + j] = decay * state[i * stride + j] + k[i] * by_k[j];
 }
 
+/* Values of bfloat16 as float, and back, rounded to nearest, ties to even. NaN stays NaN. */
+static void widen(const uint16_t *x, int64_t n, float *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits = (uint32_t)x[i] << 16;
+        memcpy(out + i, &bits, sizeof bits);
+    }
+}
+
+static void narrow(const float *x, int64_t n, uint16_t *out)
+{
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+        out[i] = (uint16_t)((bits & 0x7FFFFFFF) > 0x7F800000 ? bits >> 16 | 0x40 : rounded);
+    }
+}
+
 /* One token of a gated delta net for each of B sequences. K key heads, each of G value heads; k, v their dims.
  * mixed rows hold C = 2 K k + K G v channels: q, k, v. a and b rows hold the gates' projections of the value heads.
  * slots: a slot with a state, or minus a slot without one, which is cleared first; 0 is the null slot, cleared too.
- * conv [slots, width-1, C], states [slots, K G, k, v], out [B, K G, v]; scratch holds C floats. */
+ * conv [slots, width-1, C], states [slots, K G, k, v], of bfloat16 where bf16 is true, out [B, K G, v]; scratch holds
+ * C + k v floats. */
 void delta_decode(const float *mixed, int64_t mixed_stride, const float *a, int64_t a_stride, const float *b,
                   int64_t b_stride, const float *conv_weight, const float *neg_exp_a, const float *dt_bias,
                   const int64_t *slots, int64_t B, int64_t K, int64_t G, int64_t k, int64_t v, int64_t width, float eps,
-                  float *conv, float *states, float *out, float *scratch)
+                  float *conv, void *states, int64_t bf16, float *out, float *scratch)
 {
-    int64_t V = K * G, C = 2 * K * k + V * v, size = V * k * v;
+    int64_t V = K * G, C = 2 * K * k + V * v, size = V * k * v, bytes = bf16 ? 2 : 4;
     for (int64_t r = 0; r < B; r++) {
         int64_t slot = slots[r] < 0 ? -slots[r] : slots[r];
-        float *tail = conv + slot * (width - 1) * C, *state = states + slot * size;
+        float *tail = conv + slot * (width - 1) * C;
+        char *state = (char *)states + slot * size * bytes;
         if (slots[r] <= 0) {
             memset(tail, 0, (width - 1) * C * sizeof *tail);
-            memset(state, 0, size * sizeof *state);
+            memset(state, 0, size * bytes);
         }
         if (width == 4)
             convolve(mixed + r * mixed_stride, conv_weight, C, 4, tail, scratch);
@@ -511,13 +532,19 @@ void delta_decode(const float *mixed, int64_t mixed_stride, const float *a, int6
             }
             for (int64_t i = 0; i < k; i++)
                 product += query[i] * key[i];
+            char *stored = state + h * k * v * bytes;
+            float *head = bf16 ? scratch + C : (float *)stored;
+            if (bf16)
+                widen((uint16_t *)stored, k * v, head);
             for (int64_t first = 0; first < v; first += STATE_COLUMNS) {
-                float *part = state + h * k * v + first, *result = out + (r * V + h) * v + first;
+                float *part = head + first, *result = out + (r * V + h) * v + first;
                 if (v - first >= STATE_COLUMNS)
                     advance_columns(part, v, STATE_COLUMNS, k, query, key, product, decay, beta, value + first, result);
                 else
                     advance_columns(part, v, v - first, k, query, key, product, decay, beta, value + first, result);
             }
+            if (bf16)
+                narrow(head, k * v, (uint16_t *)stored);
         }
     }
 }

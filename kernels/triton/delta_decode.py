@@ -110,12 +110,13 @@ def _advance(
             v = _convolve(x_ptr, tail_ptr, weight_ptr, channel, known, channels, WIDTH)
             state_at = state_ptr + (slot * value_heads + head) * (KEY_DIM * VALUE_DIM)
             state_at = state_at + key[:, None] * VALUE_DIM + value[None, :]
-            state = tl.load(state_at, mask=known & (key[:, None] >= 0), other=0.0)
+            state = tl.load(state_at, mask=known & (key[:, None] >= 0), other=0.0).to(tl.float32)
             # S^T q of the new state follows from the old one, so one pass suffices.
             read_k = tl.sum(state * k[:, None], 0)
             read_q = tl.sum(state * q[:, None], 0)
             delta = beta * (v - decay * read_k)
-            tl.store(state_at, decay * state + k[:, None] * delta[None, :])
+            state = decay * state + k[:, None] * delta[None, :]
+            tl.store(state_at, state.to(state_ptr.dtype.element_ty))
             out = decay * read_q + product * delta
             out_at = out_ptr + (row * value_heads + head) * VALUE_DIM + value
             tl.store(out_at, out.to(out_ptr.dtype.element_ty))

@@ -188,6 +188,7 @@ def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dic
     result, joules = loop.run(send(load, server.url, GpuEnergy(range(len(before)))))
     after = rank_stats(server.url)
     lengths = {"input_len": load.input_len, "output_len": load.output_len}
+    states = resolved["config"]["cache"]["state_dtype"]
     floor = floor_of(
         load_model_config(resolved["config"]["model"]["path"]),
         len(before),
@@ -196,6 +197,7 @@ def run_load(server: ServerProcess, load: Load, resolved: dict[str, Any]) -> dic
         max_num_batched_tokens=resolved["config"]["scheduler"]["max_num_batched_tokens"],
         fp8_experts=resolved["backends"]["grouped_gemm"]["name"] == "deepgemm_fp8",
         fp8_cache=resolved["config"]["cache"]["dtype"] == "fp8",
+        states=None if states == "auto" else states,
     )
     print(
         f"{load.concurrency} / {load.input_len} / {load.output_len}: "

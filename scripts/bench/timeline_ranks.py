@@ -231,9 +231,11 @@ class Loop:
         return seconds
 
     def _shape(self, state: State) -> StepShape:
-        formats = {
+        cache = self._epoch.process.config.cache
+        formats: dict[str, Any] = {
             "fp8": self._epoch.backends.grouped_gemm.fp8_weights,
-            "fp8_cache": self._epoch.process.config.cache.dtype == "fp8",
+            "fp8_cache": cache.dtype == "fp8",
+            "states": None if cache.state_dtype == "auto" else cache.state_dtype,
         }
         if state.phase == "prefill":
             tokens = state.seqs * state.longest

@@ -66,7 +66,7 @@ REFUSED: list[tuple[str, dict[str, Any], list[str]]] = [
     ("qwen2_moe", {"use_sliding_window": True}, ["use_sliding_window is true", "false"]),
     ("qwen2_moe", {"attention_bias": True}, ["attention_bias is true", "unknown"]),
     ("qwen3_5_moe", {"attn_output_gate": False}, ["attn_output_gate is false", "true"]),
-    ("qwen3_5_moe", {"mamba_ssm_dtype": "bfloat16"}, ['mamba_ssm_dtype is "bfloat16"', "float32"]),
+    ("qwen3_5_moe", {"mamba_ssm_dtype": "float16"}, ['mamba_ssm_dtype is "float16"', "bfloat16"]),
     ("qwen3_5_moe_text", {"layer_types": ["full_attention"] * 2}, ["layer_types is", "3 times"]),
     ("qwen3_next", {"linear_num_value_heads": 3}, ["linear_num_value_heads is 3", "(2)"]),
     ("qwen3_next", {"hidden_act": "gelu"}, ['hidden_act is "gelu"', "silu"]),

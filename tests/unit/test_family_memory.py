@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.commands.check_memory import rank_rows
+from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.resolve import resolve_rank_config
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from tests.distributed.engine_harness import rank_config
 from tests.family_cases import VARIANTS, family_checkpoint
 from tests.published_configs import PUBLISHED
+from workers.config import CacheConfig
 from workers.models.registry import load_model_config, parse_model_config
 from workers.rank.backend_choice import backend_shape
 from workers.rank.epoch import Epoch
@@ -43,6 +47,7 @@ RELEASED = {
     "qwen3_moe": 2048,
     "qwen3_next": 2048,
 }
+STATES = {"qwen3_next": "bfloat16"}
 
 
 @pytest.mark.parametrize("family", VARIANTS)
@@ -51,7 +56,11 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         family_checkpoint(tmp_path, family, "untied"),
         1,
         model={"weights": "dummy", "max_model_len": 64},
-        cache={"num_blocks": BLOCKS, "block_size": BLOCK_SIZE},
+        cache={
+            "num_blocks": BLOCKS,
+            "block_size": BLOCK_SIZE,
+            "state_dtype": STATES.get(family, "auto"),
+        },
     )
     model = load_model_config(config.model.folder)
     process = RankProcess(0, config)
@@ -62,6 +71,7 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         # layers with a window share caches with the other layers
         caches = {cache.data_ptr(): cache.nbytes for cache in process.kv_caches}
         allocated = sum(caches.values())
+        dtypes = {pool.state.dtype for pool in process.states}
         states = sum(pool.conv.nbytes + pool.state.nbytes for pool in process.states)
         shape = backend_shape(config, model)
         (row,) = rank_rows(
@@ -72,6 +82,7 @@ def test_check_counts_what_a_rank_allocates(tmp_path: Path, family: str) -> None
         process.close()
     assert row.kv_bytes == info.memory_bytes["kv_cache"] == allocated
     assert row.state_bytes == info.memory_bytes["states"] == states
+    assert dtypes <= {getattr(torch, STATES.get(family, "float32"))}
     assert (states > 0) == (len(model.linear_specs) > 0)
     if family in RELEASED:
         attention = model.attention.kernel_spec
@@ -100,3 +111,30 @@ def test_bytes_of_a_slot_of_published_models() -> None:
     for family, layers in (("qwen3_next", 36), ("qwen3_5_moe", 30)):
         specs = parse_model_config(PUBLISHED[family], {}, "config.json").linear_specs
         assert [spec.slot_bytes(2) for spec in specs] == [2**21 + 3 * 8192 * 2] * layers
+        halved = CacheConfig(state_dtype="bfloat16").cached_states(specs)
+        assert [spec.slot_bytes(2) for spec in halved] == [2**20 + 3 * 8192 * 2] * layers
+
+
+def test_precision_of_states_comes_from_the_checkpoint() -> None:
+    """A setting of its own has precedence."""
+    for found, expected in ((None, "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")):
+        raw = PUBLISHED["qwen3_5_moe"] | {"mamba_ssm_dtype": found}
+        specs = parse_model_config(raw, {}, "config.json").linear_specs
+        assert {spec.state_dtype for spec in CacheConfig().cached_states(specs)} == {expected}
+        for chosen in ("float32", "bfloat16"):
+            cached = CacheConfig(state_dtype=chosen).cached_states(specs)
+            assert {spec.state_dtype for spec in cached} == {chosen}
+
+
+@pytest.mark.parametrize(("family", "resolved"), [("qwen3_next", "float32"), ("qwen3_moe", "auto")])
+def test_check_prints_the_precision_of_states(tmp_path: Path, family: str, resolved: str) -> None:
+    """Where there are states. Without a number of blocks, their bytes bound the KV blocks on a CPU."""
+    folder = family_checkpoint(tmp_path, family, "untied")
+    blocks = []
+    for states in ("auto", "float32", "bfloat16"):
+        raw = {"model": {"path": str(folder), "max_model_len": 64}, "cluster": {"device": "cpu"}}
+        cache = {"cpu_memory_gib": 0.02, "state_snapshots": 64, "state_dtype": states}
+        found = resolve_rank_config(PhalanxConfig(**raw, cache=cache)).cache
+        assert found.state_dtype == (resolved if states == "auto" else states)
+        blocks.append(found.num_blocks)
+    assert blocks[0] == blocks[1] and (blocks[2] > blocks[1]) == (family == "qwen3_next")

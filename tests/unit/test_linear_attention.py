@@ -95,6 +95,24 @@ def test_warm_up_without_slots_uses_the_null_slot(backend: type[LinearAttention]
     assert case.states[0].state[1:].isnan().all() and case.states[0].conv[1:].isnan().all()
 
 
+@backends
+@pytest.mark.parametrize("new", [1, 70])
+@torch.inference_mode()
+def test_states_in_bfloat16_are_rounded_to_nearest(backend: type[LinearAttention], new: int):
+    """One forward from equal states leaves the state in float32, rounded; outputs come from the state before that."""
+    spec, outs, states = SPECS["bfloat16_states"], [], []
+    for dtype in ("float32", "bfloat16"):
+        case = LinearCase([replace(spec, state_dtype=dtype)], [(9, new), (0, new)], seed=4)
+        (pool,) = case.states
+        pool.state.copy_(pool.state.bfloat16())
+        subject = backend(case.specs)
+        subject.bind(case.states)
+        subject.plan(case.batch())
+        outs.append(case.run(subject, 0))
+        states.append(pool.state[case.slots])
+    assert torch.equal(*outs) and torch.equal(states[0].bfloat16(), states[1])
+
+
 def test_slots_are_copied_in_all_layers():
     specs = [SPECS["equal_heads"], SPECS["no_conv"], SPECS["conv_of_two"]]
     subject = TorchLinearAttention(specs)
@@ -113,7 +131,7 @@ def test_slots_are_copied_in_all_layers():
 
 
 def test_bytes_of_a_slot():
-    specs = [SPECS["two_value_heads"], SPECS["four_value_heads"]]
+    specs = [SPECS["two_value_heads"], SPECS["four_value_heads"], SPECS["bfloat16_states"]]
     for dtype in (torch.float32, torch.bfloat16):
         pools = TorchLinearAttention.allocate(specs, 1, dtype, torch.device("cpu"))
         taken = sum(pool.conv.nbytes + pool.state.nbytes for pool in pools)

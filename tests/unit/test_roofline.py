@@ -9,7 +9,8 @@ from cluster.bench.roofline import Hardware, floor_of, kind_floors, step_floor, 
 from cluster.bench.step_work import LayerKind, StepPart, StepShape, step_work
 from scripts.bench.gpu_serving_report import kinds_table
 from scripts.bench.released_shapes import model_folder
-from workers.models.registry import load_model_config
+from tests.published_configs import PUBLISHED
+from workers.models.registry import load_model_config, parse_model_config
 from workers.specs.model import weight_map
 from workers.specs.quantization import Fp8Quantization
 from workers.specs.weight_map import Fp8Form, Scaling
@@ -86,6 +87,23 @@ def test_rates_follow_from_the_parts(model) -> None:
     twice = replace(Hardware(), memory_bytes=8.0e12)
     faster = floor_of(model, 4, **load, hardware=twice)
     assert faster.decode_step.memory_s == pytest.approx(floor.decode_step.memory_s / 2)
+
+
+def test_states_in_bfloat16_halve_what_a_decode_reads_and_writes() -> None:
+    hybrid = parse_model_config(PUBLISHED["qwen3_5_moe"], {}, "config.json")
+    shape = StepShape(tokens=0, context=1, kv_reads=0, sampled=3)
+    moved = [
+        step_work(hybrid, 1, replace(shape, states=states))[StepPart.LINEAR_ATTENTION].memory_bytes
+        for states in (None, "float32", "bfloat16")
+    ]
+    conv = 3 * 8192 * 2
+    assert moved == [2 * 3 * 30 * (state + conv) for state in (2**21, 2**21, 2**20)]
+    load = {"in_flight": 128, "input_len": 1024, "output_len": 1024}
+    wide, narrow = (
+        floor_of(hybrid, 1, **load, states=states) for states in ("float32", "bfloat16")
+    )
+    assert narrow.decode_step.memory_s < wide.decode_step.memory_s
+    assert narrow.prefill == wide.prefill
 
 
 def test_a_cache_in_fp8_halves_what_a_decode_reads(model) -> None:

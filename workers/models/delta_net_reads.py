@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from kernels.interface.linear_attention_spec import LinearAttentionSpec
+from kernels.interface.linear_attention_spec import STATE_ITEM_BYTES, LinearAttentionSpec
 from workers.models.config_reader import ConfigReader
 from workers.specs.model import (
     DeltaNetSpec,
@@ -98,7 +98,6 @@ def _read_delta_net(read: ConfigReader) -> DeltaNetSpec:
             f"linear_num_value_heads is {value_heads}; "
             f"expected a multiple of linear_num_key_heads ({key_heads})"
         )
-    read.fixed("mamba_ssm_dtype", "float32", None)  # of the states
     return DeltaNetSpec(
         kernel_spec=LinearAttentionSpec(
             num_key_heads=key_heads,
@@ -106,8 +105,15 @@ def _read_delta_net(read: ConfigReader) -> DeltaNetSpec:
             key_dim=read.integer("linear_key_head_dim"),
             value_dim=read.integer("linear_value_head_dim"),
             conv_width=read.integer("linear_conv_kernel_dim"),
+            state_dtype=_read_state_dtype(read),
         )
     )
+
+
+def _read_state_dtype(read: ConfigReader) -> str:
+    """Return the dtype of the recurrent states: float32 where config.json has none, as transformers computes."""
+    read.fixed("mamba_ssm_dtype", *STATE_ITEM_BYTES, None)
+    return read.raw("mamba_ssm_dtype") or "float32"
 
 
 def _read_experts(read: ConfigReader, renormalise: bool) -> MoeSpec:

@@ -35,7 +35,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,
         attention_specs=config.cache.cached(model.attention_specs),
-        linear_specs=model.linear_specs,
+        linear_specs=config.cache.cached_states(model.linear_specs),
         fp8_checkpoint=stores_fp8_experts(model),
         expert_bias=model.moe.bias,
     )

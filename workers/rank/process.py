@@ -243,7 +243,7 @@ class RankProcess:
         """Return the pools of states, allocated at the first call; none for a model without linear attention."""
         linear = self.selection.linear_attention_class
         if linear is not None and not self.states:
-            specs, slots = self.model_config.linear_specs, self.num_state_slots
+            specs, slots = self.shape.linear_specs, self.num_state_slots
             with memory_for("the states of linear attention", self.state_bytes()):
                 self.states = linear.allocate(specs, slots, self.dtype, self.device)
         return self.states
@@ -274,9 +274,7 @@ class RankProcess:
     def slot_bytes(self) -> int:
         """Bytes of the states of one sequence; 0 without linear attention."""
         linear = self.selection.linear_attention_class
-        return (
-            0 if linear is None else linear.slot_bytes(self.model_config.linear_specs, self.dtype)
-        )
+        return 0 if linear is None else linear.slot_bytes(self.shape.linear_specs, self.dtype)
 
     def state_bytes(self) -> int:
         """Return the bytes of all pools of states."""
