@@ -116,7 +116,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch):
     cuda = SimpleNamespace(
         empty_cache=lambda: None,
         synchronize=lambda device: None,
-        mem_get_info=lambda device: (0, 0),
+        memory_reserved=lambda device: 0,
     )
     monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
     graphs = object.__new__(cuda_graphs.StepGraphs)
@@ -245,3 +245,20 @@ def test_every_step_finds_its_graph(limits, overlap, group):
         assert GraphKey(plan.graph_mode, plan.padded_tokens, plan.ubatch) in captured
     if mixed and plan.run:
         assert plan.graph_mode
+
+
+def test_memory_of_other_processes_is_not_that_of_graphs(monkeypatch):
+    """While a rank captures, another process may allocate gigabytes of the device."""
+    reserved, calls = iter((5_000, 5_700)), []
+    cuda = SimpleNamespace(
+        synchronize=lambda device: None,
+        empty_cache=lambda: calls.append("empty_cache"),
+        memory_reserved=lambda device: calls.append("reserved") or next(reserved),
+        mem_get_info=lambda device: pytest.fail("counts other processes"),
+    )
+    monkeypatch.setattr(cuda_graphs.torch, "cuda", cuda)
+    graphs = object.__new__(cuda_graphs.StepGraphs)
+    graphs._model = SimpleNamespace(device="cuda:0")
+    graphs._capture_all = lambda keys, progress: calls.append(keys)
+    assert graphs.capture(["key"]) == 700
+    assert calls == ["empty_cache", "reserved", ["key"], "reserved"]

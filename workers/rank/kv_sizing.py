@@ -86,8 +86,10 @@ def graph_bytes(runner: ModelRunner, sizes: GraphSizes) -> int:
         cut = [key._replace(ubatch=True) for key in keys]
         graphs.capture(cut[:1])
         count += runner.ubatches.num_ubatches * graphs.count(cut)
-    largest = free - torch.cuda.mem_get_info()[0]
-    each = graphs.capture(keys[1:2]) / max(1, graphs.count(keys[1:2]))
+    left, _ = torch.cuda.mem_get_info()
+    graphs.capture(keys[1:2])
+    each = (left - torch.cuda.mem_get_info()[0]) / max(1, graphs.count(keys[1:2]))
+    largest = free - left
     graphs.close()
     return int(_MARGIN * (largest + max(0, each) * (count - 1)))
 

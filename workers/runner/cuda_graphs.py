@@ -148,12 +148,16 @@ class StepGraphs:
         return True
 
     def capture(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> int:
-        """Capture these graphs and return the bytes that they take. Collective."""
-        torch.cuda.synchronize(self._model.device)
+        """Capture these graphs and return the bytes of tensors in their memory pool. Collective.
+
+        The device's free memory would count what other processes allocate meanwhile.
+        """
+        device = self._model.device
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(self._model.device)
+        before = torch.cuda.memory_reserved(device)
         self._capture_all(keys, progress)
-        return free - torch.cuda.mem_get_info(self._model.device)[0]
+        return torch.cuda.memory_reserved(device) - before
 
     @torch.inference_mode()
     def _capture_all(self, keys: Iterable[GraphKey], progress: Progress | None = None) -> None:
