@@ -26,6 +26,9 @@ class FusedKernels:
     norm_rotate: Callable[[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None], None]
     gated_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
     gated_rms_norm_fp8: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Fp8Rows]
+    gated_sum: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    output_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    output_gate_fp8: Callable[[torch.Tensor, torch.Tensor], Fp8Rows]
     route_top_k: Callable[..., Tensors]
     route_groups: Callable[..., Tensors]
     takes_thin: Callable[[torch.Tensor, torch.Tensor | BlockWeights], bool]
@@ -37,7 +40,13 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
     """Return the kernels, or None where they cannot run and the caller must use torch's operators."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
-    from kernels.triton.gated_norm import gated_rms_norm, gated_rms_norm_fp8
+    from kernels.triton.gated_norm import (
+        gated_rms_norm,
+        gated_rms_norm_fp8,
+        output_gate,
+        output_gate_fp8,
+    )
+    from kernels.triton.gated_sum import gated_sum
     from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
     from kernels.triton.qk_rope import norm_rotate
     from kernels.triton.route import route_top_k
@@ -50,6 +59,9 @@ def fused_kernels(device_type: str) -> FusedKernels | None:
         norm_rotate,
         gated_rms_norm,
         gated_rms_norm_fp8,
+        gated_sum,
+        output_gate,
+        output_gate_fp8,
         route_top_k,
         route_groups,
         takes_thin,

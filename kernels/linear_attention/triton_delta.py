@@ -1,6 +1,6 @@
 """Gated delta nets by our Triton kernels; forwards can be captured in CUDA graphs.
 
-A decode reads and writes each state once, in one launch. Prompts take three launches: the convolution, the systems
+A decode reads and writes each state once, in two launches. Prompts take three launches: the convolution, the systems
 within the chunks, and the recurrence over chunks. Knows nothing of scheduling.
 
 T tokens, C channels, V value heads, k key dim, v value dim, w conv width, B sequences.
@@ -30,7 +30,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 class TritonLinearAttention(LinearAttention):
-    """States stay float32; the products of prompts take the dtype of the hidden states and add in float32."""
+    """States are read into float32; the products of prompts take the dtype of the hidden states and add in float32."""
 
     name = "triton"
     devices = ("cuda",)
@@ -129,6 +129,8 @@ class TritonLinearAttention(LinearAttention):
 
 
 def _token_bytes(spec: LinearAttentionSpec, itemsize: int) -> int:
-    """Bytes of a prompt's token: q, k and v and output, and two rows of a chunk and four gates of each value head."""
+    """Bytes of a prompt's token: q, k and v and output, and two rows of a chunk and four gates of each value head; or
+    of a decode: output, and q, k and v in float32."""
     head = spec.value_dim + 2 * MAX_CHUNK
-    return (spec.channels + spec.num_value_heads * head) * itemsize + 16 * spec.num_value_heads
+    prompt = (spec.channels + spec.num_value_heads * head) * itemsize + 16 * spec.num_value_heads
+    return max(prompt, 4 * spec.channels + spec.value_size * itemsize)

@@ -1,7 +1,8 @@
-"""One Triton kernel for a decode step of gated delta nets: convolution, norms, gates, state and output.
+"""Triton kernels for a decode step of gated delta nets: convolution and norms, then gates, state and output.
 
-Each state is read once and written once. B rows, C channels, K key heads, V value heads, G = V / K, k key dim,
-v value dim, w conv width.
+The second kernel reads each state once and writes it once, which takes most of the time. Each of its programs holds a
+part of one head's state, and loads it while the first kernel runs. B rows, C channels, K key heads, V value heads,
+G = V / K, k key dim, v value dim, w conv width.
 """
 
 import torch
@@ -9,12 +10,13 @@ import triton
 import triton.language as tl
 
 from kernels.triton.delta_gates import decay_and_beta, silu_rounded
+from kernels.triton.pdl import begin, dependent_launch
 
-BLOCK_V = 64  # with 2 warps 561 us for 512 rows of 32 heads of 128 on an H200, with 4 warps 589 us
+BLOCK_V = 64
 
 
 @triton.jit
-def _convolve(
+def _convolve_channels(
     x_ptr, tail_ptr, weight_ptr, channel, known, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Return the convolution of some channels after SiLU, float32, and move their tail on by the token."""
@@ -52,74 +54,96 @@ def _gates(a_ptr, b_ptr, neg_exp_a_ptr, dt_bias_ptr, head):
     return tl.exp(g), beta
 
 
-@triton.jit
-def _store_zeros(out_ptr, count, BLOCK: tl.constexpr):
-    for part in range(count):
-        zeros = tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + part * BLOCK + tl.arange(0, BLOCK), zeros)
+@triton.jit(do_not_specialize=["slots_ptr"])
+def _convolve(
+    mixed_ptr,
+    mixed_row,
+    weight_ptr,
+    slots_ptr,
+    conv_ptr,
+    x_ptr,
+    scale,
+    eps,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Take one head of q, k or v of one row; no other program has its channels."""
+    head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    key_size: tl.constexpr = KEY_HEADS * KEY_DIM
+    channels: tl.constexpr = 2 * key_size + VALUE_HEADS * VALUE_DIM
+    begin(PDL)
+    signed = tl.load(slots_ptr + row)
+    if signed != 0:
+        source_ptr, out_ptr = mixed_ptr + row * mixed_row, x_ptr + row * channels
+        tail_ptr, known = conv_ptr + tl.abs(signed) * ((WIDTH - 1) * channels), signed > 0
+        if head < 2 * KEY_HEADS:
+            at = head * KEY_DIM + tl.arange(0, KEY_DIM)
+            x = _convolve_channels(source_ptr, tail_ptr, weight_ptr, at, known, channels, WIDTH)
+            factor = tl.where(head < KEY_HEADS, scale, 1.0)
+            tl.store(out_ptr + at, x * (tl.rsqrt(tl.sum(x * x) + eps) * factor))
+        else:
+            value_at = 2 * key_size + (head - 2 * KEY_HEADS) * VALUE_DIM + tl.arange(0, VALUE_DIM)
+            v = _convolve_channels(
+                source_ptr, tail_ptr, weight_ptr, value_at, known, channels, WIDTH
+            )
+            tl.store(out_ptr + value_at, v)
 
 
 @triton.jit(do_not_specialize=["slots_ptr", "a_ptr", "b_ptr"])
 def _advance(
-    mixed_ptr,
-    mixed_row,
+    x_ptr,
     a_ptr,
     a_row,
     b_ptr,
     b_row,
-    weight_ptr,
     neg_exp_a_ptr,
     dt_bias_ptr,
     slots_ptr,
-    conv_ptr,
     state_ptr,
     out_ptr,
-    scale,
-    eps,
     KEY_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Take one key head of one row with its GROUP value heads, and their channels, which no other program has."""
-    key_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    key_size: tl.constexpr = KEY_HEADS * KEY_DIM
+    """Take BLOCK columns of one value head of one row."""
+    parts: tl.constexpr = VALUE_DIM // BLOCK
     value_heads: tl.constexpr = KEY_HEADS * GROUP
-    channels: tl.constexpr = 2 * key_size + value_heads * VALUE_DIM
+    channels: tl.constexpr = (2 * KEY_DIM + GROUP * VALUE_DIM) * KEY_HEADS
+    head, row = tl.program_id(0) // parts, tl.program_id(1).to(tl.int64)
+    key, value = tl.arange(0, KEY_DIM), tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
+    out_at = out_ptr + (row * value_heads + head) * VALUE_DIM + value
     signed = tl.load(slots_ptr + row)
-    slot, known = tl.abs(signed), signed > 0
+    state_at = state_ptr + (tl.abs(signed) * value_heads + head) * (KEY_DIM * VALUE_DIM)
+    state_at = state_at + key[:, None] * VALUE_DIM + value[None, :]
+    # Before `begin`, because no kernel of this step has written states of this layer's decodes.
+    old = tl.load(state_at, mask=(signed > 0) & (key[:, None] >= 0), other=0.0)
+    begin(PDL)
     if signed == 0:
-        out_at = out_ptr + (row * KEY_HEADS + key_head) * (GROUP * VALUE_DIM)
-        _store_zeros(out_at, GROUP * VALUE_DIM // BLOCK, BLOCK)
+        tl.store(out_at, tl.zeros([BLOCK], tl.float32).to(out_ptr.dtype.element_ty))
     else:
-        x_ptr, tail_ptr = mixed_ptr + row * mixed_row, conv_ptr + slot * ((WIDTH - 1) * channels)
-        a_at, b_at, key = a_ptr + row * a_row, b_ptr + row * b_row, tl.arange(0, KEY_DIM)
-        at = key_head * KEY_DIM + key
-        q = _convolve(x_ptr, tail_ptr, weight_ptr, at, known, channels, WIDTH)
-        k = _convolve(x_ptr, tail_ptr, weight_ptr, key_size + at, known, channels, WIDTH)
-        q = q * (tl.rsqrt(tl.sum(q * q) + eps) * scale)
-        k = k * tl.rsqrt(tl.sum(k * k) + eps)
-        product = tl.sum(q * k)
-        for part in range(GROUP * VALUE_DIM // BLOCK):
-            head = key_head * GROUP + part // (VALUE_DIM // BLOCK)
-            value = (part % (VALUE_DIM // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-            decay, beta = _gates(a_at, b_at, neg_exp_a_ptr, dt_bias_ptr, head)
-            channel = 2 * key_size + head * VALUE_DIM + value
-            v = _convolve(x_ptr, tail_ptr, weight_ptr, channel, known, channels, WIDTH)
-            state_at = state_ptr + (slot * value_heads + head) * (KEY_DIM * VALUE_DIM)
-            state_at = state_at + key[:, None] * VALUE_DIM + value[None, :]
-            state = tl.load(state_at, mask=known & (key[:, None] >= 0), other=0.0).to(tl.float32)
-            # S^T q of the new state follows from the old one, so one pass suffices.
-            read_k = tl.sum(state * k[:, None], 0)
-            read_q = tl.sum(state * q[:, None], 0)
-            delta = beta * (v - decay * read_k)
-            state = decay * state + k[:, None] * delta[None, :]
-            tl.store(state_at, state.to(state_ptr.dtype.element_ty))
-            out = decay * read_q + product * delta
-            out_at = out_ptr + (row * value_heads + head) * VALUE_DIM + value
-            tl.store(out_at, out.to(out_ptr.dtype.element_ty))
+        query_at = x_ptr + row * channels + head // GROUP * KEY_DIM + key
+        q, k = tl.load(query_at), tl.load(query_at + KEY_HEADS * KEY_DIM)
+        values_at = x_ptr + row * channels + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+        v = tl.load(values_at + value)
+        decay, beta = _gates(
+            a_ptr + row * a_row, b_ptr + row * b_row, neg_exp_a_ptr, dt_bias_ptr, head
+        )
+        state = old.to(tl.float32)
+        # S^T q of the new state follows from the old one, so one pass suffices.
+        read_k = tl.sum(state * k[:, None], 0)
+        read_q = tl.sum(state * q[:, None], 0)
+        delta = beta * (v - decay * read_k)
+        state = decay * state + k[:, None] * delta[None, :]
+        tl.store(state_at, state.to(state_ptr.dtype.element_ty))
+        out = decay * read_q + tl.sum(q * k) * delta
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty))
 
 
 def advance_decodes(
@@ -143,33 +167,66 @@ def advance_decodes(
     conv, state the pools [slots, w-1, C] and [slots, V, k, v]
     out         contiguous
     """
-    num_rows, width = mixed_BC.shape[0], conv_weight_Cw.shape[1]
-    _, num_heads, key_dim, value_dim = state.shape
-    assert width <= 4 and mixed_BC.stride(1) == a_BV.stride(1) == b_BV.stride(1) == 1
-    assert conv_weight_Cw.is_contiguous() and out_BVv.is_contiguous() and state.is_contiguous()
+    assert a_BV.stride(1) == b_BV.stride(1) == 1
+    assert out_BVv.is_contiguous() and state.is_contiguous()
+    num_rows, (_, num_heads, key_dim, value_dim) = len(mixed_BC), state.shape
     if not num_rows:
         return
-    _advance[(num_key_heads, num_rows)](
-        mixed_BC,
-        mixed_BC.stride(0),
+    heads = (num_key_heads, num_heads, key_dim, value_dim)
+    x_BC = _convolved(mixed_BC, conv_weight_Cw, slots, conv, heads, eps)
+    block = min(BLOCK_V, value_dim)
+    _advance[(num_heads * (value_dim // block), num_rows)](
+        x_BC,
         a_BV,
         a_BV.stride(0),
         b_BV,
         b_BV.stride(0),
-        conv_weight_Cw,
         neg_exp_a_V,
         dt_bias_V,
         slots,
-        conv,
         state,
         out_BVv,
-        key_dim**-0.5,
-        eps,
         KEY_HEADS=num_key_heads,
         GROUP=num_heads // num_key_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        WIDTH=width,
-        BLOCK=min(BLOCK_V, value_dim),
+        BLOCK=block,
+        **dependent_launch(num_rows),
         num_warps=2,
     )
+
+
+def _convolved(
+    mixed_BC: torch.Tensor,
+    conv_weight_Cw: torch.Tensor,
+    slots: torch.Tensor,
+    conv: torch.Tensor,
+    heads: tuple[int, int, int, int],
+    eps: float,
+) -> torch.Tensor:
+    """Return q, k and v, float32 [B, C], q with norms of 1 / sqrt(k) and k of 1; move the tails on by the token.
+
+    heads   K, V, k, v
+    """
+    (num_rows, channels), width = mixed_BC.shape, conv_weight_Cw.shape[1]
+    num_key_heads, num_heads, key_dim, value_dim = heads
+    assert width <= 4 and mixed_BC.stride(1) == 1 and conv_weight_Cw.is_contiguous()
+    x_BC = torch.empty(num_rows, channels, dtype=torch.float32, device=mixed_BC.device)
+    _convolve[(2 * num_key_heads + num_heads, num_rows)](
+        mixed_BC,
+        mixed_BC.stride(0),
+        conv_weight_Cw,
+        slots,
+        conv,
+        x_BC,
+        key_dim**-0.5,
+        eps,
+        KEY_HEADS=num_key_heads,
+        VALUE_HEADS=num_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        WIDTH=width,
+        **dependent_launch(num_rows),
+        num_warps=1,
+    )
+    return x_BC

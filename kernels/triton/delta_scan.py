@@ -168,15 +168,13 @@ def _scan(
             )
         state_at = state_ptr + (tl.abs(signed) * HEADS + head) * (KEY_DIM * VALUE_DIM)
         state_at = state_at + key[None, :] * VALUE_DIM + value[:, None]
-        state = tl.load(state_at, mask=(signed > 0) & (key[None, :] >= 0), other=0.0)
-        state = state.to(tl.float32)
+        state = tl.load(state_at, mask=(signed > 0) & (key[None, :] >= 0), other=0.0).to(tl.float32)
         state = _advance_prompt(
             *(state, start, end, q_ptr + key_at, k_ptr + key_at, v_ptr + head * VALUE_DIM),
             *(inverse_ptr + head * SIZE, scores_ptr + head * SIZE),
             *(gates_ptr + (chunk * HEADS + head) * (4 * SIZE), out_ptr, value),
             *(KEY_SIZE, size, KEY_DIM, HEADS, PRECISION),
         )
-        state = state.to(state_ptr.dtype.element_ty)
         tl.store(state_at, state, mask=(signed != 0) & (key[None, :] >= 0))
 
 

@@ -71,13 +71,25 @@ def _norm(at: Inputs) -> None:
     add_rms_norm(x, parts, weight, 1e-6, wide[:, :WIDTH])
 
 
-def _linear_attention(at: Inputs, *, prompts: bool) -> None:
+def _gates(at: Inputs) -> None:
+    from kernels.triton.gated_norm import output_gate, output_gate_fp8
+    from kernels.triton.gated_sum import gated_sum
+
+    wide = torch.zeros(at.offset + at.size, 400, dtype=torch.bfloat16, device=at.device)[
+        at.offset :
+    ]
+    output_gate(at.rows(256), wide[:, :256])
+    output_gate_fp8(at.rows(256), wide[:, :256])
+    gated_sum(at.rows(WIDTH), at.rows(WIDTH), wide.flatten()[: at.size])
+
+
+def _linear_attention(at: Inputs, *, prompts: bool, states: str = "float32") -> None:
     """Rows of a projection that holds the gates too, as they are in a model; then the gated norm."""
     from kernels.interface.linear_attention_spec import LinearAttentionSpec
     from kernels.linear_attention.triton_delta import TritonLinearAttention
     from kernels.triton.gated_norm import gated_rms_norm, gated_rms_norm_fp8
 
-    spec = LinearAttentionSpec(2, HEADS, HEAD_DIM, HEAD_DIM, 4)
+    spec = LinearAttentionSpec(2, HEADS, HEAD_DIM, HEAD_DIM, 4, states)
     subject, new = TritonLinearAttention([spec]), 65 if prompts else 1
     device = torch.device(at.device)
     subject.bind(subject.allocate([spec], 2, torch.bfloat16, device))
@@ -250,6 +262,11 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "norm": _norm,
     "linear_attention_of_decodes": partial(_linear_attention, prompts=False),
     "linear_attention_of_prompts": partial(_linear_attention, prompts=True),
+    "linear_attention_of_decodes_bf16": partial(
+        _linear_attention, prompts=False, states="bfloat16"
+    ),
+    "linear_attention_of_prompts_bf16": partial(_linear_attention, prompts=True, states="bfloat16"),
+    "gates": _gates,
     "route": partial(_route, on_device=False),
     "route_in_graphs": partial(_route, on_device=True),
     "route_groups": partial(_route_groups, on_device=False),

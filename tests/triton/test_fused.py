@@ -8,7 +8,13 @@ from torch.nn import functional as F
 
 from kernels.all2all.base import sum_partials
 from kernels.fused import FusedKernels, fused_kernels
-from kernels.triton.gated_norm import gated_rms_norm, gated_rms_norm_fp8
+from kernels.triton.gated_norm import (
+    gated_rms_norm,
+    gated_rms_norm_fp8,
+    output_gate,
+    output_gate_fp8,
+)
+from kernels.triton.gated_sum import gated_sum
 from kernels.triton.norm import add_rms_norm, add_rms_norm_fp8
 from kernels.triton.qk_rope import norm_rotate, norm_rotate_store
 from kernels.triton.quantise_rows import quantise_rows
@@ -54,6 +60,9 @@ def test_gpus_have_them():
         norm_rotate,
         gated_rms_norm,
         gated_rms_norm_fp8,
+        gated_sum,
+        output_gate,
+        output_gate_fp8,
         route_top_k,
         route_groups,
         takes_thin,
@@ -262,3 +271,31 @@ def test_gated_rms_norm_in_fp8(rows: int, heads: int, dtype: torch.dtype):
         found.scales, expected.scales, atol=0, rtol=2.0**-8 if COMPILED else 0
     )
     assert found.scales.stride() == expected.scales.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(0, 128), (1, 128), (3, 384), *compiled_only((300, 4096))]
+)
+def test_output_gate(rows: int, width: int, dtype: torch.dtype):
+    """The gate is a part of wider rows; in FP8 the values are those of the kernel that quantises rows."""
+    x, wide = randn(rows, width, dtype=dtype), randn(rows, 3 * width, dtype=dtype)
+    gate = wide[:, width : 2 * width]
+    found = output_gate(x, gate)
+    close(found, x.float() * gate.float().sigmoid())
+    rounded, expected = output_gate_fp8(x, gate), quantise_rows(found)
+    unequal = (rounded.values.float() != expected.values.float()).sum()
+    assert unequal <= (x.numel() // 1000 if COMPILED else 0)
+    torch.testing.assert_close(
+        rounded.scales, expected.scales, atol=0, rtol=2.0**-8 if COMPILED else 0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *compiled_only(torch.bfloat16, torch.float16)])
+@pytest.mark.parametrize(("rows", "width"), [(0, 64), (1, 64), (5, 72), (3, 2880)])
+def test_gated_sum(rows: int, width: int, dtype: torch.dtype):
+    start, y = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
+    logit, kept = randn(rows, 1, dtype=dtype), start.clone()
+    found = gated_sum(start, y, logit)
+    close(found, start.float() + y.float() * logit.float().sigmoid())
+    assert torch.equal(start, kept)

@@ -10,8 +10,9 @@ from typing import Self
 import torch
 
 from kernels.backends.select import Backends
+from kernels.block_fp8 import BLOCK, Fp8Rows
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear
+from workers.layers.linear import linear, takes_fp8
 from workers.layers.rope import norm_and_rotate
 from workers.specs.model import GqaSpec
 
@@ -65,14 +66,23 @@ class AttentionBlock:
             self._norm_and_clip(qkv_TQ)
         if self.gate_size:
             gate_TO, qkv_TQ = qkv_TQ[:, : self.gate_size], qkv_TQ[:, self.gate_size :]
-            o_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
-            o_TO = o_TO * gate_TO.sigmoid()
+            attended_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
+            o_TO = self._gated(attended_TO, gate_TO)
         else:
             o_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
         if self.input_norm.triton is not None:
             return residual_TD, linear(o_TO, self.o_DQ, self.o_bias_D, partial=True)
         out_TD = linear(o_TO, self.o_DQ, residual_TD)
         return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
+
+    def _gated(self, o_TO: torch.Tensor, gate_TO: torch.Tensor) -> torch.Tensor | Fp8Rows:
+        """Return o * sigmoid(gate) in the form that `linear` with the output's weights takes."""
+        triton = self.input_norm.triton
+        if triton is None or o_TO.shape[1] % BLOCK:
+            return o_TO * gate_TO.sigmoid()
+        if takes_fp8(o_TO, self.o_DQ):
+            return triton.output_gate_fp8(o_TO, gate_TO)
+        return triton.output_gate(o_TO, gate_TO)
 
     def _norm_and_clip(self, qkv_TQ: torch.Tensor) -> None:
         """Norm all of q and all of k, then bound all values; in place."""

@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 
 from kernels.block_fp8 import Fp8Rows
+from kernels.fused import fused_kernels
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import activated, linear
 from workers.specs.model import MlpSpec, SharedExpertSpec
@@ -49,7 +50,11 @@ class SharedExpert:
         inner_TI = activated(linear(h_TD, self.w13_2ID), self.activation, self.w2_DI)
         if self.gate_1D is None:
             return linear(inner_TI, self.w2_DI, residual_TD)
-        factor_T1 = linear(h_TD, self.gate_1D).sigmoid_()
+        logit_T1 = linear(h_TD, self.gate_1D)
+        fused = fused_kernels(h_TD.device.type)
+        if fused is not None:
+            return fused.gated_sum(residual_TD, linear(inner_TI, self.w2_DI), logit_T1)
+        factor_T1 = logit_T1.sigmoid_()
         if isinstance(inner_TI, Fp8Rows):
             return torch.addcmul(residual_TD, linear(inner_TI, self.w2_DI), factor_T1)
         # a factor of a row passes through the product
