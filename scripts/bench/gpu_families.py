@@ -112,8 +112,11 @@ def page(found: dict[str, Report]) -> str:
 
 
 def _shape(report: Report) -> tuple[str, str, int]:
+    """Return the shape, the precision of its weights, of states too if they are narrower than usual, and its layers."""
     shape, layers, fp8 = report["shape"]
-    return shape, "FP8" if fp8 else "bf16", layers
+    states = report["resolved"]["config"]["cache"].get("state_dtype")  # the older reports have none
+    precision = "FP8" if fp8 else "bf16"
+    return shape, f"{precision}, states bf16" if states == "bfloat16" else precision, layers
 
 
 def _load_row(report: Report, one: Report) -> str:
