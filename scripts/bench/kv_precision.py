@@ -31,7 +31,8 @@ from kernels.routing.placement import ExpertPlacement
 from scripts.bench import ROOT, results
 from scripts.demo import corpus
 from workers.kv_cache.caches import allocate_kv_caches
-from workers.models.registry import load_model_config, model_class
+from workers.models.decoder import DecoderLM
+from workers.models.registry import load_model_config
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.loader import load_weights
 
@@ -63,7 +64,7 @@ class Scorer:
         backends = Backends(exchange, ReferenceGroupedGemm(), self.attention)
         where: dict[str, Any] = {"placement": ExpertPlacement(len(experts), 1), "rank": 0}
         where["device"] = CPU
-        self.model = model_class(config)(config, backends, dtype=dtype, **where)
+        self.model = DecoderLM(config, backends, dtype=dtype, **where)
         load_weights(self.model, folder, config=config, **where)
 
     @torch.inference_mode()

@@ -20,7 +20,8 @@ from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
 from workers.kv_cache.caches import allocate_kv_caches
 from workers.models.checkpoint import make_checkpoint
-from workers.models.registry import load_model_config, model_class
+from workers.models.decoder import DecoderLM
+from workers.models.registry import load_model_config
 from workers.specs.model import ModelConfig
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.initial_weights import draw_weights
@@ -121,7 +122,7 @@ class OneRank:
             self._linear_attention(max_seqs, dtype, torch.device(device)),
         )
         placement = ExpertPlacement(config.num_experts, 1)
-        self.model = model_class(config)(
+        self.model = DecoderLM(
             config, backends, placement=placement, rank=0, device=device, dtype=dtype, **options
         )
         where = {"placement": placement, "rank": 0, "device": torch.device(device)}

@@ -15,7 +15,7 @@ from kernels.attention.sdpa import SdpaAttention
 from kernels.interface.attention_spec import AttentionSpec
 from workers.config import RankConfig
 from workers.models.checkpoint import make_checkpoint
-from workers.models.qwen3_moe.model import Qwen3MoeForCausalLM
+from workers.models.decoder import DecoderLM
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous
@@ -112,7 +112,7 @@ def test_steps_run_before_attention_is_compiled(
 
 
 def test_few_layers_are_two_of_each_spec() -> None:
-    model = object.__new__(Qwen3MoeForCausalLM)
+    model = object.__new__(DecoderLM)
     model.config, model.layers = SimpleNamespace(layers="abaabbc"), list(range(7))
     assert model.with_few_layers().layers == [0, 1, 2, 4, 6]
     assert model.layers == list(range(7))

@@ -11,7 +11,7 @@ from kernels.routing.placement import ExpertPlacement
 from tests.family_cases import SIZES, VARIANTS, family_checkpoint, load_reference
 from tests.unit.model_case import OneRank, make_batch
 from workers.models.checkpoint import make_checkpoint
-from workers.models.registry import model_class
+from workers.models.decoder import DecoderLM
 from workers.weights.loader import CheckpointError, load_weights
 
 torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def test_a_rank_reads_its_experts(tmp_path: Path, layout: str) -> None:
             "rank": rank,
             "device": torch.device("cpu"),
         }
-        part = model_class(config)(config, whole.backends, dtype=torch.float32, **where)
+        part = DecoderLM(config, whole.backends, dtype=torch.float32, **where)
         load_weights(part, path, config=config, **where)
         for mine, every in zip(part.layers, whole.model.layers, strict=True):
             rows = slice(experts.start, experts.stop)

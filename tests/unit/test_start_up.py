@@ -18,8 +18,8 @@ from kernels.host.cuda_environment import (
 )
 from kernels.linear_attention.base import LinearAttention, LinearStates
 from workers.config import RankConfig
-from workers.models.causal_lm import CausalLM
 from workers.models.checkpoint import make_checkpoint
+from workers.models.decoder import DecoderLM
 from workers.parallel import ParallelDims
 from workers.rank import process_group
 from workers.rank.device_memory import OutOfDeviceMemoryError, memory_for
@@ -170,7 +170,7 @@ def test_products_compile_right_before_the_steps_that_take_them(
     rank = rank_of(make_checkpoint(tmp_path / "tiny", num_layers=1, hidden_size=32))
     calls: list[object] = []
     monkeypatch.setattr(
-        CausalLM, "compile_products", lambda _, sizes: sizes and calls.append(sizes)
+        DecoderLM, "compile_products", lambda _, sizes: sizes and calls.append(sizes)
     )
     monkeypatch.setattr(WarmUpSteps, "prefill", lambda *step: calls.append(step[-1]))
     epoch = Epoch(rank, Rendezvous("", 0, "products"), timeout_s=5)

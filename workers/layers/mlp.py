@@ -17,7 +17,7 @@ from workers.specs.model import MlpSpec, SharedExpertSpec
 class MlpBlock:
     """residual + down(activation(gate(h)) * up(h)) with h = norm(residual)."""
 
-    def __init__(self, builder: LayerBuilder, spec: MlpSpec):
+    def __init__(self, builder: LayerBuilder, spec: MlpSpec, layer: int):
         dim, self.activation = builder.hidden_size, spec.activation
         self.norm = builder.norm(dim)
         self.w13_2ID = builder.projection("mlp.w13_2ID", 2 * spec.width, dim)
@@ -26,6 +26,12 @@ class MlpBlock:
     def with_backends(self, backends: Any) -> Self:
         """Return the block itself, which uses no backend."""
         return self
+
+    def hold_experts(self, experts: range, kept: range) -> None:
+        """Do nothing: the block has no experts."""
+
+    def route_by(self, forced: Any) -> None:
+        """Do nothing: the block has no router."""
 
     def forward(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: Any

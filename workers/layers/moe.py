@@ -67,7 +67,7 @@ class MoeBlock:
         return self.b13_e2I, self.b2_eD
 
     def route_by(self, forced: Callable[..., ForcedRouting] | None) -> None:
-        """Let the layer's router choose experts, or a law instead; see CausalLM."""
+        """Let the layer's router choose experts, or a law instead; see DecoderLM."""
         self.forced_routing = None if forced is None else forced(layer=self._layer)
 
     def hold_experts(self, experts: range, kept: range) -> None:

@@ -4,7 +4,7 @@ A family gives the names that its checkpoints use; shapes and rows follow from t
 V vocabulary, D hidden, d head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from workers.models.delta_net_weights import delta_net_weights
@@ -54,20 +54,8 @@ def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
     for number, layer in enumerate(config.layers):
         at, path = f"{root}layers.{number}.", f"layers.{number}."
         block = _Layer(config.hidden_size, at, path, config.mxfp4, offset)
-        if isinstance(layer.attention, LatentSpec):
-            yield from block.latent_attention(layer.attention)
-        elif isinstance(layer.attention, DeltaNetSpec):
-            yield block.norm("input_layernorm", "attention.input_norm")
-            joined = names.joined_delta_inputs
-            yield from delta_net_weights(
-                at, path, config.hidden_size, layer.attention, joined=joined
-            )
-        else:
-            yield from block.attention(layer.attention)
-        if isinstance(layer.mlp, MoeSpec):
-            yield from block.moe(layer.mlp, names)
-        else:
-            yield from block.dense(layer.mlp)
+        for spec in (layer.attention, layer.mlp):
+            yield from _WEIGHTS[type(spec)](block, spec, names)
     shape = (config.hidden_size,)
     yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
     if not config.tie_word_embeddings:
@@ -93,7 +81,7 @@ class _Layer:
             offset=self.norm_offset,
         )
 
-    def attention(self, spec: GqaSpec) -> Weights:
+    def attention(self, spec: GqaSpec, names: WeightNames) -> Weights:
         """Fused rows: output gates, then query heads, then key heads, then value heads."""
         at, path = f"{self.disk}self_attn.", f"{self.path}attention."
         head_dim = 0 if spec.rope.interleaved else spec.head_dim
@@ -196,7 +184,7 @@ class _Layer:
                     rotary_dim=(spec.rotary_dim or 0) if head_dim else 0,
                 )
 
-    def latent_attention(self, spec: LatentSpec) -> Weights:
+    def latent_attention(self, spec: LatentSpec, names: WeightNames) -> Weights:
         """One product of the hidden state: rows of q or of its latent, then those of the latent and the rotated key."""
         at, path, dims = f"{self.disk}self_attn.", f"{self.path}attention.", spec.dims
         kind = WeightKind.PROJECTION
@@ -228,7 +216,14 @@ class _Layer:
         if spec.bias:
             yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o_bias_D", WeightKind.BIAS)
 
-    def dense(self, spec: MlpSpec) -> Weights:
+    def delta_net(self, spec: DeltaNetSpec, names: WeightNames) -> Weights:
+        """A gated delta net."""
+        yield self.norm("input_layernorm", "attention.input_norm")
+        yield from delta_net_weights(
+            self.disk, self.path, self.dim, spec, joined=names.joined_delta_inputs
+        )
+
+    def dense(self, spec: MlpSpec, names: WeightNames) -> Weights:
         """An MLP in the place of experts."""
         yield self.norm("post_attention_layernorm", "mlp.norm")
         yield from self.gated("mlp.", "mlp.", spec.width)
@@ -335,3 +330,13 @@ class _Layer:
         yield WeightEntry(f"{at}up_proj.weight", up, w13, WeightKind.PROJECTION, (width, 2 * width))
         down = (self.dim, width)
         yield WeightEntry(f"{at}down_proj.weight", down, f"{path}w2_DI", WeightKind.DOWN_PROJECTION)
+
+
+_WEIGHTS: dict[type, Callable[..., Weights]] = {
+    GqaSpec: _Layer.attention,
+    LatentSpec: _Layer.latent_attention,
+    DeltaNetSpec: _Layer.delta_net,
+    MlpSpec: _Layer.dense,
+    MoeSpec: _Layer.moe,
+}
+"""The tensors of a block, by its spec."""

@@ -1,6 +1,6 @@
 """The model families by config.json's `model_type`. A new family is its folder and one line here.
 
-Configs are read without torch; a family's model is imported when a rank builds it.
+Configs are read without torch. All families are a `DecoderLM`, which their specs describe.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from workers.specs.model import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """A folder of `workers/models`: `config.py` reads config.json, `model.py` holds the class `architecture`."""
+    """A folder of `workers/models` with a `config.py` that reads config.json, and its architecture there."""
 
     folder: str
     architecture: str
@@ -81,11 +81,3 @@ def parse_model_config(
     if read.problems:
         raise ModelConfigError(f"{where}: " + "; ".join(read.problems))
     return config
-
-
-def model_class(config: ModelConfig) -> type[Any]:
-    """Return the class of the config's family, a CausalLM; imports torch."""
-    family = FAMILIES[config.model_type]
-    module = import_module(f"workers.models.{family.folder}.model")
-    found: type[Any] = getattr(module, family.architecture)
-    return found

@@ -24,7 +24,7 @@ from workers.engine.vote_transport import (
     LocalVoteTransport,
     SharedMemoryVoteTransport,
 )
-from workers.models.causal_lm import CausalLM
+from workers.models.decoder import DecoderLM
 from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group
 from workers.rank.device_memory import free_unused, memory_for
@@ -69,7 +69,7 @@ class Epoch:
 
     backends: Backends
     ubatches: EpochUbatches
-    model: CausalLM
+    model: DecoderLM
     make: RunnerMaker
     runner: ModelRunner
     scheduler: Scheduler

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from kernels.attention.base import Attention
 from kernels.backends.select import Backends
 from workers.kv_cache.block_pool import BlockPool
-from workers.models.causal_lm import CausalLM
+from workers.models.decoder import DecoderLM
 from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group
 from workers.rank.device_memory import memory_for
@@ -28,7 +28,7 @@ class RunnerMaker:
     """Makes runners over KV caches that are already bound to the attention."""
 
     process: RankProcess
-    model: CausalLM
+    model: DecoderLM
     backends: Backends
     ubatches: EpochUbatches
 

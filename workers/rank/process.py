@@ -28,8 +28,8 @@ from workers.kv_cache.block_pool import BlockPool
 from workers.kv_cache.caches import allocate_kv_caches
 from workers.kv_cache.demand import KVDemand
 from workers.kv_cache.state_snapshots import StateSnapshots
-from workers.models.causal_lm import CausalLM
-from workers.models.registry import load_model_config, model_class
+from workers.models.decoder import DecoderLM
+from workers.models.registry import load_model_config
 from workers.overlap.rank_overlap import RankOverlap
 from workers.rank.backend_choice import backend_shape, forced_routing, slow_attention
 from workers.rank.device_memory import memory_for
@@ -87,7 +87,7 @@ class RankProcess:
         self.overlap = RankOverlap.configured(config.overlap, self.selection.all2all_class)
         self.grammars: GrammarCompiler | None = None
         self.backends: select.Backends | None = None
-        self.model: CausalLM | None = None
+        self.model: DecoderLM | None = None
         self.experts = range(0)
         self.num_blocks, self.num_snapshots = 0, config.cache.num_snapshots or 0
         self.kv_caches: list[torch.Tensor] = []
@@ -179,13 +179,13 @@ class RankProcess:
         gemm = self.selection.grouped_gemm_class()
         return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention), linear)
 
-    def _build_model(self, backends: select.Backends) -> CausalLM:
+    def _build_model(self, backends: select.Backends) -> DecoderLM:
         if self.rank == 0:
             for warning in not_for_answers(self.config.model):
                 logger.warning("%s", warning)
             for part in self.model_config.skipped_parts:
                 logger.warning("%s of the checkpoint is not loaded: only text is served", part)
-        model: CausalLM = model_class(self.model_config)(
+        return DecoderLM(
             self.model_config,
             backends,
             placement=self.placement,
@@ -195,9 +195,8 @@ class RankProcess:
             max_positions=self.max_model_len,
             forced_routing=self._forced_routing(),
         )
-        return model
 
-    def _take_experts(self, model: CausalLM, experts: range, progress: Progress | None) -> None:
+    def _take_experts(self, model: DecoderLM, experts: range, progress: Progress | None) -> None:
         """Replace experts of other ranks by those of this rank; after an error the next call goes on from there."""
         kept = range(max(self.experts.start, experts.start), min(self.experts.stop, experts.stop))
         model.hold_experts(self.placement, self.rank, kept, self._forced_routing())
@@ -207,7 +206,7 @@ class RankProcess:
             self._read_weights(model, progress, missing)
 
     def _read_weights(
-        self, model: CausalLM, progress: Progress | None, experts: list[int] | None = None
+        self, model: DecoderLM, progress: Progress | None, experts: list[int] | None = None
     ) -> None:
         where: dict[str, Any] = {"config": self.model_config, "placement": self.placement}
         where |= {"rank": self.rank, "device": self.device, "progress": progress}

@@ -19,7 +19,7 @@ from kernels.attention.base import GraphForm
 from kernels.attention.batch import AttentionBatch
 from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import Backends
-from workers.models.causal_lm import CausalLM
+from workers.models.decoder import DecoderLM
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.graph_sizes import GraphKey, GraphSizes
 from workers.step.forward_batch import ForwardBatch
@@ -76,7 +76,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: DecoderLM,
         backends: Backends,
         builder: ForwardBatchBuilder,
         *,

@@ -11,7 +11,7 @@ from kernels.host.host_copy import HostCopies, StepClock
 from kernels.pending import Pending
 from kernels.routing.expert_load import LoadSample
 from workers.kv_cache.state_snapshots import independent
-from workers.models.causal_lm import CausalLM
+from workers.models.decoder import DecoderLM
 from workers.runner.batch_builder import ForwardBatchBuilder
 from workers.runner.cuda_graphs import ForwardGraph, StepGraphs
 from workers.runner.graph_sizes import GraphKey, GraphSizes
@@ -40,7 +40,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: DecoderLM,
         backends: Backends,
         table: SequenceTable,
         *,
@@ -215,7 +215,7 @@ class ModelRunner:
         self.ubatches.plan(batch)
         return partial(self._forward, self.ubatches, batch)
 
-    def _forward(self, model: CausalLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:
+    def _forward(self, model: DecoderLM | UBatchWrapper, batch: ForwardBatch) -> Forwarded:
         hidden_TD = model.forward(batch)
         offs_Le = self._expert_load.take() if self._expert_load.watching else None
         return hidden_TD, self._logits(hidden_TD, batch), offs_Le

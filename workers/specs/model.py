@@ -7,7 +7,7 @@ Knows nothing of config.json's names, weights or ranks.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kernels.activation import Activation
 from kernels.interface.attention_spec import AttentionSpec, LatentDims
@@ -22,6 +22,8 @@ DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
 QkNorm = Literal["head", "full"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
+# Memory of a sequence in a layer: KV blocks, or one state of constant size.
+CacheKind = Literal["kv", "state"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class GqaSpec:
     sinks      a sink for each query head, see AttentionSpec
     output_gate  the output is multiplied by the sigmoid of further values of q's projection, one a value
     """
+
+    cache: ClassVar[CacheKind] = "kv"
 
     num_heads: int
     num_kv_heads: int
@@ -113,6 +117,8 @@ class LatentSpec:
     latent_eps   of the norms of both latents, which may differ from the norms of the layer
     """
 
+    cache: ClassVar[CacheKind] = "kv"
+
     num_heads: int
     dims: LatentDims
     q_rank: int | None
@@ -156,6 +162,8 @@ class LatentSpec:
 class DeltaNetSpec:
     """Gated delta net of one layer: linear attention with a state of constant size a sequence."""
 
+    cache: ClassVar[CacheKind] = "state"
+
     kernel_spec: LinearAttentionSpec
 
     @property
@@ -168,6 +176,8 @@ class DeltaNetSpec:
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
     """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
+
+    has_experts: ClassVar[bool] = False
 
     width: int
     activation: Activation
@@ -216,6 +226,8 @@ class MoeSpec:
 
     bias   both products of an expert have biases
     """
+
+    has_experts: ClassVar[bool] = True
 
     num_experts: int
     width: int
@@ -275,7 +287,7 @@ class ModelConfig:
     @property
     def num_moe_layers(self) -> int:
         """Number of decoder layers that have experts."""
-        return sum(isinstance(layer.mlp, MoeSpec) for layer in self.layers)
+        return sum(layer.mlp.has_experts for layer in self.layers)
 
     @property
     def attention_specs(self) -> tuple[AttentionSpec, ...]:

@@ -1,4 +1,6 @@
-"""What the models of all families have in common: embedding, final norm, head, rotary table, slots of weights.
+"""The model of all families, read from top to bottom: embedding, layers of blocks, final norm, head.
+
+A family differs by the specs of its layers, from which each layer gets its blocks.
 
 T tokens (padding included), L logits rows, D hidden, V vocabulary, r rotated values of a head. Knows nothing of
 requests, steps or files.
@@ -7,12 +9,11 @@ Weights are plain tensors, not nn.Parameters in nn.Modules: nothing is trained h
 bound by Python and operator overhead. Run inside `torch.inference_mode()`.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -29,7 +30,15 @@ from workers.layers.linear import linear
 from workers.layers.mlp import MlpBlock
 from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
-from workers.specs.model import DeltaNetSpec, LatentSpec, LayerSpec, ModelConfig, MoeSpec
+from workers.specs.model import (
+    DeltaNetSpec,
+    GqaSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelConfig,
+    MoeSpec,
+)
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, parameter_of, slot_of
 from workers.weights.tensors import fp8_parameters, rank_weights
@@ -42,7 +51,17 @@ class Layer(NamedTuple):
     mlp: MlpBlock | MoeBlock
 
 
-class CausalLM(ABC):
+# The block of each spec, built as block(builder, spec, number).
+BLOCKS: dict[type, Callable[..., Any]] = {
+    GqaSpec: AttentionBlock,
+    LatentSpec: LatentAttentionBlock,
+    DeltaNetSpec: DeltaNetBlock,
+    MlpSpec: MlpBlock,
+    MoeSpec: MoeBlock,
+}
+
+
+class DecoderLM:
     """The model of one rank: all layers, with the experts of this rank alone. `load_weights` fills it.
 
     max_positions    bound on the positions of a batch; None: the limit of the checkpoint
@@ -82,7 +101,7 @@ class CausalLM(ABC):
         table = (config.vocab_size, config.hidden_size)
         self.embed_VD = builder.empty(*table)
         self.layers = [
-            self.build_layer(replace(builder, path=f"layers.{number}."), spec, number)
+            self._layer(replace(builder, path=f"layers.{number}."), spec, number)
             for number, spec in enumerate(config.layers)
         ]
         self.norm = builder.norm(config.hidden_size)
@@ -90,28 +109,42 @@ class CausalLM(ABC):
         num_positions = max_positions or config.max_position_embeddings
         self._rope_table = build_rope_table(config, num_positions, self.device)
 
-    def build_layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
-        """Return the blocks of layer `number`: attention, then experts or one dense MLP, as `spec` has them."""
-        attention = self._attention(builder, spec, number)
-        if isinstance(spec.mlp, MoeSpec):
-            return Layer(attention, MoeBlock(builder, spec.mlp, number))
-        return Layer(attention, MlpBlock(builder, spec.mlp))
-
-    def _attention(
-        self, builder: LayerBuilder, spec: LayerSpec, number: int
-    ) -> AttentionBlock | LatentAttentionBlock | DeltaNetBlock:
-        """Kernels count the layers with KV blocks and the layers of linear attention apart."""
+    def _layer(self, builder: LayerBuilder, spec: LayerSpec, number: int) -> Layer:
+        """Return the blocks of layer `number`. Kernels count the layers with each kind of cache apart."""
         before = self.config.layers[:number]
-        num_linear = sum(isinstance(layer.attention, DeltaNetSpec) for layer in before)
-        if isinstance(spec.attention, DeltaNetSpec):
-            return DeltaNetBlock(builder, spec.attention, num_linear)
-        if isinstance(spec.attention, LatentSpec):
-            return LatentAttentionBlock(builder, spec.attention, number - num_linear)
-        return AttentionBlock(builder, spec.attention, number - num_linear)
+        same_cache = sum(layer.attention.cache == spec.attention.cache for layer in before)
+        return Layer(
+            BLOCKS[type(spec.attention)](builder, spec.attention, same_cache),
+            BLOCKS[type(spec.mlp)](builder, spec.mlp, number),
+        )
 
-    @abstractmethod
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Return hidden_TD after the last layer, before the final norm; call `attention.plan(batch)` before."""
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of int64 [T], a new tensor [T, D]."""
+        embedded_TD = torch.embedding(self.embed_VD, input_ids)
+        factor = self.config.embedding_factor
+        return embedded_TD if factor == 1.0 else embedded_TD.mul_(factor)
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        inputs_embeds: torch.Tensor | None = None,
+        hidden_after: dict[int, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Return hidden_TD after the last layer, before the final norm; call `attention.plan(batch)` before.
+
+        inputs_embeds   [T, D] in place of the embeddings of batch.input_ids; it is overwritten
+        hidden_after    by number of a layer, each set to hidden_TD after the layer
+        """
+        rotation_T1r = self.rotation(batch.positions)
+        residual_TD = self.embed(batch.input_ids) if inputs_embeds is None else inputs_embeds
+        hidden_TD = None
+        for number, (attention, mlp) in enumerate(self.layers):
+            residual_TD, hidden_TD = attention.forward(residual_TD, hidden_TD, rotation_T1r)
+            residual_TD, hidden_TD = mlp.forward(residual_TD, hidden_TD, batch)
+            if hidden_after is not None and number in hidden_after:
+                residual_TD, hidden_TD = add_hidden(residual_TD, hidden_TD), None
+                hidden_after[number] = residual_TD.clone()
+        return add_hidden(residual_TD, hidden_TD)
 
     def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls other attention and all-to-all."""
@@ -149,15 +182,13 @@ class CausalLM(ABC):
         self._placement, self._rank = placement, rank
         experts = placement.local_experts(rank)
         for layer in self.layers:
-            if isinstance(layer.mlp, MoeBlock):
-                layer.mlp.hold_experts(experts, kept)
+            layer.mlp.hold_experts(experts, kept)
         self.route_by(forced_routing)
 
     def route_by(self, forced_routing: Callable[..., ForcedRouting] | None) -> None:
         """Let routers choose experts, or a law instead. Views by `with_backends` keep the choice of before."""
         for layer in self.layers:
-            if isinstance(layer.mlp, MoeBlock):
-                layer.mlp.route_by(forced_routing)
+            layer.mlp.route_by(forced_routing)
 
     @property
     def seat(self) -> tuple[ExpertPlacement, int]:
