@@ -109,7 +109,6 @@ class Epoch:
         takes = backend_memory(
             process.selection, process.shape, num_ubatches=config.overlap.num_ubatches
         )
-        alone, everyone = process_group.gather_alone, process_group.gather_objects
         context = process.backend_context(self._peers.shared_memory, self._peers.network)
         with memory_for("the all-to-all's buffers", takes.kept):
             self.backends = process.build_backends(context)
@@ -121,7 +120,7 @@ class Epoch:
                 process.selection,
                 context,
                 self.backends,
-                alone if process.dims.alone else everyone,
+                self._peers.gather,
             )
             self._closing.callback(self.ubatches.close)
 

@@ -1,8 +1,10 @@
 """The connections of a rank to the other ranks of its epoch. Knows nothing of models, caches or the engine."""
 
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup, shared_memory_unavailable
@@ -26,6 +28,10 @@ class Peers:
     warm: bool
     shared_memory: SharedMemoryGroup | None = None
     network: HostNetwork | None = None
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        """Return the value of every rank, in rank order. Collective."""
+        return [value] if self.network is None else process_group.gather_objects(value)
 
 
 def meet(

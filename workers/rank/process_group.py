@@ -99,11 +99,6 @@ def _reach(rendezvous: Rendezvous, deadline: float, left: threading.Event) -> No
                 ) from None
 
 
-def gather_alone(value: T) -> list[T]:
-    """Return `value` as `gather_objects` does for a rank that is alone and joins no group."""
-    return [value]
-
-
 def gather_objects(value: T) -> list[T]:
     """Return `value` of every rank, in rank order. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
