@@ -97,7 +97,7 @@ def models() -> Iterator[str]:
     """docs/models.md."""
     model = parse_model_config(PUBLISHED["qwen3_5_moe_text"], {}, "config.json")
     slot = model.linear_specs[0].slot_bytes(DTYPE_BYTES["bfloat16"])
-    yield f"({slot / 1e6:.1f} MB in Qwen3.6-35B-A3B)"
+    yield f"({slot / 1e6:.1f} MB in Qwen3.6-35B-A3B, half"
 
 
 def offline() -> Iterator[str]:
