@@ -53,7 +53,7 @@ RULES: tuple[tuple[StepPart, str], ...] = (
         StepPart.GROUPED,
         r"grouped_gemm(_fp8)?_kernel|GroupProblemShape|deep_gemm::|sm90_(bf16|fp8)_gemm",
     ),
-    (StepPart.ACTIVATION, r"gated_activation|silu|[Gg]elu"),
+    (StepPart.ACTIVATION, r"gated_(activation|sum)|silu|[Gg]elu"),
     (StepPart.SAMPLING, r"_penalise|ArgMax|Sampling"),
     (StepPart.DENSE, r"nvjet|cublas|gemm|gemv|splitKreduce|cutlass"),
 )
