@@ -3,7 +3,8 @@
 A decode of few rows is a chain of kernels of 2 to 6 us. Without this, each of them starts 1 to 2 us after the end of
 the kernel before. A kernel of such a chain calls `begin` before it reads what the kernel before wrote, and before it
 writes anything. Only what no kernel of a step writes before it may be read earlier: constant weights, and states of
-sequences in the kernel that alone writes them. Steps begin and end with kernels that start as usual. Hopper GPUs and newer. Knows nothing of the work of kernels.
+sequences in the kernel that alone writes them. Steps begin and end with kernels that start as usual. Hopper GPUs and
+newer. Knows nothing of the work of kernels.
 """
 
 import functools

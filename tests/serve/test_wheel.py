@@ -158,6 +158,7 @@ def test_an_experiment_runs_without_the_checkout(installed: Installed, tmp_path:
     assert head["overrides"] == small
 
 
+@pytest.mark.exhaustive
 def test_a_server_and_a_load_run_without_the_checkout(installed: Installed, tmp_path: Path) -> None:
     """It also stops at SIGTERM with nothing to do: within ten seconds, without a process or a warning left."""
     port, log = free_port(), tmp_path / "log"

@@ -56,8 +56,8 @@ def called(statement: ast.stmt) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(statement) if isinstance(node, ast.Call)}
 
 
-# What a kernel reads earlier, because no kernel of a step writes it before: weights in all kernels, and in a decode of a
-# delta net the slots, which the host copies before a step, and states, which this kernel alone writes.
+# What a kernel reads earlier, because no kernel of a step writes it before: weights in all kernels, and in a decode of
+# a delta net the slots, which the host copies before a step, and states, which this kernel alone writes.
 EARLY = ("weight_at", "scale_at")
 EARLY_OF = {"_advance": ("slots_ptr", "state_at")}
 
