@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Self
 
 import httpx
 import pytest
@@ -35,7 +36,11 @@ class Repeater(threading.Thread):
                 return
             self.texts.append(stream.text())
 
-    def end(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Also after a failure, because other tests share the server."""
         self._ended.set()
         self.join(120)
 
@@ -44,17 +49,16 @@ def operate(server: Server, operation: str, **body: object) -> None:
     post(server.url, operation, body, "NO_KEY")
 
 
-def blocks(server: Server) -> list[int]:
-    """The KV blocks of each rank, once the HTTP process has the figures of the ranks of the new epoch."""
+def blocks(server: Server, num_ranks: int) -> list[int]:
+    """The KV blocks of each rank, once the HTTP process has the figures of all ranks of the new epoch."""
     deadline = time.monotonic() + 30
-    while not (
-        found := re.findall(
-            r'cache_config_info{.*num_blocks="(\d+)"', httpx.get(f"{server.url}/metrics").text
-        )
-    ):
-        assert time.monotonic() < deadline
+    while True:
+        text = httpx.get(f"{server.url}/metrics").text
+        found = re.findall(r'cache_config_info{.*num_blocks="(\d+)"', text)
+        if len(found) == num_ranks:
+            return [int(number) for number in found]
+        assert time.monotonic() < deadline, found
         time.sleep(0.05)
-    return [int(number) for number in found]
 
 
 def rebuild_without_the_disk(server: Server, disk: Path) -> None:
@@ -73,15 +77,14 @@ def rebuild_without_the_disk(server: Server, disk: Path) -> None:
 
 
 def test_streams_outlive_a_restart_and_another_number_of_ranks(server):
-    client = Repeater(server)
     first = server.ranks()
-    operate(server, "scale", ranks=1)
-    (left,) = blocks(server)
-    operate(server, "restart", set=[f"cache.num_blocks={left - 1}"])
-    assert blocks(server) == [left - 1] and not left_running(first, 10)
-    operate(server, "scale", ranks=2)
-    assert blocks(server) == [left - 1] * 2
-    client.end()
+    with Repeater(server) as client:
+        operate(server, "scale", ranks=1)
+        (left,) = blocks(server, 1)
+        operate(server, "restart", set=[f"cache.num_blocks={left - 1}"])
+        assert blocks(server, 1) == [left - 1] and not left_running(first, 10)
+        operate(server, "scale", ranks=2)
+        assert blocks(server, 2) == [left - 1] * 2
     assert not client.error and len(set(client.texts)) == 1, client.error or client.texts
 
 
@@ -89,20 +92,19 @@ def test_streams_outlive_a_restart_and_another_number_of_ranks(server):
 def test_streams_outlive_all_changes_of_operators(tmp_path, checkpoint):
     disk = Path(shutil.copytree(checkpoint, tmp_path / "disk"))
     with running(tmp_path, disk) as server:
-        client = Repeater(server)
         first = server.ranks()
-        operate(server, "restart", set=["cache.num_blocks=200"])
-        assert blocks(server) == [200, 200] and not left_running(first, 10)
-        server.supervisor().kill()
-        server.wait_line("found 2 ranks again")
-        rebuild_without_the_disk(server, disk)
-        operate(server, "scale", ranks=1)
-        assert blocks(server) == [200]
-        operate(server, "restart")  # also with the settings of before the supervisor's end
-        assert blocks(server) == [200]
-        operate(server, "scale", ranks=2)
-        assert blocks(server) == [200, 200]
-        client.end()
+        with Repeater(server) as client:
+            operate(server, "restart", set=["cache.num_blocks=200"])
+            assert blocks(server, 2) == [200, 200] and not left_running(first, 10)
+            server.supervisor().kill()
+            server.wait_line("found 2 ranks again")
+            rebuild_without_the_disk(server, disk)
+            operate(server, "scale", ranks=1)
+            assert blocks(server, 1) == [200]
+            operate(server, "restart")  # also with the settings of before the supervisor's end
+            assert blocks(server, 1) == [200]
+            operate(server, "scale", ranks=2)
+            assert blocks(server, 2) == [200, 200]
         assert not client.error and len(set(client.texts)) == 1, client.error or client.texts
         family, stream = server.descendants(), Stream(server, NUM_TOKENS)
         operate(server, "drain", timeout_s=60)
