@@ -37,7 +37,10 @@ class Preflight:
         self._warnings: Future[list[str]] = Future()
         self._reported = False
         # With this process's sys.path: -m would import from the user's folder first.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from cluster.commands.preflight import run; run()"
+        program = (
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            f"from cluster.commands.preflight import run; run({os.getpid()})"
+        )
         self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             stdin=subprocess.PIPE,
@@ -83,9 +86,12 @@ class Preflight:
         process.wait()
 
 
-def run() -> None:
-    """Run in the process: read (configuration, number of API keys) from stdin, write the outcome to stdout."""
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+def run(launcher: int) -> None:
+    """Run in the process: read (configuration, number of API keys) from stdin, write the outcome to stdout.
+
+    launcher   process id of the parent, which may have ended already
+    """
+    threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
     config, num_api_keys = pickle.load(sys.stdin.buffer)
     cuda_environment.prepare(os.environ, config.kernels.cache)
     with os.fdopen(os.dup(1), "wb") as answers:

@@ -234,11 +234,11 @@ sys.path[:] = {sys.path!r}
 from cluster.commands import preflight, start
 compiler = subprocess.Popen(["sleep", "1000"])
 print(os.getpid(), compiler.pid, flush=True)
-preflight._end_with(os.getppid())
+preflight._end_with(int(sys.argv[1]))
 """
     program = f"""
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session=True)
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {child!r}, str(os.getpid())], start_new_session=True)
 time.sleep(1000)
 """
     launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
