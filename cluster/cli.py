@@ -141,23 +141,6 @@ def check(
     render(report, Console(highlight=False, markup=False, soft_wrap=True))
 
 
-@app.command()
-def top(
-    url: Annotated[str, typer.Argument(help="A running server.")] = "http://127.0.0.1:8000",
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two scrapes; rates are over them.")
-    ] = 1.0,
-) -> None:
-    """Show the load of a running server's ranks, until Ctrl-C."""
-    from cluster.commands.server_url import UnreachableError
-    from cluster.commands.top import watch
-
-    with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
-        watch(url, once=once, as_json=as_json, interval=interval)
-
-
 Server = Annotated[str, typer.Argument(help="A running server.")]
 LOCAL = "http://127.0.0.1:8000"
 
@@ -205,15 +188,19 @@ def _operate(url: str, operation: str, body: dict[str, Any], api_key_env: str) -
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(help="A running server.")] = "http://127.0.0.1:8000",
+    url: Server = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the body of /ready.")] = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Print again at this interval, to Ctrl-C."),
+    ] = None,
 ) -> None:
     """Print the state of a running server's groups. Exit code 0: it serves; 1: it does not; 2: not a URL."""
     from cluster.commands.server_url import UnreachableError
     from cluster.commands.status import show
 
     with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
-        ready = show(url, as_json=as_json)
+        ready = show(url, as_json=as_json, watch_s=watch)
     raise typer.Exit(0 if ready else 1)
 
 
