@@ -21,12 +21,12 @@ from typing import Any
 from cluster.bench import loop, machine
 from cluster.bench.load import Driver
 from cluster.bench.metrics import RoundResult
-from cluster.bench.roofline import Hardware, floor_of
 from cluster.bench.settings import Load
 from scripts.bench import ROOT, qwen_tokenizer, released_shapes, results
 from scripts.bench.gpu_energy import GpuEnergy, used
 from scripts.bench.gpu_serving_report import page
 from scripts.bench.inputs import names_of, server_config
+from scripts.bench.roofline import Hardware, floor_of
 from scripts.bench.servers import ServerProcess, free_port, phalanx, resolved
 from workers.models.registry import load_model_config
 
