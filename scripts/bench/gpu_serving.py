@@ -90,7 +90,9 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
         if options.shape is None:
             tokenizer = published_tokenizer(config.model.folder, options.vocabulary, Path(folder))
             return measure_with(options, log, tokenizer, bool(tokenizer))
-        options.layers = options.layers or released_shapes.SHAPES[options.shape]["num_layers"]
+        options.layers = (
+            options.layers or released_shapes.SHAPES[options.shape]["num_hidden_layers"]
+        )
         shape = released_shapes.model_folder(
             options.shape, options.layers, Path(folder), fp8=options.fp8
         )
