@@ -141,23 +141,6 @@ def check(
     render(report, Console(highlight=False, markup=False, soft_wrap=True))
 
 
-@app.command()
-def top(
-    url: Annotated[str, typer.Argument(help="A running server.")] = "http://127.0.0.1:8000",
-    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two scrapes; rates are over them.")
-    ] = 1.0,
-) -> None:
-    """Show the load of a running server's ranks, until Ctrl-C."""
-    from cluster.commands.server_url import UnreachableError
-    from cluster.commands.top import watch
-
-    with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
-        watch(url, once=once, as_json=as_json, interval=interval)
-
-
 Server = Annotated[str, typer.Argument(help="A running server.")]
 LOCAL = "http://127.0.0.1:8000"
 
@@ -205,15 +188,19 @@ def _operate(url: str, operation: str, body: dict[str, Any], api_key_env: str) -
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(help="A running server.")] = "http://127.0.0.1:8000",
+    url: Server = LOCAL,
     as_json: Annotated[bool, typer.Option("--json", help="Print the body of /ready.")] = False,
+    watch: Annotated[
+        float | None,
+        typer.Option(min=0.1, metavar="SECONDS", help="Print again at this interval, to Ctrl-C."),
+    ] = None,
 ) -> None:
     """Print the state of a running server's groups. Exit code 0: it serves; 1: it does not; 2: not a URL."""
     from cluster.commands.server_url import UnreachableError
     from cluster.commands.status import show
 
     with _user_errors(ValueError), _user_errors(UnreachableError, code=1):
-        ready = show(url, as_json=as_json)
+        ready = show(url, as_json=as_json, watch_s=watch)
     raise typer.Exit(0 if ready else 1)
 
 
@@ -267,78 +254,39 @@ def schema() -> None:
     typer.echo(json.dumps(json_schema(), indent=2))
 
 
-_Quantization = Annotated[
-    Literal[
-        "fp8", "fp8-tensor", "compressed-tensor", "compressed-channel", "compressed-block", "mxfp4"
-    ]
-    | None,
-    typer.Option(
-        help="Projections in FP8, with one scale a block, tensor or row; mxfp4: the experts of gpt-oss."
-    ),
-]
-_ExpertLayout = Annotated[
-    Literal["apart", "fused", "transposed"] | None,
-    typer.Option(help="Tensors of each expert, or of all together; by default as in releases."),
-]
-
-
 @app.command("make-checkpoint")
 def make_checkpoint(
     path: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
     family: Annotated[str, typer.Option(help="model_type of config.json.")] = DEFAULT_FAMILY,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    hidden_size: Annotated[int, typer.Option(min=1)] = 128,
-    experts: Annotated[int, typer.Option(min=1)] = 16,
-    experts_per_tok: Annotated[int, typer.Option(min=1)] = 4,
-    expert_size: Annotated[int, typer.Option(min=1, help="Width of one expert.")] = 64,
-    dense_size: Annotated[
-        int | None, typer.Option(min=1, help="Width of a layer without experts.")
+    fields: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="FIELD=VALUE", help="Set a field of config.json; repeatable."
+        ),
     ] = None,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    kv_heads: Annotated[int | None, typer.Option(min=1)] = None,
-    head_dim: Annotated[int | None, typer.Option(min=2)] = None,
-    vocab_size: Annotated[int, typer.Option(min=1)] = 512,
-    max_len: Annotated[int, typer.Option(min=1, help="Longest sequence.")] = 4096,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option()] = "float32",
-    shards: Annotated[int, typer.Option(min=1, help="Number of safetensors files.")] = 1,
     weights: Annotated[
         bool, typer.Option(help="--no-weights: only what model.weights: dummy needs.")
     ] = True,
-    fp8: Annotated[bool, typer.Option("--fp8", help="As --quantization fp8.")] = False,
-    quantization: _Quantization = None,
-    expert_layout: _ExpertLayout = None,
     seed: int = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
 ) -> None:
     """Write a small random checkpoint with a byte-level tokenizer, offline."""
+    import yaml
+
     from workers.models import checkpoint
 
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
-        typer.echo(f"error: {path} is not empty; --overwrite replaces a checkpoint there", err=True)
+    values = dict(field.partition("=")[::2] for field in fields or ())
+    if "" in values.values():
+        typer.echo("error: --set: expected FIELD=VALUE", err=True)
         raise typer.Exit(2)
     with _user_errors(ValueError, OSError):
         folder = checkpoint.make_checkpoint(
             path,
             family=family,
-            num_layers=layers,
-            hidden_size=hidden_size,
-            num_experts=experts,
-            num_experts_per_tok=experts_per_tok,
-            moe_intermediate_size=expert_size,
-            intermediate_size=dense_size,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=vocab_size,
-            max_position_embeddings=max_len,
-            dtype=dtype,
-            num_shards=shards,
             weights=weights,
-            fp8=fp8,
-            quantization=quantization,
-            expert_layout=expert_layout,
             seed=seed,
             overwrite=overwrite,
+            **{name: yaml.safe_load(value) for name, value in values.items()},
         )
     typer.echo(f"wrote {folder}")
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 
 YARN = {
     "type": "yarn",

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from workers.models.checkpoint import make_checkpoint
-from workers.models.registry import FAMILIES
+from tests.checkpoints.families import fields_of, names_of
+from tests.checkpoints.writer import make_checkpoint
 
 SIZES: dict[str, Any] = {
     "num_layers": 3,
@@ -28,16 +28,16 @@ GLM_LATENT = LATENT | {"qk_nope_head_dim": 192, "v_head_dim": 256}
 
 def takes_latents(family: str) -> bool:
     """Return whether the family has latent attention."""
-    return "kv_lora_rank" in FAMILIES[family].config.CHECKPOINT_FIELDS
+    return "kv_lora_rank" in fields_of(family)
 
 
 def released_shape(path: Path, family: str, **changes: Any) -> Path:
     """Write a random checkpoint of the family to `path`."""
-    sizes, names = SIZES, FAMILIES[family].config.CHECKPOINT_NAMES
+    sizes, names = SIZES, names_of(family)
     if names.get("head_dim", "head_dim") is None:  # it is hidden_size / num_heads there
         sizes = {name: size for name, size in SIZES.items() if name != "head_dim"}
     if takes_latents(family):
         sizes = sizes | (GLM_LATENT if family == "glm4_moe_lite" else LATENT)
-    if "linear_key_head_dim" in FAMILIES[family].config.CHECKPOINT_FIELDS:
+    if "linear_key_head_dim" in fields_of(family):
         sizes = sizes | DELTA_NETS
     return make_checkpoint(path, family=family, **sizes | changes)

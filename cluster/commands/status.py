@@ -1,6 +1,7 @@
 """`phalanx status`: the states of a running server's groups, from its /ready."""
 
 import json
+import time
 from datetime import datetime
 from http.client import HTTPException
 from typing import Any
@@ -12,21 +13,30 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.commands.server_url import UnreachableError, base_url, no_answer
-from cluster.commands.top_table import duration, state_style
 
 TIMEOUT_S = 15.0
 """Longer than a probe of the ranks by the server."""
+_STYLES = {"serving": "green", "failed": "red", "stopped": "red"}
 
 
-def show(url: str, *, as_json: bool) -> bool:
-    """Print the states; return whether the server serves. Raises UnreachableError without a server at the URL."""
+def show(url: str, *, as_json: bool, watch_s: float | None = None) -> bool:
+    """Print the states; return whether the server serves. Raises UnreachableError without a server at the URL.
+
+    watch_s   seconds between two prints, until Ctrl-C or until the server does not answer; None prints once
+    """
     url = base_url(url)
-    ready, body = fetch(url)
-    if as_json:
-        print(json.dumps(body))
-    else:
-        Console(highlight=False).print(table(url, ready, body), soft_wrap=True)
-    return ready
+    while True:
+        ready, body = fetch(url)
+        if as_json:
+            print(json.dumps(body), flush=True)
+        else:
+            Console(highlight=False).print(table(url, ready, body), soft_wrap=True)
+        if watch_s is None:
+            return ready
+        try:
+            time.sleep(watch_s)
+        except KeyboardInterrupt:
+            return ready
 
 
 def fetch(url: str) -> tuple[bool, dict[str, Any]]:
@@ -55,7 +65,7 @@ def _group(number: int, group: dict[str, Any]) -> RenderableType:
     rows.add_column(style="dim")
     rows.add_column()
     since = datetime.fromtimestamp(group["since"]).strftime("%Y-%m-%d %H:%M:%S")
-    state = Text(group["state"], style=state_style(group["state"]))
+    state = Text(group["state"], style=_STYLES.get(group["state"], "yellow"))
     rows.add_row(f"group {number}", state + f" since {since} ({duration(group['seconds'])})")
     if group["error"]:
         rows.add_row("reason", group["error"])
@@ -72,6 +82,14 @@ def _group(number: int, group: dict[str, Any]) -> RenderableType:
     if ages:
         rows.add_row("vote ages", ", ".join(f"{age:.1f} s" for age in ages))
     return rows
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.1f} s"
 
 
 def _body(url: str, text: bytes) -> dict[str, Any]:

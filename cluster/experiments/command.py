@@ -170,14 +170,13 @@ def _write(folder: Path) -> None:
     """Write the tables and the plot of a folder, and print where they are."""
     from cluster.experiments import drawing
     from cluster.experiments.report import PLOT, SUMMARY, read_results, write_report
-    from cluster.experiments.simulation_report import add_simulation
 
     results, plotted = read_results(folder), False
     if drawing.has_matplotlib():
         plotted = drawing.draw(results, folder / PLOT)
     else:
         typer.echo("no plot, because matplotlib is missing: pip install matplotlib", err=True)
-    write_report(folder, plotted, add_simulation(folder, results))
+    write_report(folder, plotted)
     files = [SUMMARY, *([PLOT] if plotted else [])]
     typer.echo("wrote " + " and ".join(str(folder / name) for name in files))
 

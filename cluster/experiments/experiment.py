@@ -8,17 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cluster.bench.lengths import Lengths
 from cluster.config.errors import ConfigError, Problem, from_pydantic
 from cluster.config.files import ConfigSource, read_config
 from cluster.config.resolve import available_cores
 from cluster.experiments import sweep
 from cluster.experiments.cells import Cell, CellMaker, digest, place_of
 from cluster.experiments.metrics import known_metrics
-from cluster.experiments.sections import Sections, StepExperiment, sections_of
+from cluster.experiments.sections import Sections, sections_of
 from workers.models.registry import load_model_config
-
-SIMULATED_AXES = ("cluster.ranks", "workload.tokens")
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,6 @@ class Experiment:
             "identity": self.identity,
             "overrides": list(self.overrides),
             **{key: common[key] for key in keys},
-            "simulate": common.get("simulate"),
             "model": _model_facts(self.cells[0]),
             "axes": self.axes,
             "names": self.names,
@@ -99,7 +95,7 @@ def load_experiment(path: str | Path, overrides: Sequence[str] = ()) -> Experime
 
 
 def _model_facts(cell: Cell) -> dict[str, Any]:
-    """Return what a simulation needs of the model and the machine; `cores` None: no rank shares its device."""
+    """Return facts for a model of the measured steps; `cores` None: no rank shares its device."""
     model = load_model_config(cell.config.model.folder)
     on_cpu = cell.config.cluster.device == "cpu"
     cores = available_cores() if on_cpu else None
@@ -112,7 +108,7 @@ def _places(source: ConfigSource, problems: Sequence[Problem]) -> dict[str, str]
 
 
 def _report_problems(sections: Sections, cells: Sequence[Cell]) -> list[Problem]:
-    """A baseline or an axis of the report that the sweep does not have; sizes of a simulation that no cell measures."""
+    """A baseline or an axis of the report that the sweep does not have."""
     keys = sweep.swept_keys([cell.settings for cell in cells])
     found = []
     for key, value in sections.report.baseline.items():
@@ -130,41 +126,6 @@ def _report_problems(sections: Sections, cells: Sequence[Cell]) -> list[Problem]
             close = difflib.get_close_matches(metric, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"expected {', '.join(known)}"
             found.append(Problem("report.metrics", f"no run has {metric}; {hint}"))
-    if isinstance(sections, StepExperiment) and sections.simulate is not None:
-        found += _simulation_problems(sections, cells)
-    return found
-
-
-def _simulation_problems(sections: StepExperiment, cells: Sequence[Cell]) -> list[Problem]:
-    assert sections.simulate is not None
-    found = []
-    for name in ("input_len", "output_len"):
-        try:
-            Lengths.parse(getattr(sections.simulate, name))
-        except ValueError as error:
-            found.append(Problem(f"simulate.{name}", str(error)))
-    if sections.simulate.max_tokens < sections.simulate.sequences:
-        text = f"expected at least simulate.sequences, {sections.simulate.sequences}"
-        found.append(Problem("simulate.max_tokens", text))
-    others = set(sweep.swept_keys([cell.settings for cell in cells])) - set(SIMULATED_AXES)
-    if others:
-        text = (
-            f"one model is fitted to all cells, so only {' and '.join(SIMULATED_AXES)} may be swept"
-        )
-        found.append(Problem("simulate", f"{text}, not {', '.join(sorted(others))}"))
-    tokens = {cell.settings.get("workload.tokens") for cell in cells}
-    ranks = {cell.config.cluster.ranks for cell in cells}
-    held = set(sections.simulate.held_back)
-    if not held or not held < tokens:
-        text = "expected some of the swept values of workload.tokens, not all"
-        found.append(Problem("simulate.held_back", text))
-    elif len(tokens - held) < 3:
-        found.append(Problem("simulate.held_back", "the fit needs three other sizes at least"))
-    if 1 not in ranks or len(ranks) < 3:
-        text = "the fit needs cells with cluster.ranks of 1 and of two numbers above 1"
-        found.append(Problem("simulate.ranks", text))
-    if not sections.simulate.ranks or min(sections.simulate.ranks) < 2:
-        found.append(Problem("simulate.ranks", "expected numbers of 2 or more"))
     return found
 
 

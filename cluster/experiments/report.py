@@ -20,12 +20,12 @@ def read_results(folder: Path) -> Results:
     return Results.of(read_head(folder), read_lines(folder))
 
 
-def write_report(folder: Path, plotted: bool, extra: str = "") -> None:
-    """Write results.csv and summary.md of a folder; `extra` is Markdown behind the tables."""
+def write_report(folder: Path, plotted: bool) -> None:
+    """Write results.csv and summary.md of a folder."""
     results = read_results(folder)
     with disk_errors(folder):
         (folder / TABLE).write_text(to_csv(results, read_lines(folder)), encoding="utf-8")
-        (folder / SUMMARY).write_text(summary(results, plotted, extra), encoding="utf-8")
+        (folder / SUMMARY).write_text(summary(results, plotted), encoding="utf-8")
 
 
 def to_csv(results: Results, lines: Sequence[Mapping[str, Any]]) -> str:
@@ -44,7 +44,7 @@ def to_csv(results: Results, lines: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def summary(results: Results, plotted: bool = False, extra: str = "") -> str:
+def summary(results: Results, plotted: bool = False) -> str:
     """Return the page of a folder."""
     head = results.head
     parts = [
@@ -58,7 +58,6 @@ def summary(results: Results, plotted: bool = False, extra: str = "") -> str:
         parts.append(_spread_table(results))
         parts.append(_ratio_table(results))
         parts.append(f"![{head['title']}]({PLOT})" if plotted else "")
-    parts.append(extra)
     parts += [_failures(results), _failed_requests(results)]
     missing = results.missing_metrics()
     if missing:

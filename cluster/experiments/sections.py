@@ -48,20 +48,6 @@ class Report(Section):
     x: str | None = Field(None, description="Axis along the plots; null = chosen by the axes.")
 
 
-class Simulate(Section):
-    """Ranks beyond those that were measured, by a model of the measured steps and all-to-alls (kind step)."""
-
-    ranks: list[int] = Field(description="Numbers of ranks to simulate.")
-    held_back: list[int] = Field(
-        description="Values of workload.tokens that the fit does not see; its error is measured there."
-    )
-    steps: int = Field(1000, ge=10, description="Steps of each simulation.")
-    sequences: int = Field(16, ge=1, description="Sequences of each rank, always in flight.")
-    max_tokens: int = Field(512, ge=1, description="Tokens of one step on a rank.")
-    input_len: int | str = Field("lognormal:128:0.8:1024", description="Prompts, in tokens.")
-    output_len: int | str = Field("lognormal:64:0.6:512", description="Answers, in tokens.")
-
-
 class _Common(Section):
     """The keys of every experiment."""
 
@@ -104,7 +90,6 @@ class StepExperiment(_Common):
     """An experiment of kind step."""
 
     workload: StepWorkload = Field(default_factory=StepWorkload)
-    simulate: Simulate | None = None
 
 
 Sections = RequestExperiment | StepExperiment

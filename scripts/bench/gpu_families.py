@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.roofline import Floor, floor_of
 from scripts.bench import ROOT
 from scripts.bench.gpu_serving_report import against_table, kinds_table, label_of
 from scripts.bench.released_shapes import model_folder
 from scripts.bench.results import devices, kept_notes, load
+from scripts.bench.roofline import Floor, floor_of
 from workers.models.registry import load_model_config
 
 RESULTS = ROOT / "docs" / "results"

@@ -21,12 +21,12 @@ from typing import Any
 from cluster.bench import loop, machine
 from cluster.bench.load import Driver
 from cluster.bench.metrics import RoundResult
-from cluster.bench.roofline import Hardware, floor_of
 from cluster.bench.settings import Load
 from scripts.bench import ROOT, qwen_tokenizer, released_shapes, results
 from scripts.bench.gpu_energy import GpuEnergy, used
 from scripts.bench.gpu_serving_report import page
 from scripts.bench.inputs import names_of, server_config
+from scripts.bench.roofline import Hardware, floor_of
 from scripts.bench.servers import ServerProcess, free_port, phalanx, resolved
 from workers.models.registry import load_model_config
 
@@ -90,7 +90,9 @@ def measure(options: argparse.Namespace, log: Path) -> dict[str, Any]:
         if options.shape is None:
             tokenizer = published_tokenizer(config.model.folder, options.vocabulary, Path(folder))
             return measure_with(options, log, tokenizer, bool(tokenizer))
-        options.layers = options.layers or released_shapes.SHAPES[options.shape]["num_layers"]
+        options.layers = (
+            options.layers or released_shapes.SHAPES[options.shape]["num_hidden_layers"]
+        )
         shape = released_shapes.model_folder(
             options.shape, options.layers, Path(folder), fp8=options.fp8
         )

@@ -15,8 +15,8 @@ from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_device, resolve_rank_config
+from scripts.bench.released_shapes import FP8_BLOCKS
 from workers.config import RankConfig
-from workers.models.checkpoint import QUANTIZATIONS
 
 
 def names_of(known: Iterable[str]) -> Callable[[str], list[str]]:
@@ -79,6 +79,6 @@ def model_copy(model: Path, copy: Path, *, layers: int | None = None, fp8: bool 
     if layers is not None:
         config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
     if fp8:
-        config["quantization_config"] = QUANTIZATIONS["fp8"]
+        config["quantization_config"] = FP8_BLOCKS
     path.write_text(json.dumps(config))
     return copy

@@ -5,16 +5,25 @@ from typing import Any
 
 from workers.models.checkpoint import make_checkpoint
 
+FP8_BLOCKS: dict[str, Any] = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+    # Releases keep a and b of delta nets in 16 bits.
+    "modules_to_not_convert": ["lm_head", "in_proj_a", "in_proj_b", "in_proj_ba"],
+}
 # The first layer is dense, all others have experts: in short models the published three would weigh too much.
 DEEPSEEK_V3: dict[str, Any] = {
     "family": "deepseek_v3",
-    "num_layers": 61,
+    "num_hidden_layers": 61,
     "hidden_size": 7168,
-    "num_experts": 256,
+    "n_routed_experts": 256,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 2048,
     "intermediate_size": 18432,
-    "num_heads": 128,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
     "vocab_size": 129280,
     "max_position_embeddings": 163840,
     "q_lora_rank": 1536,
@@ -37,13 +46,13 @@ DEEPSEEK_V3: dict[str, Any] = {
 }
 GPT_OSS_120B: dict[str, Any] = {
     "family": "gpt_oss",
-    "num_layers": 36,
+    "num_hidden_layers": 36,
     "hidden_size": 2880,
-    "num_experts": 128,
+    "num_local_experts": 128,
     "num_experts_per_tok": 4,
-    "moe_intermediate_size": 2880,
-    "num_heads": 64,
-    "num_kv_heads": 8,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
     "head_dim": 64,
     "vocab_size": 201088,
     "max_position_embeddings": 131072,
@@ -60,14 +69,14 @@ GPT_OSS_120B: dict[str, Any] = {
 }
 GLM_4_5_AIR: dict[str, Any] = {
     "family": "glm4_moe",
-    "num_layers": 46,
+    "num_hidden_layers": 46,
     "hidden_size": 4096,
-    "num_experts": 128,
+    "n_routed_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 1408,
     "intermediate_size": 10944,
-    "num_heads": 96,
-    "num_kv_heads": 8,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
     "head_dim": 128,
     "vocab_size": 151552,
     "max_position_embeddings": 131072,
@@ -76,15 +85,15 @@ GLM_4_5_AIR: dict[str, Any] = {
     "use_qk_norm": False,
 }
 QWEN3_6_35B: dict[str, Any] = {  # of Qwen3.6-35B-A3B, the text part
-    "family": "qwen3_5_moe",
-    "num_layers": 40,
+    "family": "qwen3_5_moe_text",
+    "num_hidden_layers": 40,
     "hidden_size": 2048,
     "num_experts": 256,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
-    "num_heads": 16,
-    "num_kv_heads": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
     "head_dim": 256,
     "vocab_size": 248320,
     "max_position_embeddings": 262144,
@@ -107,6 +116,8 @@ def model_folder(shape: str, num_layers: int | None, parent: Path, *, fp8: bool)
     """Write config.json and a tokenizer; None: all layers; fp8: as a checkpoint with weights in FP8 blocks."""
     sizes = {**SHAPES[shape], "dtype": "bfloat16"}
     if num_layers is not None:
-        sizes["num_layers"] = num_layers
-    path = parent / f"{shape}-{sizes['num_layers']}-layers{'-fp8' if fp8 else ''}"
-    return make_checkpoint(path, weights=False, fp8=fp8, **sizes)
+        sizes["num_hidden_layers"] = num_layers
+    if fp8:
+        sizes["quantization_config"] = FP8_BLOCKS
+    path = parent / f"{shape}-{sizes['num_hidden_layers']}-layers{'-fp8' if fp8 else ''}"
+    return make_checkpoint(path, weights=False, **sizes)

@@ -16,12 +16,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.roofline import Hardware, Part, step_floor, step_floors
-from cluster.bench.step_work import StepShape
 from scripts.bench import ROOT
 from scripts.bench.inputs import rank_config
 from scripts.bench.processes import add_limits, limits_from_now, run_group
 from scripts.bench.results import add_options, measure_or_redraw, origin, save, write
+from scripts.bench.roofline import Hardware, Part, step_floor, step_floors
+from scripts.bench.step_work import StepShape
 from scripts.bench.timeline_ranks import TIMED, State, run_rank
 from scripts.bench.timeline_report import draw, page
 from workers.config import RankConfig

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.step_work import StepPart
+from scripts.bench.step_work import StepPart
 from workers.trace import hidden
 from workers.trace.spans import overlapping, union
 

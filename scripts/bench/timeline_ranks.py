@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cluster.bench.step_work import StepShape
 from kernels.host.host_copy import HostCopies
 from scripts.bench.gpu_energy import GpuEnergy, used
 from scripts.bench.processes import Report
+from scripts.bench.step_work import StepShape
 from scripts.bench.timeline_events import (
     EXCHANGE,
     PREFIX,

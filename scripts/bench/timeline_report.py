@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.step_work import LayerKind, StepPart
 from scripts.bench.results import origin_line
+from scripts.bench.step_work import LayerKind, StepPart
 from workers.trace import hidden
 
 GAPS = "gaps"

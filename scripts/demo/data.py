@@ -10,7 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from scripts.demo.corpus import Ask, Document
-from workers.models.checkpoint import END_OF_TEXT, SPECIAL_TOKENS
+from workers.models.byte_tokenizer import END_OF_TEXT, SPECIAL_TOKENS
 
 ROW = 1024
 IGNORED = -100

@@ -28,7 +28,7 @@ from scripts.demo.data import (
     text_rows,
     train_tokenizer,
 )
-from workers.models.checkpoint import SPECIAL_TOKENS, generation_config, save_tokenizer
+from workers.models.byte_tokenizer import SPECIAL_TOKENS, generation_config, save_tokenizer
 
 SAMPLES = [
     "Hello",

@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion
 
 from tests.serve.open_streams import Stream, check_stop_ends
 from tests.serve.server import ROOT, Server, running
-from workers.models.checkpoint import CHAT_TEMPLATE
+from workers.models.byte_tokenizer import CHAT_TEMPLATE
 
 DEMO = ROOT / "configs" / "models" / "demo"
 MODEL = "demo"

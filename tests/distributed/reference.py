@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, RankResult, make_request
 from tests.family_cases import load_reference
-from workers.models.checkpoint import make_checkpoint
 
 NUM_PROMPTS, NEW_TOKENS = 48, 12
 TIE = 1e-3  # closer best logits than this are a tie, told apart by rounding alone

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kernels.routing.placement import STANDBY
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
 from workers.wire.request import EngineRequest
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
 from workers.step.step_sync import LockstepError
 from workers.wire.request import EngineRequest

@@ -15,7 +15,7 @@ from cluster.cli import app
 from cluster.experiments import cluster_lock
 from cluster.experiments.metrics import known_metrics
 from cluster.experiments.results_folder import read_lines
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 
 
 @pytest.fixture(scope="module")

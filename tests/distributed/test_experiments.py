@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.distributed.rank_pool import RankPool
-from workers.models.checkpoint import make_checkpoint
 
 NUM_REQUESTS = 10
 

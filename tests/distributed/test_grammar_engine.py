@@ -9,9 +9,9 @@ import pytest
 
 from cluster.api.request.grammar_check import single_grammar
 from cluster.api.request.structured import json_schema_node
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.unit.grammar_cases import random_schema
-from workers.models.checkpoint import make_checkpoint
 
 NUM_RANKS, NUM_SCHEMAS = 2, 12
 ENDS = frozenset({256, 258})

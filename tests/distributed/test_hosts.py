@@ -8,7 +8,7 @@ import pytest
 
 from scripts.bench import namespaces
 from scripts.bench.hosts import CONFIG, Layout
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 
 pytestmark = pytest.mark.skipif(
     bool(namespaces.unavailable()), reason=f"no network namespaces: {namespaces.unavailable()}"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import (
     Event,
     RankResult,
@@ -13,7 +14,6 @@ from tests.distributed.engine_harness import (
     run_engines,
 )
 from tests.distributed.rank_pool import RankPool
-from workers.models.checkpoint import make_checkpoint
 
 BLOCK, NUM_BLOCKS, NUM_REQUESTS = 8, 30, 120
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
-from workers.models.checkpoint import make_checkpoint
 from workers.wire.request import EngineRequest
 
 NUM_RANKS, MAX_LEN = 4, 192

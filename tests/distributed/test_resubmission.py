@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import (
     Event,
     RankResult,
@@ -18,7 +19,6 @@ from tests.distributed.engine_harness import (
     rank_config,
     run_engines,
 )
-from workers.models.checkpoint import make_checkpoint
 from workers.wire.request import EngineRequest
 
 ENDS = frozenset({256, 258})

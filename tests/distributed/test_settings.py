@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 

@@ -7,10 +7,10 @@ import pytest
 
 from cluster.commands import trace_drawing
 from cluster.commands.trace import summary
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankError
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
 from workers.trace.spans import RankTrace
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.ubatch_ranks import STEPS, UbatchRank, batch_of, rows_of, slowed
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
 from workers.trace.recorder import SpanRecorder

@@ -18,12 +18,12 @@ import torch
 
 from kernels.attention import flashinfer
 from kernels.backends.select import probe
+from tests.checkpoints.writer import make_checkpoint
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import Event, make_request, rank_config
 from tests.gpu.pools import Pools
 from tests.token_judge import Reference, TokenJudge, steep_routers, transformers_reference
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from kernels.backends import select
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 
 pytest.importorskip("ray")
 httpx = pytest.importorskip("httpx")

@@ -18,11 +18,11 @@ from kernels.attention import flashinfer
 from kernels.backends.graph_planner import GraphPlanner
 from kernels.backends.select import probe
 from kernels.host.hopper import on_hopper
+from tests.checkpoints.writer import make_checkpoint
 from tests.closeness import calc_diff
 from tests.devices import take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous

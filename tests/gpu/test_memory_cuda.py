@@ -14,9 +14,9 @@ import torch
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.interface.kv_layout import kv_block_bytes
 from kernels.routing.placement import ExpertPlacement
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.models.registry import load_model_config
 from workers.rank.device_memory import OutOfDeviceMemoryError
 from workers.rank.epoch import Epoch

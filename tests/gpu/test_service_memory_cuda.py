@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.rank_pool import RankPool
 from tests.gpu.test_memory_cuda import GIB, MIB, crowded, free_unused
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.wire.request import EngineRequest, RequestOutput, merge
 
 pytestmark = [

@@ -11,11 +11,11 @@ import torch
 
 from kernels.host.cuda_environment import share_compiled_kernels
 from kernels.host.hopper import on_hopper
+from tests.checkpoints.writer import make_checkpoint
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import make_request, rank_config
 from tests.distributed.rank_pool import RankPool
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.process_group import local_rendezvous
 from workers.rank.rank_info import Rendezvous
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kernels.backends.select import probe
+from tests.checkpoints.writer import make_checkpoint
 from tests.devices import need_gpus, take_gpu
 from tests.distributed.engine_harness import rank_config
 from tests.distributed.rank_pool import RankPool
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.process_group import local_rendezvous

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.serve.open_streams import Stream, check_drain
 from tests.serve.server import JOINING, Server, running
-from workers.models.checkpoint import make_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -1,18 +1,16 @@
-"""The shared server of two ranks and two ingress replicas: its metrics, its logs, `phalanx top`, a replica's death."""
+"""The shared server of two ranks and two ingress replicas: its metrics, its logs, a replica's death."""
 
 import asyncio
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import httpx
 
-from cluster.commands.top_metrics import Scrape
+from tests.serve.metrics_scrape import Scrape
 from tests.serve.open_streams import Stream
-from tests.serve.server import ROOT, Server
+from tests.serve.server import Server
 
 NUM_REQUESTS = 24
 REPORTED_S = 3.0  # longer than the interval at which replicas report
@@ -20,7 +18,7 @@ REPORTED_S = 3.0  # longer than the interval at which replicas report
 
 def scrape(server: Server) -> Scrape:
     """Over a connection of its own: the kernel spreads those over the replicas."""
-    return Scrape(httpx.get(f"{server.url}/metrics", timeout=30).text, time.monotonic())
+    return Scrape(httpx.get(f"{server.url}/metrics", timeout=30).text)
 
 
 async def send(server: Server, count: int) -> None:
@@ -82,14 +80,6 @@ def test_one_endpoint_tells_of_all_ranks_and_all_replicas(server):
         assert 0 < found.sum("expert_load_balancedness", rank=rank) <= 1
     assert added("request_queue_time_seconds_count") >= NUM_REQUESTS
     assert found.sum("iteration_tokens_total_count") == found.sum("steps_total")
-
-
-def test_top_reads_it(server):
-    command = [sys.executable, "-m", "cluster.cli", "top", server.url, "--once", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout)
-    assert seen["model"] == "tiny" and [row["rank"] for row in seen["ranks"]] == [0, 1]
 
 
 def test_log_lines_of_all_processes_reach_the_console(server):

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from scripts.bench import qwen_tokenizer
+from tests.checkpoints.writer import make_checkpoint
 from tests.serve.open_streams import Stream, check_death_ends
 from tests.serve.server import Server, running
-from workers.models.checkpoint import make_checkpoint
 
 TEMPLATE = r"""
 {%- if tools -%}

@@ -16,9 +16,9 @@ import psutil
 import pytest
 import yaml
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.serve.open_streams import Stream
 from tests.serve.server import ROOT, free_port, left_running, write_config
-from workers.models.checkpoint import make_checkpoint
 
 START_S, RECOVERY_S = 120, 90
 NUM_TOKENS = (

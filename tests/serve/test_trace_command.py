@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 
 
 def run(config: Path, *options: str) -> subprocess.CompletedProcess:

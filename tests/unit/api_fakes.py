@@ -19,7 +19,7 @@ from cluster.api.tokenizer import ServingTokenizer, load_tokenizer
 from cluster.errors import BadRequestError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor.status import GroupStatus
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 from workers.wire.request import RequestOutput, SamplingParams, TokenLogprobs
 
 MODEL = "tiny/model"

@@ -14,7 +14,7 @@ from cluster.experiments.plan import Clock, configured_device
 from cluster.experiments.results_folder import ResultsFolder
 from cluster.experiments.runner import Runner
 from cluster.experiments.target import Engine, EngineError, Job, Measured
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 
 ORIGIN: dict[str, Any] = {
     "date": "2026-01-01",

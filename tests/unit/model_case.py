@@ -18,8 +18,8 @@ from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.triton_delta import HEAD_DIMS
 from kernels.routing.permute import Permutation
 from kernels.routing.placement import ExpertPlacement
+from tests.checkpoints.writer import make_checkpoint
 from workers.kv_cache.caches import allocate_kv_caches
-from workers.models.checkpoint import make_checkpoint
 from workers.models.decoder import DecoderLM
 from workers.models.registry import load_model_config
 from workers.specs.model import ModelConfig

@@ -70,7 +70,9 @@ def test_each_key_opens(key, scheme):
     assert_error(api.get("/v1/nothing", headers=headers), 404)
 
 
-@pytest.mark.parametrize("path", [*OPEN, "/docs", "/openapi.json", "/web/page.js"])
+@pytest.mark.parametrize(
+    "path", [*OPEN, "/docs", "/openapi.json", "/web/page.js", "/web/docs/swagger-ui.css"]
+)
 def test_probes_and_pages_need_no_key(path):
     assert Api(api_key_digests=DIGESTS).get(path).status_code == 200
 

@@ -15,8 +15,8 @@ from cluster.commands import check_memory, check_steps
 from cluster.commands.check import CheckReport, check, render
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
+from tests.checkpoints.writer import QUANTIZATIONS, Quantization, make_checkpoint
 from tests.distributed import deep_ep_fake
-from workers.models.checkpoint import QUANTIZATIONS, Quantization, make_checkpoint
 from workers.runner.graph_sizes import GraphsUnavailableError
 
 GPUS = ["cluster.device=cuda", "cluster.ranks=2", "model.dtype=bfloat16"]

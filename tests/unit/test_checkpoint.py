@@ -10,34 +10,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from workers.models.checkpoint import byte_tokenizer, make_checkpoint
+from tests.unit.model_case import OneRank, make_batch
+from workers.models.byte_tokenizer import byte_tokenizer
+from workers.models.checkpoint import make_checkpoint
+from workers.models.registry import FAMILIES, load_model_config
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "models" / "demo"
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "intermediate_size": 48,
-    "head_dim": 16,
-}
-VARIANTS = {
-    "plain": {},
-    "tied": {"tie_word_embeddings": True},
-    "bias": {"attention_bias": True},
-    "dense first layer": {"mlp_only_layers": [0]},
-    "every second layer sparse": {"decoder_sparse_step": 2},
-    "bfloat16": {"dtype": "bfloat16"},
-    "yarn": {
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 1024,
-        }
-    },
-    "rope_parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-}
+FAMILIES_WRITTEN = sorted(
+    FAMILIES.keys() - {"kimi_k2", "qwen3_5_moe"}
+)  # in transformers, without images
 
 
 @pytest.fixture(autouse=True)
@@ -48,83 +29,30 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(file)
-    return tensors
-
-
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS.keys())
-def test_transformers_loads_every_tensor_and_gives_spread_logits(tmp_path, fields):
-    folder = make_checkpoint(tmp_path / "m", **SMALL, **fields)
+@pytest.mark.parametrize("family", FAMILIES_WRITTEN)
+def test_a_rank_and_transformers_read_the_checkpoint_alike(tmp_path, family):
+    folder = make_checkpoint(tmp_path / "m", family=family, hidden_size=64)
+    config = load_model_config(folder)
+    assert (config.model_type, config.num_layers, config.num_experts) == (family, 4, 16)
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
-    for key, value in fields.items():
-        if key == "dtype":
-            assert model.dtype == getattr(torch, value)
-        elif key == "rope_scaling":
-            assert model.config.rope_parameters["rope_type"] == "yarn"
-        elif key == "rope_parameters":
-            assert model.config.rope_parameters["rope_theta"] == 500.0
-        else:
-            assert getattr(model.config, key) == value
-    ids = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits_BTV = model(ids).logits.float()
-    assert torch.isfinite(logits_BTV).all()
-    best = logits_BTV.topk(2).values
-    gap = best[..., 0] - best[..., 1]
-    assert 2 < logits_BTV[..., :256].std() < 5
-    assert gap.median() > 0.3
+        expected_TV = model(ids).logits[0]
     # Ids past the bytes have no text, and the end tokens would cut a benchmark short.
-    assert (logits_BTV.argmax(-1) < 256).all()
-
-
-def test_experts_lie_apart_on_disk(tmp_path):
-    folder = make_checkpoint(tmp_path / "m", **SMALL)
-    tensors = read_tensors(folder)
-    expert = "model.layers.1.mlp.experts.3"
-    assert tensors[f"{expert}.gate_proj.weight"].shape == (16, 32)
-    assert tensors[f"{expert}.down_proj.weight"].shape == (32, 16)
-    assert not torch.equal(
-        tensors[f"{expert}.up_proj.weight"], tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
-    )
-
-
-@pytest.mark.parametrize("num_shards", [2, 3, 7])
-def test_shards_hold_the_same_tensors(tmp_path, num_shards):
-    one = read_tensors(make_checkpoint(tmp_path / "one", **SMALL))
-    folder = make_checkpoint(tmp_path / "many", **SMALL, num_shards=num_shards)
-    files = sorted(file.name for file in folder.glob("*.safetensors"))
-    assert len(files) == num_shards
-    many = read_tensors(folder)
-    assert one.keys() == many.keys()
-    assert all(torch.equal(one[name], many[name]) for name in one)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in one.values())
-    for name, file in index["weight_map"].items():
-        assert name in load_file(folder / file)
-    sizes = [(folder / file).stat().st_size for file in files]
-    largest = max(tensor.nbytes for tensor in one.values())
-    assert max(sizes) - min(sizes) < 2 * largest + 4096
-
-
-def test_one_shard_a_tensor_and_no_more(tmp_path):
-    count = len(read_tensors(make_checkpoint(tmp_path / "one", **SMALL)))
-    folder = make_checkpoint(tmp_path / "most", **SMALL, num_shards=count)
-    assert all(len(load_file(file)) == 1 for file in folder.glob("*.safetensors"))
-    with pytest.raises(ValueError, match="num_shards"):
-        make_checkpoint(tmp_path / "more", **SMALL, num_shards=count + 1)
+    assert (expected_TV.argmax(-1) < 256).all()
+    found_TV = OneRank(folder).logits(make_batch(ids.tolist(), [0]))
+    torch.testing.assert_close(found_TV, expected_TV, atol=1e-4, rtol=0)
 
 
 def test_seed_decides_the_weights(tmp_path):
     first, again, other = (
-        read_tensors(make_checkpoint(tmp_path / name, **SMALL, seed=seed))
+        load_file(make_checkpoint(tmp_path / name, seed=seed) / "model.safetensors")[
+            "lm_head.weight"
+        ]
         for name, seed in (("first", 1), ("again", 1), ("other", 2))
     )
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not any(torch.equal(first[name], other[name]) for name in first)
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=200))
@@ -137,7 +65,7 @@ def test_byte_tokenizer_round_trip_is_exact(text):
 
 
 def test_saved_tokenizer_round_trip_and_chat_template(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(make_checkpoint(tmp_path / "m", **SMALL))
+    tokenizer = AutoTokenizer.from_pretrained(make_checkpoint(tmp_path / "m"))
     text = " \n\tnaive caf\u00e9 \U0001f6e1 \u0000 100 %"
     assert tokenizer(text).input_ids == list(text.encode())
     assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -162,39 +90,13 @@ def test_saved_tokenizer_round_trip_and_chat_template(tmp_path):
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (258, 256)
 
 
-@pytest.mark.parametrize(
-    ("key", "fields"),
-    [
-        ("num_layers", {"num_layers": 0}),
-        ("num_experts_per_tok", {"num_experts_per_tok": 5}),
-        ("num_kv_heads", {"num_heads": 4, "num_kv_heads": 3}),
-        ("head_dim", {"head_dim": 7}),
-        ("vocab_size", {"vocab_size": 258}),
-        ("dtype", {"dtype": "int8"}),
-        ("hidden_size", {"hidden_size": 3.5}),
-        ("mlp_only_layers", {"mlp_only_layers": [2]}),
-        ("num_shards", {"num_shards": 0}),
-        ("num_layers", {"num_hidden_layers": 3}),
-        ("tie_word_embeddings", {"tie_word_embeddings": "yes"}),
-    ],
-)
-def test_impossible_values_are_named_and_nothing_is_written(tmp_path, key, fields):
-    with pytest.raises(ValueError, match=key):
-        make_checkpoint(tmp_path / "m", **SMALL | fields)
-    assert not (tmp_path / "m").exists()
-
-
-def test_a_non_empty_folder_is_kept_unless_told(tmp_path):
-    folder = make_checkpoint(tmp_path / "m", **SMALL, num_shards=3)
-    before = read_tensors(folder)
+def test_overwriting_leaves_no_weights_of_before(tmp_path):
+    folder = make_checkpoint(tmp_path / "m")
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="overwrite"):
-        make_checkpoint(folder, **SMALL, seed=1)
-    assert torch.equal(read_tensors(folder)["lm_head.weight"], before["lm_head.weight"])
-    make_checkpoint(folder, **SMALL, seed=1, overwrite=True)
+        make_checkpoint(folder)
+    make_checkpoint(folder, overwrite=True)
     assert [file.name for file in folder.glob("*.safetensors*")] == ["model.safetensors"]
-    (tmp_path / "file").write_text("kept")
-    with pytest.raises(ValueError, match="file"):
-        make_checkpoint(tmp_path / "file", **SMALL, overwrite=True)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from cluster.cli import app
 from cluster.commands import check as checking
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import json_schema
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 from workers.models.registry import load_model_config
 
 REPOSITORY = Path(__file__).parents[2]
@@ -239,22 +239,20 @@ def test_serve_says_when_ray_does_not_start(
 
 def test_make_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "new"
-    shape = ["--layers", "2", "--hidden-size", "48", "--experts", "6", "--experts-per-tok", "3"]
-    shape += ["--expert-size", "24", "--heads", "2", "--kv-heads", "1", "--head-dim", "16"]
-    shape += ["--vocab-size", "300", "--max-len", "99", "--dtype", "bfloat16", "--shards", "2"]
-    assert run("make-checkpoint", folder, *shape).exit_code == 0
+    fields = ("num_hidden_layers=2", "hidden_size=48", "num_experts=6", "dtype=bfloat16")
+    command = ["make-checkpoint", folder, *(part for field in fields for part in ("--set", field))]
+    assert run(*command).exit_code == 0
     config = load_model_config(folder)
     assert (config.num_layers, config.hidden_size, config.num_experts) == (2, 48, 6)
-    assert (config.top_k, config.moe.width) == (3, 24)
-    attention = config.attention
-    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (2, 1, 16)
-    assert (config.vocab_size, config.max_position_embeddings) == (300, 99)
     assert config.dtype == "bfloat16"
-    assert len(list(folder.glob("*.safetensors"))) == 2
     again = run("make-checkpoint", folder)
     assert again.exit_code == 2
     assert "--overwrite" in again.stderr
-    assert run("make-checkpoint", folder, "--overwrite").exit_code == 0
-    wrong = run("make-checkpoint", tmp_path / "other", "--experts", "2")
+    assert run("make-checkpoint", folder, "--overwrite", "--no-weights").exit_code == 0
+    assert not list(folder.glob("*.safetensors"))
+    wrong = run("make-checkpoint", tmp_path / "other", "--set", "num_experts=2")
     assert wrong.exit_code == 2
     assert "num_experts_per_tok" in wrong.stderr
+    assert not (tmp_path / "other").exists()
+    unknown = run("make-checkpoint", tmp_path / "other", "--family", "llama")
+    assert unknown.exit_code == 2 and "qwen3_moe" in unknown.stderr

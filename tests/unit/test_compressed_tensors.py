@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoints.writer import QUANTIZATIONS
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import Fp8Gemm
-from workers.models.checkpoint import QUANTIZATIONS
 from workers.models.registry import load_model_config
 from workers.specs.quantization import parse_quantization
 from workers.weights.loader import CheckpointError

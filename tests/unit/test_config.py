@@ -12,8 +12,8 @@ from cluster.config.errors import ConfigError, leaf_schemas
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig, json_schema
 from cluster.config.resolve import resolve_rank_config, resolve_threads
+from tests.checkpoints.writer import make_checkpoint
 from tests.family_cases import family_checkpoint
-from workers.models.checkpoint import make_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 MAX_LENGTH = 512

@@ -13,7 +13,7 @@ from cluster.config.resolve import (
     resolve_rank_config,
     resolve_scheduler,
 )
-from workers.models.checkpoint import make_checkpoint
+from tests.checkpoints.writer import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from kernels import dense_fp8
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
 from kernels.gated_activation import gated_activation
 from kernels.routing.placement import ExpertPlacement
+from tests.checkpoints.families import names_of
+from tests.checkpoints.writer import make_checkpoint
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
 from workers.layers.linear import linear
-from workers.models.checkpoint import make_checkpoint
-from workers.models.registry import FAMILIES as FAMILY_NAMES
 from workers.models.registry import load_model_config
 from workers.weights.slots import BlockSlot
 from workers.weights.tensors import fp8_parameters, rank_weight_bytes
@@ -88,7 +88,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def checkpoint(path: Path, family: str, **changes: Any) -> Path:
     """A random checkpoint of the family in FP8, with each field that the family has."""
     sizes = SMALL | SIZES | OF_FAMILY.get(family, {}) | changes
-    names = FAMILY_NAMES[family].config.CHECKPOINT_NAMES
+    names = names_of(family)
     sizes = {key: value for key, value in sizes.items() if names.get(key, key) is not None}
     return make_checkpoint(path, family=family, fp8=True, **sizes)
 

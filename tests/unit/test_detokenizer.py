@@ -14,7 +14,7 @@ from cluster.api.answer.detokenizer import (
     byte_alphabet,
 )
 from tests.unit.test_stop_strings import reference_cut
-from workers.models.checkpoint import byte_tokenizer
+from workers.models.byte_tokenizer import byte_tokenizer
 from workers.wire.request import RequestOutput
 
 SPACE = "\u2581"

@@ -13,8 +13,8 @@ from kernels.attention.base import Attention
 from kernels.attention.dummy import DummyAttention
 from kernels.attention.sdpa import SdpaAttention
 from kernels.interface.attention_spec import AttentionSpec
+from tests.checkpoints.writer import make_checkpoint
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.models.decoder import DecoderLM
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess

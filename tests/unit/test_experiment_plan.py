@@ -299,22 +299,3 @@ def test_pairs_may_repeat_a_value_but_not_a_pair(folder: Path) -> None:
     assert len(load_experiment(write(folder, sweep={"paired": [group]})).cells) == 2
     twice = {"workload.input_len": [8, 8], "workload.output_len": [4, 4]}
     assert "equal values twice" in error_of(write(folder, sweep={"paired": [twice]}))
-
-
-def test_a_simulation_needs_sizes_and_ranks(folder: Path) -> None:
-    grid = {"cluster.ranks": [1, 2, 3], "workload.tokens": [8, 16, 32, 64]}
-    wrong = {
-        "simulate": {"ranks": [16], "held_back": [128]},
-        "kind": "step",
-        "sweep": {"grid": grid},
-    }
-    assert "simulate.held_back" in error_of(write(folder, **wrong))
-    right = {**wrong, "simulate": {"ranks": [16], "held_back": [16]}}
-    assert len(load_experiment(write(folder, **right)).cells) == 12
-    lengths = {"ranks": [16], "held_back": [16], "input_len": "long", "max_tokens": 8}
-    message = error_of(write(folder, **{**right, "simulate": lengths}))
-    assert "simulate.input_len" in message and "simulate.max_tokens" in message
-    more = {"grid": {**grid, "overlap.mode": ["on", "off"]}}
-    assert "may be swept, not overlap.mode" in error_of(write(folder, **{**right, "sweep": more}))
-    few = {**right, "sweep": {"grid": {**grid, "cluster.ranks": [1, 2]}}}
-    assert "simulate.ranks" in error_of(write(folder, **few))

@@ -11,8 +11,8 @@ from cluster.experiments.rank_loop import RankLoad, RankLoop, RankRequest
 from cluster.experiments.rank_steps import time_steps
 from cluster.experiments.target import Job
 from cluster.experiments.workload_section import RequestWorkload, StepWorkload
+from tests.checkpoints.writer import make_checkpoint
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous

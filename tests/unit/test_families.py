@@ -9,24 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
-from typer.testing import CliRunner
 
-from cluster.cli import app
 from kernels.block_fp8 import dequantise
 from kernels.routing.placement import ExpertPlacement
+from tests.checkpoints.families import released_layout
+from tests.checkpoints.weights import checkpoint_tensors
+from tests.checkpoints.writer import make_checkpoint
 from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint, load_reference
 from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch
 from workers.layers.norm import RMSNorm
-from workers.models.checkpoint import make_checkpoint, released_layout
-from workers.models.checkpoint_weights import checkpoint_tensors
 from workers.models.registry import (
     FAMILIES,
     ModelConfigError,
     load_model_config,
     parse_model_config,
 )
-from workers.specs.model import ModelConfig
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.initial_weights import draw_weights
 from workers.weights.slots import WeightSlot
@@ -239,22 +237,6 @@ def test_an_unknown_family_lists_all() -> None:
         parse_model_config({"model_type": "llama"}, {}, "config.json")
     assert "model_type is 'llama'" in str(refused.value)
     assert all(repr(family) in str(refused.value) for family in FAMILIES)
-
-
-@pytest.mark.parametrize("family", VARIANTS)
-def test_make_checkpoint_writes_the_family(tmp_path: Path, family: str) -> None:
-    command = ["make-checkpoint", str(tmp_path / "m"), "--family", family, "--layers", "2"]
-    assert CliRunner().invoke(app, command).exit_code == 0
-    config: ModelConfig = load_model_config(tmp_path / "m")
-    assert (config.model_type, config.num_layers, config.num_experts) == (family, 2, 16)
-    assert (config.moe.width, config.top_k) == (64, 4)
-    assert OneRank(tmp_path / "m").logits(make_batch([[1, 2]], [0])).isfinite().all()
-
-
-def test_make_checkpoint_refuses_an_unknown_family(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["make-checkpoint", str(tmp_path / "m"), "--family", "llama"])
-    assert result.exit_code == 2 and "qwen3_moe" in result.stderr
-    assert not (tmp_path / "m").exists()
 
 
 def test_tensors_of_multi_token_prediction_are_skipped_by_name(tmp_path: Path) -> None:

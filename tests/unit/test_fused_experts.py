@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.routing.placement import ExpertPlacement
+from tests.checkpoints.writer import make_checkpoint
 from tests.family_cases import SIZES, VARIANTS, family_checkpoint, load_reference
 from tests.unit.model_case import OneRank, make_batch
-from workers.models.checkpoint import make_checkpoint
 from workers.models.decoder import DecoderLM
 from workers.weights.loader import CheckpointError, load_weights
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from cluster.bench.step_work import StepPart
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
 from scripts.bench import ROOT, timeline, timeline_report
 from scripts.bench.processes import Outcome
 from scripts.bench.results import load
+from scripts.bench.step_work import StepPart
 from scripts.bench.timeline_events import (
     Span,
     covered_share,

@@ -3,8 +3,8 @@
 import pytest
 from llguidance import LLMatcher
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import make_request, rank_config
-from workers.models.checkpoint import make_checkpoint
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous

@@ -19,10 +19,10 @@ from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.supervisor.group import Group
+from tests.checkpoints.writer import make_checkpoint
 from tests.unit.hub_server import HubRepository, HubServer
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, rank_config
 from workers import hub
-from workers.models.checkpoint import make_checkpoint
 from workers.weights.files import read_headers
 
 REPOSITORY = Path(__file__).parents[2]

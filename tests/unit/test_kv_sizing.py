@@ -8,9 +8,9 @@ import torch
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
 from cluster.config.resolve import resolve_rank_config
+from tests.checkpoints.writer import make_checkpoint
 from workers.config import CacheConfig
 from workers.kv_cache.demand import KVDemand
-from workers.models.checkpoint import make_checkpoint
 from workers.rank import kv_sizing
 from workers.rank.kv_sizing import (
     OwnBytes,

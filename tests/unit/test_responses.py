@@ -11,7 +11,7 @@ from tests.unit.responses_case import TIME, WEATHER, kinds, respond, streamed, w
 from tests.unit.test_api_openai import with_client
 from tests.unit.test_api_stream import Connection, run
 from tests.unit.test_tool_parsers import CALL, tag
-from workers.models.checkpoint import CHAT_TEMPLATE
+from workers.models.byte_tokenizer import CHAT_TEMPLATE
 
 TEXT = "The \u20ac sign.\n\nNext\u2028line \U0001f600"
 MESSAGE = [

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.roofline import Hardware, floor_of, kind_floors, step_floor, step_floors
-from cluster.bench.step_work import LayerKind, StepPart, StepShape, step_work
 from scripts.bench.gpu_serving_report import kinds_table
 from scripts.bench.released_shapes import model_folder
+from scripts.bench.roofline import Hardware, floor_of, kind_floors, step_floor, step_floors
+from scripts.bench.step_work import LayerKind, StepPart, StepShape, step_work
 from tests.published_configs import PUBLISHED
 from workers.models.registry import load_model_config, parse_model_config
 from workers.specs.model import weight_map

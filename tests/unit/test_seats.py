@@ -11,8 +11,8 @@ import torch
 
 from kernels.block_fp8 import BlockWeights
 from kernels.routing.placement import STANDBY
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
-from workers.models.checkpoint import make_checkpoint
 from workers.rank import process as process_module
 from workers.rank.process import RankProcess
 from workers.weights.checkpoint_files import CheckpointError

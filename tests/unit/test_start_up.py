@@ -17,8 +17,8 @@ from kernels.host.cuda_environment import (
     share_compiled_kernels,
 )
 from kernels.linear_attention.base import LinearAttention, LinearStates
+from tests.checkpoints.writer import make_checkpoint
 from workers.config import RankConfig
-from workers.models.checkpoint import make_checkpoint
 from workers.models.decoder import DecoderLM
 from workers.parallel import ParallelDims
 from workers.rank import process_group

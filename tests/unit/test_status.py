@@ -9,15 +9,16 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.commands.top_table import duration
+from cluster.commands.status import duration
 from cluster.supervisor.status import GroupStatus
 from tests.unit.test_metrics import rebuilding
 
 
 class Server(HTTPServer):
-    """Answers /ready with `status` and `body`."""
+    """Answers /ready with `status` and `body`; only the first `answers` times, if that is not None."""
 
     status, body = 200, b""
+    answers: int | None = None
 
     @property
     def url(self) -> str:
@@ -32,7 +33,10 @@ class Handler(BaseHTTPRequestHandler):
         assert self.path == "/ready"
         self.send_response(self.server.status)
         self.end_headers()
-        self.wfile.write(self.server.body)
+        left = self.server.answers
+        if left is not None:
+            self.server.answers = max(0, left - 1)
+        self.wfile.write(b"" if left == 0 else self.server.body)
 
     def log_message(self, *_args) -> None:
         pass
@@ -84,6 +88,15 @@ def test_a_group_that_rebuilds(server):
         "2.5 s: rank 1: its process died (processes 1.5 s, group 0.5 s)",
     ):
         assert part in result.stdout, result.stdout
+
+
+def test_watch_prints_again_until_the_server_is_gone(server):
+    group = GroupStatus(state="serving", since=time.time())
+    server.says(200, status="ready", groups=[group.to_json()])
+    server.answers = 2
+    result = run(server.url, "--watch", "0.1")
+    assert result.exit_code == 1 and result.stdout.count("ready  ") == 2, result.output
+    assert "is not a Phalanx server" in result.stderr
 
 
 @pytest.mark.parametrize("code", [200, 503])

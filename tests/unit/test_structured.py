@@ -7,7 +7,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from tests.unit.api_fakes import IM_END, Api, FakeBackend, assert_error, events, says
-from workers.models.checkpoint import byte_tokenizer
+from workers.models.byte_tokenizer import byte_tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -34,7 +34,7 @@ from tests.unit.test_tool_parsers import (
     section,
     tag,
 )
-from workers.models.checkpoint import byte_tokenizer
+from workers.models.byte_tokenizer import byte_tokenizer
 
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), n_vocab=300, eos_token=[IM_END])
 

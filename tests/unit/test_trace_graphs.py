@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
-from workers.models.checkpoint import make_checkpoint
 from workers.rank import trace_step
 from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess

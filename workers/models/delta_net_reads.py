@@ -33,18 +33,6 @@ HYBRID_DEFAULTS: dict[str, Any] = {  # of both families, as transformers has the
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
-# What `make_checkpoint` writes: of two layers one is a delta net.
-CHECKPOINT_DELTA_NETS: dict[str, Any] = {
-    "full_attention_interval": 2,
-    "head_dim": 32,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "shared_expert_intermediate_size": 48,
-}
 
 
 def read_hybrid_layers(

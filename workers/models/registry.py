@@ -23,7 +23,7 @@ class Family:
 
     @property
     def config(self) -> ModuleType:
-        """The module with DEFAULTS, read_config, weight_map, CHECKPOINT_FIELDS and CHECKPOINT_NAMES; needs no torch.
+        """The module with DEFAULTS, read_config and weight_map; needs no torch.
 
         Of a family with a text part among others, also `text_part` and `nested`, which take it out and put it back.
         """

@@ -82,8 +82,6 @@ def draw_weights(
 ) -> None:
     """Fill `model` with random weights drawn on `device`; `progress(done, total)` in bytes, after each tensor.
 
-    On CPU the values equal those of `phalanx make-checkpoint` for the same config.json.
-
     experts   draw the tensors of these experts alone
     """
     generator = torch.Generator(device)

@@ -1,4 +1,4 @@
-"""Routes for probes, load balancers and people: liveness, readiness, load, version, API page.
+"""Routes for probes, load balancers and people: liveness, readiness, load, version.
 
 Knows nothing of generation.
 """
@@ -13,7 +13,6 @@ from starlette.responses import Response
 from cluster.api.admission import AdmissionGate
 from cluster.api.answer.events import error_body, to_json
 from cluster.api.backend import EngineBackend
-from cluster.api.routes.docs_page import render_docs
 from cluster.api.routes.readiness import Readiness
 from cluster.api.settings import ApiSettings
 from cluster.errors import EngineDeadError, ServingError
@@ -66,11 +65,6 @@ def add_utility_routes(
     async def load() -> Response:
         """Requests that run or wait in this ingress."""
         return _json({"server_load": gate.num_requests})
-
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        """The API as a page; it loads nothing from elsewhere."""
-        return Response(render_docs(app.openapi()), media_type="text/html; charset=utf-8")
 
 
 def _json(content: dict[str, Any]) -> Response:

@@ -42,29 +42,6 @@ DEFAULTS = {  # as transformers has them
     "tie_word_embeddings": False,
     "attention_bias": False,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "first_k_dense_replace": 1,
-    "intermediate_size": 256,
-    "kv_lora_rank": 32,
-    "n_group": 2,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 24,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {
-    "num_experts": "n_routed_experts",
-    "head_dim": None,
-}
 NAMES = WeightNames(shared="mlp.shared_experts")
 
 

@@ -34,20 +34,6 @@ DEFAULTS = {  # as transformers has them
     "moe_layer_start_index": 1,
     "moe_layer_interval": 1,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "intermediate_size": 256,
-    "moe_layer_end_index": -1,
-    "moe_layer_interval": 1,
-    "moe_layer_start_index": 1,
-    "moe_num_shared_experts": 1,
-    "rms_norm_eps": 1e-5,
-    "use_bias": False,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {
-    "num_experts": "moe_num_experts",
-    "num_experts_per_tok": "moe_k",
-}
 NAMES = WeightNames(
     shared="mlp.shared_experts",
     router_bias="moe_statics.e_score_correction_bias",

@@ -39,23 +39,6 @@ DEFAULTS = {  # as transformers has them
     "attention_bias": False,
 }
 PARTIAL_ROTARY = 0.5
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "attention_bias": True,
-    "first_k_dense_replace": 1,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "n_group": 1,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-    "routed_scaling_factor": 1.5,
-    "topk_group": 1,
-    "use_qk_norm": True,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {"num_experts": "n_routed_experts"}
 NAMES = WeightNames(shared="mlp.shared_experts")
 
 

@@ -33,19 +33,6 @@ ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "attention_bias": True,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-5,
-    "sliding_window": 24,
-    "swiglu_limit": SWIGLU_LIMIT,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {
-    "num_experts": "num_local_experts",
-    "moe_intermediate_size": "intermediate_size",
-    "intermediate_size": None,
-}
 NAMES = WeightNames(router="router.weight", stacked_experts=True)
 
 

@@ -34,20 +34,6 @@ DEFAULTS = {  # as transformers has them
     "num_experts_per_tok": 2,
     "shared_intermediate_size": 0,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-    "logits_scaling": 1.5,
-    "residual_multiplier": 0.5,
-    "rms_norm_eps": 1e-6,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {
-    "num_experts": "num_local_experts",
-    "moe_intermediate_size": "intermediate_size",
-    "intermediate_size": None,
-}
-EXPERT_LAYOUT = "fused"
 NAMES = WeightNames(
     moe="block_sparse_moe",
     router="router.layer.weight",

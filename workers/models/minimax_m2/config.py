@@ -22,20 +22,6 @@ DEFAULTS = {  # as transformers has them
     "num_local_experts": 256,
     "num_experts_per_tok": 8,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "head_dim": 32,
-    "rms_norm_eps": 1e-6,
-    "rotary_dim": 16,
-    "scoring_func": "sigmoid",
-    "use_qk_norm": True,
-    "use_routing_bias": True,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {
-    "num_experts": "num_local_experts",
-    "moe_intermediate_size": "intermediate_size",
-    "intermediate_size": None,
-}
 NAMES = WeightNames(
     moe="block_sparse_moe",
     expert_gate="experts.{}.w1.weight",

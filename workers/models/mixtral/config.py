@@ -21,13 +21,6 @@ DEFAULTS = {  # as transformers has them
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {"rms_norm_eps": 1e-5, "sliding_window": None}
-CHECKPOINT_NAMES = {
-    "num_experts": "num_local_experts",
-    "moe_intermediate_size": "intermediate_size",
-    "intermediate_size": None,
-}
 NAMES = WeightNames(
     moe="block_sparse_moe",
     expert_gate="experts.{}.w1.weight",

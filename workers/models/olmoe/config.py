@@ -22,18 +22,6 @@ DEFAULTS = {  # as transformers has them
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "attention_bias": False,
-    "clip_qkv": None,
-    "norm_topk_prob": False,
-    "rms_norm_eps": 1e-5,
-}
-CHECKPOINT_NAMES = {
-    "moe_intermediate_size": "intermediate_size",
-    "intermediate_size": None,
-    "head_dim": None,
-}
 
 
 def read_config(read: ConfigReader) -> ModelConfig:

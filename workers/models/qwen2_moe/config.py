@@ -34,17 +34,6 @@ DEFAULTS = {  # as transformers has them
     "num_experts_per_tok": 4,
     "norm_topk_prob": False,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    "decoder_sparse_step": 1,
-    "intermediate_size": 256,
-    "mlp_only_layers": [],
-    "norm_topk_prob": False,
-    "qkv_bias": True,
-    "rms_norm_eps": 1e-6,
-    "shared_expert_intermediate_size": 96,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {}
 
 
 def read_config(read: ConfigReader) -> ModelConfig:

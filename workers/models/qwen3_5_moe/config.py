@@ -11,7 +11,6 @@ from typing import Any
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
 from workers.models.delta_net_reads import (
-    CHECKPOINT_DELTA_NETS,
     HYBRID_DEFAULTS,
     read_hybrid_layers,
 )
@@ -25,10 +24,6 @@ DEFAULTS = {
     "num_experts": 256,
     "num_experts_per_tok": 8,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {**CHECKPOINT_DELTA_NETS, "partial_rotary_factor": 0.25}
-CHECKPOINT_NAMES: dict[str, str | None] = {"intermediate_size": None}
-EXPERT_LAYOUT = "fused"
 WHOLE = "qwen3_5_moe"  # with a vision tower
 TEXT = "text_config"
 TEXT_TYPE = "qwen3_5_moe_text"
@@ -59,17 +54,6 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(rope, Mapping):
         found["rope_parameters"] = {k: v for k, v in rope.items() if k not in OF_POSITIONS}
     return found
-
-
-def nested(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json as releases have it, from one with the settings of the text part in its place."""
-    if config["model_type"] != WHOLE:
-        return dict(config)
-    outer = ("architectures", "model_type", "dtype", "tie_word_embeddings", "quantization_config")
-    text = {key: value for key, value in config.items() if key not in outer}
-    found = {key: value for key, value in config.items() if key in outer}
-    text |= {"model_type": TEXT_TYPE, "tie_word_embeddings": config["tie_word_embeddings"]}
-    return found | {TEXT: text}
 
 
 def read_config(read: ConfigReader) -> ModelConfig:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
 from workers.models.delta_net_reads import (
-    CHECKPOINT_DELTA_NETS,
     HYBRID_DEFAULTS,
     read_hybrid_layers,
 )
@@ -22,16 +21,6 @@ DEFAULTS = {
     "num_experts_per_tok": 10,
     "norm_topk_prob": True,
 }
-# What `make_checkpoint` writes into config.json beside sizes; its sizes under other names, None where there is none.
-CHECKPOINT_FIELDS = {
-    **CHECKPOINT_DELTA_NETS,
-    "decoder_sparse_step": 1,
-    "intermediate_size": 96,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-    "partial_rotary_factor": 0.25,
-}
-CHECKPOINT_NAMES: dict[str, str | None] = {}
 NAMES = WeightNames(joined_delta_inputs=True)
 SKIPPED = ("mtp.",)  # multi-token prediction
 

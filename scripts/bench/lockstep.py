@@ -1,5 +1,9 @@
-"""The simulation of a folder: fits the model to its cells, simulates, writes simulation.json, a section and a plot."""
+"""Simulates more ranks than an experiment measured: fits a model to its cells, writes simulation.json, .md and .png.
 
+`python -m scripts.bench.lockstep FOLDER --held-back 16 128`
+"""
+
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,25 +11,55 @@ from typing import Any
 from cluster.bench.lengths import Lengths
 from cluster.experiments import drawing
 from cluster.experiments.comparison import Results
-from cluster.experiments.exchange_model import Error, Point, StepModel, split
-from cluster.experiments.lockstep_simulation import Simulated, Traffic, simulate
-from cluster.experiments.report import markdown_table, number
-from cluster.experiments.results_folder import disk_errors, write_json
+from cluster.experiments.report import markdown_table, number, read_results
+from cluster.experiments.results_folder import write_json
+from scripts.bench.lockstep_model import Error, Point, StepModel, split
+from scripts.bench.lockstep_simulation import Simulated, Traffic, simulate
 
-DATA, PLOT = "simulation.json", "simulation.png"
+DATA, PAGE, PLOT = "simulation.json", "simulation.md", "simulation.png"
 METRICS = ("step_ms", "exchange_us", "empty_step_us")
 Errors = dict[str, Error]
 
 
-def add_simulation(folder: Path, results: Results) -> str:
-    """Return the section of summary.md; "" for an experiment without a simulation, and before its runs are there."""
-    settings = results.head["simulate"]
+def main() -> None:
+    """Simulate more ranks than the cells of a folder of results have."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("folder", type=Path, help="results of an experiment over cluster.ranks and workload.tokens")
+    add("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64, 128, 256])
+    held_back = "values of workload.tokens that the fit does not see; its error is measured there"
+    add("--held-back", type=int, nargs="+", required=True, help=held_back)
+    add("--steps", type=int, default=1000, help="steps of each simulation")
+    add("--sequences", type=int, default=16, help="sequences of each rank, always in flight")
+    add("--max-tokens", type=int, default=512, help="tokens of one step on a rank")
+    add("--input-len", default="lognormal:128:0.8:1024", help="prompts, in tokens")
+    add("--output-len", default="lognormal:64:0.6:512", help="answers, in tokens")
+    args = parser.parse_args()
+    if args.max_tokens < args.sequences or min(args.ranks) < 2:
+        parser.error("expected --max-tokens of at least --sequences, and --ranks of 2 or more")
+    try:
+        page = simulate_folder(args.folder, read_results(args.folder), vars(args))
+    except ValueError as error:
+        parser.error(str(error))
+    (args.folder / PAGE).write_text(page + "\n", encoding="utf-8")
+    print(f"wrote {args.folder / PAGE}")
+
+
+def simulate_folder(folder: Path, results: Results, settings: Mapping[str, Any]) -> str:
+    """Write the data and the plot of a simulation to `folder`; return the page.
+
+    Raises ValueError where the results do not suffice for the fit.
+    """
+    others = set(results.head.get("axes", ())) - {"cluster.ranks", "workload.tokens"}
+    if others:
+        raise ValueError(f"one model is fitted to all cells, but they differ in {sorted(others)}")
     points = measured_points(results)
-    if settings is None:
-        return ""
     seen, held = split(points, settings["held_back"])
-    if not held or len({p.ranks for p in seen}) < 3 or not any(p.ranks == 1 for p in seen):
-        return "No simulation: it needs results of one rank, of two other numbers of ranks, and held back sizes."
+    sizes = {point.tokens for point in seen}
+    if not held or not {1} < {point.ranks for point in seen} or len(sizes) < 3:
+        raise ValueError("the fit needs results of one rank, three sizes, and held back sizes")
+    if len({point.ranks for point in seen}) < 3:
+        raise ValueError("the fit needs results of two numbers of ranks above 1")
     facts = results.head["model"]
     shared = {"layers": facts["layers"], "top_k": facts["top_k"], "cores": facts["cores"]}
     model = StepModel.fit(seen, **shared)
@@ -44,11 +78,10 @@ def add_simulation(folder: Path, results: Results) -> str:
         "errors": {name: vars(error) for name, error in errors.items()},
         "simulated": [outcome.to_json() for outcome in outcomes],
     }
-    with disk_errors(folder):
-        write_json(folder / DATA, data)
+    write_json(folder / DATA, data)
     if drawing.has_matplotlib():
         _draw(results, points, model, outcomes, folder / PLOT)
-    return _section(settings, errors, outcomes)
+    return _page(settings, errors, outcomes)
 
 
 def measured_points(results: Results) -> list[Point]:
@@ -80,7 +113,7 @@ def _errors(
     return found
 
 
-def _section(settings: Mapping[str, Any], errors: Errors, outcomes: Sequence[Simulated]) -> str:
+def _page(settings: Mapping[str, Any], errors: Errors, outcomes: Sequence[Simulated]) -> str:
     rows = [
         [name, f"{100 * error.mean:.0f} %", f"{100 * error.largest:.0f} %", str(error.count)]
         for name, error in errors.items()
@@ -101,9 +134,9 @@ def _section(settings: Mapping[str, Any], errors: Errors, outcomes: Sequence[Sim
     heads += ["compute", "waiting for the slowest", "all-to-all", "vote"]
     held = ", ".join(map(str, settings["held_back"]))
     return (
-        "## Simulated ranks\n\n"
-        f"A model of steps and all-to-alls, fitted to the cells above except those of {held} tokens. "
-        "Its error there:\n\n"
+        "# Simulated ranks\n\n"
+        "A model of steps and all-to-alls, fitted to the cells of [the experiment](summary.md) "
+        f"except those of {held} tokens. Its error there:\n\n"
         f"{markdown_table(['predicted', 'mean error', 'largest', 'cells'], rows)}\n\n"
         f"Simulated with it, each rank with a core or a GPU of its own: {settings['sequences']} sequences of a rank, "
         f"prompts {settings['input_len']}, answers {settings['output_len']}, steps of at most "
@@ -145,3 +178,7 @@ def _draw(
         panel.grid(alpha=0.3)
     figure.suptitle(results.head["title"], fontsize=12)
     figure.savefig(path, dpi=drawing.DOTS_PER_INCH, format="png")
+
+
+if __name__ == "__main__":
+    main()

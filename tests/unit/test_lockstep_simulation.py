@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from cluster.bench.lengths import Lengths
-from cluster.experiments import lockstep_simulation
 from cluster.experiments.comparison import Results
-from cluster.experiments.exchange_model import Point, StepModel, fit_positive, remote_ranks, split
-from cluster.experiments.lockstep_simulation import Traffic, simulate
-from cluster.experiments.simulation_report import add_simulation
+from scripts.bench import lockstep_simulation
+from scripts.bench.lockstep import simulate_folder
+from scripts.bench.lockstep_model import Point, StepModel, fit_positive, remote_ranks, split
+from scripts.bench.lockstep_simulation import Traffic, simulate
 
 SIZES = (8, 16, 32, 64, 128, 256)
 LAYERS, TOP_K = 4, 2
@@ -135,17 +135,19 @@ def test_the_page_has_errors_and_ranks(points: list[Point], tmp_path: Path) -> N
     head = {
         "title": "T",
         "seed": 0,
-        "simulate": settings,
         "model": {"layers": LAYERS, "top_k": TOP_K, "cores": None},
         "cells": cells,
     }
     lines = [
         {"cell": i, "repeat": 1, "error": None, "metrics": vars(p)} for i, p in enumerate(points)
     ]
-    text = add_simulation(tmp_path, Results.of(head, lines))
+    text = simulate_folder(tmp_path, Results.of(head, lines), settings)
     assert "| all-to-all, sizes that were held back | 0 % | 0 % | 4 |" in text
     assert "\n| 256 |" in text
     assert (tmp_path / "simulation.json").exists()
     assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
-    assert "No simulation" in add_simulation(tmp_path, Results.of(head, lines[:3]))
-    assert add_simulation(tmp_path, Results.of({**head, "simulate": None}, lines)) == ""
+    with pytest.raises(ValueError, match="two numbers of ranks"):
+        two = [line for line in lines if cells[line["cell"]]["settings"]["cluster.ranks"] < 4]
+        simulate_folder(tmp_path, Results.of(head, two), settings)
+    with pytest.raises(ValueError, match="held back"):
+        simulate_folder(tmp_path, Results.of(head, lines), {**settings, "held_back": [7]})

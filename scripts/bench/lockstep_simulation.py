@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from cluster.bench.lengths import Lengths
-from cluster.experiments.exchange_model import StepModel
+from scripts.bench.lockstep_model import StepModel
 
 WARM_SHARE = 0.2  # of the steps, which are not counted: all sequences begin together
 

@@ -7,19 +7,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from kernels.block_fp8 import MAX_E4M3, quantise_blocks
 from kernels.mxfp4 import quantise_mxfp4
+from tests.checkpoints.families import ExpertLayout
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import Scaling, WeightEntry
 from workers.weights.initial_weights import draw
 
-# Tensors of each expert, one of all experts [E, N, K], or that as [E, K, N].
-ExpertLayout = Literal["apart", "fused", "transposed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -7,7 +7,7 @@ Each of R ranks has its share of the requests and of the experts, and a copy of 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from cluster.bench.step_work import LayerKind, StepPart, StepShape, Work, step_work
+from scripts.bench.step_work import LayerKind, StepPart, StepShape, Work, step_work
 from workers.specs.model import ModelConfig
 
 

@@ -1,0 +1,204 @@
+"""What random checkpoints of the families have in config.json beside sizes, the names of their sizes, their layout."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from workers.models.registry import FAMILIES
+
+# Tensors of each expert, one of all experts [E, N, K], or that as [E, K, N].
+ExpertLayout = Literal["apart", "fused", "transposed"]
+_ONE_WIDTH = {
+    "num_experts": "num_local_experts",
+    "moe_intermediate_size": "intermediate_size",
+    "intermediate_size": None,
+}
+_DELTA_NETS: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "shared_expert_intermediate_size": 48,
+}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {
+        "first_k_dense_replace": 1,
+        "intermediate_size": 256,
+        "kv_lora_rank": 32,
+        "n_group": 2,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "softmax",
+        "topk_group": 1,
+        "topk_method": "group_limited_greedy",
+        "v_head_dim": 24,
+    },
+    "deepseek_v3": {
+        "first_k_dense_replace": 1,
+        "intermediate_size": 256,
+        "kv_lora_rank": 32,
+        "n_group": 2,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "rms_norm_eps": 1e-6,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 24,
+    },
+    "ernie4_5_moe": {
+        "intermediate_size": 256,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "moe_layer_start_index": 1,
+        "moe_num_shared_experts": 1,
+        "rms_norm_eps": 1e-5,
+        "use_bias": False,
+    },
+    "glm4_moe": {
+        "attention_bias": True,
+        "first_k_dense_replace": 1,
+        "head_dim": 32,
+        "intermediate_size": 256,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.5,
+        "topk_group": 1,
+        "use_qk_norm": True,
+    },
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "intermediate_size": 256,
+        "kv_lora_rank": 32,
+        "n_group": 1,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 48,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "routed_scaling_factor": 1.8,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 32,
+    },
+    "gpt_oss": {
+        "attention_bias": True,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 24,
+        "swiglu_limit": 7.0,
+    },
+    "granitemoe": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 1.5,
+        "residual_multiplier": 0.5,
+        "rms_norm_eps": 1e-6,
+    },
+    "minimax_m2": {
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rotary_dim": 16,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+    },
+    "mixtral": {"rms_norm_eps": 1e-5, "sliding_window": None},
+    "olmoe": {
+        "attention_bias": False,
+        "clip_qkv": None,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+    },
+    "qwen2_moe": {
+        "decoder_sparse_step": 1,
+        "intermediate_size": 256,
+        "mlp_only_layers": [],
+        "norm_topk_prob": False,
+        "qkv_bias": True,
+        "rms_norm_eps": 1e-6,
+        "shared_expert_intermediate_size": 96,
+    },
+    "qwen3_5_moe": {**_DELTA_NETS, "partial_rotary_factor": 0.25},
+    "qwen3_moe": {
+        "attention_bias": False,
+        "decoder_sparse_step": 1,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+    },
+    "qwen3_next": {
+        **_DELTA_NETS,
+        "decoder_sparse_step": 1,
+        "intermediate_size": 96,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+    },
+}
+# Sizes under other names than Qwen3-MoE's, None where there is none.
+_NAMES: dict[str, dict[str, str | None]] = {
+    "deepseek_v2": {"num_experts": "n_routed_experts", "head_dim": None},
+    "deepseek_v3": {"num_experts": "n_routed_experts", "head_dim": None},
+    "ernie4_5_moe": {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+    "glm4_moe": {"num_experts": "n_routed_experts"},
+    "glm4_moe_lite": {"num_experts": "n_routed_experts", "head_dim": None},
+    "gpt_oss": _ONE_WIDTH,
+    "granitemoe": _ONE_WIDTH,
+    "minimax_m2": _ONE_WIDTH,
+    "mixtral": _ONE_WIDTH,
+    "olmoe": {
+        "moe_intermediate_size": "intermediate_size",
+        "intermediate_size": None,
+        "head_dim": None,
+    },
+    "qwen3_5_moe": {"intermediate_size": None},
+}
+_LAYOUTS: dict[str, ExpertLayout] = {"granitemoe": "fused", "qwen3_5_moe": "fused"}
+
+
+def fields_of(family: str) -> dict[str, Any]:
+    """Return fields of config.json beside sizes."""
+    return _FIELDS[FAMILIES[family].folder]
+
+
+def names_of(family: str) -> dict[str, str | None]:
+    """Return the family's names of sizes where they differ."""
+    return _NAMES.get(FAMILIES[family].folder, {})
+
+
+def released_layout(family: str) -> ExpertLayout:
+    """Return how releases of the family store experts."""
+    return _LAYOUTS.get(FAMILIES[family].folder, "apart")
+
+
+def nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json as releases have it, from one with the settings of the text part in its place."""
+    if config["model_type"] != "qwen3_5_moe":
+        return dict(config)
+    outer = ("architectures", "model_type", "dtype", "tie_word_embeddings", "quantization_config")
+    text = {key: value for key, value in config.items() if key not in outer}
+    found = {key: value for key, value in config.items() if key in outer}
+    text |= {"model_type": "qwen3_5_moe_text", "tie_word_embeddings": config["tie_word_embeddings"]}
+    return found | {"text_config": text}
