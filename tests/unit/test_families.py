@@ -315,6 +315,6 @@ def test_a_router_bias_stays_float32_in_a_model_of_bfloat16(tmp_path: Path) -> N
     stored = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     rank = OneRank(path, dtype=torch.bfloat16)
-    assert torch.equal(rank.model.layers[1].mlp.router_bias_E, stored[name])
-    assert rank.model.layers[1].mlp.router_ED.dtype == torch.bfloat16
+    assert torch.equal(rank.model.layers[1].mlp.score_bias_E, stored[name])
+    assert rank.model.layers[1].mlp.router.weight.dtype == torch.bfloat16
     assert rank.logits(make_batch([[1, 2, 3]], [0])).isfinite().all()

@@ -14,7 +14,6 @@ from kernels.backends.select import Backends
 from kernels.block_fp8 import BlockWeights
 from kernels.routing.forced_routing import ForcedRouting
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear
 from workers.layers.mlp import SharedExpert
 from workers.layers.router import route_tokens
 from workers.specs.model import MoeSpec
@@ -34,25 +33,23 @@ class MoeBlock:
         self.grouped_gemm = builder.backends.grouped_gemm
         self.expert_load = builder.backends.expert_load
         self.experts = builder.placement.local_experts(builder.rank)
-        dim = builder.hidden_size
+        self._dim = dim = builder.hidden_size
         self.norm = builder.norm(dim)
-        self.router_ED = builder.empty(spec.num_experts, dim)
-        self.router_bias_E = None
-        if spec.router.logit_bias:
-            self.router_bias_E = builder.empty(spec.num_experts)
-        elif spec.router.bias:
+        self.router = builder.dense(spec.num_experts, dim, bias=spec.router.logit_bias)
+        self.score_bias_E = None
+        if spec.router.bias:
             # float32 in every model: scores of experts differ by less than bfloat16 resolves
-            self.router_bias_E = builder.empty(spec.num_experts, dtype=torch.float32)
+            self.score_bias_E = builder.empty(spec.num_experts, dtype=torch.float32)
         self._empty = partial(
             self.grouped_gemm.empty_weights, device=builder.device, dtype=builder.dtype
         )
         self._empty_bias = builder.empty
-        self._hold_empty(len(self.experts), dim)
+        self._hold_empty(len(self.experts))
         self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
 
-    def _hold_empty(self, num_experts: int, dim: int) -> None:
+    def _hold_empty(self, num_experts: int) -> None:
         """Allocate weights and biases of `num_experts`."""
-        width = self.spec.width
+        dim, width = self._dim, self.spec.width
         self.w13_e2ID: ExpertWeights = self._empty(num_experts, 2 * width, dim)
         self.w2_eDI: ExpertWeights = self._empty(num_experts, dim, width)
         self.b13_e2I = self.b2_eD = None
@@ -74,7 +71,7 @@ class MoeBlock:
         """Allocate weights of `experts`, and keep the values of `kept`, which are in the old and the new range."""
         old, weights = self.experts, (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
         self.experts = experts
-        self._hold_empty(len(experts), self.router_ED.shape[1])
+        self._hold_empty(len(experts))
         if not kept:
             return
         held_now = (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
@@ -111,8 +108,8 @@ class MoeBlock:
 
     def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.forced_routing is not None:
-            linear(h_TD, self.router_ED)  # keeps the cost of the step
+            self.router(h_TD)  # keeps the cost of the step
             return self.forced_routing(batch.input_ids, batch.positions, batch.num_token_non_padded)
         return route_tokens(
-            h_TD, self.router_ED, self.spec.router, batch.num_token_non_padded, self.router_bias_E
+            h_TD, self.router, self.spec.router, batch.num_token_non_padded, self.score_bias_E
         )

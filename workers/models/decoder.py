@@ -26,7 +26,7 @@ from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
 from workers.layers.delta_net import DeltaNetBlock
 from workers.layers.latent_attention import LatentAttentionBlock
-from workers.layers.linear import linear
+from workers.layers.linear import DenseLinear
 from workers.layers.mlp import MlpBlock
 from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
@@ -105,7 +105,8 @@ class DecoderLM:
             for number, spec in enumerate(config.layers)
         ]
         self.norm = builder.norm(config.hidden_size)
-        self.lm_head_VD = self.embed_VD if config.tie_word_embeddings else builder.empty(*table)
+        tied = config.tie_word_embeddings
+        self.lm_head = DenseLinear(self.embed_VD) if tied else builder.dense(*table)
         num_positions = max_positions or config.max_position_embeddings
         self._rope_table = build_rope_table(config, num_positions, self.device)
 
@@ -203,7 +204,7 @@ class DecoderLM:
         self, hidden_LD: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return float32 [L, V], in `out` if given, of rows of forward's result; norms these rows only."""
-        logits_LV = linear(self.norm(hidden_LD), self.lm_head_VD)
+        logits_LV = self.lm_head(self.norm(hidden_LD))
         logits_LV = logits_LV.float() if out is None else out.copy_(logits_LV)
         factor = self.config.logits_factor
         return logits_LV if factor == 1.0 else logits_LV.mul_(factor)

@@ -59,7 +59,7 @@ def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
     shape = (config.hidden_size,)
     yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
     if not config.tie_word_embeddings:
-        yield WeightEntry("lm_head.weight", table, "lm_head_VD", WeightKind.HEAD)
+        yield WeightEntry("lm_head.weight", table, "lm_head.weight", WeightKind.HEAD)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class _Layer:
             yield WeightEntry(
                 f"{name}.weight",
                 shape,
-                f"{path}qkv_QD",
+                f"{path}qkv.weight",
                 WeightKind.PROJECTION,
                 rows,
                 heads,
@@ -113,16 +113,16 @@ class _Layer:
                 yield WeightEntry(
                     f"{name}.bias",
                     shape[:1],
-                    f"{path}qkv_bias_Q",
+                    f"{path}qkv.bias",
                     WeightKind.BIAS,
                     rows,
                     heads,
                     rotary_dim=rotary if heads else 0,
                 )
         shape = (self.dim, spec.q_size)
-        yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o_DQ", WeightKind.PROJECTION)
+        yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o.weight", WeightKind.PROJECTION)
         if spec.output_bias:
-            yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o_bias_D", WeightKind.BIAS)
+            yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o.bias", WeightKind.BIAS)
         if spec.sinks:
             heads_shape = (spec.num_heads,)
             yield WeightEntry(f"{at}sinks", heads_shape, f"{path}sinks_H", WeightKind.SINK)
@@ -135,7 +135,7 @@ class _Layer:
         query = WeightEntry(
             f"{name}.weight",
             (2 * spec.q_size, self.dim),
-            f"{parameter}_QD",
+            f"{parameter}.weight",
             WeightKind.PROJECTION,
             (gate, gate + spec.q_size),
             head_dim,
@@ -150,7 +150,7 @@ class _Layer:
                 yield entry._replace(
                     name=f"{name}.bias",
                     shape=entry.shape[:1],
-                    parameter=f"{parameter}_bias_Q",
+                    parameter=f"{parameter}.bias",
                     kind=WeightKind.BIAS,
                 )
 
@@ -197,7 +197,7 @@ class _Layer:
         unbiased = 0 if spec.q_rank else q  # rows before the first with a bias
         for name, (start, stop) in down.items():
             shape, rows = (stop - start, self.dim), (start, stop)
-            yield WeightEntry(f"{at}{name}.weight", shape, f"{path}down_D", kind, rows)
+            yield WeightEntry(f"{at}{name}.weight", shape, f"{path}down.weight", kind, rows)
             if spec.bias and start >= unbiased:
                 rows = (start - unbiased, stop - unbiased)
                 bias = f"{path}down_bias"
@@ -207,14 +207,14 @@ class _Layer:
             width = (spec.q_rank,)
             yield WeightEntry(f"{at}q_a_layernorm.weight", width, f"{path}q_norm", norm)
             shape = (spec.q_size, spec.q_rank)
-            yield WeightEntry(f"{at}q_b_proj.weight", shape, f"{path}q_up", kind)
+            yield WeightEntry(f"{at}q_b_proj.weight", shape, f"{path}q_up.weight", kind)
         yield WeightEntry(f"{at}kv_a_layernorm.weight", (dims.rank,), f"{path}kv_norm", norm)
         shape = (spec.kv_up_size, dims.rank)
         yield WeightEntry(f"{at}kv_b_proj.weight", shape, f"{path}kv_up", kind)
         shape = (self.dim, spec.o_size)
-        yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o_D", kind)
+        yield WeightEntry(f"{at}o_proj.weight", shape, f"{path}o.weight", kind)
         if spec.bias:
-            yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o_bias_D", WeightKind.BIAS)
+            yield WeightEntry(f"{at}o_proj.bias", shape[:1], f"{path}o.bias", WeightKind.BIAS)
 
     def delta_net(self, spec: DeltaNetSpec, names: WeightNames) -> Weights:
         """A gated delta net."""
@@ -233,14 +233,14 @@ class _Layer:
         at = f"{self.disk}{names.moe}."
         yield self.norm("post_attention_layernorm", "mlp.norm")
         shape = (spec.num_experts, self.dim)
-        router = f"{self.path}mlp.router_ED"
+        router = f"{self.path}mlp.router.weight"
         yield WeightEntry(at + names.router, shape, router, WeightKind.ROUTER)
         if spec.router.logit_bias:
             name = at + names.router.replace("weight", "bias")
-            parameter = f"{self.path}mlp.router_bias_E"
+            parameter = f"{self.path}mlp.router.bias"
             yield WeightEntry(name, shape[:1], parameter, WeightKind.BIAS)
         if spec.router.bias:
-            name, parameter = f"{at}{names.router_bias}", f"{self.path}mlp.router_bias_E"
+            name, parameter = f"{at}{names.router_bias}", f"{self.path}mlp.score_bias_E"
             row = (1,) if names.router_bias_is_row else ()
             yield WeightEntry(name, (*row, spec.num_experts), parameter, WeightKind.BIAS)
         if names.stacked_experts:
@@ -254,7 +254,7 @@ class _Layer:
             else:
                 yield from self.gated(f"{name}.", "mlp.shared.", spec.shared.width)
             if spec.shared.gated:
-                parameter = f"{self.path}mlp.shared.gate_1D"
+                parameter = f"{self.path}mlp.shared.gate.weight"
                 yield WeightEntry(
                     f"{self.disk}{name}_gate.weight", (1, self.dim), parameter, WeightKind.GATE
                 )
@@ -285,9 +285,9 @@ class _Layer:
         at, path = f"{self.disk}{names.shared}.", f"{self.path}mlp.shared."
         up, down = (2 * width, self.dim), (self.dim, width)
         name = f"{at}{names.shared_gate_up}.weight"
-        yield WeightEntry(name, up, f"{path}w13_2ID", WeightKind.PROJECTION)
+        yield WeightEntry(name, up, f"{path}gate_up.weight", WeightKind.PROJECTION)
         name = f"{at}{names.shared_down}.weight"
-        yield WeightEntry(name, down, f"{path}w2_DI", WeightKind.DOWN_PROJECTION)
+        yield WeightEntry(name, down, f"{path}down.weight", WeightKind.DOWN_PROJECTION)
 
     def stacked_experts(self, at: str, spec: MoeSpec) -> Weights:
         """One tensor for all experts. Rows of gate and up alternate; unless packed in MXFP4, columns come first."""
@@ -325,11 +325,13 @@ class _Layer:
     def gated(self, name: str, parameter: str, width: int) -> Weights:
         """gate, up and down of an MLP that is not a routed expert's."""
         at, path = self.disk + name, self.path + parameter
-        up, w13 = (width, self.dim), f"{path}w13_2ID"
+        up, w13 = (width, self.dim), f"{path}gate_up.weight"
         yield WeightEntry(f"{at}gate_proj.weight", up, w13, WeightKind.PROJECTION, (0, width))
         yield WeightEntry(f"{at}up_proj.weight", up, w13, WeightKind.PROJECTION, (width, 2 * width))
         down = (self.dim, width)
-        yield WeightEntry(f"{at}down_proj.weight", down, f"{path}w2_DI", WeightKind.DOWN_PROJECTION)
+        yield WeightEntry(
+            f"{at}down_proj.weight", down, f"{path}down.weight", WeightKind.DOWN_PROJECTION
+        )
 
 
 _WEIGHTS: dict[type, Callable[..., Weights]] = {

@@ -24,11 +24,11 @@ def delta_net_weights(
     yield WeightEntry(f"{at}A_log", heads, f"{to}neg_exp_a_V", WeightKind.DECAY)
     yield WeightEntry(f"{at}norm.weight", (sizes.value_dim,), f"{to}norm", WeightKind.NORM)
     shape = (dim, sizes.value_size)
-    yield WeightEntry(f"{at}out_proj.weight", shape, f"{to}out_DO", WeightKind.PROJECTION)
+    yield WeightEntry(f"{at}out_proj.weight", shape, f"{to}out.weight", WeightKind.PROJECTION)
 
 
 def _inputs(at: str, to: str, dim: int, sizes: LinearAttentionSpec) -> Iterator[WeightEntry]:
-    heads, qkvz, ba = sizes.num_value_heads, f"{to}qkvz_PD", f"{to}ba_BD"
+    heads, qkvz, ba = sizes.num_value_heads, f"{to}qkvz.weight", f"{to}ba.weight"
     end = sizes.channels + sizes.value_size
     for name, parameter, rows in (
         ("qkv", qkvz, (0, sizes.channels)),
@@ -43,8 +43,8 @@ def _inputs(at: str, to: str, dim: int, sizes: LinearAttentionSpec) -> Iterator[
 def _joined_inputs(at: str, to: str, dim: int, sizes: LinearAttentionSpec) -> Iterator[WeightEntry]:
     key_heads, value_rows = sizes.num_key_heads, sizes.group_size * sizes.value_dim
     for name, parameter, of_head in (
-        ("qkvz", "qkvz_PD", (sizes.key_dim, sizes.key_dim, value_rows, value_rows)),
-        ("ba", "ba_BD", (sizes.group_size, sizes.group_size)),
+        ("qkvz", "qkvz.weight", (sizes.key_dim, sizes.key_dim, value_rows, value_rows)),
+        ("ba", "ba.weight", (sizes.group_size, sizes.group_size)),
     ):
         shape, start, first = (key_heads * sum(of_head), dim), 0, 0
         for count in of_head:

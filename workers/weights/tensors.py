@@ -6,11 +6,13 @@ from kernels.routing.placement import ExpertPlacement
 from workers.specs.model import DtypeName, ModelConfig, weight_map
 from workers.specs.weight_map import FP8_BLOCK, Scaling, WeightEntry
 
-# Parameters that `LayerBuilder.projection` allocates; all others keep the model's dtype.
+# Weights that `LayerBuilder.linear` allocates; all others keep the model's dtype.
 DENSE = (
-    *("attention.qkv_QD", "attention.o_DQ", "attention.qkvz_PD", "attention.out_DO"),
-    *("attention.down_D", "attention.q_up", "attention.o_D"),
-    *("mlp.w13_2ID", "mlp.w2_DI", "mlp.shared.w13_2ID", "mlp.shared.w2_DI"),
+    *("attention.qkv.weight", "attention.o.weight"),
+    *("attention.qkvz.weight", "attention.out.weight"),
+    *("attention.down.weight", "attention.q_up.weight"),
+    *("mlp.gate_up.weight", "mlp.down.weight"),
+    *("mlp.shared.gate_up.weight", "mlp.shared.down.weight"),
 )
 FP8_ROWS = 64  # a dense product in FP8 has a multiple of these outputs, and of FP8_BLOCK inputs
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
