@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.interface.registry import backend_class
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from workers.layers.builder import LayerBuilder
 from workers.layers.delta_net import DeltaNetBlock
 from workers.specs.model import DeltaNetSpec
@@ -51,7 +51,7 @@ def delta_net(name: str, device: str, dtype: torch.dtype) -> DeltaNetBlock:
         hidden_size=HIDDEN,
         norm_eps=EPS,
         backends=SimpleNamespace(linear_attention=linear_attention(name, device, dtype)),
-        placement=ExpertPlacement(2, 1),
+        expert_map=ContiguousMap(2, 1),
         rank=0,
         device=torch.device(device),
         dtype=dtype,

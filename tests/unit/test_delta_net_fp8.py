@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.block_fp8 import BlockWeights, dequantise
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.unit.model_case import OneRank, make_batch
 from tests.unit.test_dense_fp8 import DenseFp8Gemm, checkpoint, in_torch
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm, rewrite
@@ -155,6 +155,6 @@ def test_dummy_weights_are_those_of_the_checkpoint(tmp_path: Path, family: str) 
     for layer in rank.model.layers[:1]:
         layer.attention.qkvz.weight.values.view(torch.uint8).zero_()
         layer.attention.ba.weight.zero_()
-    where = {"placement": ExpertPlacement(8, 1), "rank": 0, "device": torch.device("cpu")}
+    where = {"expert_map": ContiguousMap(8, 1), "rank": 0, "device": torch.device("cpu")}
     draw_weights(rank.model, config=rank.config, **where)
     assert torch.equal(rank.logits(PROMPTS), expected)

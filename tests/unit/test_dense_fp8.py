@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from kernels import dense_fp8
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
 from kernels.gated_activation import gated_activation
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
 from workers.layers.linear import DenseLinear, Fp8Linear
@@ -120,7 +120,7 @@ def held_bytes(model: Any) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_memory_table_counts_them(family: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, family)
-    config, placement = load_model_config(path), ExpertPlacement(8, 1)
+    config, expert_map = load_model_config(path), ContiguousMap(8, 1)
     names = fp8_parameters(config)
     assert any(name.endswith(("attention.qkv.weight", "attention.down.weight")) for name in names)
     assert any("shared" in name for name in names) == (family != "qwen3_moe")
@@ -129,7 +129,7 @@ def test_the_memory_table_counts_them(family: str, tmp_path: Path) -> None:
         held.append(held_bytes(OneRank(path, grouped_gemm=gemm).model))
         told.append(
             rank_weight_bytes(
-                config, placement, 0, "float32", fp8_experts=True, fp8_dense=gemm.fp8_dense
+                config, expert_map, 0, "float32", fp8_experts=True, fp8_dense=gemm.fp8_dense
             )
         )
     assert held[0] - held[1] == told[0] - told[1] > 0

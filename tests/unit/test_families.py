@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import app
 from kernels.block_fp8 import dequantise
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint, load_reference
 from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch
@@ -154,8 +154,8 @@ def test_random_weights_are_those_of_a_written_checkpoint(tmp_path: Path, family
     expected = rank.logits(batch)
     for slot in rank.model.weight_slots().values():
         slot.target.zero_()
-    placement = ExpertPlacement(rank.config.num_experts, 1)
-    where: dict[str, Any] = {"placement": placement, "rank": 0, "device": torch.device("cpu")}
+    expert_map = ContiguousMap(rank.config.num_experts, 1)
+    where: dict[str, Any] = {"expert_map": expert_map, "rank": 0, "device": torch.device("cpu")}
     draw_weights(rank.model, config=rank.config, **where)
     assert torch.equal(rank.logits(batch), expected)
 

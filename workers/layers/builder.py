@@ -7,8 +7,8 @@ import torch
 
 from kernels.backends.select import Backends
 from kernels.block_fp8 import BlockWeights
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from kernels.routing.placement import ExpertPlacement
 from workers.layers.linear import DenseLinear, Fp8Linear, Linear
 from workers.layers.norm import RMSNorm
 
@@ -26,7 +26,7 @@ class LayerBuilder:
     hidden_size: int
     norm_eps: float
     backends: Backends
-    placement: ExpertPlacement
+    expert_map: ExpertMap
     rank: int
     device: torch.device
     dtype: torch.dtype

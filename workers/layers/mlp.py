@@ -3,11 +3,13 @@
 Knows no model and no checkpoint. T tokens, D hidden, I width between the two products.
 """
 
+from collections.abc import Collection
 from typing import Any, Self
 
 import torch
 
 from kernels.fused import fused_kernels
+from kernels.routing.expert_map import ExpertMap
 from workers.layers.builder import LayerBuilder
 from workers.specs.model import MlpSpec, SharedExpertSpec
 
@@ -25,7 +27,7 @@ class MlpBlock:
         """Return the block itself, which uses no backend."""
         return self
 
-    def hold_experts(self, experts: range, kept: range) -> None:
+    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None:
         """Do nothing: the block has no experts."""
 
     def route_by(self, forced: Any) -> None:

@@ -10,7 +10,7 @@ bound by Python and operator overhead. Run inside `torch.inference_mode()`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
@@ -20,8 +20,8 @@ import torch
 from kernels import dense_fp8
 from kernels.all2all.base import sum_partials
 from kernels.backends.select import Backends
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from kernels.routing.placement import ExpertPlacement
 from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
 from workers.layers.delta_net import DeltaNetBlock
@@ -73,7 +73,7 @@ class DecoderLM:
         config: ModelConfig,
         backends: Backends,
         *,
-        placement: ExpertPlacement,
+        expert_map: ExpertMap,
         rank: int,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -83,14 +83,14 @@ class DecoderLM:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        self._placement, self._rank = placement, rank
+        self._expert_map, self._rank = expert_map, rank
         in_fp8 = backends.grouped_gemm.fp8_dense
         self._fp8 = fp8_parameters(config) if in_fp8 else frozenset[str]()
         builder = LayerBuilder(
             hidden_size=config.hidden_size,
             norm_eps=config.norm_eps,
             backends=backends,
-            placement=placement,
+            expert_map=expert_map,
             rank=rank,
             device=self.device,
             dtype=dtype,
@@ -171,19 +171,18 @@ class DecoderLM:
 
     def hold_experts(
         self,
-        placement: ExpertPlacement,
+        expert_map: ExpertMap,
         rank: int,
-        kept: range,
+        kept: Collection[int],
         forced_routing: Callable[..., ForcedRouting] | None = None,
     ) -> None:
-        """Hold the experts of `rank` in `placement`, with the values of `kept`; the other values are undefined.
+        """Hold the experts of `rank` in `expert_map`, with the values of `kept`; the other values are undefined.
 
         Views by `with_backends` keep the weights of before.
         """
-        self._placement, self._rank = placement, rank
-        experts = placement.local_experts(rank)
+        self._expert_map, self._rank = expert_map, rank
         for layer in self.layers:
-            layer.mlp.hold_experts(experts, kept)
+            layer.mlp.hold_experts(expert_map, rank, kept)
         self.route_by(forced_routing)
 
     def route_by(self, forced_routing: Callable[..., ForcedRouting] | None) -> None:
@@ -192,9 +191,9 @@ class DecoderLM:
             layer.mlp.route_by(forced_routing)
 
     @property
-    def seat(self) -> tuple[ExpertPlacement, int]:
-        """The placement of experts, and the rank in it, that the model has weights for."""
-        return self._placement, self._rank
+    def seat(self) -> tuple[ExpertMap, int]:
+        """The map of experts, and the rank in it, that the model has weights for."""
+        return self._expert_map, self._rank
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the rotations of these positions: complex64 [T, 1, r/2]."""
@@ -212,13 +211,14 @@ class DecoderLM:
     def compile_products(self, sizes: Sequence[int]) -> None:
         """Compile the dense products in FP8 for steps of these numbers of rows."""
         weights = (parameter_of(self, name) for name in sorted(self._fp8))
-        dense_fp8.compile_products(weights, sizes, self._rank, self._placement.num_ranks)
+        dense_fp8.compile_products(weights, sizes, self._rank, self._expert_map.num_ranks)
 
     def weight_slots(self) -> dict[str, Slot]:
         """Return the destination of every entry of the weight map that this rank holds, by its key."""
-        first = self._placement.local_experts(self._rank).start
-        entries = rank_weights(self.config, self._placement, self._rank)
-        return {entry.key: slot_of(self, entry, first) for entry in entries}
+        experts = self._expert_map.experts_of(self._rank)
+        places = {expert: place for place, expert in enumerate(experts)}
+        entries = rank_weights(self.config, self._expert_map, self._rank)
+        return {entry.key: slot_of(self, entry, places) for entry in entries}
 
 
 def add_hidden(residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Container
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import DtypeName, ModelConfig, weight_map
 from workers.specs.weight_map import FP8_BLOCK, Scaling, WeightEntry
 
@@ -87,7 +87,7 @@ def _fits_blocks(entries: list[WeightEntry]) -> bool:
 
 def rank_weights(
     config: ModelConfig,
-    placement: ExpertPlacement,
+    expert_map: ExpertMap,
     rank: int,
     *,
     experts: Container[int] | None = None,
@@ -96,16 +96,16 @@ def rank_weights(
 
     experts   return the tensors of these experts alone, as far as the rank holds them
     """
-    local = placement.local_experts(rank)
+    local = frozenset(expert_map.experts_of(rank))
     if experts is not None:
-        chosen = [expert for expert in local if expert in experts]
+        chosen = frozenset(expert for expert in local if expert in experts)
         return [entry for entry in weight_map(config) if entry.expert in chosen]
     return [entry for entry in weight_map(config) if entry.expert is None or entry.expert in local]
 
 
 def rank_weight_bytes(
     config: ModelConfig,
-    placement: ExpertPlacement,
+    expert_map: ExpertMap,
     rank: int,
     dtype: DtypeName,
     *,
@@ -122,5 +122,5 @@ def rank_weight_bytes(
         entry.fp8_bytes
         if (entry.parameter in dense if entry.expert is None else fp8_experts)
         else width * entry.size
-        for entry in rank_weights(config, placement, rank)
+        for entry in rank_weights(config, expert_map, rank)
     )
