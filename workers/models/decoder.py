@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from pkgutil import resolve_name
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
@@ -22,43 +23,45 @@ from kernels.all2all.base import sum_partials
 from kernels.backends.select import Backends
 from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
-from workers.layers.delta_net import DeltaNetBlock
-from workers.layers.latent_attention import LatentAttentionBlock
 from workers.layers.linear import DenseLinear
-from workers.layers.mlp import MlpBlock
-from workers.layers.moe import MoeBlock
 from workers.layers.rope import build_rope_table
-from workers.specs.model import (
-    DeltaNetSpec,
-    GqaSpec,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelConfig,
-    MoeSpec,
-)
+from workers.specs.model import LayerSpec, ModelConfig
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, parameter_of, slot_of
 from workers.weights.tensors import fp8_parameters, rank_weights
+
+Sum = tuple[torch.Tensor, torch.Tensor | None]  # two parts, (residual, hidden), see AttentionBlock
+
+
+class Mixer(Protocol):
+    """The attention of a layer, or what is in its place."""
+
+    def forward(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        rotation_T1r: torch.Tensor,
+    ) -> Sum: ...
+    def with_backends(self, backends: Backends) -> Self: ...
+
+
+class Mlp(Protocol):
+    """The MLP of a layer, or its experts."""
+
+    def forward(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ForwardBatch
+    ) -> Sum: ...
+    def with_backends(self, backends: Backends) -> Self: ...
+    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None: ...
+    def route_by(self, forced: Callable[..., ForcedRouting] | None) -> None: ...
 
 
 class Layer(NamedTuple):
     """The blocks of one decoder layer."""
 
-    attention: AttentionBlock | LatentAttentionBlock | DeltaNetBlock
-    mlp: MlpBlock | MoeBlock
-
-
-# The block of each spec, built as block(builder, spec, number).
-BLOCKS: dict[type, Callable[..., Any]] = {
-    GqaSpec: AttentionBlock,
-    LatentSpec: LatentAttentionBlock,
-    DeltaNetSpec: DeltaNetBlock,
-    MlpSpec: MlpBlock,
-    MoeSpec: MoeBlock,
-}
+    attention: Mixer
+    mlp: Mlp
 
 
 class DecoderLM:
@@ -115,8 +118,8 @@ class DecoderLM:
         before = self.config.layers[:number]
         same_cache = sum(layer.attention.cache == spec.attention.cache for layer in before)
         return Layer(
-            BLOCKS[type(spec.attention)](builder, spec.attention, same_cache),
-            BLOCKS[type(spec.mlp)](builder, spec.mlp, number),
+            resolve_name(spec.attention.block)(builder, spec.attention, same_cache),
+            resolve_name(spec.mlp.block)(builder, spec.mlp, number),
         )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
