@@ -45,15 +45,16 @@ class BlockWeights:
             torch.empty(scales, dtype=torch.float32, device=device),
         )
 
-    def copy_matrices(self, kept: slice, source: "BlockWeights", at: slice) -> None:
-        """Copy the matrices `at` of `source` to the matrices `kept` of these weights."""
-        self.values[kept].copy_(source.values[at])
-        self.scales[kept].copy_(source.scales[at])
+    def copy_(self, source: "BlockWeights") -> None:
+        """Copy values and scales of the same shapes."""
+        self.values.copy_(source.values)
+        self.scales.copy_(source.scales)
 
     def __getitem__(self, index: int | slice) -> "BlockWeights":
-        """Return a view of one matrix of several, or of rows of a matrix that are whole blocks."""
-        if isinstance(index, int):
+        """Return a view of one matrix or a slice of several, or of rows of a single matrix that are whole blocks."""
+        if self.values.dim() > 2:
             return BlockWeights(self.values[index], self.scales[index])
+        assert isinstance(index, slice), "rows of a matrix"
         assert index.start % BLOCK == 0, index
         assert index.stop % BLOCK == 0 or index.stop == len(self.values), index
         blocks = slice(index.start // BLOCK, num_blocks(index.stop))

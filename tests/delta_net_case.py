@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.interface.registry import backend_class
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from workers.layers.builder import LayerBuilder
 from workers.layers.delta_net import DeltaNetBlock
 from workers.specs.model import DeltaNetSpec
@@ -46,12 +46,12 @@ def linear_attention(name: str, device: str, dtype: torch.dtype) -> Any:
 
 def delta_net(name: str, device: str, dtype: torch.dtype) -> DeltaNetBlock:
     """A block with random weights, which depend on nothing."""
-    fp8 = frozenset({"attention.qkvz_PD", "attention.out_DO"})
+    fp8 = frozenset({"attention.qkvz.weight", "attention.out.weight"})
     builder = LayerBuilder(
         hidden_size=HIDDEN,
         norm_eps=EPS,
         backends=SimpleNamespace(linear_attention=linear_attention(name, device, dtype)),
-        placement=ExpertPlacement(2, 1),
+        expert_map=ContiguousMap(2, 1),
         rank=0,
         device=torch.device(device),
         dtype=dtype,
@@ -65,9 +65,9 @@ def delta_net(name: str, device: str, dtype: torch.dtype) -> DeltaNetBlock:
         held = isinstance(parameter, BlockWeights)
         (BlockSlot(parameter) if held else WeightSlot.plain(parameter)).fill(drawn)
 
-    for weights in (block.qkvz_PD, block.ba_BD):
-        fill(weights, HIDDEN**-0.5)
-    fill(block.out_DO, SIZES.value_size**-0.5)
+    for linear in (block.qkvz, block.ba):
+        fill(linear.weight, HIDDEN**-0.5)
+    fill(block.out.weight, SIZES.value_size**-0.5)
     fill(block.conv_C1w, 0.5)
     fill(block.dt_bias_V)
     block.neg_exp_a_V.fill_(-0.2)
@@ -81,7 +81,7 @@ class Reference:
 
     def __init__(self, block: DeltaNetBlock, quantise: Callable[[torch.Tensor], Fp8Rows]):
         self._quantise = quantise
-        weights = block.qkvz_PD, block.out_DO
+        weights = block.qkvz.weight, block.out.weight
         self._qkvz_PD, self._out_DO = (dequantise(w.values, w.scales).cpu() for w in weights)
         self._block = block
         self._attention = linear_attention("torch", "cpu", torch.float32)
@@ -90,8 +90,8 @@ class Reference:
         """Return the output for x on the CPU, without the residual."""
         block, attention = self._block, self._attention
         attention.plan(batch)
-        names = ("ba_BD", "conv_C1w", "neg_exp_a_V", "dt_bias_V")
-        ba_BD, conv, neg_exp_a, dt_bias = (getattr(block, name).float().cpu() for name in names)
+        held = block.ba.weight, block.conv_C1w, block.neg_exp_a_V, block.dt_bias_V
+        ba_BD, conv, neg_exp_a, dt_bias = (parameter.float().cpu() for parameter in held)
         norms = block.input_norm, block.norm
         input_weight, weight = (norm.weight.float().cpu() / norm.load_scale for norm in norms)
         h_TD = F.rms_norm(x_TD, (HIDDEN,), input_weight, EPS)

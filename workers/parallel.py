@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap, ExpertMap
 
 T = TypeVar("T")
 
@@ -80,6 +80,6 @@ class ParallelDims:
         """Return `count` for every rank, as in StepPlan.num_tokens_across_dp."""
         return (count,) * self.num_ranks
 
-    def expert_placement(self, num_experts: int) -> ExpertPlacement:
-        """Return the placement of experts on ranks."""
-        return ExpertPlacement(num_experts, self.expert_size)
+    def expert_map(self, num_experts: int) -> ExpertMap:
+        """Return the map of experts to ranks."""
+        return ContiguousMap(num_experts, self.expert_size)

@@ -63,7 +63,7 @@ def rank_rows(
 ) -> list[RankRow]:
     """Return a row for each rank; `shape` is from `backend_shape`, num_ubatches is 0 if no step is ever cut."""
     dims = config.dims
-    placement = dims.expert_placement(model.num_experts)
+    expert_map = dims.expert_map(model.num_experts)
     held = backend_memory(selection, shape, num_ubatches=num_ubatches)
     step = held.step + _model_bytes(config, model, shape.dtype, shape.max_num_tokens)
     graph_bytes = 0
@@ -86,10 +86,10 @@ def rank_rows(
             rank=rank,
             node=dims.node(rank),
             device=f"cuda:{dims.local_rank(rank)}" if config.device == "cuda" else "cpu",
-            experts=_expert_range(placement.local_experts(rank)),
+            experts=_expert_range(expert_map.experts_of(rank)),
             weight_bytes=rank_weight_bytes(
                 model,
-                placement,
+                expert_map,
                 rank,
                 dtype,
                 fp8_experts=selection.fp8_experts,
@@ -105,8 +105,8 @@ def rank_rows(
     return table
 
 
-def _expert_range(experts: range) -> str:
-    return f"{experts.start}-{experts.stop - 1}" if experts else "none"
+def _expert_range(experts: Sequence[int]) -> str:
+    return f"{experts[0]}-{experts[-1]}" if experts else "none"
 
 
 def _kv_bytes(config: RankConfig, block_bytes: int, row: RankRow) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.supervisor.launcher import RankHandle
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from workers.config import RankConfig
 from workers.rank.rank_info import Membership, RankInfo
 

@@ -13,7 +13,7 @@ from cluster.supervisor.launcher import Launcher, RankHandle
 from cluster.supervisor.members import Member, Standby, live, note_end
 from cluster.supervisor.placement import PlacementError, RankLocation, resized
 from cluster.supervisor.ray_calls import result, result_future
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from workers.config import RankConfig
 
 logger = logging.getLogger(__name__)

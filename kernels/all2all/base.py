@@ -169,7 +169,7 @@ class AllToAll(Backend):
         """Send each row to the ranks of its experts; return the rows of this rank's experts in `layout`.
 
         x_TD              in the model's dtype
-        topk_idx_TK       int64 expert ids of all ranks; -1 for none
+        topk_idx_TK       int64 ids of experts, as slots of all ranks (`ExpertMap`); -1 for none
         topk_weights_TK   float32
         T may be 0, and may differ between ranks unless `needs_equal_tokens`.
         """

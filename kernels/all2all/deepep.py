@@ -172,8 +172,8 @@ class DeepEpAllToAll(AllToAll):
     def build(cls, context: BackendContext) -> Self:
         return cls(
             context.process_group(cls.name),
-            context.permutation(torch.int64, range(len(context.local_experts))),
-            num_experts=context.placement.num_experts,
+            context.permutation(torch.int64, range(len(context.local_slots))),
+            num_experts=context.expert_map.num_slots,
             hidden_size=context.shape.hidden_size,
             fp8=context.shape.fp8_rows,
             device=context.device,

@@ -184,7 +184,7 @@ class DeepEpLowLatencyAllToAll(AllToAll):
     def build(cls, context: BackendContext) -> Self:
         return cls(
             context.process_group(cls.name),
-            num_experts=context.placement.num_experts,
+            num_experts=context.expert_map.num_slots,
             hidden_size=context.shape.hidden_size,
             max_num_tokens=context.shape.max_num_tokens,
             use_fp8=context.masked_fp8,

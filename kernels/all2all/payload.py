@@ -19,8 +19,8 @@ from kernels.block_fp8 import BLOCK, Fp8Rows, quantise_groups
 from kernels.interface.backend import BackendShape
 from kernels.interface.context import BackendContext
 from kernels.routing.device_routing import DeviceRouting
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.permute import Permutation, Routing, weighted_sum
-from kernels.routing.placement import ExpertPlacement
 
 ALIGNMENT = 16  # bytes; each field of each row can be viewed in its own type
 
@@ -149,7 +149,7 @@ class PayloadAllToAll(AllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        placement: ExpertPlacement,
+        expert_map: ExpertMap,
         permutation: Permutation,
         row_format: RowFormat,
         device: torch.device,
@@ -161,7 +161,7 @@ class PayloadAllToAll(AllToAll):
     def build(cls, context: BackendContext) -> Self:
         return cls(
             context.process_group(cls.name),
-            context.placement,
+            context.expert_map,
             context.permutation(torch.int32),
             RowFormat.of(context.shape),
             context.device,

@@ -54,7 +54,7 @@ class ShmAllToAll(AllToAll):
         assert context.shared_memory is not None, "shm needs a SharedMemoryGroup"
         return cls(
             context.shared_memory,
-            context.local_experts,
+            context.local_slots,
             RowFormat.of(context.shape),
             context.shape.max_num_tokens,
         )

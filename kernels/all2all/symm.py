@@ -24,8 +24,8 @@ from kernels.all2all.peer_memory import HEADER_BYTES, PeerMemory, peer_memory_un
 from kernels.interface.backend import BackendShape
 from kernels.pending import Pending
 from kernels.routing.device_routing import DeviceRouting
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.permute import Permutation
-from kernels.routing.placement import ExpertPlacement
 
 WARPS = 16  # of one SM, where SMs are limited
 # Of one SM, where SMs are not limited: more rows at once, because a row waits for its places, then for its outputs.
@@ -64,7 +64,7 @@ class SymmAllToAll(PayloadAllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        placement: ExpertPlacement,
+        expert_map: ExpertMap,
         permutation: Permutation,
         row_format: RowFormat,
         device: torch.device,
@@ -77,7 +77,7 @@ class SymmAllToAll(PayloadAllToAll):
         self._memory = PeerMemory(group, device, row_bytes + sum_bytes)
         self._rows_at, self._sums_at = HEADER_BYTES, HEADER_BYTES + row_bytes
         new: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self._starts = torch.tensor(placement.starts, **new)
+        self._starts = torch.tensor(expert_map.starts, **new)
         self._calls = torch.zeros(2, **new)
         self._abort = AbortWord(device)
         words = self._memory.local[: 8 * self._num_ranks].view(torch.int32)

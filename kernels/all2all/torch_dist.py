@@ -16,8 +16,8 @@ from kernels.all2all.base import ExpertInput
 from kernels.all2all.payload import Gathered, PayloadAllToAll, RowFormat, permute_local
 from kernels.interface.backend import BackendShape
 from kernels.pending import Pending
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.permute import Permutation, sum_rows
-from kernels.routing.placement import ExpertPlacement
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class TorchDistAllToAll(PayloadAllToAll):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        placement: ExpertPlacement,
+        expert_map: ExpertMap,
         permutation: Permutation,
         row_format: RowFormat,
         device: torch.device,
@@ -67,7 +67,7 @@ class TorchDistAllToAll(PayloadAllToAll):
         self._max_num_tokens = max_num_tokens
         self._format = row_format
         self._permutation = permutation
-        starts = torch.tensor(placement.starts, device=device)
+        starts = torch.tensor(expert_map.starts, device=device)
         self._first_r11, self._end_r11 = starts[:-1, None, None], starts[1:, None, None]
 
     def dispatch(

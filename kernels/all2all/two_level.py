@@ -139,7 +139,7 @@ class TwoLevelAllToAll(AllToAll):
         return cls(
             context.shared_memory,
             _remote_hosts(context),
-            context.local_experts,
+            context.local_slots,
             RowFormat.of(context.shape),
             context.shape.max_num_tokens,
         )
@@ -291,6 +291,6 @@ def _remote_hosts(context: BackendContext) -> list[RemoteHost]:
     hosts = []
     for peer, (rows, sums) in links.items():
         first = peer - peer % per_node
-        starts = context.placement.starts
+        starts = context.expert_map.starts
         hosts.append(RemoteHost(range(starts[first], starts[first + per_node]), rows, sums))
     return hosts

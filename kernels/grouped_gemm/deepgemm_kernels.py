@@ -24,7 +24,7 @@ from kernels.grouped_gemm.deepgemm_package import installed, load_deep_gemm
 from kernels.host.cache_folder import cache_folder
 from kernels.interface.backend import BackendShape
 from kernels.routing.device_routing import max_permuted
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 
 MOST_PROCESSES = 16  # each holds some 0.5 GB of a GPU
 NICENESS = 10  # attention's compilers beside them take longest, so they come first
@@ -56,8 +56,8 @@ def products_of(
     fewest   mean rows of an expert that DeepGEMM multiplies
     """
     found = [Product(0, *matrix, size, True) for matrix in dict.fromkeys(dense) for size in sizes]
-    placement = ExpertPlacement(shape.num_experts, shape.num_ranks)
-    counts = {len(placement.local_experts(rank)) for rank in range(shape.num_ranks)}
+    expert_map = ContiguousMap(shape.num_experts, shape.num_ranks)
+    counts = {len(expert_map.slots_of(rank)) for rank in range(shape.num_ranks)}
     width, hidden, top_k = shape.expert_width, shape.hidden_size, shape.top_k
     for num_rows in (size * shape.num_ranks for size in sizes):
         if num_rows * top_k / shape.num_experts < fewest:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from kernels.host.links import HostNetwork
 from kernels.host.shm import SharedMemoryGroup
 from kernels.interface.backend import BackendShape
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.permute import Permutation
-from kernels.routing.placement import ExpertPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +33,27 @@ class BackendContext:
     group: dist.ProcessGroup | None
     shared_memory: SharedMemoryGroup | None
     network: HostNetwork | None = None
-    placement: ExpertPlacement
+    expert_map: ExpertMap
     block_size: int
     row_alignment: int = 1
     unaligned_rows: float = 0.0
     masked_fp8: bool = False
 
     @property
-    def local_experts(self) -> range:
-        """The experts of this rank."""
-        return self.placement.local_experts(self.rank)
+    def local_slots(self) -> range:
+        """The experts of this rank, as slots of `expert_map`."""
+        return self.expert_map.slots_of(self.rank)
 
     def process_group(self, name: str) -> dist.ProcessGroup:
         """Return `group` for the all-to-all `name`, which needs one."""
         assert self.group is not None, f"{name} needs a process group"
         return self.group
 
-    def permutation(self, dtype: torch.dtype, experts: range | None = None) -> Permutation:
-        """Return the permutation into the order of `experts`, else of this rank's experts, for ids of `dtype`."""
+    def permutation(self, dtype: torch.dtype, slots: range | None = None) -> Permutation:
+        """Return the permutation into the order of `slots`, else of this rank's slots, for ids of `dtype`."""
         return Permutation(
-            self.local_experts if experts is None else experts,
-            num_experts=self.placement.num_experts,
+            self.local_slots if slots is None else slots,
+            num_experts=self.expert_map.num_slots,
             device=self.device,
             dtype=dtype,
             alignment=self.row_alignment,

@@ -1,5 +1,6 @@
 """The permutation of gathered rows into expert order on a CPU, and the weighted sums back.
 
+Ids of experts are slots (`ExpertMap`), of which a rank has a contiguous range.
 It uses few operators, numpy's where they are cheaper, because each costs 1 to 10 us and a decode step has a handful of
 rows. `kernels.routing.device_routing` is the counterpart on GPUs. Knows nothing of ranks or of the transport of rows.
 

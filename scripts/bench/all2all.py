@@ -28,8 +28,8 @@ from kernels.backends import select
 from kernels.block_fp8 import BLOCK
 from kernels.interface.context import BackendContext
 from kernels.interface.registry import backend_class
+from kernels.routing.expert_map import ContiguousMap
 from kernels.routing.permute import Permutation
-from kernels.routing.placement import ExpertPlacement
 from scripts.bench.all2all_plan import BACKENDS, SMS_TOKENS, Part, Variant, plan, shape_of
 from scripts.bench.all2all_report import LINK, add, page, plot, useful_bytes, useful_rows
 from scripts.bench.processes import Report, add_limits, limits_from_now, run_group
@@ -47,8 +47,8 @@ class Rank:
         self.args, self.rank = args, rank
         self.device = torch.device(args.device, rank if args.device == "cuda" else None)
         self.format = RowFormat(args.hidden, args.top_k, args.dtype)
-        self.placement = ExpertPlacement(args.experts, args.ranks)
-        local = self.placement.local_experts(rank)
+        self.expert_map = ContiguousMap(args.experts, args.ranks)
+        local = self.expert_map.slots_of(rank)
         self.gemm = backend_class("grouped_gemm", args.gemm)()
         self.order = Permutation(
             local,
@@ -84,7 +84,7 @@ class Rank:
 
     def base(self, num_tokens: int) -> dict[str, float]:
         """What no exchange avoids: bytes over links, and routing and weighted sums of the gathered rows."""
-        rows, starts = self.gathered(num_tokens), self.placement.starts
+        rows, starts = self.gathered(num_tokens), self.expert_map.starts
         routed = permute_local(*rows, self.order, None)
         y_RD = torch.randn_like(routed.permuted_rows())
 
@@ -118,7 +118,7 @@ class Rank:
             rank=self.rank,
             group=dist.group.WORLD,
             shared_memory=None,
-            placement=self.placement,
+            expert_map=self.expert_map,
             block_size=16,
         )
         return select.build(selection, context).all2all

@@ -26,8 +26,8 @@ from kernels.attention import layer_cache
 from kernels.attention.sdpa import SdpaAttention
 from kernels.backends.select import Backends
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
+from kernels.routing.expert_map import ContiguousMap
 from kernels.routing.permute import Permutation
-from kernels.routing.placement import ExpertPlacement
 from scripts.bench import ROOT, results
 from scripts.demo import corpus
 from workers.kv_cache.caches import allocate_kv_caches
@@ -62,7 +62,7 @@ class Scorer:
         experts = range(config.num_experts)
         exchange = LocalAllToAll(Permutation(experts, num_experts=len(experts), device="cpu"))
         backends = Backends(exchange, ReferenceGroupedGemm(), self.attention)
-        where: dict[str, Any] = {"placement": ExpertPlacement(len(experts), 1), "rank": 0}
+        where: dict[str, Any] = {"expert_map": ContiguousMap(len(experts), 1), "rank": 0}
         where["device"] = CPU
         self.model = DecoderLM(config, backends, dtype=dtype, **where)
         load_weights(self.model, folder, config=config, **where)

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from scripts.bench import ROOT
 from scripts.bench.inputs import need_gpus
 from scripts.bench.results import add_options, origin, save
@@ -41,8 +41,8 @@ class Rank:
     """Tensors of the shapes a rank holds: views of one allocation, as a model's fused parameters are."""
 
     def __init__(self, config: ModelConfig, num_ranks: int, device: torch.device):
-        self.placement = ExpertPlacement(config.num_experts, num_ranks)
-        entries = rank_weights(config, self.placement, 0)
+        self.expert_map = ContiguousMap(config.num_experts, num_ranks)
+        entries = rank_weights(config, self.expert_map, 0)
         sizes = [entry.size for entry in entries]
         parts = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device).split(sizes)
         self.tensors = {
@@ -131,7 +131,7 @@ def measure_drawing(config: ModelConfig, device: torch.device) -> dict:
     """Random weights of all layers."""
     rank = Rank(config, 1, device)
     num_bytes = sum(tensor.nbytes for tensor in rank.tensors.values())
-    where = {"config": config, "placement": rank.placement, "rank": 0, "device": device}
+    where = {"config": config, "expert_map": rank.expert_map, "rank": 0, "device": device}
     return speed(partial(draw_weights, rank, **where), num_bytes, repeats=2)
 
 

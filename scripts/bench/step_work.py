@@ -10,7 +10,7 @@ from enum import StrEnum
 from functools import lru_cache
 
 from kernels.interface.kv_layout import layout_of
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from workers.specs.model import GqaSpec, LatentSpec, ModelConfig, weight_map
 from workers.specs.weight_map import FP8_BLOCK, WeightEntry, WeightKind
 from workers.weights.tensors import DTYPE_BYTES, rank_weights
@@ -241,9 +241,9 @@ def _experts(model: ModelConfig, num_ranks: int, shape: StepShape) -> dict[StepP
 @lru_cache(maxsize=4)
 def _weights(model: ModelConfig, num_ranks: int) -> Mapping[StepPart, float]:
     """Return the number of weight values that each part of rank 0 reads, without the embedding."""
-    placement = ExpertPlacement(model.num_experts, num_ranks)
+    expert_map = ContiguousMap(model.num_experts, num_ranks)
     found = dict.fromkeys((StepPart.QK_NORM, StepPart.DENSE, StepPart.NORMS, StepPart.GROUPED), 0.0)
-    for entry in rank_weights(model, placement, 0):
+    for entry in rank_weights(model, expert_map, 0):
         if entry.kind != WeightKind.EMBEDDING:
             found[_part_of_weight(entry)] += entry.size
     return found

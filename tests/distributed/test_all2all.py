@@ -15,7 +15,7 @@ from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
 from kernels.interface.context import BackendContext
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.devices import take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from workers.parallel import ParallelDims
@@ -148,7 +148,7 @@ def _build(
         group=torch.distributed.group.WORLD if num_ranks > 1 else None,
         shared_memory=shared_memory,
         network=HostNetwork(address="127.0.0.1", timeout_s=20, hang_timeout_s=20),
-        placement=ExpertPlacement(case.num_experts, num_ranks),
+        expert_map=ContiguousMap(case.num_experts, num_ranks),
         block_size=4,
     )
     backends = select.build(selection, context)
@@ -164,7 +164,7 @@ def _check_contract(
     all2all: AllToAll = backends.all2all
     if all2all.max_in_flight is not None:
         case = replace(case, in_flight=min(case.in_flight, all2all.max_in_flight))
-    experts = ExpertPlacement(case.num_experts, num_ranks).local_experts(rank)
+    experts = ContiguousMap(case.num_experts, num_ranks).slots_of(rank)
     w13, w2 = _weights(case)
     local_w13, local_w2 = (
         w[experts.start : experts.stop].contiguous().to(device) for w in (w13, w2)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from workers.config import RankConfig
@@ -72,7 +72,7 @@ def live(
                 epoch.engine.stop()
 
         epoch.start_engine(publish, lambda step: None)
-        assert len(process.experts) == len(process.placement.local_experts(process.rank))
+        assert len(process.experts) == len(process.expert_map.experts_of(process.rank))
         if number == STAYS:
             for request in requests():
                 emitted = list(tokens[request.request_id])

@@ -13,7 +13,7 @@ from kernels.block_fp8 import quantise_groups
 from kernels.interface.backend import BackendShape
 from kernels.interface.context import BackendContext
 from kernels.interface.registry import ALL2ALL, backend_class
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.devices import take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
 
@@ -43,7 +43,7 @@ def build(
         rank=rank,
         group=torch.distributed.group.WORLD,
         shared_memory=None,
-        placement=ExpertPlacement(NUM_EXPERTS, num_ranks),
+        expert_map=ContiguousMap(NUM_EXPERTS, num_ranks),
         block_size=4,
     )
     all2all = found.build(context)
@@ -92,7 +92,7 @@ def run_rows(
     """Exchanges of several sizes in one rank's process; also run by the GPU tests."""
     device = take_gpu(rank) if device_type == "cuda" else torch.device("cpu")
     all2all = build(name, dtype, rank, num_ranks, device)
-    experts = ExpertPlacement(NUM_EXPERTS, num_ranks).local_experts(rank)
+    experts = ContiguousMap(NUM_EXPERTS, num_ranks).slots_of(rank)
     try:
         for call, num_tokens in enumerate((5, 0, MAX_TOKENS, 1)):
             rows = num_tokens if all2all.needs_equal_tokens else max(0, num_tokens - rank)

@@ -13,7 +13,7 @@ from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
 from kernels.interface.context import BackendContext
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.closeness import calc_diff
 
 HIDDEN, WIDTH, ROOM = 2048, 256, 256
@@ -110,7 +110,7 @@ def build(name: str, gemm: str, case: Case, rank: int) -> select.Backends:
         rank=rank,
         group=torch.distributed.group.WORLD,
         shared_memory=None,
-        placement=ExpertPlacement(case.num_experts, 2),
+        expert_map=ContiguousMap(case.num_experts, 2),
         block_size=4,
     )
     return select.build(selection, context)

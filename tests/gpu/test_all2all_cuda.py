@@ -19,7 +19,7 @@ from kernels.interface.attention_spec import AttentionSpec
 from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
 from kernels.interface.context import BackendContext
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.devices import SHARED, most_ranks, take_gpu
 from tests.distributed.rank_pool import GroupInfo, RankPool
 from tests.distributed.test_all2all import CASES, run_cases
@@ -66,7 +66,7 @@ def build(name: str, rank: int, num_ranks: int) -> AllToAll:
         rank=rank,
         group=dist.group.WORLD,
         shared_memory=None,
-        placement=ExpertPlacement(NUM_EXPERTS, num_ranks),
+        expert_map=ContiguousMap(NUM_EXPERTS, num_ranks),
         block_size=4,
     )
     all2all = select.build(selection, context).all2all
@@ -111,8 +111,8 @@ def exchange(all2all: AllToAll, inputs: Inputs) -> torch.Tensor:
 
 
 def first_expert() -> int:
-    placement = ExpertPlacement(NUM_EXPERTS, dist.get_world_size())
-    return placement.local_experts(dist.get_rank()).start
+    expert_map = ContiguousMap(NUM_EXPERTS, dist.get_world_size())
+    return expert_map.slots_of(dist.get_rank()).start
 
 
 def error_of(out_TD: torch.Tensor, inputs: Inputs) -> torch.Tensor:

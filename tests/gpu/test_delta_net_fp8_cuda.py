@@ -53,8 +53,8 @@ def test_outputs_equal_those_of_the_cpu() -> None:
 def test_decodes_replay_as_a_graph() -> None:
     block = delta_net("triton", "cuda", torch.bfloat16)
     attention, batch = block.linear_attention, moved(STEPS[2], "cuda")
-    weights = [w for w in (block.qkvz_PD, block.out_DO) if isinstance(w, BlockWeights)]
-    assert len(weights) == 2
+    weights = [block.qkvz.weight, block.out.weight]
+    assert all(isinstance(held, BlockWeights) for held in weights)
     dense_fp8.compile_products(weights, [3], 0, 1)
     x_TD, delta_TD = draw(3).cuda()
     attention.reserve_graphs(4, 4)

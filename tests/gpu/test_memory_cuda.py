@@ -13,7 +13,7 @@ import torch
 
 from kernels.attention.flashinfer import FlashInferAttention
 from kernels.interface.kv_layout import kv_block_bytes
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.checkpoints.writer import make_checkpoint
 from tests.distributed.engine_harness import rank_config
 from workers.config import RankConfig
@@ -117,7 +117,7 @@ def check_error(found: tuple[type[Exception], str], asked: tuple[float, float], 
 
 def test_parameters_without_room(wide_model: Path):
     config = load_model_config(wide_model)
-    asked = rank_weight_bytes(config, ExpertPlacement(config.num_experts, 1), 0, "bfloat16")
+    asked = rank_weight_bytes(config, ContiguousMap(config.num_experts, 1), 0, "bfloat16")
     assert asked > 2 * ROOM
     with crowded(ROOM):
         found = failed_start(configure(wide_model, weights="dummy", num_blocks=64))

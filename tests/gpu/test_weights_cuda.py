@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.block_fp8 import dequantise
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.closeness import calc_diff
 from tests.distributed.engine_harness import Event, make_request, rank_config, run_engines
 from tests.distributed.rank_pool import RankPool
@@ -92,7 +92,7 @@ def test_drawn_weights_are_the_same_on_any_rank(tmp_path: Path, name: str):
     path = small_checkpoint(tmp_path, **SHAPE)
     whole = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm)
     again = OneRank(path, torch.bfloat16, device="cuda", grouped_gemm=gemm)
-    where = {"placement": ExpertPlacement(8, 1), "rank": 0, "device": torch.device("cuda")}
+    where = {"expert_map": ContiguousMap(8, 1), "rank": 0, "device": torch.device("cuda")}
     for model in (whole, again):
         draw_weights(model.model, config=model.config, **where)
     first, second = whole.model.weight_slots(), again.model.weight_slots()

@@ -13,8 +13,8 @@ from kernels.all2all.peer_memory import HEADER_BYTES
 from kernels.all2all.symm import SymmAllToAll
 from kernels.block_fp8 import Fp8Rows
 from kernels.routing.device_routing import DeviceRouting, route_on_device
+from kernels.routing.expert_map import ContiguousMap
 from kernels.routing.permute import Permutation
-from kernels.routing.placement import ExpertPlacement
 
 
 class Memory:
@@ -58,7 +58,7 @@ def build_ranks(
     num_sms: int = 3,
 ) -> list[Any]:
     """All ranks, on a device of `num_sms` SMs."""
-    placement, memories = ExpertPlacement(num_experts, num_ranks), []
+    expert_map, memories = ContiguousMap(num_experts, num_ranks), []
     where, ranks = torch.device(device), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symm, "PeerMemory", Memory)
@@ -68,7 +68,7 @@ def build_ranks(
             group: Any = SimpleNamespace(
                 rank=partial(int, rank), size=partial(int, num_ranks), memories=memories
             )
-            experts = placement.local_experts(rank)
+            experts = expert_map.slots_of(rank)
             order = DeviceOrder(experts, num_experts=num_experts, device=where)
-            ranks.append(kind(group, placement, order, row_format, where, max_tokens))
+            ranks.append(kind(group, expert_map, order, row_format, where, max_tokens))
     return ranks

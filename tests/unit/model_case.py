@@ -16,8 +16,8 @@ from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.interface.registry import backend_class
 from kernels.linear_attention.base import LinearAttention
 from kernels.linear_attention.triton_delta import HEAD_DIMS
+from kernels.routing.expert_map import ContiguousMap
 from kernels.routing.permute import Permutation
-from kernels.routing.placement import ExpertPlacement
 from tests.checkpoints.writer import make_checkpoint
 from workers.kv_cache.caches import allocate_kv_caches
 from workers.models.decoder import DecoderLM
@@ -121,11 +121,11 @@ class OneRank:
             self.attention,
             self._linear_attention(max_seqs, dtype, torch.device(device)),
         )
-        placement = ExpertPlacement(config.num_experts, 1)
+        expert_map = ContiguousMap(config.num_experts, 1)
         self.model = DecoderLM(
-            config, backends, placement=placement, rank=0, device=device, dtype=dtype, **options
+            config, backends, expert_map=expert_map, rank=0, device=device, dtype=dtype, **options
         )
-        where = {"placement": placement, "rank": 0, "device": torch.device(device)}
+        where = {"expert_map": expert_map, "rank": 0, "device": torch.device(device)}
         if drawn:
             draw_weights(self.model, config=config, **where)
         else:

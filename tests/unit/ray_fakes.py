@@ -12,7 +12,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.supervisor.group import Group
 from cluster.supervisor.placement import PlacementError, RankLocation
 from kernels.interface.config import KernelsConfig
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from workers.config import CacheConfig, ModelSection, RankConfig, SchedulerConfig
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
 from workers.wire.inbox import Inbox

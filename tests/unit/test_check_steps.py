@@ -260,5 +260,5 @@ def test_warns_of_projections_that_fp8_products_cannot_take(
     path = tmp_path / "config.yaml"
     path.write_text("model: {path: tiny, weights: dummy}\n")
     warnings = checked(path, f"kernels.grouped_gemm={backend}").warnings
-    found = [warning for warning in warnings if "such as layers.1.attention.qkv_QD" in warning]
+    found = [warning for warning in warnings if "such as layers.1.attention.qkv.weight" in warning]
     assert len(found) == warned

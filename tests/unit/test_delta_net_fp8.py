@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.block_fp8 import BlockWeights, dequantise
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.unit.model_case import OneRank, make_batch
 from tests.unit.test_dense_fp8 import DenseFp8Gemm, checkpoint, in_torch
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm, rewrite
@@ -27,8 +27,8 @@ FAMILIES = {  # and where the names of a layer's delta net begin
     "qwen3_next": "model.layers.0.linear_attn.",
     "qwen3_5_moe": "model.language_model.layers.0.linear_attn.",
 }
-KEPT = {"attention.qkvz_PD", "attention.out_DO"}
-ATTENTION = {"attention.qkv_QD", "attention.o_DQ"}  # of the layer with full attention
+KEPT = {"attention.qkvz.weight", "attention.out.weight"}
+ATTENTION = {"attention.qkv.weight", "attention.o.weight"}  # of the layer with full attention
 
 
 def quantised(*skipped: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def test_published_layouts_stay_in_fp8(tmp_path: Path, family: str) -> None:
     rewrite(path, lambda t: t.update({name: t[name].bfloat16() for name in scales}))
     assert attention_parameters(path) == KEPT | ATTENTION
     layer = check_logits(path).model.layers[0].attention
-    assert layer.in_JD is None and layer.ba_BD.shape == (8, 256)
+    assert layer.inputs is None and layer.ba.weight.shape == (8, 256)
 
 
 def test_a_text_part_alone_names_its_modules_without_the_outer_model(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_rows_are_regrouped_with_their_scales(tmp_path: Path, family: str) -> No
     if family == "qwen3_next":  # 2 key heads: q and k of 128 rows, v and gate of 2 * 64
         heads = whole.view(2, 4, 128, 256)
         whole = heads.transpose(0, 1).reshape(whole.shape)
-    held = layers[0].attention.qkvz_PD
+    held = layers[0].attention.qkvz.weight
     assert isinstance(held, BlockWeights)
     assert torch.equal(dequantise(held.values, held.scales), whole)
     gated = at.replace("layers.0.linear_attn.", "layers.1.self_attn.q_proj.weight")
@@ -109,7 +109,7 @@ def test_rows_are_regrouped_with_their_scales(tmp_path: Path, family: str) -> No
     queries, gates = heads[:, 0], heads[:, 1].reshape(-1, 256)
     rotated = queries[:, :32].view(4, 2, 16, 256).transpose(1, 2).reshape(4, 32, 256)
     queries = torch.cat((rotated, queries[:, 32:]), 1).view(-1, 256)
-    held = layers[1].attention.qkv_QD
+    held = layers[1].attention.qkv.weight
     assert isinstance(held, BlockWeights)
     found = dequantise(held.values, held.scales)[:1024]
     assert torch.equal(found, torch.cat((gates, queries)))
@@ -118,11 +118,11 @@ def test_rows_are_regrouped_with_their_scales(tmp_path: Path, family: str) -> No
 @pytest.mark.parametrize(
     ("family", "skipped", "kept"),
     [
-        ("qwen3_5_moe", ["in_proj_z"], {"attention.out_DO"}),
-        ("qwen3_5_moe", ["in_proj_qkv", "in_proj_a"], {"attention.out_DO"}),
-        ("qwen3_5_moe", ["out_proj"], {"attention.qkvz_PD"}),
+        ("qwen3_5_moe", ["in_proj_z"], {"attention.out.weight"}),
+        ("qwen3_5_moe", ["in_proj_qkv", "in_proj_a"], {"attention.out.weight"}),
+        ("qwen3_5_moe", ["out_proj"], {"attention.qkvz.weight"}),
         ("qwen3_5_moe", ["linear_attn.in_proj_b"], KEPT),
-        ("qwen3_next", ["in_proj_qkvz"], {"attention.out_DO"}),
+        ("qwen3_next", ["in_proj_qkvz"], {"attention.out.weight"}),
         ("qwen3_next", [], KEPT),
     ],
 )
@@ -132,18 +132,18 @@ def test_mixed_checkpoints(tmp_path: Path, family: str, skipped: list[str], kept
     assert attention_parameters(path) == kept | ATTENTION
     model = check_logits(path)
     layer = model.model.layers[0].attention
-    assert (layer.in_JD is None) == ("attention.qkvz_PD" in kept)
+    assert (layer.inputs is None) == ("attention.qkvz.weight" in kept)
     partly = {"in_proj_z", "in_proj_qkv"} & set(skipped)
-    expected = ["layers.0.attention.qkvz_PD"] if partly else []
+    expected = ["layers.0.attention.qkvz.weight"] if partly else []
     assert fp8_not_kept(model.config) == expected
 
 
 def test_heads_of_half_a_block_are_multiplied_out(tmp_path: Path) -> None:
     """q and k of a head would share a scale; rows of the halves go to different places."""
     path = checkpoint(tmp_path, "qwen3_next", linear_key_head_dim=64, head_dim=64)
-    assert attention_parameters(path) == {"attention.out_DO", "attention.o_DQ"}
+    assert attention_parameters(path) == {"attention.out.weight", "attention.o.weight"}
     model = check_logits(path)
-    names = ["layers.0.attention.qkvz_PD", "layers.1.attention.qkv_QD"]
+    names = ["layers.0.attention.qkvz.weight", "layers.1.attention.qkv.weight"]
     assert fp8_not_kept(model.config) == names
 
 
@@ -153,8 +153,8 @@ def test_dummy_weights_are_those_of_the_checkpoint(tmp_path: Path, family: str) 
     rank = OneRank(path, grouped_gemm=DenseFp8Gemm())
     expected = rank.logits(PROMPTS)
     for layer in rank.model.layers[:1]:
-        layer.attention.qkvz_PD.values.view(torch.uint8).zero_()
-        layer.attention.ba_BD.zero_()
-    where = {"placement": ExpertPlacement(8, 1), "rank": 0, "device": torch.device("cpu")}
+        layer.attention.qkvz.weight.values.view(torch.uint8).zero_()
+        layer.attention.ba.weight.zero_()
+    where = {"expert_map": ContiguousMap(8, 1), "rank": 0, "device": torch.device("cpu")}
     draw_weights(rank.model, config=rank.config, **where)
     assert torch.equal(rank.logits(PROMPTS), expected)

@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from kernels import dense_fp8
 from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise, quantise_blocks
 from kernels.gated_activation import gated_activation
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.checkpoints.families import names_of
 from tests.checkpoints.writer import make_checkpoint
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import FILE, SCALE, Fp8Gemm
-from workers.layers.linear import linear
+from workers.layers.linear import DenseLinear, Fp8Linear
 from workers.models.registry import load_model_config
 from workers.weights.slots import BlockSlot
 from workers.weights.tensors import fp8_parameters, rank_weight_bytes
@@ -120,16 +120,16 @@ def held_bytes(model: Any) -> int:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_memory_table_counts_them(family: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, family)
-    config, placement = load_model_config(path), ExpertPlacement(8, 1)
+    config, expert_map = load_model_config(path), ContiguousMap(8, 1)
     names = fp8_parameters(config)
-    assert any(name.endswith(("qkv_QD", "down_D")) for name in names)
+    assert any(name.endswith(("attention.qkv.weight", "attention.down.weight")) for name in names)
     assert any("shared" in name for name in names) == (family != "qwen3_moe")
     held, told = [], []
     for gemm in (Fp8Gemm(), DenseFp8Gemm()):
         held.append(held_bytes(OneRank(path, grouped_gemm=gemm).model))
         told.append(
             rank_weight_bytes(
-                config, placement, 0, "float32", fp8_experts=True, fp8_dense=gemm.fp8_dense
+                config, expert_map, 0, "float32", fp8_experts=True, fp8_dense=gemm.fp8_dense
             )
         )
     assert held[0] - held[1] == told[0] - told[1] > 0
@@ -145,18 +145,18 @@ def test_values_and_scales_are_the_checkpoint_s(tmp_path: Path) -> None:
     q_heads, k_heads = (
         part.view(-1, 2, 32, 256).transpose(1, 2).reshape(-1, 256) for part in (q, k)
     )
-    values = attention.qkv_QD.values.view(torch.uint8)
+    values = attention.qkv.weight.values.view(torch.uint8)
     assert torch.equal(values, torch.cat((q_heads, k_heads, v)))
     scales = [disk[name.format(part) + SCALE] for part in "qkv"]
-    assert torch.equal(attention.qkv_QD.scales, torch.cat(scales))
+    assert torch.equal(attention.qkv.weight.scales, torch.cat(scales))
 
 
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [
-        ({"num_kv_heads": 1}, "qkv_QD"),  # k ends inside a block
-        ({"head_dim": 96, "num_kv_heads": 4}, "qkv_QD"),  # a head lies in two blocks
-        ({"hidden_size": 192}, "qkv_QD"),  # groups of a row would be cut
+        ({"num_kv_heads": 1}, "qkv.weight"),  # k ends inside a block
+        ({"head_dim": 96, "num_kv_heads": 4}, "qkv.weight"),  # a head lies in two blocks
+        ({"hidden_size": 192}, "qkv.weight"),  # groups of a row would be cut
     ],
 )
 def test_parameters_that_blocks_do_not_hold_stay_in_the_models_dtype(
@@ -166,7 +166,7 @@ def test_parameters_that_blocks_do_not_hold_stay_in_the_models_dtype(
     names = fp8_parameters(load_model_config(path))
     assert not any(missing in name for name in names)
     model = OneRank(path, grouped_gemm=DenseFp8Gemm())
-    assert isinstance(model.model.layers[0].attention.qkv_QD, torch.Tensor)
+    assert isinstance(model.model.layers[0].attention.qkv, DenseLinear)
     assert model.logits(PROMPTS).isfinite().all()
 
 
@@ -180,7 +180,10 @@ def test_only_checkpoints_in_fp8_have_any(tmp_path: Path) -> None:
     }
     path = checkpoint(tmp_path / "fp8", "qwen3_moe", quantization_config=quantization)
     names = fp8_parameters(load_model_config(path))
-    assert names == {"layers.0.attention.qkv_QD", *(f"layers.{n}.attention.o_DQ" for n in (0, 1))}
+    assert names == {
+        "layers.0.attention.qkv.weight",
+        *(f"layers.{n}.attention.o.weight" for n in (0, 1)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,7 @@ def test_few_rows_have_a_kernel_of_their_own(
     assert calls == [chosen]
 
 
-def test_sums_stay_apart_only_without_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_stay_apart_only_without_start_and_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def multiply(x: Fp8Rows, weights: BlockWeights, *, partial: bool) -> torch.Tensor:
@@ -221,9 +224,14 @@ def test_sums_stay_apart_only_without_a_start(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(dense_fp8, "multiply", multiply)
     x, held = torch.zeros(2, 128), BlockWeights.empty(64, 128, device="cpu")
-    for start, partial in ((None, False), (None, True), (torch.ones(64), True)):
-        linear(x, held, start, partial=partial)
-    assert asked == [False, True, False]
+    for bias, start, partial in (
+        (None, None, False),
+        (None, None, True),
+        (None, torch.ones(2, 64), True),
+        (torch.ones(64), None, True),
+    ):
+        Fp8Linear(held, bias)(x, start, partial=partial)
+    assert asked == [False, True, False, False]
 
 
 def test_ranks_begin_to_compile_at_different_sizes(in_torch: list[tuple[int, ...]]) -> None:

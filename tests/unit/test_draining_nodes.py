@@ -11,7 +11,7 @@ import ray
 
 from cluster.supervisor import group, launcher, lost_nodes, placement, supervisor
 from cluster.supervisor.launcher import RankLauncher
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from tests.unit.ray_fakes import rank_config, until
 from tests.unit.test_rebuild import Scene, run
 from tests.unit.test_supervisor import end, serving

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from kernels.block_fp8 import dequantise
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.checkpoints.families import released_layout
 from tests.checkpoints.weights import checkpoint_tensors
 from tests.checkpoints.writer import make_checkpoint
@@ -152,8 +152,8 @@ def test_random_weights_are_those_of_a_written_checkpoint(tmp_path: Path, family
     expected = rank.logits(batch)
     for slot in rank.model.weight_slots().values():
         slot.target.zero_()
-    placement = ExpertPlacement(rank.config.num_experts, 1)
-    where: dict[str, Any] = {"placement": placement, "rank": 0, "device": torch.device("cpu")}
+    expert_map = ContiguousMap(rank.config.num_experts, 1)
+    where: dict[str, Any] = {"expert_map": expert_map, "rank": 0, "device": torch.device("cpu")}
     draw_weights(rank.model, config=rank.config, **where)
     assert torch.equal(rank.logits(batch), expected)
 
@@ -297,6 +297,6 @@ def test_a_router_bias_stays_float32_in_a_model_of_bfloat16(tmp_path: Path) -> N
     stored = load_file(path / "model.safetensors")
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     rank = OneRank(path, dtype=torch.bfloat16)
-    assert torch.equal(rank.model.layers[1].mlp.router_bias_E, stored[name])
-    assert rank.model.layers[1].mlp.router_ED.dtype == torch.bfloat16
+    assert torch.equal(rank.model.layers[1].mlp.score_bias_E, stored[name])
+    assert rank.model.layers[1].mlp.router.weight.dtype == torch.bfloat16
     assert rank.logits(make_batch([[1, 2, 3]], [0])).isfinite().all()

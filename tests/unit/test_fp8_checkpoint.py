@@ -15,7 +15,7 @@ from kernels.block_fp8 import BlockWeights, dequantise, quantise_blocks
 from kernels.grouped_gemm.base import Biases
 from kernels.grouped_gemm.reference import ReferenceGroupedGemm
 from kernels.interface.config import KernelsConfig
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.test_kernels_select import CUDA
 from workers.models.registry import load_model_config
@@ -166,7 +166,7 @@ def test_check_counts_what_the_experts_take(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_memory_table_tells_the_truth(tmp_path: Path, dtype: str, fp8: bool) -> None:
     path = small_checkpoint(tmp_path, fp8=fp8, **SHAPE)
-    config, placement = load_model_config(path), ExpertPlacement(8, 1)
+    config, expert_map = load_model_config(path), ContiguousMap(8, 1)
     for gemm in (ReferenceGroupedGemm(), Fp8Gemm()):
         model = OneRank(path, getattr(torch, dtype), grouped_gemm=gemm)
         targets = []
@@ -174,7 +174,7 @@ def test_the_memory_table_tells_the_truth(tmp_path: Path, dtype: str, fp8: bool)
             whole = slot.target
             targets += [whole.values, whole.scales] if isinstance(slot, BlockSlot) else [whole]
         storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in targets}
-        told = rank_weight_bytes(config, placement, 0, dtype, fp8_experts=gemm.fp8_weights)
+        told = rank_weight_bytes(config, expert_map, 0, dtype, fp8_experts=gemm.fp8_weights)
         norms = 2 * 2 * 256 + 256 + 2 * 6 * 40  # in float32 on CPU, q's and k's for each head
         slack = norms * 4 - (2 * 2 * 256 + 256 + 2 * 2 * 40) * (4 if dtype == "float32" else 2)
         assert sum(storages.values()) == told + slack
@@ -187,7 +187,7 @@ def test_random_weights_are_rounded_too(tmp_path: Path) -> None:
     kept = {name: slot.target.values.float() for name, slot in before.items()}
     for slot in before.values():
         slot.target.values.zero_()
-    where = {"placement": ExpertPlacement(8, 1), "rank": 0, "device": torch.device("cpu")}
+    where = {"expert_map": ContiguousMap(8, 1), "rank": 0, "device": torch.device("cpu")}
     draw_weights(model.model, config=model.config, **where)
     assert all(torch.equal(slot.target.values.float(), kept[n]) for n, slot in before.items())
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.checkpoints.writer import make_checkpoint
 from tests.family_cases import SIZES, VARIANTS, family_checkpoint, load_reference
 from tests.unit.model_case import OneRank, make_batch
@@ -82,11 +82,11 @@ def test_gate_and_up_may_share_a_block(tmp_path: Path) -> None:
 def test_a_rank_reads_its_experts(tmp_path: Path, layout: str) -> None:
     path = written(tmp_path, expert_layout=layout)
     whole = OneRank(path)
-    placement, config = ExpertPlacement(10, 3), whole.config
+    expert_map, config = ContiguousMap(10, 3), whole.config
     for rank in range(3):
-        experts = placement.local_experts(rank)
+        experts = expert_map.experts_of(rank)
         where: dict[str, Any] = {
-            "placement": placement,
+            "expert_map": expert_map,
             "rank": rank,
             "device": torch.device("cpu"),
         }

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap, ExpertMap
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from workers.models.registry import load_model_config
 from workers.specs.model import ModelConfig
@@ -26,10 +26,10 @@ PUBLISHED = Path(__file__).parents[2] / "configs" / "models" / "qwen3-30b-a3b"
 class Rank:
     """Plain tensors in the place of a model's parameters."""
 
-    def __init__(self, config: ModelConfig, placement: ExpertPlacement, rank: int):
+    def __init__(self, config: ModelConfig, expert_map: ExpertMap, rank: int):
         self.tensors = {
             entry.name: torch.full(entry.shape, float("nan"))
-            for entry in rank_weights(config, placement, rank)
+            for entry in rank_weights(config, expert_map, rank)
         }
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -43,14 +43,14 @@ def draw_all(
     num_ranks: int = 1,
     progress: Progress | None = None,
 ) -> None:
-    placement, cpu = ExpertPlacement(config.num_experts, num_ranks), torch.device("cpu")
+    expert_map, cpu = ContiguousMap(config.num_experts, num_ranks), torch.device("cpu")
     draw_weights(
-        model, config=config, placement=placement, rank=rank, device=cpu, progress=progress
+        model, config=config, expert_map=expert_map, rank=rank, device=cpu, progress=progress
     )
 
 
 def drawn(config: ModelConfig, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
-    model = Rank(config, ExpertPlacement(config.num_experts, num_ranks), rank)
+    model = Rank(config, ContiguousMap(config.num_experts, num_ranks), rank)
     draw_all(model, config, rank, num_ranks)
     return model.tensors
 
@@ -92,7 +92,7 @@ def test_stays_finite_in_bfloat16_over_many_layers(tmp_path: Path) -> None:
 def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     config = load_model_config(small_checkpoint(tmp_path, weights=False))
     seen: list[tuple[int, int]] = []
-    model = Rank(config, ExpertPlacement(config.num_experts, 2), 1)
+    model = Rank(config, ContiguousMap(config.num_experts, 2), 1)
     draw_all(model, config, 1, 2, lambda *progress: seen.append(progress))
     total = sum(tensor.nbytes for tensor in model.tensors.values())
     assert seen[-1] == (total, total) and len(seen) == len(model.tensors)
@@ -102,13 +102,13 @@ def test_without_weights_a_checkpoint_names_the_way_out(tmp_path: Path) -> None:
     path = small_checkpoint(tmp_path, weights=False)
     assert not list(path.glob("*.safetensors*"))
     assert {"config.json", "tokenizer.json"} <= {file.name for file in path.iterdir()}
-    config, placement = load_model_config(path), ExpertPlacement(SMALL["num_experts"], 1)
+    config, expert_map = load_model_config(path), ContiguousMap(SMALL["num_experts"], 1)
     with pytest.raises(CheckpointError, match=r"model\.weights: dummy"):
         load_weights(
-            Rank(config, placement, 0),
+            Rank(config, expert_map, 0),
             path,
             config=config,
-            placement=placement,
+            expert_map=expert_map,
             rank=0,
             device=torch.device("cpu"),
         )
@@ -122,5 +122,5 @@ def test_the_published_shape_is_what_its_readme_writes(tmp_path: Path) -> None:
     for file in (tmp_path / "new").iterdir():
         assert json.loads(file.read_text()) == json.loads((PUBLISHED / file.name).read_text())
     config = load_model_config(PUBLISHED)
-    num_bytes = rank_weight_bytes(config, ExpertPlacement(128, 1), 0, config.dtype)
+    num_bytes = rank_weight_bytes(config, ContiguousMap(128, 1), 0, config.dtype)
     assert num_bytes == 2 * 30_532_122_624  # Qwen3-30B-A3B's parameters

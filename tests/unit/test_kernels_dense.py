@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from kernels.native import dense
 from kernels.native.dense import MAX_LINEAR_ROWS, MAX_LINEAR_WEIGHTS, dense_kernels
 from kernels.native.library import native_unavailable
-from workers.layers.linear import linear
+from workers.layers.linear import DenseLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, norm_and_rotate
 from workers.layers.router import route_tokens
@@ -44,14 +44,14 @@ def test_what_is_large_or_strided_goes_to_the_library():
     assert not kernels().takes(few[:, ::2], torch.zeros(4, 4))
     assert not kernels().takes(few, torch.empty(MAX_LINEAR_WEIGHTS // 8 + 1, 8))
     w, residual = torch.randn(4, 8), torch.randn(MAX_LINEAR_ROWS + 1, 4)
-    assert torch.equal(linear(many, w, residual), residual)
+    assert torch.equal(DenseLinear(w)(many, residual), residual)
 
 
 def test_other_dtypes_have_no_kernels():
     assert dense_kernels("cpu", torch.bfloat16) is None
     assert dense_kernels("cuda", torch.float32) is None
     x, w = torch.randn(3, 8, dtype=torch.bfloat16), torch.randn(4, 8, dtype=torch.bfloat16)
-    assert torch.equal(linear(x, w), F.linear(x, w))
+    assert torch.equal(DenseLinear(w)(x), F.linear(x, w))
 
 
 def norms(shape: tuple[int, ...]) -> tuple[RMSNorm, RMSNorm]:
@@ -95,9 +95,9 @@ def test_routing(monkeypatch, num_experts, top_k, renormalise):
     torch.manual_seed(top_k)
     x, router = torch.randn(9, 32), torch.randn(num_experts, 32)
     spec = RouterSpec(top_k=top_k, renormalise=renormalise)
-    ids, weights = route_tokens(x, router, spec, 7)
+    ids, weights = route_tokens(x, DenseLinear(router), spec, 7)
     monkeypatch.setattr("workers.layers.router.dense_kernels", lambda *_: None)
-    other_ids, other_weights = route_tokens(x, router, spec, 7)
+    other_ids, other_weights = route_tokens(x, DenseLinear(router), spec, 7)
     assert torch.equal(ids, other_ids) and ids.dtype == torch.int64
     torch.testing.assert_close(weights, other_weights)
 

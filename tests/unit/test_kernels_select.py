@@ -19,7 +19,7 @@ from kernels.interface.context import BackendContext
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.interface.registry import SEAMS, backend_class
 from kernels.linear_attention.base import LinearAttention
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 
 HEADS_OF_96 = AttentionSpec(4, 2, 96, 1.0)
 CPU = BackendShape(
@@ -231,7 +231,7 @@ def context(num_ranks: int) -> BackendContext:
         rank=0,
         group=None,
         shared_memory=None,
-        placement=ExpertPlacement(4, num_ranks),
+        expert_map=ContiguousMap(4, num_ranks),
         block_size=4,
     )
 

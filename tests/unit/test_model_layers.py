@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from workers.layers.linear import DenseLinear
 from workers.layers.norm import RMSNorm
 from workers.layers.rope import apply_rope, build_rope_table
 from workers.layers.router import route_tokens
@@ -103,7 +104,7 @@ def test_router(
         monkeypatch.setattr("workers.layers.router.dense_kernels", lambda *_: None)
     generator = torch.Generator().manual_seed(2)
     x_TD, router_ED = (torch.randn(n, 10, generator=generator) for n in (7, 6))
-    idx_TK, weights_TK = route_tokens(x_TD, router_ED, spec, num_tokens)
+    idx_TK, weights_TK = route_tokens(x_TD, DenseLinear(router_ED), spec, num_tokens)
     assert idx_TK.dtype == torch.int64 and weights_TK.dtype == torch.float32
     for token in range(num_tokens):
         logits = (router_ED.double() @ x_TD[token].double()).tolist()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap, ExpertMap
 from tests.unit.model_case import SMALL, OneRank, make_batch, small_checkpoint
 from workers.models.registry import load_model_config
 from workers.specs.model import ModelConfig, weight_map
@@ -28,10 +28,10 @@ NUM_EXPERTS = SMALL["num_experts"]
 class Rank:
     """Plain tensors in the place of a model's parameters: the loader needs no more."""
 
-    def __init__(self, config: ModelConfig, placement: ExpertPlacement, rank: int):
+    def __init__(self, config: ModelConfig, expert_map: ExpertMap, rank: int):
         self.tensors = {
             entry.name: torch.full(entry.shape, float("nan"))
-            for entry in rank_weights(config, placement, rank)
+            for entry in rank_weights(config, expert_map, rank)
         }
 
     def weight_slots(self) -> dict[str, WeightSlot]:
@@ -40,9 +40,9 @@ class Rank:
 
 def load_rank(path: Path, rank: int = 0, num_ranks: int = 1, **options: Any) -> Rank:
     config = load_model_config(path)
-    placement = ExpertPlacement(config.num_experts, num_ranks)
-    model = Rank(config, placement, rank)
-    where = {"placement": placement, "rank": rank, "device": torch.device("cpu")}
+    expert_map = ContiguousMap(config.num_experts, num_ranks)
+    model = Rank(config, expert_map, rank)
+    where = {"expert_map": expert_map, "rank": rank, "device": torch.device("cpu")}
     load_weights(model, path, config=config, **where, **options)
     return model
 
@@ -97,32 +97,32 @@ def test_reads_no_other_ranks_experts(tmp_path: Path, monkeypatch: pytest.Monkey
     experts = {
         int(name.split(".experts.")[1].split(".")[0]) for name in model.tensors if "experts" in name
     }
-    assert experts == set(ExpertPlacement(NUM_EXPERTS, 3).local_experts(1))
+    assert experts == set(ContiguousMap(NUM_EXPERTS, 3).experts_of(1))
 
 
-def _config_placement(path: Path, num_ranks: int) -> tuple[ModelConfig, ExpertPlacement]:
+def _config_expert_map(path: Path, num_ranks: int) -> tuple[ModelConfig, ExpertMap]:
     config = load_model_config(path)
-    return config, ExpertPlacement(config.num_experts, num_ranks)
+    return config, ContiguousMap(config.num_experts, num_ranks)
 
 
 def test_model_parameters_are_this_ranks_only(tmp_path: Path) -> None:
     """The memory table tells the truth, and no tensor keeps a file's pages."""
     path = small_checkpoint(tmp_path)
-    config, placement = _config_placement(path, 1)
+    config, expert_map = _config_expert_map(path, 1)
     model = OneRank(path).model
     storages = {
         slot.target.untyped_storage().data_ptr(): slot.target.untyped_storage().nbytes()
         for slot in model.weight_slots().values()
     }
     norms = (SMALL["num_heads"] + SMALL["num_kv_heads"] - 2) * SMALL["head_dim"] * 4
-    told = rank_weight_bytes(config, placement, 0, "float32")
+    told = rank_weight_bytes(config, expert_map, 0, "float32")
     assert sum(storages.values()) == told + norms * SMALL["num_layers"]
     maps = Path("/proc/self/maps")
     if maps.exists():
         assert str(path) not in maps.read_text()
-    assert rank_weight_bytes(config, placement, 0, "bfloat16") * 2 == told
+    assert rank_weight_bytes(config, expert_map, 0, "bfloat16") * 2 == told
     shares = [
-        rank_weight_bytes(config, ExpertPlacement(NUM_EXPERTS, 3), rank, "float32")
+        rank_weight_bytes(config, ContiguousMap(NUM_EXPERTS, 3), rank, "float32")
         for rank in range(3)
     ]
     assert shares[0] == shares[1] > shares[2]
@@ -155,8 +155,8 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     path = small_checkpoint(tmp_path, num_shards=2)
     seen: list[tuple[int, int]] = []
     load_rank(path, 0, 2, progress=lambda done, total: seen.append((done, total)))
-    config, placement = _config_placement(path, 2)
-    total = rank_weight_bytes(config, placement, 0, "float32")
+    config, expert_map = _config_expert_map(path, 2)
+    total = rank_weight_bytes(config, expert_map, 0, "float32")
     assert seen[-1] == (total, total)
     assert [done for done, _ in seen] == sorted({done for done, _ in seen})
 

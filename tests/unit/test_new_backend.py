@@ -14,7 +14,7 @@ from kernels.interface import registry
 from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
 from kernels.interface.context import BackendContext
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from tests.unit.test_kernels_select import CPU
 from workers.config import OverlapConfig
 from workers.overlap.cache import software
@@ -82,7 +82,7 @@ CONTEXT = BackendContext(
     rank=0,
     group=None,
     shared_memory=None,
-    placement=ExpertPlacement(4, 2),
+    expert_map=ContiguousMap(4, 2),
     block_size=4,
 )
 

@@ -25,8 +25,8 @@ def test_values_of_peers_and_of_all() -> None:
     dims = ParallelDims(num_ranks=3)
     assert dims.of_peers(1, "abc") == ["a", "c"]
     assert dims.equal_counts(7) == (7, 7, 7)
-    placement = dims.expert_placement(8)
-    assert [list(placement.local_experts(rank)) for rank in dims.ranks()] == [
+    expert_map = dims.expert_map(8)
+    assert [list(expert_map.experts_of(rank)) for rank in dims.ranks()] == [
         [0, 1, 2],
         [3, 4, 5],
         [6, 7],

@@ -3,7 +3,7 @@
 from typing import Any
 
 from cluster.supervisor import recovery
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from tests.unit.ray_fakes import rank_config
 from workers.rank.rank_info import Membership, RankInfo
 

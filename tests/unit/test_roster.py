@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError
 
 from cluster.supervisor import group, lost_nodes, roster
 from cluster.supervisor.placement import PlacementError
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from tests.unit.ray_fakes import FakeRank, rank_config, until
 from tests.unit.test_rebuild import Scene, run
 from workers.weights.checkpoint_files import CheckpointError

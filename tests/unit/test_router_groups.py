@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from workers.layers.linear import DenseLinear
 from workers.layers.router import route_tokens
 from workers.specs.model import RouterSpec
 
@@ -58,7 +59,7 @@ def test_choice_and_weights(spec: RouterSpec, offset: float) -> None:
     generator = torch.Generator().manual_seed(4)
     x_TD, router_ED = (torch.randn(n, 10, generator=generator) for n in (9, NUM_EXPERTS))
     bias_E = torch.randn(NUM_EXPERTS, generator=generator) * 0.3 + offset if spec.bias else None
-    idx_TK, weights_TK = route_tokens(x_TD, router_ED, spec, 7, bias_E)
+    idx_TK, weights_TK = route_tokens(x_TD, DenseLinear(router_ED), spec, 7, bias_E)
     assert idx_TK.dtype == torch.int64 and weights_TK.dtype == torch.float32
     extra = [0.0] * NUM_EXPERTS if bias_E is None else bias_E.tolist()
     for token in range(7):
@@ -73,7 +74,7 @@ def test_the_number_of_tokens_may_be_a_tensor() -> None:
     """A captured graph reads it at each replay."""
     spec = RouterSpec(top_k=2, renormalise=True, score="sigmoid", bias=True)
     x_TD, router_ED = torch.randn(5, 10), torch.randn(6, 10)
-    idx_TK, _ = route_tokens(x_TD, router_ED, spec, torch.tensor([3]), torch.zeros(6))
+    idx_TK, _ = route_tokens(x_TD, DenseLinear(router_ED), spec, torch.tensor([3]), torch.zeros(6))
     assert (idx_TK[:3] >= 0).all() and (idx_TK[3:] == -1).all()
 
 
@@ -82,5 +83,5 @@ def test_close_scores_in_bfloat16_are_told_apart() -> None:
     spec = RouterSpec(top_k=1, renormalise=False, score="sigmoid", bias=True)
     x_TD = torch.tensor([[256.0, 1.0]], dtype=torch.bfloat16)
     router_ED = torch.tensor([[0.03125, 0.0], [0.03125, 0.015625]], dtype=torch.bfloat16)
-    idx_TK, _ = route_tokens(x_TD, router_ED, spec, 1, torch.zeros(2))
+    idx_TK, _ = route_tokens(x_TD, DenseLinear(router_ED), spec, 1, torch.zeros(2))
     assert idx_TK.item() == 1

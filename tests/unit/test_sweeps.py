@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ContiguousMap
 from scripts.bench import (
     ROOT,
     all2all_plan,
@@ -40,15 +40,15 @@ TIMES = {"us": 10.0, "apart_us": 12.0, "gemm_us": 100.0, "both_us": 103.0}
 
 @pytest.mark.parametrize("rank", range(3))
 def test_a_row_leaves_once_for_each_other_rank_that_needs_it(rank):
-    placement = ExpertPlacement(10, 3)
+    expert_map = ContiguousMap(10, 3)
     generator = torch.Generator().manual_seed(rank)
     topk_idx_TK = torch.rand(40, 10, generator=generator).topk(4).indices
     topk_idx_TK[torch.rand(40, 4, generator=generator) < 0.3] = -1
-    owner = {e: owner for owner in range(3) for e in placement.local_experts(owner)}
+    owner = {e: owner for owner in range(3) for e in expert_map.slots_of(owner)}
     expected = sum(
         len({owner[e] for e in experts if e >= 0} - {rank}) for experts in topk_idx_TK.tolist()
     )
-    assert all2all_report.useful_rows(topk_idx_TK, placement.starts, rank) == expected > 0
+    assert all2all_report.useful_rows(topk_idx_TK, expert_map.starts, rank) == expected > 0
 
 
 def test_rows_go_out_and_sums_come_back():

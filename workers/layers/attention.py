@@ -12,7 +12,6 @@ import torch
 from kernels.backends.select import Backends
 from kernels.block_fp8 import BLOCK, Fp8Rows
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear, takes_fp8
 from workers.layers.rope import norm_and_rotate
 from workers.specs.model import GqaSpec
 
@@ -32,8 +31,8 @@ class AttentionBlock:
         self.input_norm = builder.norm(builder.hidden_size)
         self.gate_size = spec.gate_size
         qkv_size = spec.gate_size + spec.q_size + 2 * spec.kv_size
-        self.qkv_QD = builder.projection("attention.qkv_QD", qkv_size, builder.hidden_size)
-        self.qkv_bias_Q = builder.empty(qkv_size) if spec.qkv_bias else None
+        dim = builder.hidden_size
+        self.qkv = builder.linear("attention.qkv", qkv_size, dim, bias=spec.qkv_bias)
         self.num_qk_heads = spec.num_heads + spec.num_kv_heads
         self._heads = (self.num_qk_heads + spec.num_kv_heads, spec.head_dim)
         # one norm and rotation for the heads of q and k: half as many operators
@@ -43,8 +42,7 @@ class AttentionBlock:
         full = spec.qk_norm == "full"
         self.q_norm = builder.norm(spec.q_size) if full else None
         self.k_norm = builder.norm(spec.kv_size) if full else None
-        self.o_DQ = builder.projection("attention.o_DQ", builder.hidden_size, spec.q_size)
-        self.o_bias_D = builder.empty(builder.hidden_size) if spec.output_bias else None
+        self.o = builder.linear("attention.o", dim, spec.q_size, bias=spec.output_bias)
         self.sinks_H = builder.empty(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
     def with_backends(self, backends: Backends) -> Self:
@@ -60,8 +58,8 @@ class AttentionBlock:
         rotation_T1d: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten."""
-        residual_TD, h_TD = self.input_norm.add_for(self.qkv_QD, residual_TD, hidden_TD)
-        qkv_TQ = linear(h_TD, self.qkv_QD, self.qkv_bias_Q)
+        residual_TD, h_TD = self.input_norm.add_for(self.qkv, residual_TD, hidden_TD)
+        qkv_TQ = self.qkv(h_TD)
         if self.q_norm is not None or self.spec.clip_qkv is not None:
             self._norm_and_clip(qkv_TQ)
         if self.gate_size:
@@ -71,16 +69,15 @@ class AttentionBlock:
         else:
             o_TO = self._attend(qkv_TQ.view(-1, *self._heads), rotation_T1d).flatten(1)
         if self.input_norm.triton is not None:
-            return residual_TD, linear(o_TO, self.o_DQ, self.o_bias_D, partial=True)
-        out_TD = linear(o_TO, self.o_DQ, residual_TD)
-        return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
+            return residual_TD, self.o(o_TO, partial=True)
+        return self.o(o_TO, residual_TD), None
 
     def _gated(self, o_TO: torch.Tensor, gate_TO: torch.Tensor) -> torch.Tensor | Fp8Rows:
-        """Return o * sigmoid(gate) in the form that `linear` with the output's weights takes."""
+        """Return o * sigmoid(gate) in the form that the output projection takes."""
         triton = self.input_norm.triton
         if triton is None or o_TO.shape[1] % BLOCK:
             return o_TO * gate_TO.sigmoid()
-        if takes_fp8(o_TO, self.o_DQ):
+        if self.o.takes_fp8(o_TO):
             return triton.output_gate_fp8(o_TO, gate_TO)
         return triton.output_gate(o_TO, gate_TO)
 

@@ -7,8 +7,9 @@ import torch
 
 from kernels.backends.select import Backends
 from kernels.block_fp8 import BlockWeights
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from kernels.routing.placement import ExpertPlacement
+from workers.layers.linear import DenseLinear, Fp8Linear, Linear
 from workers.layers.norm import RMSNorm
 
 
@@ -25,7 +26,7 @@ class LayerBuilder:
     hidden_size: int
     norm_eps: float
     backends: Backends
-    placement: ExpertPlacement
+    expert_map: ExpertMap
     rank: int
     device: torch.device
     dtype: torch.dtype
@@ -39,14 +40,19 @@ class LayerBuilder:
         return torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
 
     def holds_fp8(self, name: str) -> bool:
-        """Return whether the layer's parameter `name` is held in FP8."""
-        return self.path + name in self.fp8
+        """Return whether the weight of the linear layer `name` of this layer is held in FP8."""
+        return f"{self.path}{name}.weight" in self.fp8
 
-    def projection(self, name: str, rows: int, columns: int) -> torch.Tensor | BlockWeights:
-        """Return the uninitialised weights of a dense product; `name` is the parameter's in the layer."""
-        if self.holds_fp8(name):
-            return BlockWeights.empty(rows, columns, device=self.device)
-        return self.empty(rows, columns)
+    def linear(self, name: str, outputs: int, inputs: int, *, bias: bool = False) -> Linear:
+        """Return an uninitialised linear layer, in FP8 where `holds_fp8` its `name`."""
+        if not self.holds_fp8(name):
+            return self.dense(outputs, inputs, bias=bias)
+        weight = BlockWeights.empty(outputs, inputs, device=self.device)
+        return Fp8Linear(weight, self.empty(outputs) if bias else None)
+
+    def dense(self, outputs: int, inputs: int, *, bias: bool = False) -> DenseLinear:
+        """Return an uninitialised linear layer of the model's dtype."""
+        return DenseLinear(self.empty(outputs, inputs), self.empty(outputs) if bias else None)
 
     def norm(self, *shape: int, eps: float | None = None, centred: bool = True) -> RMSNorm:
         """Return a norm over the last dim of `shape`, with the layer's eps unless another is given.

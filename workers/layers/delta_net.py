@@ -1,7 +1,7 @@
 """The gated delta net of a decoder layer: linear attention in the place of attention. Knows no model and no checkpoint.
 
 T tokens, D hidden, C channels of q, k and v, O output width, V value heads, v values of a head of V, w convolution
-width, P = C + O, B = 2V, J = P + B.
+width, J = C + O + 2V.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from kernels.backends.select import Backends
-from kernels.block_fp8 import BLOCK, BlockWeights, Fp8Rows
+from kernels.block_fp8 import BLOCK, Fp8Rows
 from kernels.fused import FusedKernels
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear, takes_fp8
+from workers.layers.linear import DenseLinear, Linear
 from workers.specs.model import DeltaNetSpec
 
 
@@ -35,19 +35,20 @@ class DeltaNetBlock:
         self._parts = [sizes.channels, sizes.value_size, heads, heads]
         qkvz = sizes.channels + sizes.value_size
         self.input_norm = builder.norm(dim)
-        self.in_JD: torch.Tensor | None = None
-        self.qkvz_PD: torch.Tensor | BlockWeights
-        if builder.holds_fp8("attention.qkvz_PD"):
-            self.qkvz_PD = builder.projection("attention.qkvz_PD", qkvz, dim)
-            self.ba_BD = builder.empty(2 * heads, dim)
+        self.inputs: Linear | None = None
+        self.qkvz: Linear
+        if builder.holds_fp8("attention.qkvz"):
+            self.qkvz = builder.linear("attention.qkvz", qkvz, dim)
+            self.ba = builder.dense(2 * heads, dim)
         else:
-            self.in_JD = builder.empty(spec.input_size, dim)
-            self.qkvz_PD, self.ba_BD = torch.split(self.in_JD, [qkvz, 2 * heads])
+            in_JD = builder.empty(spec.input_size, dim)
+            self.inputs = DenseLinear(in_JD)
+            self.qkvz, self.ba = map(DenseLinear, torch.split(in_JD, [qkvz, 2 * heads]))
         self.conv_C1w = builder.empty(sizes.channels, 1, sizes.conv_width)
         self.dt_bias_V = builder.empty(heads, dtype=torch.float32)
         self.neg_exp_a_V = builder.empty(heads, dtype=torch.float32)
         self.norm = builder.norm(sizes.value_dim, centred=False)
-        self.out_DO = builder.projection("attention.out_DO", dim, sizes.value_size)
+        self.out = builder.linear("attention.out", dim, sizes.value_size)
 
     def _bind(self, backends: Backends) -> None:
         assert backends.linear_attention is not None, "the model has linear attention"
@@ -79,29 +80,27 @@ class DeltaNetBlock:
         triton = self.input_norm.triton
         if triton is not None:
             o_TO = self._gated_norm(triton, o_TVv, gate_TO.view(o_TVv.shape))
-            return residual_TD, linear(o_TO, self.out_DO, partial=True)
+            return residual_TD, self.out(o_TO, partial=True)
         normed_TO = self.norm(o_TVv.flatten(0, 1)).view(gate_TO.shape)
-        return linear(normed_TO.mul_(F.silu(gate_TO)), self.out_DO, residual_TD), None
+        return self.out(normed_TO.mul_(F.silu(gate_TO)), residual_TD), None
 
     def _inputs(
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Return the sum of both, and of its norm q, k and v as one tensor, gate, b and a."""
-        if self.in_JD is not None:
+        if self.inputs is not None:
             residual_TD, h_TD = self.input_norm.add(residual_TD, hidden_TD)
-            return residual_TD, torch.split(linear(h_TD, self.in_JD), self._parts, -1)
-        residual_TD, rows_TD, h_TD = self.input_norm.add_for_both(
-            self.qkvz_PD, residual_TD, hidden_TD
-        )
-        qkvz = torch.split(linear(rows_TD, self.qkvz_PD), self._parts[:2], -1)
-        ba = torch.split(linear(h_TD, self.ba_BD), self._parts[2:], -1)
+            return residual_TD, torch.split(self.inputs(h_TD), self._parts, -1)
+        residual_TD, rows_TD, h_TD = self.input_norm.add_for_both(self.qkvz, residual_TD, hidden_TD)
+        qkvz = torch.split(self.qkvz(rows_TD), self._parts[:2], -1)
+        ba = torch.split(self.ba(h_TD), self._parts[2:], -1)
         return residual_TD, (*qkvz, *ba)
 
     def _gated_norm(
         self, triton: FusedKernels, o_TVv: torch.Tensor, gate_TVv: torch.Tensor
     ) -> torch.Tensor | Fp8Rows:
-        """Return the gated norm of every head in the form that `linear` with the output's weights takes."""
+        """Return the gated norm of every head in the form that the output projection takes."""
         inputs = o_TVv, gate_TVv, self.norm.weight, self.norm.eps
-        if o_TVv.shape[2] == BLOCK and takes_fp8(o_TVv.flatten(1), self.out_DO):
+        if o_TVv.shape[2] == BLOCK and self.out.takes_fp8(o_TVv.flatten(1)):
             return triton.gated_rms_norm_fp8(*inputs)
         return triton.gated_rms_norm(*inputs)

@@ -11,7 +11,6 @@ import torch
 
 from kernels.backends.select import Backends
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear
 from workers.layers.rope import apply_rope
 from workers.specs.model import LatentSpec
 
@@ -30,7 +29,7 @@ class LatentAttentionBlock:
         self.input_norm = builder.norm(dim)
         self.q_width = spec.q_rank or spec.q_size
         # one product for what comes from the hidden state: q or its latent, the latent of K and V, the rotated key
-        self.down_D = builder.projection("attention.down_D", self.q_width + dims.width, dim)
+        self.down = builder.linear("attention.down", self.q_width + dims.width, dim)
         # q itself has no bias, its latent has
         biased = (spec.q_rank or 0) + dims.width
         self.down_bias = builder.empty(biased) if spec.bias else None
@@ -38,12 +37,11 @@ class LatentAttentionBlock:
         self.q_norm = None if spec.q_rank is None else builder.norm(spec.q_rank, eps=eps)
         self.q_up = None
         if spec.q_rank is not None:
-            self.q_up = builder.projection("attention.q_up", spec.q_size, spec.q_rank)
+            self.q_up = builder.linear("attention.q_up", spec.q_size, spec.q_rank)
         self.kv_norm = builder.norm(dims.rank, eps=eps)
         # attention multiplies it head by head, so it is never in FP8
         self.kv_up = builder.empty(spec.kv_up_size, dims.rank)
-        self.o_D = builder.projection("attention.o_D", dim, spec.o_size)
-        self.o_bias_D = builder.empty(dim) if spec.bias else None
+        self.o = builder.linear("attention.o", dim, spec.o_size, bias=spec.bias)
 
     def with_backends(self, backends: Backends) -> Self:
         """Return a view of the same weights that calls other attention."""
@@ -58,8 +56,8 @@ class LatentAttentionBlock:
         rotation_T1r: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """residual_TD is overwritten."""
-        residual_TD, h_TD = self.input_norm.add_for(self.down_D, residual_TD, hidden_TD)
-        down_T = linear(h_TD, self.down_D)
+        residual_TD, h_TD = self.input_norm.add_for(self.down, residual_TD, hidden_TD)
+        down_T = self.down(h_TD)
         if self.down_bias is not None:
             down_T[:, -len(self.down_bias) :] += self.down_bias
         q_THd, latent_TW = self._queries(down_T[:, : self.q_width]), down_T[:, self.q_width :]
@@ -74,14 +72,13 @@ class LatentAttentionBlock:
         kv_up_HuC = self.kv_up.view(self.spec.num_heads, -1, self.spec.dims.rank)
         o_TV = self.attention.attend_latent(q_THd, latent_TW, kv_up_HuC, self.layer).flatten(1)
         if self.input_norm.triton is not None:
-            return residual_TD, linear(o_TV, self.o_D, self.o_bias_D, partial=True)
-        out_TD = linear(o_TV, self.o_D, residual_TD)
-        return out_TD if self.o_bias_D is None else out_TD.add_(self.o_bias_D), None
+            return residual_TD, self.o(o_TV, partial=True)
+        return self.o(o_TV, residual_TD), None
 
     def _queries(self, q_Tq: torch.Tensor) -> torch.Tensor:
         """Return q [T, H, d], not rotated yet."""
         if self.q_norm is not None and self.q_up is not None:
-            q_Tq = linear(self.q_norm(q_Tq), self.q_up)
+            q_Tq = self.q_up(self.q_norm(q_Tq))
         return q_Tq.view(len(q_Tq), self.spec.num_heads, self.spec.head_dim)
 
     def _latents(self, latent_TW: torch.Tensor, rotation_T1r: torch.Tensor) -> torch.Tensor:

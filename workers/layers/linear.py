@@ -1,7 +1,10 @@
-"""Projections, with weights in the model's dtype or in FP8. Know nothing of layers or checkpoints.
+"""Linear layers: a weight in the model's dtype or in FP8, and the kernels that multiply by it. Know no block.
 
 T tokens, K input width, N output width, I width of gate and of up.
 """
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional as F
@@ -13,50 +16,109 @@ from kernels.fused import fused_kernels
 from kernels.gated_activation import gated_activation
 from kernels.native.dense import dense_kernels
 
-Weight = torch.Tensor | BlockWeights
+Rows = torch.Tensor | Fp8Rows
 
 
-def linear(
-    x_TK: torch.Tensor | Fp8Rows,
-    w_NK: Weight,
-    start: torch.Tensor | None = None,
-    *,
-    partial: bool = False,
-) -> torch.Tensor:
-    """Return start + x @ w.T, a new tensor [T, N]; start is a residual [T, N], a bias [N], or None for zeros.
+class Linear(ABC):
+    """x @ weight.T + bias, and the forms of x that the product takes.
 
-    Rows are in FP8 only where the weights are; others are quantised for FP8 weights.
-    partial   without start, allow partial sums [P, T, N] for `sum_partials`
+    weight   [N, K], contiguous
+    bias     [N] in the model's dtype; None: zeros
     """
-    if isinstance(x_TK, torch.Tensor) and x_TK.is_cuda:
-        fused = fused_kernels("cuda")
-        if fused is not None and fused.takes_thin(x_TK, w_NK):
-            return fused.thin_linear(x_TK, w_NK, start)
-    if isinstance(w_NK, BlockWeights):
-        rows = x_TK if isinstance(x_TK, Fp8Rows) else dense_fp8.quantise(x_TK)
-        out_TN = dense_fp8.multiply(rows, w_NK, partial=partial and start is None)
-        return out_TN if start is None else out_TN.add_(start)
-    assert isinstance(x_TK, torch.Tensor), "the weights are not in FP8"
-    native = dense_kernels(x_TK.device.type, x_TK.dtype)
-    if native is not None and native.takes(x_TK, w_NK):
-        return native.linear(x_TK, w_NK, start)
-    if start is None or start.dim() == 1:
-        return F.linear(x_TK, w_NK, start)
-    return torch.addmm(start, x_TK, w_NK.t())
+
+    weight: torch.Tensor | BlockWeights
+    bias: torch.Tensor | None
+
+    def __call__(
+        self, x_TK: Rows, start: torch.Tensor | None = None, *, partial: bool = False
+    ) -> torch.Tensor:
+        """Return start + x @ weight.T + bias, a new tensor [T, N].
+
+        x        [T, K] in the model's dtype, or the rows that `activate` and norms make for this layer
+        start    a residual [T, N]; None: zeros
+        partial  without start and bias, allow partial sums [P, T, N] for `sum_partials`
+        """
+        if start is None:
+            return self._multiply(x_TK, self.bias, partial)
+        out_TN = self._multiply(x_TK, start, False)
+        return out_TN if self.bias is None else out_TN.add_(self.bias)
+
+    @abstractmethod
+    def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
+        """Return start + x @ weight.T; start is [T, N], or [N] for all rows, or None for zeros."""
+
+    @abstractmethod
+    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
+        """Return whether the product quantises these rows, so that the kernel before may write them in FP8."""
+
+    @abstractmethod
+    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
+        """Return activation(gate) * up in the form that this layer takes."""
 
 
-def takes_fp8(x_TK: torch.Tensor, w_NK: Weight) -> bool:
-    """Return whether `linear` quantises these rows, so that the kernel before may write them in FP8."""
-    fused = fused_kernels(x_TK.device.type)
-    if fused is None or not isinstance(w_NK, BlockWeights):
+class DenseLinear(Linear):
+    """A weight in the model's dtype. Few rows go to a kernel of ours, where one can run, other rows to a library."""
+
+    def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None):
+        self.weight, self.bias = weight_NK, bias_N
+        self._weight_KN = weight_NK.t()
+        self._takes: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
+        self._few_rows: Callable[..., torch.Tensor]
+        fused = fused_kernels(weight_NK.device.type)
+        native = dense_kernels(weight_NK.device.type, weight_NK.dtype)
+        if fused is not None:
+            self._takes, self._few_rows = fused.takes_thin, fused.thin_linear
+        elif native is not None:
+            self._takes, self._few_rows = native.takes, native.linear
+
+    def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
+        assert isinstance(x_TK, torch.Tensor), "the weight is not in FP8"
+        if self._takes is not None and self._takes(x_TK, self.weight):
+            return self._few_rows(x_TK, self.weight, start)
+        if start is None or start.dim() == 1:
+            return F.linear(x_TK, self.weight, start)
+        return torch.addmm(start, x_TK, self._weight_KN)
+
+    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
+        """See Linear."""
         return False
-    return not fused.takes_thin(x_TK, w_NK)
+
+    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
+        """See Linear."""
+        return gated_activation(gate_up_T2I, activation)
+
+    def in_float32(self, x_TK: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T in float32 [T, N], whatever the dtype of both. For layers without a bias.
+
+        A GPU multiplies tensors of 16 bits as they are, because their products are exact in float32.
+        """
+        assert self.bias is None, "the products alone are summed in float32"
+        if x_TK.dtype == torch.float32:
+            return self(x_TK)
+        if x_TK.is_cuda:
+            return torch.mm(x_TK, self._weight_KN, out_dtype=torch.float32)
+        return DenseLinear(self.weight.float())(x_TK.float())
 
 
-def activated(
-    gate_up_T2I: torch.Tensor, activation: Activation, w_NI: Weight
-) -> torch.Tensor | Fp8Rows:
-    """Return activation(gate) * up in the form that `linear` with these weights takes."""
-    if isinstance(w_NI, BlockWeights):
+class Fp8Linear(Linear):
+    """A weight in FP8 with a scale for each block. Rows that are not in FP8 are quantised, but for few rows."""
+
+    def __init__(self, weight_NK: BlockWeights, bias_N: torch.Tensor | None = None):
+        self.weight, self.bias = weight_NK, bias_N
+        self._fused = fused_kernels(weight_NK.values.device.type)
+
+    def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
+        if isinstance(x_TK, torch.Tensor):
+            if self._fused is not None and self._fused.takes_thin(x_TK, self.weight):
+                return self._fused.thin_linear(x_TK, self.weight, start)
+            x_TK = dense_fp8.quantise(x_TK)
+        out_TN = dense_fp8.multiply(x_TK, self.weight, partial=partial and start is None)
+        return out_TN if start is None else out_TN.add_(start)
+
+    def takes_fp8(self, x_TK: torch.Tensor) -> bool:
+        """See Linear."""
+        return self._fused is not None and not self._fused.takes_thin(x_TK, self.weight)
+
+    def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
+        """See Linear."""
         return dense_fp8.activate(gate_up_T2I, activation)
-    return gated_activation(gate_up_T2I, activation)

@@ -3,14 +3,14 @@
 Knows no model and no checkpoint. T tokens, D hidden, I width between the two products.
 """
 
+from collections.abc import Collection
 from typing import Any, Self
 
 import torch
 
-from kernels.block_fp8 import Fp8Rows
 from kernels.fused import fused_kernels
+from kernels.routing.expert_map import ExpertMap
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import activated, linear
 from workers.specs.model import MlpSpec, SharedExpertSpec
 
 
@@ -20,14 +20,14 @@ class MlpBlock:
     def __init__(self, builder: LayerBuilder, spec: MlpSpec, layer: int):
         dim, self.activation = builder.hidden_size, spec.activation
         self.norm = builder.norm(dim)
-        self.w13_2ID = builder.projection("mlp.w13_2ID", 2 * spec.width, dim)
-        self.w2_DI = builder.projection("mlp.w2_DI", dim, spec.width)
+        self.gate_up = builder.linear("mlp.gate_up", 2 * spec.width, dim)
+        self.down = builder.linear("mlp.down", dim, spec.width)
 
     def with_backends(self, backends: Any) -> Self:
         """Return the block itself, which uses no backend."""
         return self
 
-    def hold_experts(self, experts: range, kept: range) -> None:
+    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None:
         """Do nothing: the block has no experts."""
 
     def route_by(self, forced: Any) -> None:
@@ -37,9 +37,9 @@ class MlpBlock:
         self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Padding rows are computed and ignored."""
-        residual_TD, h_TD = self.norm.add_for(self.w13_2ID, residual_TD, hidden_TD)
-        inner_TI = activated(linear(h_TD, self.w13_2ID), self.activation, self.w2_DI)
-        return linear(inner_TI, self.w2_DI, residual_TD), None
+        residual_TD, h_TD = self.norm.add_for(self.gate_up, residual_TD, hidden_TD)
+        inner_TI = self.down.activate(self.gate_up(h_TD), self.activation)
+        return self.down(inner_TI, residual_TD), None
 
 
 class SharedExpert:
@@ -47,21 +47,18 @@ class SharedExpert:
 
     def __init__(self, builder: LayerBuilder, spec: SharedExpertSpec):
         dim, self.activation = builder.hidden_size, spec.activation
-        self.w13_2ID = builder.projection("mlp.shared.w13_2ID", 2 * spec.width, dim)
-        self.w2_DI = builder.projection("mlp.shared.w2_DI", dim, spec.width)
-        self.gate_1D = builder.empty(1, dim) if spec.gated else None
+        self.gate_up = builder.linear("mlp.shared.gate_up", 2 * spec.width, dim)
+        self.down = builder.linear("mlp.shared.down", dim, spec.width)
+        self.gate = builder.dense(1, dim) if spec.gated else None
+        self._fused = fused_kernels(builder.device.type)
 
     def add_to(self, residual_TD: torch.Tensor, h_TD: torch.Tensor) -> torch.Tensor:
         """Return residual + the output for h, a new tensor."""
-        inner_TI = activated(linear(h_TD, self.w13_2ID), self.activation, self.w2_DI)
-        if self.gate_1D is None:
-            return linear(inner_TI, self.w2_DI, residual_TD)
-        logit_T1 = linear(h_TD, self.gate_1D)
-        fused = fused_kernels(h_TD.device.type)
-        if fused is not None:
-            return fused.gated_sum(residual_TD, linear(inner_TI, self.w2_DI), logit_T1)
-        factor_T1 = logit_T1.sigmoid_()
-        if isinstance(inner_TI, Fp8Rows):
-            return torch.addcmul(residual_TD, linear(inner_TI, self.w2_DI), factor_T1)
-        # a factor of a row passes through the product
-        return linear(inner_TI.mul_(factor_T1), self.w2_DI, residual_TD)
+        inner_TI = self.down.activate(self.gate_up(h_TD), self.activation)
+        if self.gate is None:
+            return self.down(inner_TI, residual_TD)
+        logit_T1 = self.gate(h_TD)
+        out_TD = self.down(inner_TI)
+        if self._fused is not None:
+            return self._fused.gated_sum(residual_TD, out_TD, logit_T1)
+        return torch.addcmul(residual_TD, out_TD, logit_T1.sigmoid_())

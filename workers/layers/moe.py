@@ -3,7 +3,7 @@
 T tokens, D hidden, E experts, e experts of this rank, K experts per token, I expert width, R routed rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from copy import copy
 from functools import partial
 from typing import Any, Self
@@ -11,10 +11,9 @@ from typing import Any, Self
 import torch
 
 from kernels.backends.select import Backends
-from kernels.block_fp8 import BlockWeights
+from kernels.routing.expert_map import ExpertMap, kept_runs
 from kernels.routing.forced_routing import ForcedRouting
 from workers.layers.builder import LayerBuilder
-from workers.layers.linear import linear
 from workers.layers.mlp import SharedExpert
 from workers.layers.router import route_tokens
 from workers.specs.model import MoeSpec
@@ -33,26 +32,25 @@ class MoeBlock:
         self.all2all = builder.backends.all2all
         self.grouped_gemm = builder.backends.grouped_gemm
         self.expert_load = builder.backends.expert_load
-        self.experts = builder.placement.local_experts(builder.rank)
-        dim = builder.hidden_size
+        self.expert_map = builder.expert_map
+        self.experts = self.expert_map.experts_of(builder.rank)
+        self._dim = dim = builder.hidden_size
         self.norm = builder.norm(dim)
-        self.router_ED = builder.empty(spec.num_experts, dim)
-        self.router_bias_E = None
-        if spec.router.logit_bias:
-            self.router_bias_E = builder.empty(spec.num_experts)
-        elif spec.router.bias:
+        self.router = builder.dense(spec.num_experts, dim, bias=spec.router.logit_bias)
+        self.score_bias_E = None
+        if spec.router.bias:
             # float32 in every model: scores of experts differ by less than bfloat16 resolves
-            self.router_bias_E = builder.empty(spec.num_experts, dtype=torch.float32)
+            self.score_bias_E = builder.empty(spec.num_experts, dtype=torch.float32)
         self._empty = partial(
             self.grouped_gemm.empty_weights, device=builder.device, dtype=builder.dtype
         )
         self._empty_bias = builder.empty
-        self._hold_empty(len(self.experts), dim)
+        self._hold_empty(len(self.experts))
         self.shared = None if spec.shared is None else SharedExpert(builder, spec.shared)
 
-    def _hold_empty(self, num_experts: int, dim: int) -> None:
+    def _hold_empty(self, num_experts: int) -> None:
         """Allocate weights and biases of `num_experts`."""
-        width = self.spec.width
+        dim, width = self._dim, self.spec.width
         self.w13_e2ID: ExpertWeights = self._empty(num_experts, 2 * width, dim)
         self.w2_eDI: ExpertWeights = self._empty(num_experts, dim, width)
         self.b13_e2I = self.b2_eD = None
@@ -70,19 +68,14 @@ class MoeBlock:
         """Let the layer's router choose experts, or a law instead; see DecoderLM."""
         self.forced_routing = None if forced is None else forced(layer=self._layer)
 
-    def hold_experts(self, experts: range, kept: range) -> None:
-        """Allocate weights of `experts`, and keep the values of `kept`, which are in the old and the new range."""
-        old, weights = self.experts, (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
-        self.experts = experts
-        self._hold_empty(len(experts), self.router_ED.shape[1])
-        if not kept:
-            return
+    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None:
+        """Allocate weights of the experts of `rank`, and keep the values of `kept`, which are held before and after."""
+        before, weights = self.experts, (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
+        self.expert_map, self.experts = expert_map, expert_map.experts_of(rank)
+        self._hold_empty(len(self.experts))
         held_now = (self.w13_e2ID, self.w2_eDI, *(self._biases or ()))
-        to, at = (slice(kept.start - held.start, kept.stop - held.start) for held in (experts, old))
-        for new, source in zip(held_now, weights, strict=True):
-            if isinstance(new, BlockWeights):
-                new.copy_matrices(to, source, at)
-            else:
+        for to, at in kept_runs(before, self.experts, kept):
+            for new, source in zip(held_now, weights, strict=True):
                 new[to].copy_(source[at])
 
     def with_backends(self, backends: Backends) -> Self:
@@ -98,7 +91,8 @@ class MoeBlock:
         buffer_TD = self.all2all.dispatch_buffer(len(residual_TD))
         residual_TD, h_TD = self.norm.add(residual_TD, hidden_TD, buffer_TD)
         topk_idx_TK, topk_weights_TK = self._route(h_TD, batch)
-        pending = self.all2all.dispatch(h_TD, topk_idx_TK, topk_weights_TK)
+        slots_TK = self.expert_map.to_slots(topk_idx_TK)
+        pending = self.all2all.dispatch(h_TD, slots_TK, topk_weights_TK)
         if self.shared is not None:  # computed while the rows travel
             residual_TD = self.shared.add_to(residual_TD, h_TD)
         expert_input = pending.wait()
@@ -111,8 +105,8 @@ class MoeBlock:
 
     def _route(self, h_TD: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         if self.forced_routing is not None:
-            linear(h_TD, self.router_ED)  # keeps the cost of the step
+            self.router(h_TD)  # keeps the cost of the step
             return self.forced_routing(batch.input_ids, batch.positions, batch.num_token_non_padded)
         return route_tokens(
-            h_TD, self.router_ED, self.spec.router, batch.num_token_non_padded, self.router_bias_E
+            h_TD, self.router, self.spec.router, batch.num_token_non_padded, self.score_bias_E
         )

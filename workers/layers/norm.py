@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from kernels.all2all.base import sum_partials
-from kernels.block_fp8 import BlockWeights, Fp8Rows
+from kernels.block_fp8 import Fp8Rows
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
-from workers.layers.linear import takes_fp8
+from workers.layers.linear import Linear
 
 
 class RMSNorm:
@@ -93,23 +93,23 @@ class RMSNorm:
 
     def add_for(
         self,
-        weights: torch.Tensor | BlockWeights,
+        linear: Linear,
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows]:
-        """As `add`, with the norm in the form that `linear` with these weights takes."""
-        if self.triton is None or not takes_fp8(x_TD, weights):
+        """As `add`, with the norm in the form that `linear` takes."""
+        if self.triton is None or not linear.takes_fp8(x_TD):
             return self.add(x_TD, delta_TD)
         return x_TD, self.triton.add_rms_norm_fp8(x_TD, delta_TD, self.weight, self.eps)
 
     def add_for_both(
         self,
-        weights: torch.Tensor | BlockWeights,
+        linear: Linear,
         x_TD: torch.Tensor,
         delta_TD: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | Fp8Rows, torch.Tensor]:
         """As `add_for`; return the norm in the dtype of x too, the same tensor if that is the form."""
-        if self.triton is None or not takes_fp8(x_TD, weights):
+        if self.triton is None or not linear.takes_fp8(x_TD):
             x_TD, normed_TD = self.add(x_TD, delta_TD)
             return x_TD, normed_TD, normed_TD
         plain_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)

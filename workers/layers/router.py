@@ -7,13 +7,13 @@ import torch
 
 from kernels.fused import fused_kernels
 from kernels.native.dense import dense_kernels
-from workers.layers.linear import linear
+from workers.layers.linear import DenseLinear
 from workers.specs.model import RouterSpec
 
 
 def route_tokens(
     x_TD: torch.Tensor,
-    router_ED: torch.Tensor,
+    router: DenseLinear,
     spec: RouterSpec,
     num_tokens: int | torch.Tensor,
     bias_E: torch.Tensor | None = None,
@@ -21,12 +21,11 @@ def route_tokens(
     """Return topk_idx int64 [T, K], best first, and topk_weights float32 [T, K] of the best scores.
 
     Rows from `num_tokens` on are padding: their topk_idx is -1. On a GPU `num_tokens` may be an integer tensor [1]
-    there, which a captured graph reads at each replay. bias_E is float32 and for the choice alone; with
-    `spec.logit_bias` it has the dtype of x and is added to the logits.
+    there, which a captured graph reads at each replay. bias_E is float32 and for the choice alone.
     """
     if not spec.plain:
-        return _route_in_groups(x_TD, router_ED, spec, num_tokens, bias_E)
-    logits_TE = linear(x_TD, router_ED, bias_E)
+        return _route_in_groups(x_TD, router, spec, num_tokens, bias_E)
+    logits_TE = router(x_TD)
     top_k, renormalise = spec.top_k, spec.renormalise
     fused = fused_kernels(x_TD.device.type)
     if fused is not None:
@@ -58,7 +57,7 @@ def _without_padding(
 
 def _route_in_groups(
     x_TD: torch.Tensor,
-    router_ED: torch.Tensor,
+    router: DenseLinear,
     spec: RouterSpec,
     num_tokens: int | torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -67,12 +66,12 @@ def _route_in_groups(
 
     Logits are float32 products whatever the model's dtype, because close scores decide between experts.
     """
+    logits_TE = router.in_float32(x_TD)
     fused = fused_kernels(x_TD.device.type)
     if fused is None:
-        logits_TE = linear(x_TD.float(), router_ED.float())
         return _without_padding(*choose_in_groups(logits_TE, spec, bias_E), num_tokens)
     return fused.route_groups(
-        _float32_logits(x_TD, router_ED),
+        logits_TE,
         bias_E,
         spec.top_k,
         num_tokens,
@@ -83,13 +82,6 @@ def _route_in_groups(
         score=spec.score,
         scaling=spec.scaling,
     )
-
-
-def _float32_logits(x_TD: torch.Tensor, router_ED: torch.Tensor) -> torch.Tensor:
-    """Return x @ router.T in float32 on a GPU, of tensors of 16 bits as they are: their products are exact."""
-    if x_TD.dtype == torch.float32:
-        return linear(x_TD, router_ED)
-    return torch.mm(x_TD, router_ED.t(), out_dtype=torch.float32)
 
 
 def choose_in_groups(

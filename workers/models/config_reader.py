@@ -14,8 +14,6 @@ from workers.models.rope_config import PARTIAL, is_number, parse_partial_rotary,
 from workers.specs.model import (
     DTYPES,
     DtypeName,
-    GqaSpec,
-    LatentSpec,
     LayerSpec,
     ModelConfig,
     MoeSpec,
@@ -297,46 +295,13 @@ class ConfigReader:
     def _check_shapes(self, config: ModelConfig) -> None:
         """Check relations between fields that are valid alone."""
         attention, experts, top_k = config.attention, config.num_experts, config.top_k
-        if isinstance(attention, GqaSpec):
-            self._check_heads(attention)
-        elif attention is not None:
-            self._check_latents(attention)
+        if attention is not None:
+            self.problems += attention.problems()
         self._check_groups(config.moe)
         if top_k > experts:
             self.problems.append(
                 f"num_experts_per_tok is {top_k}; expected at most the number of experts ({experts})"
             )
-
-    def _check_heads(self, attention: GqaSpec) -> None:
-        if attention.num_heads % attention.num_kv_heads:
-            self.problems.append(
-                f"num_attention_heads is {attention.num_heads}; "
-                f"expected a multiple of num_key_value_heads ({attention.num_kv_heads})"
-            )
-        if attention.head_dim % 2:
-            self.problems.append(
-                f"head_dim is {attention.head_dim}; expected an even number (RoPE turns pairs)"
-            )
-        elif attention.rope_dim % 2:
-            self.problems.append(
-                f"{PARTIAL} rotates {attention.rope_dim} of {attention.head_dim} values of a head; "
-                "expected an even number (RoPE turns pairs)"
-            )
-
-    def _check_latents(self, attention: LatentSpec) -> None:
-        """Check that rotated pairs begin at even places."""
-        dims = attention.dims
-        sizes = {
-            "kv_lora_rank": dims.rank,
-            "qk_nope_head_dim": dims.nope_dim,
-            "qk_rope_head_dim": dims.rope_dim,
-            "q_lora_rank": attention.q_rank or 0,
-        }
-        for key, value in sizes.items():
-            if value % 2:
-                self.problems.append(
-                    f"{key} is {value}; expected an even number (RoPE turns pairs)"
-                )
 
     def _check_groups(self, moe: MoeSpec) -> None:
         router, experts = moe.router, moe.num_experts

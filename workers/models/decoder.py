@@ -10,55 +10,58 @@ bound by Python and operator overhead. Run inside `torch.inference_mode()`.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, Self
+from pkgutil import resolve_name
+from typing import NamedTuple, Protocol, Self
 
 import torch
 
 from kernels import dense_fp8
 from kernels.all2all.base import sum_partials
 from kernels.backends.select import Backends
+from kernels.routing.expert_map import ExpertMap
 from kernels.routing.forced_routing import ForcedRouting
-from kernels.routing.placement import ExpertPlacement
-from workers.layers.attention import AttentionBlock
 from workers.layers.builder import LayerBuilder
-from workers.layers.delta_net import DeltaNetBlock
-from workers.layers.latent_attention import LatentAttentionBlock
-from workers.layers.linear import linear
-from workers.layers.mlp import MlpBlock
-from workers.layers.moe import MoeBlock
+from workers.layers.linear import DenseLinear
 from workers.layers.rope import build_rope_table
-from workers.specs.model import (
-    DeltaNetSpec,
-    GqaSpec,
-    LatentSpec,
-    LayerSpec,
-    MlpSpec,
-    ModelConfig,
-    MoeSpec,
-)
+from workers.specs.model import LayerSpec, ModelConfig
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import Slot, parameter_of, slot_of
 from workers.weights.tensors import fp8_parameters, rank_weights
+
+Sum = tuple[torch.Tensor, torch.Tensor | None]  # two parts, (residual, hidden), see AttentionBlock
+
+
+class Mixer(Protocol):
+    """The attention of a layer, or what is in its place."""
+
+    def forward(
+        self,
+        residual_TD: torch.Tensor,
+        hidden_TD: torch.Tensor | None,
+        rotation_T1r: torch.Tensor,
+    ) -> Sum: ...
+    def with_backends(self, backends: Backends) -> Self: ...
+
+
+class Mlp(Protocol):
+    """The MLP of a layer, or its experts."""
+
+    def forward(
+        self, residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None, batch: ForwardBatch
+    ) -> Sum: ...
+    def with_backends(self, backends: Backends) -> Self: ...
+    def hold_experts(self, expert_map: ExpertMap, rank: int, kept: Collection[int]) -> None: ...
+    def route_by(self, forced: Callable[..., ForcedRouting] | None) -> None: ...
 
 
 class Layer(NamedTuple):
     """The blocks of one decoder layer."""
 
-    attention: AttentionBlock | LatentAttentionBlock | DeltaNetBlock
-    mlp: MlpBlock | MoeBlock
-
-
-# The block of each spec, built as block(builder, spec, number).
-BLOCKS: dict[type, Callable[..., Any]] = {
-    GqaSpec: AttentionBlock,
-    LatentSpec: LatentAttentionBlock,
-    DeltaNetSpec: DeltaNetBlock,
-    MlpSpec: MlpBlock,
-    MoeSpec: MoeBlock,
-}
+    attention: Mixer
+    mlp: Mlp
 
 
 class DecoderLM:
@@ -73,7 +76,7 @@ class DecoderLM:
         config: ModelConfig,
         backends: Backends,
         *,
-        placement: ExpertPlacement,
+        expert_map: ExpertMap,
         rank: int,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -83,14 +86,14 @@ class DecoderLM:
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
-        self._placement, self._rank = placement, rank
+        self._expert_map, self._rank = expert_map, rank
         in_fp8 = backends.grouped_gemm.fp8_dense
         self._fp8 = fp8_parameters(config) if in_fp8 else frozenset[str]()
         builder = LayerBuilder(
             hidden_size=config.hidden_size,
             norm_eps=config.norm_eps,
             backends=backends,
-            placement=placement,
+            expert_map=expert_map,
             rank=rank,
             device=self.device,
             dtype=dtype,
@@ -105,7 +108,8 @@ class DecoderLM:
             for number, spec in enumerate(config.layers)
         ]
         self.norm = builder.norm(config.hidden_size)
-        self.lm_head_VD = self.embed_VD if config.tie_word_embeddings else builder.empty(*table)
+        tied = config.tie_word_embeddings
+        self.lm_head = DenseLinear(self.embed_VD) if tied else builder.dense(*table)
         num_positions = max_positions or config.max_position_embeddings
         self._rope_table = build_rope_table(config, num_positions, self.device)
 
@@ -114,8 +118,8 @@ class DecoderLM:
         before = self.config.layers[:number]
         same_cache = sum(layer.attention.cache == spec.attention.cache for layer in before)
         return Layer(
-            BLOCKS[type(spec.attention)](builder, spec.attention, same_cache),
-            BLOCKS[type(spec.mlp)](builder, spec.mlp, number),
+            resolve_name(spec.attention.block)(builder, spec.attention, same_cache),
+            resolve_name(spec.mlp.block)(builder, spec.mlp, number),
         )
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -170,19 +174,18 @@ class DecoderLM:
 
     def hold_experts(
         self,
-        placement: ExpertPlacement,
+        expert_map: ExpertMap,
         rank: int,
-        kept: range,
+        kept: Collection[int],
         forced_routing: Callable[..., ForcedRouting] | None = None,
     ) -> None:
-        """Hold the experts of `rank` in `placement`, with the values of `kept`; the other values are undefined.
+        """Hold the experts of `rank` in `expert_map`, with the values of `kept`; the other values are undefined.
 
         Views by `with_backends` keep the weights of before.
         """
-        self._placement, self._rank = placement, rank
-        experts = placement.local_experts(rank)
+        self._expert_map, self._rank = expert_map, rank
         for layer in self.layers:
-            layer.mlp.hold_experts(experts, kept)
+            layer.mlp.hold_experts(expert_map, rank, kept)
         self.route_by(forced_routing)
 
     def route_by(self, forced_routing: Callable[..., ForcedRouting] | None) -> None:
@@ -191,9 +194,9 @@ class DecoderLM:
             layer.mlp.route_by(forced_routing)
 
     @property
-    def seat(self) -> tuple[ExpertPlacement, int]:
-        """The placement of experts, and the rank in it, that the model has weights for."""
-        return self._placement, self._rank
+    def seat(self) -> tuple[ExpertMap, int]:
+        """The map of experts, and the rank in it, that the model has weights for."""
+        return self._expert_map, self._rank
 
     def rotation(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the rotations of these positions: complex64 [T, 1, r/2]."""
@@ -203,7 +206,7 @@ class DecoderLM:
         self, hidden_LD: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return float32 [L, V], in `out` if given, of rows of forward's result; norms these rows only."""
-        logits_LV = linear(self.norm(hidden_LD), self.lm_head_VD)
+        logits_LV = self.lm_head(self.norm(hidden_LD))
         logits_LV = logits_LV.float() if out is None else out.copy_(logits_LV)
         factor = self.config.logits_factor
         return logits_LV if factor == 1.0 else logits_LV.mul_(factor)
@@ -211,13 +214,14 @@ class DecoderLM:
     def compile_products(self, sizes: Sequence[int]) -> None:
         """Compile the dense products in FP8 for steps of these numbers of rows."""
         weights = (parameter_of(self, name) for name in sorted(self._fp8))
-        dense_fp8.compile_products(weights, sizes, self._rank, self._placement.num_ranks)
+        dense_fp8.compile_products(weights, sizes, self._rank, self._expert_map.num_ranks)
 
     def weight_slots(self) -> dict[str, Slot]:
         """Return the destination of every entry of the weight map that this rank holds, by its key."""
-        first = self._placement.local_experts(self._rank).start
-        entries = rank_weights(self.config, self._placement, self._rank)
-        return {entry.key: slot_of(self, entry, first) for entry in entries}
+        experts = self._expert_map.experts_of(self._rank)
+        places = {expert: place for place, expert in enumerate(experts)}
+        entries = rank_weights(self.config, self._expert_map, self._rank)
+        return {entry.key: slot_of(self, entry, places) for entry in entries}
 
 
 def add_hidden(residual_TD: torch.Tensor, hidden_TD: torch.Tensor | None) -> torch.Tensor:

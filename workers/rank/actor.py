@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError
 
 from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
 from kernels.host.shm import PeerLeftError
-from kernels.routing.placement import STANDBY
+from kernels.routing.expert_map import STANDBY
 from workers import hub
 from workers.config import RankConfig
 from workers.log import set_up_logging

@@ -7,7 +7,7 @@ Knows nothing of Ray, peers or requests.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -88,7 +88,7 @@ class RankProcess:
         self.grammars: GrammarCompiler | None = None
         self.backends: select.Backends | None = None
         self.model: DecoderLM | None = None
-        self.experts = range(0)
+        self.experts: Sequence[int] = ()
         self.num_blocks, self.num_snapshots = 0, config.cache.num_snapshots or 0
         self.kv_caches: list[torch.Tensor] = []
         self.states: list[LinearStates] = []
@@ -101,7 +101,7 @@ class RankProcess:
 
     def _configure(self, rank: int, config: RankConfig) -> None:
         self.rank, self.config, self.dims = rank, config, config.dims
-        self.placement = self.dims.expert_placement(self.model_config.num_experts)
+        self.expert_map = self.dims.expert_map(self.model_config.num_experts)
         self.shape = backend_shape(config, self.model_config)
         unavailable = select.probe(self.device)
         self.selection = select.select(config.kernels, unavailable, self.shape)
@@ -134,7 +134,7 @@ class RankProcess:
         names, kept = self.selection.names(), selection.names().items()
         if any(names[seam] != name for seam, name in kept if seam != "all2all"):
             # The weights, the caches and the states have the memory order of these backends.
-            self.backends, self.model, self.experts = None, None, range(0)
+            self.backends, self.model, self.experts = None, None, ()
             self.kv_caches, self.states = [], []
         if self.device.type == "cuda":
             self.warm, self.kv_caches = False, []
@@ -162,13 +162,13 @@ class RankProcess:
             self.backends = self._unbound_backends()
         if self.grammars is None:
             self.grammars = GrammarCompiler(self.config.model.folder, self.model_config.vocab_size)
-        experts = self.placement.local_experts(self.rank)
+        experts = tuple(self.expert_map.experts_of(self.rank))
         with memory_for("the weights", self.weight_bytes()):
             if self.model is None:
                 model = self._build_model(self.backends)
                 self._read_weights(model, progress)
                 self.model = model
-            elif self.experts != experts or self.model.seat != (self.placement, self.rank):
+            elif self.experts != experts or self.model.seat != (self.expert_map, self.rank):
                 self._take_experts(self.model, experts, progress)
         self.experts = experts
 
@@ -188,7 +188,7 @@ class RankProcess:
         return DecoderLM(
             self.model_config,
             backends,
-            placement=self.placement,
+            expert_map=self.expert_map,
             rank=self.rank,
             device=self.device,
             dtype=self.dtype,
@@ -196,10 +196,12 @@ class RankProcess:
             forced_routing=self._forced_routing(),
         )
 
-    def _take_experts(self, model: DecoderLM, experts: range, progress: Progress | None) -> None:
+    def _take_experts(
+        self, model: DecoderLM, experts: Sequence[int], progress: Progress | None
+    ) -> None:
         """Replace experts of other ranks by those of this rank; after an error the next call goes on from there."""
-        kept = range(max(self.experts.start, experts.start), min(self.experts.stop, experts.stop))
-        model.hold_experts(self.placement, self.rank, kept, self._forced_routing())
+        kept = tuple(expert for expert in experts if expert in self.experts)
+        model.hold_experts(self.expert_map, self.rank, kept, self._forced_routing())
         self.experts = kept
         missing = [expert for expert in experts if expert not in kept]
         if missing:
@@ -208,7 +210,7 @@ class RankProcess:
     def _read_weights(
         self, model: DecoderLM, progress: Progress | None, experts: list[int] | None = None
     ) -> None:
-        where: dict[str, Any] = {"config": self.model_config, "placement": self.placement}
+        where: dict[str, Any] = {"config": self.model_config, "expert_map": self.expert_map}
         where |= {"rank": self.rank, "device": self.device, "progress": progress}
         if self.config.model.weights == "dummy":
             draw_weights(model, **where, experts=experts)
@@ -229,7 +231,7 @@ class RankProcess:
             group=None if self.dims.alone else torch.distributed.group.WORLD,
             shared_memory=shared_memory,
             network=network,
-            placement=self.placement,
+            expert_map=self.expert_map,
             block_size=self.config.cache.block_size,
         )
 
@@ -310,7 +312,7 @@ class RankProcess:
         assert dtype != "auto", "resolve_rank_config comes first"
         return rank_weight_bytes(
             self.model_config,
-            self.placement,
+            self.expert_map,
             self.rank,
             dtype,
             fp8_experts=self.selection.fp8_experts,

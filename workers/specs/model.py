@@ -1,7 +1,10 @@
 """The layers of a model as plain data. Needs neither torch nor transformers.
 
+A spec of a part of a layer names the class of its block, built as block(builder, spec, number), and the generator of
+its weight map, called as weights(LayerWeights, spec): both as "module:name", because they are above this module. A spec
+of attention names the memory of its sequences too. So a new kind of layer is its spec, its block and its weights.
 A model family reads config.json into a `ModelConfig`; all code outside `workers/models/<family>/` reads this alone.
-Knows nothing of config.json's names, weights or ranks.
+Knows nothing of ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,8 +25,6 @@ DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
 QkNorm = Literal["head", "full"]
 ScoreFunction = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
-# Memory of a sequence in a layer: KV blocks, or one state of constant size.
-CacheKind = Literal["kv", "state"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class RopeSpec:
 class GqaSpec:
     """Grouped-query attention of one layer.
 
+    cache      memory of a sequence: KV blocks, or one state of constant size ("state")
     qk_norm    RMS norm of q and k before the rotation: per head, over all heads together ("full"), or None
     clip_qkv   bound on the absolute values of q, k and v after the norm, None for no bound
     rotary_dim values of a head that are rotated, the first ones; None: all
@@ -52,7 +54,9 @@ class GqaSpec:
     output_gate  the output is multiplied by the sigmoid of further values of q's projection, one a value
     """
 
-    cache: ClassVar[CacheKind] = "kv"
+    block: ClassVar[str] = "workers.layers.attention:AttentionBlock"
+    weights: ClassVar[str] = "workers.models.attention_weights:gqa_weights"
+    cache: ClassVar[Literal["kv"]] = "kv"
 
     num_heads: int
     num_kv_heads: int
@@ -94,6 +98,21 @@ class GqaSpec:
         scale: float = self.head_dim**-0.5
         return scale if self.score_scale is None else self.score_scale
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong between sizes that are valid alone, by the names that config.json has for them."""
+        if self.num_heads % self.num_kv_heads:
+            yield (
+                f"num_attention_heads is {self.num_heads}; "
+                f"expected a multiple of num_key_value_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            yield f"head_dim is {self.head_dim}; expected an even number (RoPE turns pairs)"
+        elif self.rope_dim % 2:
+            yield (
+                f"partial_rotary_factor rotates {self.rope_dim} of {self.head_dim} values of a head; "
+                "expected an even number (RoPE turns pairs)"
+            )
+
     @property
     def kernel_spec(self) -> AttentionSpec:
         """The spec of this layer for the attention kernels."""
@@ -117,7 +136,9 @@ class LatentSpec:
     latent_eps   of the norms of both latents, which may differ from the norms of the layer
     """
 
-    cache: ClassVar[CacheKind] = "kv"
+    block: ClassVar[str] = "workers.layers.latent_attention:LatentAttentionBlock"
+    weights: ClassVar[str] = "workers.models.attention_weights:latent_weights"
+    cache: ClassVar[Literal["kv"]] = "kv"
 
     num_heads: int
     dims: LatentDims
@@ -152,6 +173,18 @@ class LatentSpec:
         """Width of the output of all heads together."""
         return self.num_heads * self.dims.value_dim
 
+    def problems(self) -> Iterator[str]:
+        """Yield the sizes whose rotated pairs would begin at odd places, by the names that config.json has for them."""
+        sizes = {
+            "kv_lora_rank": self.dims.rank,
+            "qk_nope_head_dim": self.dims.nope_dim,
+            "qk_rope_head_dim": self.dims.rope_dim,
+            "q_lora_rank": self.q_rank or 0,
+        }
+        for key, value in sizes.items():
+            if value % 2:
+                yield f"{key} is {value}; expected an even number (RoPE turns pairs)"
+
     @property
     def kernel_spec(self) -> AttentionSpec:
         """The spec of this layer for the attention kernels."""
@@ -162,7 +195,9 @@ class LatentSpec:
 class DeltaNetSpec:
     """Gated delta net of one layer: linear attention with a state of constant size a sequence."""
 
-    cache: ClassVar[CacheKind] = "state"
+    block: ClassVar[str] = "workers.layers.delta_net:DeltaNetBlock"
+    weights: ClassVar[str] = "workers.models.delta_net_weights:delta_net_weights"
+    cache: ClassVar[Literal["state"]] = "state"
 
     kernel_spec: LinearAttentionSpec
 
@@ -177,6 +212,8 @@ class DeltaNetSpec:
 class MlpSpec:
     """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
 
+    block: ClassVar[str] = "workers.layers.mlp:MlpBlock"
+    weights: ClassVar[str] = "workers.models.mlp_weights:mlp_weights"
     has_experts: ClassVar[bool] = False
 
     width: int
@@ -227,6 +264,8 @@ class MoeSpec:
     bias   both products of an expert have biases
     """
 
+    block: ClassVar[str] = "workers.layers.moe:MoeBlock"
+    weights: ClassVar[str] = "workers.models.mlp_weights:moe_weights"
     has_experts: ClassVar[bool] = True
 
     num_experts: int
@@ -293,18 +332,14 @@ class ModelConfig:
     def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """The specs for the attention kernels of all layers with KV blocks."""
         return tuple(
-            layer.attention.kernel_spec
-            for layer in self.layers
-            if not isinstance(layer.attention, DeltaNetSpec)
+            layer.attention.kernel_spec for layer in self.layers if layer.attention.cache == "kv"
         )
 
     @property
     def linear_specs(self) -> tuple[LinearAttentionSpec, ...]:
         """The specs for the kernels of all layers of linear attention."""
         return tuple(
-            layer.attention.kernel_spec
-            for layer in self.layers
-            if isinstance(layer.attention, DeltaNetSpec)
+            layer.attention.kernel_spec for layer in self.layers if layer.attention.cache == "state"
         )
 
     @property
@@ -321,7 +356,7 @@ class ModelConfig:
     def attention(self) -> GqaSpec | LatentSpec | None:
         """That of the first layer with KV blocks, None without such layers. They differ in their windows alone."""
         for layer in self.layers:
-            if not isinstance(layer.attention, DeltaNetSpec):
+            if layer.attention.cache == "kv":
                 return layer.attention
         return None
 

@@ -68,7 +68,7 @@ class WeightEntry(NamedTuple):
     A named tuple, because a model has up to 100,000 entries, and a dataclass takes three times as long to make.
 
     name, shape   in the checkpoint; of a stacked tensor the shape of one expert's part
-    parameter     dotted path from the model to the parameter, with list indices: "layers.3.attention.qkv_QD"
+    parameter     dotted path from the model to the parameter, with list indices: "layers.3.attention.qkv.weight"
     kind          its purpose
     rows          first row and end row in the parameter; None: all rows. A norm of one head fills every row
     head_dim      the rows (of a norm the values) are heads of this size; values i and i + head_dim / 2 come side

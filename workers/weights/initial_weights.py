@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig
 from workers.specs.weight_map import WeightEntry, WeightKind
 from workers.weights.slots import Progress, SlottedModel
@@ -74,7 +74,7 @@ def draw_weights(
     model: SlottedModel,
     *,
     config: ModelConfig,
-    placement: ExpertPlacement,
+    expert_map: ExpertMap,
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
@@ -85,7 +85,7 @@ def draw_weights(
     experts   draw the tensors of these experts alone
     """
     generator = torch.Generator(device)
-    entries = rank_weights(config, placement, rank, experts=experts)
+    entries = rank_weights(config, expert_map, rank, experts=experts)
     slots = model.weight_slots()
     done, total = 0, sum(slots[entry.key].num_bytes for entry in entries)
     for entry in entries:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import ModelConfig, weight_map
 from workers.specs.weight_map import WeightKind, mapped_name
 from workers.weights.checkpoint_files import CheckpointError
@@ -35,7 +35,7 @@ def load_weights(
     path: str | Path,
     *,
     config: ModelConfig,
-    placement: ExpertPlacement,
+    expert_map: ExpertMap,
     rank: int,
     device: torch.device,
     progress: Progress | None = None,
@@ -55,7 +55,7 @@ def load_weights(
     check_against_map(Path(path), stored, entries)
     slots = model.weight_slots()
     sources = []
-    for entry in rank_weights(config, placement, rank, experts=experts):
+    for entry in rank_weights(config, expert_map, rank, experts=experts):
         if entry.stacked:
             assert entry.expert is not None
             parts = [stored[name].part(entry.expert) for name in entry.stacked_shapes]

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -160,14 +160,6 @@ class SlottedModel(Protocol):
     def weight_slots(self) -> Mapping[str, Slot]: ...
 
 
-@runtime_checkable
-class ScaledWeight(Protocol):
-    """A parameter that holds `load_scale` times the checkpoint's values, as norms do."""
-
-    load_scale: float
-    weight: torch.Tensor
-
-
 def parameter_of(model: Any, name: str) -> Any:
     """Return the parameter with this dotted path."""
     found = model
@@ -176,13 +168,13 @@ def parameter_of(model: Any, name: str) -> Any:
     return found
 
 
-def slot_of(model: Any, entry: WeightEntry, first_expert: int) -> Slot:
-    """Return the destination of `entry` in `model`, with parameters for experts from `first_expert` on."""
+def slot_of(model: Any, entry: WeightEntry, places: Mapping[int, int]) -> Slot:
+    """Return the destination of `entry` in `model`; `places`: of experts in the parameters of all experts."""
     found, scale = parameter_of(model, entry.parameter), 1.0
-    if isinstance(found, ScaledWeight):
+    if entry.kind in (WeightKind.NORM, WeightKind.QK_NORM):  # a norm, which may hold a multiple
         scale, found = found.load_scale, found.weight
     if entry.expert is not None:
-        found = found[entry.expert - first_expert]
+        found = found[places[entry.expert]]
     if entry.rows is not None:
         found = found[slice(*entry.rows)]
     if isinstance(found, BlockWeights):

@@ -2,15 +2,17 @@
 
 from collections.abc import Container
 
-from kernels.routing.placement import ExpertPlacement
+from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import DtypeName, ModelConfig, weight_map
 from workers.specs.weight_map import FP8_BLOCK, Scaling, WeightEntry
 
-# Parameters that `LayerBuilder.projection` allocates; all others keep the model's dtype.
+# Weights that `LayerBuilder.linear` allocates; all others keep the model's dtype.
 DENSE = (
-    *("attention.qkv_QD", "attention.o_DQ", "attention.qkvz_PD", "attention.out_DO"),
-    *("attention.down_D", "attention.q_up", "attention.o_D"),
-    *("mlp.w13_2ID", "mlp.w2_DI", "mlp.shared.w13_2ID", "mlp.shared.w2_DI"),
+    *("attention.qkv.weight", "attention.o.weight"),
+    *("attention.qkvz.weight", "attention.out.weight"),
+    *("attention.down.weight", "attention.q_up.weight"),
+    *("mlp.gate_up.weight", "mlp.down.weight"),
+    *("mlp.shared.gate_up.weight", "mlp.shared.down.weight"),
 )
 FP8_ROWS = 64  # a dense product in FP8 has a multiple of these outputs, and of FP8_BLOCK inputs
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -85,7 +87,7 @@ def _fits_blocks(entries: list[WeightEntry]) -> bool:
 
 def rank_weights(
     config: ModelConfig,
-    placement: ExpertPlacement,
+    expert_map: ExpertMap,
     rank: int,
     *,
     experts: Container[int] | None = None,
@@ -94,16 +96,16 @@ def rank_weights(
 
     experts   return the tensors of these experts alone, as far as the rank holds them
     """
-    local = placement.local_experts(rank)
+    local = frozenset(expert_map.experts_of(rank))
     if experts is not None:
-        chosen = [expert for expert in local if expert in experts]
+        chosen = frozenset(expert for expert in local if expert in experts)
         return [entry for entry in weight_map(config) if entry.expert in chosen]
     return [entry for entry in weight_map(config) if entry.expert is None or entry.expert in local]
 
 
 def rank_weight_bytes(
     config: ModelConfig,
-    placement: ExpertPlacement,
+    expert_map: ExpertMap,
     rank: int,
     dtype: DtypeName,
     *,
@@ -120,5 +122,5 @@ def rank_weight_bytes(
         entry.fp8_bytes
         if (entry.parameter in dense if entry.expert is None else fp8_experts)
         else width * entry.size
-        for entry in rank_weights(config, placement, rank)
+        for entry in rank_weights(config, expert_map, rank)
     )
