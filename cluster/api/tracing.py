@@ -7,19 +7,21 @@ resource); serve.tracing.otlp_endpoint stands in for OTEL_EXPORTER_OTLP_ENDPOINT
 
 import logging
 import os
-import threading
 import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cluster.config.errors import ConfigError, Problem
+from kernels.host.owned import start_thread
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor
 
     from cluster.api.record import RequestRecord
     from cluster.config.serve_section import TracingConfig
+
+logger = logging.getLogger(__name__)
 
 ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -125,9 +127,11 @@ class RequestTracer:
 
     def close(self) -> None:
         """Send the remaining spans within CLOSE_S, because the exporter would retry for 8 s."""
-        sending = threading.Thread(target=self._provider.shutdown, daemon=True)
-        sending.start()
-        sending.join(CLOSE_S)
+        start_thread(self._provider.shutdown, _not_sent, "send-spans").join(CLOSE_S)
+
+
+def _not_sent(error: BaseException) -> None:
+    logger.warning("the last spans are not sent: %r", error)
 
 
 def _first_token_s(record: "RequestRecord") -> float | None:

@@ -16,10 +16,12 @@ import time
 import traceback
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cluster.config.phalanx_config import PhalanxConfig
 from kernels.host import cuda_environment
+from kernels.host.owned import start_thread
 
 if TYPE_CHECKING:
     from cluster.commands.check import CheckReport
@@ -48,7 +50,7 @@ class Preflight:
             start_new_session=True,
         )
         job = pickle.dumps((config, num_api_keys))
-        threading.Thread(target=self._follow, args=(job,), daemon=True).start()
+        start_thread(partial(self._follow, job), self._warnings.set_exception, "preflight")
 
     def done(self) -> bool:
         """Whether `warnings` would not wait."""

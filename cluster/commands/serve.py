@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from cluster.commands.stop_signals import StopSignals
 from cluster.config.api_keys import VARIABLE, load_digests
 from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import check_num_ranks
+from kernels.host.owned import start_thread
 from workers.log import set_up_logging
 
 HTTP_STOP_S = 5.0  # time for a running call of Serve to return
@@ -73,9 +75,8 @@ def _start(
         return None
     failure: list[BaseException] = []
     calling_serve = threading.Lock()
-    arguments = (config, digests, stop, calling_serve, failure)
-    http = threading.Thread(target=_start_http, args=arguments, daemon=True)
-    http.start()
+    start_http = partial(_start_http, config, digests, stop, calling_serve)
+    http = start_thread(start_http, failure.append, "start-http")
 
     def http_is_ready() -> bool:
         if failure:
@@ -99,33 +100,29 @@ def _start_http(
     digests: tuple[bytes, ...],
     stop: StopSignals,
     calling_serve: threading.Lock,
-    failure: list[BaseException],
 ) -> None:
-    try:
-        from ray import serve
+    from ray import serve
 
-        from cluster.ingress.ingress import deploy
+    from cluster.ingress.ingress import deploy
 
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with calling_serve:
-            if stop.is_set():
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with calling_serve:
+        if stop.is_set():
+            return
+        serve.start(proxy_location="Disabled")
+        name = config.serve.app_name
+        app = deploy(config, listen=True, api_key_digests=digests)
+        # No route: the application listens by itself, and each route of a Serve belongs to one application.
+        target = serve.RunTarget(app, name=name, route_prefix=None)
+        if not stop.is_set():
+            serve.run_many([target], wait_for_applications_running=False)
+        while not stop.is_set():
+            application = serve.status().applications[name]
+            if application.status == "RUNNING":
                 return
-            serve.start(proxy_location="Disabled")
-            name = config.serve.app_name
-            app = deploy(config, listen=True, api_key_digests=digests)
-            # No route: the application listens by itself, and each route of a Serve belongs to one application.
-            target = serve.RunTarget(app, name=name, route_prefix=None)
-            if not stop.is_set():
-                serve.run_many([target], wait_for_applications_running=False)
-            while not stop.is_set():
-                application = serve.status().applications[name]
-                if application.status == "RUNNING":
-                    return
-                if application.status == "DEPLOY_FAILED":
-                    raise RuntimeError(_deploy_failure(application))
-                time.sleep(POLL_S)
-    except BaseException as error:
-        failure.append(error)
+            if application.status == "DEPLOY_FAILED":
+                raise RuntimeError(_deploy_failure(application))
+            time.sleep(POLL_S)
 
 
 def _deploy_failure(application: Any) -> str:

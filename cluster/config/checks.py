@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from cluster.config.api_keys import ApiKeyError, read_keys_file
 from cluster.config.chat_template import ChatTemplateError, read_chat_template
 from cluster.config.errors import Problem
-from cluster.config.phalanx_config import PhalanxConfig
+from cluster.config.phalanx_config import PhalanxConfig, SchedulerSection
 from workers.models.config_reader import ModelConfigError
 from workers.models.registry import load_model_config
 from workers.specs.model import ModelConfig
@@ -78,6 +78,7 @@ def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
                 "a target needs scheduler.chunked_prefill = true, because it splits prompts",
                 ("scheduler.chunked_prefill",),
             )
+    yield from _check_graph_sizes(config.scheduler)
     seqs, tokens = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
     if seqs == "auto" or tokens == "auto":
         return  # an auto limit is chosen to fit the other limit
@@ -87,6 +88,24 @@ def _check_scheduler(config: PhalanxConfig) -> Iterator[Problem]:
             f"{seqs} sequences cannot take a token each within "
             f"scheduler.max_num_batched_tokens = {tokens}; "
             "lower the first or raise the second",
+            ("scheduler.max_num_batched_tokens",),
+        )
+
+
+def _check_graph_sizes(scheduler: SchedulerSection) -> Iterator[Problem]:
+    sizes, tokens = scheduler.cuda_graph_sizes, scheduler.max_num_batched_tokens
+    if sizes == "auto":
+        return
+    if scheduler.cuda_graphs is False:
+        yield Problem(
+            "scheduler.cuda_graph_sizes",
+            "scheduler.cuda_graphs = false captures no graphs; expected auto",
+            ("scheduler.cuda_graphs",),
+        )
+    if tokens != "auto" and max(sizes) > tokens:
+        yield Problem(
+            "scheduler.cuda_graph_sizes",
+            f"no step has {max(sizes)} tokens; expected at most scheduler.max_num_batched_tokens = {tokens}",
             ("scheduler.max_num_batched_tokens",),
         )
 

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from kernels.host.owned import start_thread
+
 EVERY_S = 0.1
 Sample = tuple[int, int]  # MHz of the SMs, milliwatts
 
@@ -27,13 +29,15 @@ def clock_samples(device: torch.device) -> Iterator[list[Sample]]:
     if device.type != "cuda":
         yield samples
         return
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
+    failures: list[BaseException] = []
+    thread = start_thread(sample, failures.append, "clock-samples")
     try:
         yield samples
     finally:
         over.set()
         thread.join()
+    for failure in failures:
+        raise failure
 
 
 def clock_figures(samples: Sequence[Sample]) -> dict[str, float]:

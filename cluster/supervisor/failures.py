@@ -7,7 +7,7 @@ from typing import TypeVar
 from ray.exceptions import RayActorError, RayTaskError
 
 from workers.models.config_reader import ModelConfigError
-from workers.rank.actor import PeerFailedError, RankFailedError
+from workers.rank.step_loop import PeerFailedError, RankFailedError
 from workers.weights.checkpoint_files import CheckpointError
 
 T = TypeVar("T")

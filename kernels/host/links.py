@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kernels.host.owned import start_thread
 from kernels.host.readable import Readable
 from kernels.host.shm import PeerLeftError
 
@@ -87,8 +88,7 @@ class Link:
         if not left:
             return
         if self._sender is None:
-            self._sender = threading.Thread(target=self._send_rest, name="send", daemon=True)
-            self._sender.start()
+            self._sender = start_thread(self._send_rest, lambda error: self.abort(), "send")
         with self._lock:
             self._num_unsent += len(left)
         for part in left:

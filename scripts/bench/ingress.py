@@ -34,6 +34,7 @@ from scripts.bench.results import origin, save
 from scripts.bench.servers import free_port
 from workers.engine.open_requests import OpenRequests
 from workers.rank.actor import RankActor, node_address
+from workers.rank.fence import Fence
 from workers.rank.rank_info import RankInfo
 from workers.stats.stats import EngineStats
 from workers.wire.inbox import Inbox
@@ -101,23 +102,21 @@ class PacedRankActor(RankActor):
     """A rank's actor shell around a PacedEngine."""
 
     def __init__(self, rank: int, step_s: float):
-        self._index, self._epoch = rank, 0
-        self._loop_clock = None
+        self._index, self._fence, self._step_loop = rank, Fence(rank, epoch=0), None
         self._senders: dict[str, Any] = {}
         self._info: dict[str, Any] = {}
         engine = PacedEngine(self._publish, step_s)
         self._current = SimpleNamespace(engine=engine, started=True)
-        self._done = None
         self._inbox = Inbox(node_address())
-        self._inbox.deliver_to(engine, self._epoch)
+        self._inbox.deliver_to(engine, 0)
 
     async def set_step(self, step_s: float) -> None:
         """From now on a token each `step_s` seconds."""
         self._current.engine.step_s = step_s
 
-    async def begin(self) -> None:
-        """The part of `start` that a PacedEngine needs."""
-        self._done = asyncio.get_running_loop().create_future()
+    async def done(self, epoch: int) -> None:
+        """Wait: a paced rank does not end."""
+        await asyncio.Event().wait()
 
 
 class PacedGroup(Group):
@@ -135,7 +134,6 @@ class PacedGroup(Group):
         actor = ray.remote(PacedRankActor).options(num_cpus=0)
         dims = self._roster.config.dims
         self._roster.adopt([actor.remote(i, self._step_s) for i in dims.ranks()])
-        await asyncio.gather(*[rank.begin.remote() for rank in self._ranks])
         self.status.infos = [RANK_INFO]
         self._set_state("serving")
 

@@ -2,16 +2,20 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kernels.host.cuda_environment import MULTICAST_OFF, MulticastError
-from tests.unit.ray_fakes import rank_config
+from kernels.host.shm import PeerLeftError
+from tests.unit.ray_fakes import rank_config, until
 from workers.rank import actor
-from workers.rank.actor import RankActor, RankFailedError
+from workers.rank.actor import RankActor
 from workers.rank.fence import StaleEpochError
-from workers.rank.rank_info import Rendezvous
+from workers.rank.rank_info import RankInfo, Rendezvous
+from workers.rank.step_loop import PeerFailedError, RankFailedError
+from workers.step.step_sync import LockstepError
 from workers.wire.secure_socket import StreamAddress
 
 
@@ -164,6 +168,87 @@ def test_a_rank_leaves_after_the_join_that_is_under_way(monkeypatch):
         may_go.set()
         await asyncio.gather(joining, leaving)
         assert steps == ["joined", "left"]
+        subject._inbox.close()
+
+    asyncio.run(scenario())
+
+
+class FailedEpoch:
+    """An epoch with an engine that runs until it is told to fail."""
+
+    started = True
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.failures: list[BaseException] = []
+        self.engine = SimpleNamespace(fail=self.failures.append, stats=self)
+        self.may_end, self.error = threading.Event(), error
+        self.closed = False
+
+    def snapshot(self) -> dict[str, Any]:
+        raise KeyError("steps")
+
+    def start_engine(self, *_: Any) -> RankInfo:
+        return RankInfo(0, {}, num_blocks=8, block_size=16, max_model_len=64)
+
+    def run(self) -> None:
+        assert self.may_end.wait(20)
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        self.may_end.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def started(epoch: FailedEpoch) -> tuple[RankActor, Any]:
+    subject = RankActor(0, rank_config())
+    subject._current, subject._fence.epoch = epoch, 0
+    return subject, subject.start(0, [])
+
+
+def test_a_failed_log_of_statistics_fails_the_epoch() -> None:
+    async def scenario() -> None:
+        epoch = FailedEpoch()
+        subject, start = started(epoch)
+        await start
+        await until(lambda: bool(epoch.failures))
+        assert isinstance(epoch.failures[0], KeyError)
+        await subject.leave_epoch(1)
+        assert epoch.closed
+        subject._inbox.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (None, None),
+        (KeyError(7), RankFailedError),
+        (PeerLeftError("rank 1 left"), PeerFailedError),
+        (LockstepError("rank 1: failed"), PeerFailedError),
+    ],
+)
+def test_the_end_of_the_step_loop_is_the_answer_of_done(
+    error: Exception | None, kind: type[Exception] | None
+) -> None:
+    async def scenario() -> None:
+        epoch = FailedEpoch(error)
+        subject, start = started(epoch)
+        await start
+        assert (await subject.membership()).info is not None
+        epoch.may_end.set()
+        if kind is None:
+            await subject.done(0)
+            assert epoch.closed
+        else:
+            with pytest.raises(RankFailedError) as failure:
+                await subject.done(0)
+            assert type(failure.value) is kind and str(error) in str(failure.value)
+        assert (await subject.membership()).info is None
+        await subject.leave_epoch(1)
         subject._inbox.close()
 
     asyncio.run(scenario())

@@ -47,6 +47,12 @@ def test_graphs_with_their_sizes(yaml_path: Path) -> None:
     assert report.ranks[0].graph_bytes > 0
 
 
+def test_graphs_of_configured_sizes(yaml_path: Path) -> None:
+    report = checked(yaml_path, "scheduler.max_num_seqs=8", "scheduler.cuda_graph_sizes=[1,4]")
+    says = report.steps["cuda_graphs"]
+    assert says == "on: up to 4 decodes (2 sizes) and steps of up to 4 tokens (2 sizes)"
+
+
 @pytest.mark.parametrize(
     ("override", "reason"),
     [

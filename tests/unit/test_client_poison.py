@@ -8,7 +8,7 @@ from ray.exceptions import ActorDiedError
 from cluster.errors import EngineDeadError, ServingError
 from tests.unit.client_scene import OfFakes, Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import until
-from workers.rank.actor import RankFailedError
+from workers.rank.step_loop import RankFailedError
 
 
 @pytest.fixture(autouse=True)

@@ -110,6 +110,24 @@ def test_what_is_captured():
     assert not sizes("auto", device=cpu)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 4), GraphSizes((1, 4), (1, 4))),
+        ((32, 4, 4), GraphSizes((4, 8), (4, 32))),
+        ((64,), GraphSizes((8,), (32,))),
+    ],
+)
+def test_configured_sizes_are_captured_up_to_the_largest_step(sizes, expected):
+    can = Selection(Choice("copy_engine", ""), Choice("triton", ""), Choice("flashinfer", ""))
+    config = SchedulerConfig(
+        max_num_seqs=8, max_num_batched_tokens=32, cuda_graph_sizes=sizes, cuda_graphs=True
+    )
+    cuda = torch.device("cuda")
+    assert graphs_to_capture(config, can, cuda, mixed=True) == expected
+    assert graphs_to_capture(config, can, cuda, mixed=False) == GraphSizes(expected.decode)
+
+
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch):
     """Graphs whose captures are recorded; attention has two forms, of fewer than 66 rows one."""

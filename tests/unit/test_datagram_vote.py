@@ -1,5 +1,6 @@
 """Votes between hosts: rows arrive though datagrams are lost, a slow rank is not lost, a silent one is."""
 
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,3 +155,19 @@ def test_datagrams_of_another_epoch_or_group_are_dropped():
         with ThreadPoolExecutor(2) as pool:
             found = list(pool.map(lambda t, row: t.all_gather(row).tolist(), transports, rows))
         assert found == [[[0], [1]]] * 2
+
+
+def test_a_rank_that_answers_no_more_fails_at_its_next_vote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Otherwise its peers would take its host for lost."""
+
+    def broken(transport: DatagramVoteTransport) -> None:
+        raise struct.error("a header of 7 bytes")
+
+    monkeypatch.setattr(DatagramVoteTransport, "_answer", broken)
+    with ranks_on_hosts(2) as transports:
+        transports[0]._answers.join()
+        with pytest.raises(LockstepError, match=r"answers its peers no more.* 7 bytes") as failure:
+            transports[0].all_gather(np.zeros(2, dtype=np.int64))
+        assert failure.value.__cause__ is not None, "this rank is the cause"

@@ -94,6 +94,29 @@ def test_the_bar_goes_on_after_whole_steps() -> None:
     assert epoch.graph_bytes == 4 * BYTES
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        (SIZES, []),
+        (GraphSizes((2, 16)), [("decode", 32), ("prefill", 128), ("prefill", 256)]),
+        (GraphSizes((32,), (32, 128)), [("prefill", 256)]),
+    ],
+)
+def test_ubatched_steps_without_a_graph_are_warmed_up(
+    sizes: GraphSizes, expected: list[tuple[str, int]]
+) -> None:
+    epoch, runs = make_epoch(RankOverlap(POLICY)), []
+    graphs: Any = FakeGraphs()
+    graphs.sizes = sizes
+
+    def run(phase: str, size: int, cut: bool) -> float:
+        runs.append((phase, size))
+        return 1.0
+
+    epoch._warm_up(graphs, {"decode": 32, "prefill": 256}, run, frozenset())
+    assert runs == expected
+
+
 def test_captures_that_were_only_measured_count() -> None:
     epoch = make_epoch(RankOverlap(POLICY))
     graphs: Any = FakeGraphs()

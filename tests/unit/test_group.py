@@ -12,7 +12,7 @@ from cluster.supervisor import failures, group
 from cluster.supervisor.failures import failure_message
 from kernels.interface.registry import SEAMS, backend_class
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
-from workers.rank.actor import PeerFailedError, RankFailedError
+from workers.rank.step_loop import PeerFailedError, RankFailedError
 from workers.stats.versions import rank_versions
 
 

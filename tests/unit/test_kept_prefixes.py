@@ -9,7 +9,7 @@ from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB
 from tests.unit.test_engine_async import BLOCK, Run
 from workers.kv_cache.state_snapshots import StateSnapshots
-from workers.rank.epoch import Epoch
+from workers.rank.epoch import Epoch, _Parts
 from workers.rank.process import RankProcess
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import AbortedError
@@ -177,7 +177,8 @@ def test_blocks_are_dropped_after_an_error_of_their_own_bookkeeping(fails):
     if fails:
         run.engine.fail(KeyError(7))
     epoch = object.__new__(Epoch)
-    epoch.process, epoch.engine, epoch.scheduler = Process(run), run.engine, run.scheduler
+    epoch.process = Process(run)
+    epoch._parts = _Parts(scheduler=run.scheduler, engine=run.engine)
     epoch._keep_blocks()
     assert (epoch.process.pool is run.scheduler.pool) != fails
     assert (epoch.process.snapshots is run.snapshots) != fails

@@ -11,7 +11,7 @@ from cluster.supervisor import group
 from cluster.supervisor.group import Group
 from cluster.supervisor.heartbeat import STAGE_FACTOR
 from tests.unit.ray_fakes import FakeLauncher, FakeRank, fake_group, rank_config, until
-from workers.rank.actor import RankFailedError
+from workers.rank.step_loop import RankFailedError
 
 
 def run(coroutine: Awaitable[Any]) -> Any:

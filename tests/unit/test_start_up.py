@@ -29,6 +29,8 @@ from workers.rank.process import RankProcess
 from workers.rank.rank_info import KERNELS, WEIGHTS, Rendezvous, start_stages, total_progress
 from workers.rank.warm_up import DENSE_TOKENS, few_first, warm_up_sizes
 from workers.rank.warm_up_steps import WarmUpSteps
+from workers.scheduler.scheduler import Scheduler
+from workers.wire.request import EngineRequest
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 64, 100, 2048, 8192, 8193])
@@ -162,6 +164,32 @@ def test_the_stages_of_a_rank(rank: RankProcess) -> None:
     assert epoch.engine is not None and not epoch.engine.scheduler.has_work
     assert epoch.engine.scheduler.pool.num_free == 32, "the warm-up left nothing behind"
     epoch.process.close()
+
+
+def test_warm_up_prompts_are_random_and_equal_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of one id would all go to the same experts."""
+    rank = rank_of(make_checkpoint(tmp_path / "tiny", num_layers=1, hidden_size=32))
+    found: list[list[int]] = []
+    add = Scheduler.add
+
+    def watched(scheduler: Scheduler, request: EngineRequest) -> str | None:
+        found.append(request.prompt_token_ids)
+        return add(scheduler, request)
+
+    monkeypatch.setattr(Scheduler, "add", watched)
+    epoch = Epoch(rank, Rendezvous("", 0, "prompts"), timeout_s=5)
+    epoch.load()
+    epoch.size_cache()
+    found.clear()
+    for _ in range(2):
+        epoch.make.warm_up_steps().cut_prompt(epoch.runner, epoch.scheduler)
+    first, second, *again = found
+    assert len(set(first)) > len(first) // 2 and first != second
+    assert max(first + second) < rank.model_config.vocab_size
+    assert again == [first, second]
+    rank.close()
 
 
 def test_products_compile_right_before_the_steps_that_take_them(

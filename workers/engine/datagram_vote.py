@@ -13,7 +13,6 @@ import secrets
 import select
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kernels.host.links import HostNetwork
+from kernels.host.owned import start_thread
 from kernels.host.readable import Readable
 from kernels.host.shm import SharedMemoryGroup
 from workers.engine.vote_transport import AbortableVote, SharedMemoryVoteTransport
@@ -95,9 +95,9 @@ class DatagramVoteTransport(AbortableVote):
         self._vote = 0
         self._sent = [(0, b"")] * 2  # number and message of the last two votes
         self._connect(gather)
-        self._closing = os.eventfd(0)
-        self._answers = threading.Thread(target=self._answer, name="answer-votes", daemon=True)
-        self._answers.start()
+        self._closing, self._closed = os.eventfd(0), False
+        self._failure: BaseException | None = None  # of the thread that answers
+        self._answers = start_thread(self._answer, self._fail, "answer-votes")
 
     def _connect(self, gather: Callable[[VoteEndpoint], list[VoteEndpoint]]) -> None:
         ports = {peer.rank: peer.messages.getsockname()[1] for peer in self._peers}
@@ -112,7 +112,19 @@ class DatagramVoteTransport(AbortableVote):
             peer.messages.setblocking(False)
             peer.requests = (endpoint.address, endpoint.request_port)
 
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _check_running(self) -> None:
+        if self._aborted:
+            raise AbortedError
+        if self._failure is not None:
+            raise LockstepError(
+                f"vote: this rank answers its peers no more: {self._failure!r}"
+            ) from self._failure
+
     def _all_gather(self, row: np.ndarray) -> np.ndarray:
+        self._check_running()
         own = row[None] if self._local is None else self._local.all_gather(row)
         self._vote += 1
         message = self._header(_ROWS, self._vote) + own.tobytes()
@@ -132,8 +144,7 @@ class DatagramVoteTransport(AbortableVote):
         started = heard = None
         wait_s = _ASK_S
         while (found := peer.early.pop(self._vote, None)) is None:
-            if self._aborted:
-                raise AbortedError
+            self._check_running()
             if self._read(peer, wait_s):
                 heard = None
                 continue
@@ -210,8 +221,9 @@ class DatagramVoteTransport(AbortableVote):
 
     def close(self) -> None:
         """End the thread and close the sockets. Safe to call twice."""
-        if not self._answers.is_alive():
+        if self._closed:
             return
+        self._closed = True
         os.eventfd_write(self._closing, 1)
         self._answers.join()
         os.close(self._closing)

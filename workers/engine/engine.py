@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from kernels.host.owned import start_thread
 from kernels.pending import Pending
 from workers.engine.arrivals import Arrivals
 from workers.engine.messages import Abort, AbortIngress, Message, Refusal
@@ -186,8 +187,7 @@ class Engine:
 
     def run(self) -> None:
         """Step until the group stops. Raises LockstepError, or the error of a step of this rank."""
-        repeater = threading.Thread(target=self._repeat_wakes, name="repeat-wakes", daemon=True)
-        repeater.start()
+        repeater = start_thread(self._repeat_wakes, self.fail, "repeat-wakes")
         try:
             while not (plan := self.step()).stop:
                 if not plan.run and not (self._graph_sizes and self.runner.capture_next()):
@@ -374,7 +374,7 @@ class Engine:
         while not self._ended.wait(REPEAT_WAKE_S):
             step = self._vote_in_progress
             if step is not None and step == seen:
-                self._try_to_wake_peers(step)
+                self._wake_peers(step)
             seen = step
 
     def _try_to_wake_peers(self, step: int) -> None:

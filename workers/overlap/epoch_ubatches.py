@@ -14,7 +14,7 @@ from kernels.linear_attention.base import LinearStates
 from workers.config import RankConfig
 from workers.overlap import cache as overlap_cache
 from workers.overlap import tuning
-from workers.overlap.policy import PHASES, OverlapPolicy, too_many_sms
+from workers.overlap.policy import OverlapPolicy, too_many_sms
 from workers.overlap.rank_overlap import Gather, RankOverlap
 from workers.runner.cuda_graphs import Progress, StepGraphs
 from workers.runner.graph_sizes import GraphKey, GraphSizes
@@ -228,13 +228,14 @@ class EpochUbatches:
         measured: frozenset[str],
     ) -> None:
         """Run the ubatched steps that replay no graph, in the phases that were not measured just now."""
-        for phase in PHASES:
-            replayed = graphs is not None and (phase == "decode" or graphs.sizes.mixed)
-            if replayed or phase in measured:
+        sizes = GraphSizes() if graphs is None else graphs.sizes
+        for phase, mode in (("decode", ForwardMode.DECODE), ("prefill", ForwardMode.EXTEND)):
+            if phase in measured:
                 continue
             least = getattr(self.policy, f"min_{phase}_tokens")
             for size in tuning.sizes_to_warm_up(phase, least, largest[phase]):
-                run(phase, size, True)
+                if sizes.key(mode, size) is None:
+                    run(phase, size, True)
 
     def _capture(self, graphs: StepGraphs, progress: Progress | None) -> None:
         """Provide the ubatched graphs that the policy can replay and discard all other ubatched ones.

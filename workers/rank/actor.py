@@ -9,16 +9,16 @@ import gc
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
-from kernels.host.shm import PeerLeftError
+from kernels.host.owned import OwnedTask
 from kernels.routing.expert_map import STANDBY
 from workers import hub
 from workers.config import RankConfig
@@ -27,9 +27,9 @@ from workers.rank.checkpoint_holder import CheckpointHolder
 from workers.rank.fence import Fence
 from workers.rank.network import address_on, bind_to_address
 from workers.rank.rank_info import Membership, Pulse, RankInfo, Rendezvous
+from workers.rank.step_loop import RankFailedError, StepLoop
 from workers.stats.stats_line import INTERVAL_S, stats_fields, stats_line
 from workers.stats.versions import rank_versions
-from workers.step.step_sync import LockstepError
 from workers.trace.spans import RankTrace
 from workers.weights.checkpoint_copy import CopyAddress
 from workers.weights.checkpoint_files import CheckpointFiles, FileFacts
@@ -38,17 +38,16 @@ from workers.wire.request import RequestOutput
 from workers.wire.secure_socket import StreamAddress
 from workers.wire.token_stream import TokenSender
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+    from workers.engine.engine import Engine
+    from workers.rank.epoch import Epoch
+    from workers.rank.process import RankProcess
+
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 10.0  # interval at which a rank checks that its supervisor lives
-
-
-class RankFailedError(RuntimeError):
-    """The rank's step loop ended with an error; it will not run again."""
-
-
-class PeerFailedError(RankFailedError):
-    """The step loop ended because another rank ended."""
 
 
 class RankActor:
@@ -70,12 +69,10 @@ class RankActor:
         self._joining = asyncio.Lock()  # held by the thread that joins, leaves or runs a stage
         self._called = asyncio.Event()  # by join_group
         self._left = threading.Event()  # set when the epoch that the thread is in is over
-        self._process: Any = None
-        self._new_epoch: Any = None
-        self._current: Any = None  # the open Epoch
-        self._step_loop: threading.Thread | None = None
-        self._loop_clock: int | None = None  # of the processor time of the step loop
-        self._store: Any = None
+        self._process: RankProcess | None = None
+        self._current: Epoch | None = None  # the open one
+        self._step_loop: StepLoop | None = None
+        self._store: TCPStore | None = None
         self._progress = (0, 0)
         self._address = address_on(config.network) if config.network else node_address()
         bind_to_address(os.environ, self._address)
@@ -83,10 +80,9 @@ class RankActor:
         self._inbox = Inbox(self._address)
         self._peers: list[InboxSender] = []
         self._senders: dict[str, TokenSender] = {}
-        self._done: asyncio.Future[None] | None = None
         self._info: dict[str, Any] = {}
         self._rank_info: RankInfo | None = None  # while the step loop runs
-        self._logging: asyncio.Task[None] | None = None
+        self._logging: OwnedTask | None = None
 
     def _set_up_logging(self) -> None:
         rank = None if self._index == STANDBY else self._index
@@ -105,20 +101,26 @@ class RankActor:
         }
 
     async def follow(self, supervisor: Any) -> None:
-        """End this rank and its placement group when the actor `supervisor` has ended for good."""
-        with suppress(RayActorError):
-            while True:
-                await supervisor.ping.remote()
-                await asyncio.sleep(FOLLOW_S)
-        logger.error("the supervisor has ended; this rank ends too")
-        placement_group = ray.util.get_current_placement_group()
-        if placement_group is not None:
-            await asyncio.to_thread(ray.util.remove_placement_group, placement_group)
+        """End this rank and its placement group when the actor `supervisor` has ended for good.
+
+        The rank also ends when it cannot follow the supervisor, because nothing would end it later.
+        """
+        try:
+            with suppress(RayActorError):
+                while True:
+                    await supervisor.ping.remote()
+                    await asyncio.sleep(FOLLOW_S)
+            logger.error("the supervisor has ended; this rank ends too")
+            placement_group = ray.util.get_current_placement_group()
+            if placement_group is not None:
+                await asyncio.to_thread(ray.util.remove_placement_group, placement_group)
+        except Exception:
+            logger.exception("this rank cannot follow its supervisor, and ends")
         os._exit(1)
 
     async def membership(self) -> Membership:
         """Return the epoch and the streams, for a supervisor that was restarted."""
-        running = self._done is not None and not self._done.done()
+        running = self._step_loop is not None and self._step_loop.running
         info = self._rank_info if running else None
         fence, streams = self._fence, tuple(self._senders)
         return Membership(self._index, fence.epoch, fence.first, info, streams, self._config)
@@ -153,8 +155,8 @@ class RankActor:
         """Open the group's rendezvous store, and return its host and port. Called on rank 0 only."""
         from workers.rank import process_group
 
-        self._store = process_group.host_store(self._address)
-        return self._store.host, self._store.port
+        self._store = store = process_group.host_store(self._address)
+        return store.host, store.port
 
     async def prepare(self, gpus: Sequence[int | str]) -> None:
         """Load everything that depends on no rank and no peer: modules and the weights of no expert.
@@ -169,8 +171,7 @@ class RankActor:
         await self._called.wait()
 
     def _prepare(self, gpus: Sequence[int | str]) -> None:
-        self._make_process(gpus)
-        self._process.load(self._set_progress)
+        self._rank_process(gpus).load(self._set_progress)
 
     async def join_group(
         self,
@@ -199,21 +200,25 @@ class RankActor:
     def _join_group(
         self, rendezvous: Rendezvous, timeout_s: float, gpus: Sequence[int | str]
     ) -> None:
-        self._make_process(gpus)
-        self._process.become(self._index, self._config)
-        self._current = self._new_epoch(self._process, rendezvous, timeout_s, self._left)
-
-    def _make_process(self, gpus: Sequence[int | str]) -> None:
-        if self._process is not None:
-            return
-        if gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        # These modules start CUDA, which reads the variable once.
+        process = self._rank_process(gpus)
         from workers.rank.epoch import Epoch
-        from workers.rank.process import RankProcess
 
-        gc.freeze()  # modules live as long as the process, so `Epoch.close` need not search them
-        self._process, self._new_epoch = RankProcess(self._index, self._config), Epoch
+        process.become(self._index, self._config)
+        self._current = Epoch(process, rendezvous, timeout_s, self._left)
+
+    def _rank_process(self, gpus: Sequence[int | str]) -> "RankProcess":
+        """Return the RankProcess, made by the first call."""
+        if self._process is None:
+            if gpus:
+                os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+            # These modules start CUDA, which reads the variable once.
+            from workers.rank.process import RankProcess
+
+            import_module("workers.rank.epoch")
+
+            gc.freeze()  # modules live as long as the process, so `Epoch.close` need not search them
+            self._process = RankProcess(self._index, self._config)
+        return self._process
 
     async def leave_epoch(self, fence: int) -> None:
         """Leave the open epoch, and refuse all epochs before `fence` from now on.
@@ -247,9 +252,7 @@ class RankActor:
         if current is None:
             return
         if self._step_loop is not None:
-            if self._step_loop.is_alive():
-                current.abort()
-            self._step_loop.join()
+            self._step_loop.end(current)
             self._step_loop = None
         current.close()
         self._store = None
@@ -258,7 +261,7 @@ class RankActor:
         """Run one of start_stages. Collective."""
         self._progress = (0, 0)
         async with self._joining:
-            await asyncio.to_thread(self._current.run_stage, name, self._set_progress)
+            await asyncio.to_thread(self._epoch.run_stage, name, self._set_progress)
 
     async def progress(self) -> tuple[int, int]:
         """Return done and total of the stage, in bytes of weights or pieces of work; (0, 0) if unknown."""
@@ -268,38 +271,32 @@ class RankActor:
         """Run a step of `num_tokens` tokens, whole and in ubatches, in place of `start`. Collective."""
         from workers.rank.trace_step import trace_step
 
-        return await asyncio.to_thread(trace_step, self._current, phase, num_tokens)
+        return await asyncio.to_thread(trace_step, self._epoch, phase, num_tokens)
 
     async def start(self, epoch: int, peers: list[StreamAddress]) -> RankInfo:
         """Start the step loop. Collective. `peers` are the inboxes of the other ranks."""
         self._fence.check(epoch)
         self._peers = [InboxSender(address, epoch) for address in peers]
-        loop = asyncio.get_running_loop()
-        self._done = loop.create_future()
         async with self._joining:
-            info: RankInfo = await asyncio.to_thread(
-                self._current.start_engine, self._publish, self._wake_peers
-            )
+            current = self._epoch
+            info = await asyncio.to_thread(current.start_engine, self._publish, self._wake_peers)
         self._info = {
             "block_size": info.block_size,
             "num_blocks": info.num_blocks,
             "max_model_len": info.max_model_len,
             **info.backends,
         }
-        self._inbox.deliver_to(self._engine, epoch)
-        self._logging = asyncio.create_task(self._log_stats())
-        self._step_loop = threading.Thread(
-            target=self._run, args=(loop, self._current, self._done), name="step-loop", daemon=True
-        )
-        self._step_loop.start()
+        self._inbox.deliver_to(current.engine, epoch)
+        self._logging = OwnedTask(self._log_stats(), self._fail_epoch, "log-stats", may_end=True)
+        self._step_loop = StepLoop(current)
         self._rank_info = info
         return info
 
     async def done(self, epoch: int) -> None:
         """Return when the group has stopped. Raises RankFailedError when this rank's loop failed."""
         self._fence.check(epoch)
-        assert self._done is not None, "start() comes first"
-        await asyncio.shield(self._done)
+        assert self._step_loop is not None, "start() comes first"
+        await self._step_loop.done()
 
     async def open_stream(
         self, epoch: int, stream_id: str, address: StreamAddress
@@ -329,12 +326,9 @@ class RankActor:
 
     async def pulse(self) -> Pulse | None:
         """Return the present state of the step loop; None without one. This call is answered in any epoch."""
-        current, clock = self._current, self._loop_clock
-        if current is None or not current.started or clock is None:
-            return None
-        try:
-            cpu_s = time.clock_gettime(clock)
-        except OSError:  # the loop has ended
+        current, loop = self._current, self._step_loop
+        cpu_s = None if loop is None else loop.cpu_s()
+        if current is None or not current.started or cpu_s is None:
             return None
         step, activity = current.engine.activity()
         return Pulse(step, activity, cpu_s, current.engine.stats.pace.overdue())
@@ -345,21 +339,34 @@ class RankActor:
         self._engine.stop()
 
     @property
-    def _engine(self) -> Any:
+    def _epoch(self) -> "Epoch":
+        if self._current is None:
+            raise RankFailedError("it is in no epoch")
+        return self._current
+
+    @property
+    def _engine(self) -> "Engine":
         if self._current is None or not self._current.started:
             raise RankFailedError("it is not started")
         return self._current.engine
 
     async def _log_stats(self) -> None:
-        """Log the work of each interval of INTERVAL_S seconds with any work."""
+        """Log the work of each interval of INTERVAL_S seconds with any work, until the epoch is closed."""
         before = self._engine.stats.snapshot()
         while True:
             await asyncio.sleep(INTERVAL_S)
+            if self._current is None or not self._current.started:
+                return
             now = self._engine.stats.snapshot()
             fields = stats_fields(before, now)
             if fields is not None:
                 logger.info("%s", stats_line(fields), extra=fields)
             before = now
+
+    def _fail_epoch(self, error: BaseException) -> None:
+        """Let the engine vote that this rank has failed."""
+        if self._current is not None and self._current.started:
+            self._current.engine.fail(error)
 
     def _set_progress(self, done: int, total: int) -> None:
         self._progress = (done, total)
@@ -374,25 +381,6 @@ class RankActor:
         if sender is not None:
             others = self._engine.open_requests.report_load(stream_id)
             sender.send(self._index, others, outputs)
-
-    def _run(
-        self, loop: asyncio.AbstractEventLoop, current: Any, done: "asyncio.Future[None]"
-    ) -> None:
-        """Run the step loop of the epoch `current`; `done` gets its outcome."""
-        self._loop_clock = time.pthread_getcpuclockid(threading.get_ident())
-        try:
-            current.run()
-        except BaseException as error:
-            lost_a_peer = isinstance(error, PeerLeftError) or (
-                isinstance(error, LockstepError) and error.__cause__ is None
-            )
-            logger.error("the step loop failed: %s", error, exc_info=not lost_a_peer)
-            kind = PeerFailedError if lost_a_peer else RankFailedError
-            failure = kind(f"{type(error).__name__}: {error}")
-            loop.call_soon_threadsafe(done.set_exception, failure)
-        else:
-            current.close()
-            loop.call_soon_threadsafe(done.set_result, None)
 
 
 def node_address() -> str:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
@@ -50,30 +51,37 @@ from workers.step.step_sync import PlanConfig
 
 logger = logging.getLogger(__name__)
 
-# Attributes that hold memory of the device or of the group; a closed epoch has none of them.
-_HELD = ("backends", "ubatches", "model", "make", "runner", "scheduler", "engine", "_vote")
+T = TypeVar("T")
+
+
+@dataclass
+class _Parts:
+    """The parts that hold memory of the device or of the group, in the order in which the stages make them.
+
+    None: its stage has not run. A closed epoch has none of them.
+    """
+
+    backends: Backends | None = None
+    ubatches: EpochUbatches | None = None
+    make: RunnerMaker | None = None
+    runner: ModelRunner | None = None
+    scheduler: Scheduler | None = None
+    vote: AbortableVote | None = None
+    engine: Engine | None = None
+
+
+def _made(part: T | None) -> T:
+    assert part is not None, "the stage that makes this part has not run, or the epoch is closed"
+    return part
 
 
 class Epoch:
     """This rank's membership in one group. The constructor joins the peers. Collective.
 
     left        ends the constructor early when it is set
-    backends    the backends of whole steps
-    ubatches    the backends of ubatches, and the policy
-    model       the weights of the process, run with `backends`
-    runner      with `scheduler` over the KV memory of the process, once KV_CACHE has run
-    engine      once `start_engine` has run
     seconds     time of each stage
     failed      an error ended the engine, or `abort` was called: peers may still wait for this rank
     """
-
-    backends: Backends
-    ubatches: EpochUbatches
-    model: DecoderLM
-    make: RunnerMaker
-    runner: ModelRunner
-    scheduler: Scheduler
-    engine: Engine
 
     def __init__(
         self,
@@ -87,7 +95,7 @@ class Epoch:
         self.closed = self.failed = False
         self.graph_sizes = GraphSizes()
         self._peers = Peers(process.warm)
-        self._vote: AbortableVote
+        self._parts = _Parts()
         self._attention_compiled: Future[None] | None = None
         self._graph_bytes = 0
         self._closing = ExitStack()
@@ -104,6 +112,46 @@ class Epoch:
             self.close()
             raise
 
+    @property
+    def backends(self) -> Backends:
+        """The backends of whole steps."""
+        return _made(self._parts.backends)
+
+    @property
+    def ubatches(self) -> EpochUbatches:
+        """The backends of ubatches, and the policy."""
+        return _made(self._parts.ubatches)
+
+    @property
+    def make(self) -> RunnerMaker:
+        """Makes runners of this epoch, once WEIGHTS has run."""
+        return _made(self._parts.make)
+
+    @property
+    def model(self) -> DecoderLM:
+        """The weights of the process, run with `backends`, once WEIGHTS has run."""
+        return self.make.model
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner over the KV memory of the process, once KV_CACHE has run."""
+        return _made(self._parts.runner)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler of `runner`."""
+        return _made(self._parts.scheduler)
+
+    @property
+    def engine(self) -> Engine:
+        """The step loop, once `start_engine` has run."""
+        return _made(self._parts.engine)
+
+    @property
+    def started(self) -> bool:
+        """Return whether the engine has been made."""
+        return self._parts.engine is not None
+
     def _build_backends(self) -> None:
         process, config = self.process, self.process.config
         takes = backend_memory(
@@ -111,10 +159,10 @@ class Epoch:
         )
         context = process.backend_context(self._peers.shared_memory, self._peers.network)
         with memory_for("the all-to-all's buffers", takes.kept):
-            self.backends = process.build_backends(context)
+            self._parts.backends = process.build_backends(context)
             self._closing.callback(self.backends.all2all.close)
         with memory_for("ubatches", takes.ubatches):
-            self.ubatches = EpochUbatches(
+            self._parts.ubatches = EpochUbatches(
                 process.overlap,
                 config,
                 process.selection,
@@ -146,8 +194,8 @@ class Epoch:
                 self._attention_compiled = bind_beside(self.backends.attention, process.caches(1))
         process.load(progress)
         assert process.model is not None
-        self.model = process.model.with_backends(self.backends)
-        self.make = RunnerMaker(process, self.model, self.backends, self.ubatches)
+        model = process.model.with_backends(self.backends)
+        self._parts.make = RunnerMaker(process, model, self.backends, self.ubatches)
 
     def compile_kernels(self, progress: Progress | None = None) -> None:
         """Run all kernels that compile at first use, at every step size with its own kernels. Collective.
@@ -198,7 +246,8 @@ class Epoch:
                 process.kv_caches = process.caches(process.num_blocks)
                 process.forget_prefixes()
                 self.ubatches.bind(process.kv_caches)
-            self.runner, self.scheduler = self.make(process.num_blocks, pool=process.pool)
+            made = self.make(process.num_blocks, pool=process.pool)
+            self._parts.runner, self._parts.scheduler = made
             self._closing.callback(self.runner.close)
             if not self._peers.warm:
                 num_tokens = min(64, process.config.scheduler.max_num_batched_tokens)
@@ -237,20 +286,20 @@ class Epoch:
 
     def start_engine(self, publish: Publish, wake_peers: Callable[[int], None]) -> RankInfo:
         """Make the engine, after all stages; size the cache first if that stage was left out."""
-        if not hasattr(self, "runner"):
+        if self._parts.runner is None:
             self.run_stage(KV_CACHE, lambda done, total: None)
             self.run_stage(GRAPHS, lambda done, total: None)
         process = self.process
         with self._timed("engine"):
-            self._vote = self._make_vote_transport()
-            self._closing.callback(self._vote.close)
+            self._parts.vote = vote = self._make_vote_transport()
+            self._closing.callback(vote.close)
             if not process.selection.all2all_class.needs_process_group:
                 # Only the rendezvous needed the sockets, and gloo's thread would poll them 100 times a second.
                 process_group.leave()
-            self.engine = Engine(
+            self._parts.engine = Engine(
                 self.scheduler,
                 self.runner,
-                self._vote,
+                vote,
                 PlanConfig(
                     self.backends.all2all.needs_equal_tokens, process.config.overlap.num_ubatches
                 ),
@@ -284,11 +333,6 @@ class Epoch:
         gather = process_group.gather_objects
         return DatagramVoteTransport(rank, dims, self.rendezvous.epoch, network, shared, gather)
 
-    @property
-    def started(self) -> bool:
-        """Return whether the engine has been made."""
-        return "engine" in vars(self)
-
     def run(self) -> None:
         """Run the engine's loop until the group stops. An error aborts this rank's epoch and is raised."""
         if self.process.device.type == "cuda":
@@ -304,20 +348,20 @@ class Epoch:
 
         Results of steps in flight are then undefined. The engine raises LockstepError at its next vote.
         """
-        self.failed = True
-        if self.started:
-            self.engine.discard_outputs()  # before the waits end
-        if "_vote" in vars(self):
-            self._vote.abort()
+        self.failed, parts = True, self._parts
+        if parts.engine is not None:
+            parts.engine.discard_outputs()  # before the waits end
+        if parts.vote is not None:
+            parts.vote.abort()
         if self._peers.shared_memory is not None:
             self._peers.shared_memory.abort()
-        if "ubatches" in vars(self):
-            self.ubatches.abort()
-        if "backends" in vars(self):
-            self.backends.all2all.abort()
+        if parts.ubatches is not None:
+            parts.ubatches.abort()
+        if parts.backends is not None:
+            parts.backends.all2all.abort()
         process_group.abort(self.process.device)
-        if self.started:
-            self.engine.stop()  # an engine that sleeps goes to the vote
+        if parts.engine is not None:
+            parts.engine.stop()  # an engine that sleeps goes to the vote
 
     def close(self) -> None:
         """Leave the group and free this epoch's memory; the engine must have ended. Safe to call twice."""
@@ -328,19 +372,18 @@ class Epoch:
             self.abort()
         self._keep_blocks()
         self._closing.close()
-        for name in _HELD:
-            vars(self).pop(name, None)
+        self._parts = _Parts()
         self._peers.shared_memory = None
         free_unused(self.process.device)
 
     def _keep_blocks(self) -> None:
         """Leave the KV blocks with their contents to the next epoch, unless their bookkeeping may be wrong."""
-        if self.started:
-            self.engine.close()
-        elif "scheduler" in vars(self):
-            self.scheduler.close()
-        process = self.process
-        failed = self.started and self.engine.failed
+        process, engine, scheduler = self.process, self._parts.engine, self._parts.scheduler
+        if engine is not None:
+            engine.close()
+        elif scheduler is not None:
+            scheduler.close()
+        failed = engine is not None and engine.failed
         if process.kv_caches and (failed or process.pool.usage):
             process.forget_prefixes()
 

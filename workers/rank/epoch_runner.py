@@ -86,6 +86,7 @@ class RunnerMaker:
             self.process.max_model_len,
             config.scheduler,
             config.cache.block_size,
+            self.process.model_config.vocab_size,
             windows=self.process.model_config.window is not None,
         )
 

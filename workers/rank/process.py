@@ -343,7 +343,7 @@ class RankProcess:
             self.epoch.close()
         if self.grammars is not None:
             self.grammars.close()
-        for name in ("backends", "model", "kv_caches", "states", "epoch"):
-            vars(self).pop(name, None)
+        self.backends, self.model, self.epoch = None, None, None
+        self.kv_caches, self.states = [], []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

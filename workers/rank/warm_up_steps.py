@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from kernels.attention.base import Attention
@@ -47,7 +48,8 @@ _HEAVIEST_PROMPT = SamplingParams(max_tokens=1, prompt_logprobs=20)
 class WarmUpSteps:
     """Warm-up steps. Collective: every rank runs one step at one time. `equal_tokens` as in PlanConfig.
 
-    windows   layers have windows, and so blocks of their own
+    vocab_size  the token ids of prompts are random below it, because equal ids would all go to the same experts
+    windows     layers have windows, and so blocks of their own
     """
 
     dims: ParallelDims
@@ -55,6 +57,7 @@ class WarmUpSteps:
     max_model_len: int
     limits: SchedulerConfig
     block_size: int
+    vocab_size: int
     windows: bool = False
 
     @property
@@ -68,27 +71,40 @@ class WarmUpSteps:
         length = min(num_tokens, self.max_model_len - 2)
         count = min(num_tokens // length, self.limits.max_num_seqs)
         params = SamplingParams(max_tokens=2)
-        self._run(runner, scheduler, _requests(count, length, params))
+        self._run(runner, scheduler, count, length, params)
 
     def cut_prompt(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Run prompts that exceed a step: the rest of the last one runs beside decodes, and reads cached tokens."""
         budget = self.limits.max_num_batched_tokens
         length = min(-(-3 * budget // 4), self.max_model_len - 2)
         count = min(budget // length + 1, self.limits.max_num_seqs)
-        self._run(runner, scheduler, _requests(count, length, SamplingParams(max_tokens=2)))
+        self._run(runner, scheduler, count, length, SamplingParams(max_tokens=2))
 
     def sample(self, runner: ModelRunner, scheduler: Scheduler) -> None:
         """Run the most sequences at once, with every sampling option that takes memory; then a prompt's logprobs."""
-        self._run(runner, scheduler, _requests(self.limits.max_num_seqs, 1, _HEAVIEST))
+        self._run(runner, scheduler, self.limits.max_num_seqs, 1, _HEAVIEST)
         length = min(MAX_LOGITS_ROWS, self.limits.max_num_batched_tokens, self.max_model_len - 2)
-        self._run(runner, scheduler, _requests(1, length, _HEAVIEST_PROMPT))
+        self._run(runner, scheduler, 1, length, _HEAVIEST_PROMPT)
 
     def _run(
-        self, runner: ModelRunner, scheduler: Scheduler, requests: Sequence[EngineRequest]
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        count: int,
+        length: int,
+        params: SamplingParams,
     ) -> None:
         started = time.perf_counter()
-        for request in requests:
-            scheduler.add(request)
+        prompts = np.random.default_rng(length).integers(self.vocab_size, size=(count, length))
+        for index, prompt in enumerate(prompts.tolist()):
+            scheduler.add(
+                EngineRequest(
+                    request_id=f"warm-up-{index}",
+                    ingress_id="",
+                    prompt_token_ids=prompt,
+                    params=params,
+                )
+            )
         with scheduler.prefixes.off():
             while scheduler.has_work:
                 batch = scheduler.schedule()
@@ -98,16 +114,5 @@ class WarmUpSteps:
                 output = runner.launch(batch, plan)
                 scheduler.launched(batch)
                 scheduler.commit(batch, output.wait())
-        length = len(requests[0].prompt_token_ids)
         seconds = time.perf_counter() - started
-        logger.debug("warm-up of %d prompts of %d tokens: %.2f s", len(requests), length, seconds)
-
-
-def _requests(count: int, length: int, params: SamplingParams) -> list[EngineRequest]:
-    prompt = [0] * length
-    return [
-        EngineRequest(
-            request_id=f"warm-up-{index}", ingress_id="", prompt_token_ids=prompt, params=params
-        )
-        for index in range(count)
-    ]
+        logger.debug("warm-up of %d prompts of %d tokens: %.2f s", count, length, seconds)

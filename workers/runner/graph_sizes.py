@@ -38,10 +38,10 @@ class GraphSizes:
         return bool(self.decode or self.mixed)
 
     def __str__(self) -> str:
-        decode = f"up to {self.decode[-1]} decodes ({len(self.decode)} sizes)"
+        decode = f"up to {self.decode[-1]} decodes ({_count(self.decode)})"
         if not self.mixed:
             return decode
-        return f"{decode} and steps of up to {self.mixed[-1]} tokens ({len(self.mixed)} sizes)"
+        return f"{decode} and steps of up to {self.mixed[-1]} tokens ({_count(self.mixed)})"
 
     @property
     def largest(self) -> int:
@@ -70,6 +70,10 @@ class GraphSizes:
             "decode_rows": _smallest(self.decode, num_tokens) if decodes else 0,
             "mixed_rows": _smallest(self.mixed, num_tokens),
         }
+
+
+def _count(sizes: Sequence[int]) -> str:
+    return f"{len(sizes)} size{'s' * (len(sizes) != 1)}"
 
 
 def _smallest(sizes: Sequence[int], num_tokens: int) -> int:
@@ -108,9 +112,16 @@ def graphs_to_capture(
     """
     if graphs_off(scheduler.cuda_graphs, selection, device.type) is not None:
         return GraphSizes()
-    max_tokens = scheduler.max_num_batched_tokens
-    decodes = decode_sizes(min(scheduler.max_num_seqs, max_tokens))
-    return GraphSizes(decodes, mixed_sizes(max_tokens) if mixed else ())
+    sizes, max_tokens = scheduler.cuda_graph_sizes, scheduler.max_num_batched_tokens
+    max_decodes = min(scheduler.max_num_seqs, max_tokens)
+    if sizes == "auto":
+        return GraphSizes(decode_sizes(max_decodes), mixed_sizes(max_tokens) if mixed else ())
+    return GraphSizes(_cut(sizes, max_decodes), _cut(sizes, max_tokens) if mixed else ())
+
+
+def _cut(sizes: Sequence[int], max_rows: int) -> tuple[int, ...]:
+    """Return `sizes` ascending, with `max_rows` in place of larger ones."""
+    return tuple(sorted({min(size, max_rows) for size in sizes}))
 
 
 def graphs_off(wanted: Auto | bool, selection: Selection, device: str) -> str | None:

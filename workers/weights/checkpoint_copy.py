@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -21,7 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kernels.host.owned import start_thread
 from workers.weights.checkpoint_files import FileFacts
+
+logger = logging.getLogger(__name__)
 
 NONCE_BYTES, DIGEST_BYTES = 16, 32
 BUFFER_BYTES = 4 * 1024 * 1024
@@ -54,16 +58,19 @@ class CheckpointServer:
         server_class = _ServerV6 if ":" in host else _Server
         self._server = server_class((host, 0), handler)
         self.address = CopyAddress(host, self._server.server_address[1], key)
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True
-        )
-        self._thread.start()
+        serve = partial(self._server.serve_forever, poll_interval=0.1)
+        start_thread(serve, self._fail, "share-checkpoint")
 
     def close(self) -> None:
         """Listen no more."""
         self._server.shutdown()
         self._server.server_close()
         self._digests.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self, error: BaseException) -> None:
+        """Close the port, so that copies fail at once on the other nodes."""
+        logger.error("the checkpoint is no longer shared with other nodes", exc_info=error)
+        self._server.server_close()
 
 
 def copy_files(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import zmq
 
+from kernels.host.owned import start_thread
 from workers.wire.request import EngineRequest, SamplingParams
 from workers.wire.secure_socket import Sender, StreamAddress, listen
 
@@ -88,8 +89,7 @@ class Inbox:
         """
         self._target = receiver, epoch
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="inbox", daemon=True)
-            self._thread.start()
+            self._thread = start_thread(self._run, self._fail, "inbox")
         if self._error is not None:
             receiver.fail(self._error)
 
@@ -109,13 +109,14 @@ class Inbox:
                 self._deliver(self._socket.recv())
         except zmq.ContextTerminated:
             pass
-        except BaseException as error:
-            logger.exception("the inbox failed: this rank receives no more messages")
-            self._error = error
-            if self._target is not None:
-                self._target[0].fail(error)
         finally:
             self._socket.close()
+
+    def _fail(self, error: BaseException) -> None:
+        logger.error("the inbox failed: this rank receives no more messages", exc_info=error)
+        self._error = error
+        if self._target is not None:
+            self._target[0].fail(error)
 
     def _deliver(self, data: bytes) -> None:
         """Deliver one message. A message that cannot be read is logged, and refused if it names its request."""
