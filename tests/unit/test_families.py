@@ -17,6 +17,7 @@ from kernels.routing.expert_map import ContiguousMap
 from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint, load_reference
 from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch
+from workers.layers.linear import Linear
 from workers.layers.norm import RMSNorm
 from workers.models.checkpoint import make_checkpoint, released_layout
 from workers.models.checkpoint_weights import checkpoint_tensors
@@ -137,9 +138,12 @@ def _parameters(model: Any) -> Any:
     for name, value in vars(model).items():
         if isinstance(value, RMSNorm):
             yield value.weight
+        elif isinstance(value, Linear):
+            yield value.weight
+            if value.bias is not None:
+                yield value.bias
         elif isinstance(value, torch.Tensor) and not name.startswith("_"):
-            if value is not getattr(model, "embed_VD", None) or name == "embed_VD":
-                yield value
+            yield value
         elif name == "layers":
             for block in (block for layer in value for block in layer):
                 yield from _parameters(block)
