@@ -1,7 +1,7 @@
 """Where experts live: the model's logical experts, and the physical slots of ranks that hold them. Equal on every rank.
 
 Slots are numbered rank by rank, so each rank has a contiguous range of slots under any map. Routers choose logical
-experts; all-to-alls, permutations and grouped products know slots alone.
+experts; all-to-alls, permutations and grouped products get slots alone.
 
 T tokens, K experts per token.
 """

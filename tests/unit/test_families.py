@@ -18,6 +18,7 @@ from tests.checkpoints.writer import make_checkpoint
 from tests.family_cases import CASES, SAME_MODEL, VARIANTS, family_checkpoint, load_reference
 from tests.published_configs import PUBLISHED
 from tests.unit.model_case import OneRank, make_batch
+from workers.layers.linear import Linear
 from workers.layers.norm import RMSNorm
 from workers.models.registry import (
     FAMILIES,
@@ -135,9 +136,12 @@ def _parameters(model: Any) -> Any:
     for name, value in vars(model).items():
         if isinstance(value, RMSNorm):
             yield value.weight
+        elif isinstance(value, Linear):
+            yield value.weight
+            if value.bias is not None:
+                yield value.bias
         elif isinstance(value, torch.Tensor) and not name.startswith("_"):
-            if value is not getattr(model, "embed_VD", None) or name == "embed_VD":
-                yield value
+            yield value
         elif name == "layers":
             for block in (block for layer in value for block in layer):
                 yield from _parameters(block)

@@ -59,6 +59,8 @@ class Linear(ABC):
 class DenseLinear(Linear):
     """A weight in the model's dtype. Few rows go to a kernel of ours, where one can run, other rows to a library."""
 
+    weight: torch.Tensor
+
     def __init__(self, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None):
         self.weight, self.bias = weight_NK, bias_N
         self._weight_KN = weight_NK.t()
@@ -102,6 +104,8 @@ class DenseLinear(Linear):
 
 class Fp8Linear(Linear):
     """A weight in FP8 with a scale for each block. Rows that are not in FP8 are quantised, but for few rows."""
+
+    weight: BlockWeights
 
     def __init__(self, weight_NK: BlockWeights, bias_N: torch.Tensor | None = None):
         self.weight, self.bias = weight_NK, bias_N

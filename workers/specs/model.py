@@ -174,7 +174,7 @@ class LatentSpec:
         return self.num_heads * self.dims.value_dim
 
     def problems(self) -> Iterator[str]:
-        """Yield the sizes whose rotated pairs would begin at odd places, by the names that config.json has for them."""
+        """Yield the odd sizes, which break pairs of rotated values, by the names that config.json has for them."""
         sizes = {
             "kv_lora_rank": self.dims.rank,
             "qk_nope_head_dim": self.dims.nope_dim,
