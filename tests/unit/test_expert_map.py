@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kernels.block_fp8 import BlockWeights
 from kernels.routing.expert_map import STANDBY, ContiguousMap, ExpertMap, kept_runs
+from tests.checkpoints.writer import make_checkpoint
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from tests.unit.test_fp8_checkpoint import Fp8Gemm
-from tests.checkpoints.writer import make_checkpoint
 from workers.models.decoder import DecoderLM
 from workers.weights.initial_weights import draw_weights
 from workers.weights.loader import load_weights

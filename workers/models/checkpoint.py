@@ -103,9 +103,9 @@ def make_checkpoint(
         stale.unlink()
     config.save_pretrained(folder)
     if weights:
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
         # Small logits beyond the bytes: else a random model ends by chance, or writes ids that decode to nothing.
         model.get_output_embeddings().weight.data[NUM_BYTES:] *= 0.05
         model.save_pretrained(folder)

@@ -39,7 +39,7 @@ from workers.wire.secure_socket import StreamAddress
 from workers.wire.token_stream import TokenSender
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
     from workers.engine.engine import Engine
     from workers.rank.epoch import Epoch
