@@ -106,7 +106,7 @@ class SchedulerConfig(Section):
     cuda_graphs: Auto | bool = Field(
         "auto", description="Replay decode steps from CUDA graphs; auto = where the kernels can."
     )
-    cuda_graph_sizes: Auto | Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
+    cuda_graph_sizes: Auto | Annotated[list[PositiveInt], Field(min_length=1)] = Field(
         "auto",
         description="Tokens of the steps captured as CUDA graphs, such as [1, 2, 4, 8]. A step replays the next larger "
         "size; a step larger than all sizes runs without a graph. Decodes are captured up to max_num_seqs. auto = four "

@@ -4,13 +4,11 @@ import json
 import pickle
 from pathlib import Path
 
-import jsonschema
 import pytest
-import yaml
 
 from cluster.config.errors import ConfigError, leaf_schemas
 from cluster.config.load import load_config
-from cluster.config.phalanx_config import PhalanxConfig, json_schema
+from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import resolve_rank_config, resolve_threads
 from tests.checkpoints.writer import make_checkpoint
 from tests.family_cases import family_checkpoint
@@ -385,27 +383,3 @@ def test_threads_auto_share_all_cores_but_one(
 ) -> None:
     monkeypatch.setattr("cluster.config.resolve.available_cores", lambda: cores)
     assert resolve_threads(load_config(yaml_path, [f"cluster.ranks={ranks}"])) == threads
-
-
-def test_committed_schema_is_current() -> None:
-    committed = json.loads((REPOSITORY / "configs" / "schema.json").read_text())
-    assert committed == json_schema(), "run: phalanx schema > configs/schema.json"
-
-
-@pytest.mark.parametrize(
-    "path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.name
-)
-def test_committed_yaml_fits_the_schema(path: Path) -> None:
-    text = path.read_text()
-    assert text.startswith("# yaml-language-server: $schema=schema.json\n")
-    jsonschema.validate(yaml.safe_load(text), json_schema())
-
-
-def test_schema_refuses_what_the_loader_refuses(checkpoint: Path) -> None:
-    validator = jsonschema.Draft202012Validator(json_schema())
-    good = {"model": {"path": str(checkpoint)}}
-    assert validator.is_valid(good)
-    assert validator.is_valid({**good, "serve": {"model_name": None}})
-    assert not validator.is_valid({**good, "serve": {"port": 0}})
-    assert not validator.is_valid({**good, "serve": {"prot": 1}})
-    assert not validator.is_valid({})

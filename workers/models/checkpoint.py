@@ -5,7 +5,7 @@ Knows nothing of how a rank loads them.
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workers.models.byte_tokenizer import (
     END_OF_TEXT,
@@ -17,6 +17,9 @@ from workers.models.byte_tokenizer import (
 )
 from workers.models.registry import DEFAULT_FAMILY, FAMILIES, parse_model_config
 from workers.weights.initial_weights import NUM_BYTES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Fields of config.json that are set where the family has them; all else is as in transformers.
 SMALL = {
@@ -68,12 +71,35 @@ def make_checkpoint(
     ValueError for a family or fields that this server does not support.
     """
     import torch
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     folder = Path(path)
     if folder.is_dir() and any(folder.iterdir()) and not overwrite:
         raise ValueError(f"{folder} is not empty; --overwrite replaces a checkpoint there")
+    config = _config_of(family, fields)
+    model_config = parse_model_config(config.to_dict(), {}, "config.json")
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
+    config.save_pretrained(folder)
+    if weights:
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+        # Small logits beyond the bytes: else a random model ends by chance, or writes ids that decode to nothing.
+        model.get_output_embeddings().weight.data[NUM_BYTES:] *= 0.05
+        model.save_pretrained(folder)
+    ends = generation_config(list(range(NUM_BYTES, NUM_BYTES + len(SPECIAL_TOKENS))))
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
+    save_tokenizer(folder, byte_tokenizer(), model_config.max_position_embeddings)
+    return folder
+
+
+def _config_of(family: str, fields: dict[str, Any]) -> "PretrainedConfig":
+    """Return the configuration of a small model of `family` with `fields`."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     if family not in FAMILIES or family not in CONFIG_MAPPING:
         raise ValueError(
             f"family: {family!r} is none of {', '.join(FAMILIES)} that transformers has"
@@ -97,19 +123,4 @@ def make_checkpoint(
     }
     config = AutoConfig.for_model(family, **{"dtype": "float32", **tokens, **sizes})
     config.architectures = [FAMILIES[family].architecture]
-    model_config = parse_model_config(config.to_dict(), {}, "config.json")
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("model*.safetensors*"):
-        stale.unlink()
-    config.save_pretrained(folder)
-    if weights:
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-        # Small logits beyond the bytes: else a random model ends by chance, or writes ids that decode to nothing.
-        model.get_output_embeddings().weight.data[NUM_BYTES:] *= 0.05
-        model.save_pretrained(folder)
-    ends = generation_config(list(range(NUM_BYTES, NUM_BYTES + len(SPECIAL_TOKENS))))
-    (folder / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
-    save_tokenizer(folder, byte_tokenizer(), model_config.max_position_embeddings)
-    return folder
+    return config
