@@ -197,7 +197,8 @@ class EngineClient(OperatorCalls):
         """Return when the groups serve again. Raises EngineDeadError after the limit, or if a group fails."""
         limit_s = self._config.serve.limits.rebuild_wait_s
         try:
-            await asyncio.wait_for(self._serving.wait(), limit_s)
+            async with asyncio.timeout(limit_s):
+                await self._serving.wait()
         except TimeoutError:
             reasons = "; ".join(health.error for health in self._healths if health.error)
             raise EngineDeadError(

@@ -58,18 +58,22 @@ class ServerClient:
         before = self._ranks()
         round_ = Round()
         try:
-            run(asyncio.wait_for(self._send_watched(job, round_), timeout_s))
+            run(self._send_watched(job, round_, timeout_s))
         except TimeoutError:
             raise EngineError(f"the requests took longer than {timeout_s:g} s") from None
         after = self._ranks()
         check_epochs(before, after)
         return Measured(round_.answers, _figures(before, after), round_.client_cpu_s)
 
-    async def _send_watched(self, job: Job, into: Round) -> None:
-        """Send a load. Raises EngineError when a rank is lost, because figures with the pause are of no use."""
+    async def _send_watched(self, job: Job, into: Round, timeout_s: float) -> None:
+        """Send a load. Raises TimeoutError after `timeout_s`.
+
+        Raises EngineError when a rank is lost, because figures with the pause are of no use.
+        """
         tasks = [asyncio.create_task(work) for work in (self._send(job, into), self._watch())]
         try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            async with asyncio.timeout(timeout_s):
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 await task
         finally:

@@ -113,7 +113,8 @@ class Ingress:
         gate = self._gate
         gate.close(SHUTDOWN_REASON)
         try:
-            await asyncio.wait_for(gate.wait_empty(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await gate.wait_empty()
         except TimeoutError:
             if gate.num_requests:
                 logger.warning("%d requests did not finish in %g s", gate.num_requests, timeout_s)

@@ -20,7 +20,7 @@ from cluster.supervisor.failures import (
 )
 from cluster.supervisor.heartbeat import Heartbeats
 from cluster.supervisor.launcher import RankHandle
-from cluster.supervisor.ray_calls import result, result_future
+from cluster.supervisor.ray_calls import result_future
 from cluster.supervisor.roster import Roster
 from cluster.supervisor.status import GroupStatus
 from workers.config import RankConfig
@@ -129,7 +129,8 @@ class Formation:
         """Let a rank leave its epoch before the present one; return whether it has left in time."""
         call = self._roster.ranks[rank].leave_epoch.remote(self._status.epoch)
         try:
-            await asyncio.wait_for(result(call), self._leave_timeout_s)
+            async with asyncio.timeout(self._leave_timeout_s):
+                await call
         except TimeoutError:
             logger.warning(
                 "rank %d did not leave its epoch within %g s (cluster.hang_timeout_s); it gets a new process",
@@ -173,7 +174,8 @@ class Formation:
             kept = {index: rank for index, rank in ranks if rank in self.kept}
             work = self._new_heartbeats().guard(kept, work)
         try:
-            outcome = await asyncio.wait_for(work, self.start_timeout_s if limited else None)
+            async with asyncio.timeout(self.start_timeout_s if limited else None):
+                outcome = await work
         except TimeoutError as error:
             raise StageTimeoutError(
                 f"not done after {self.start_timeout_s:g} s; cluster.start_timeout_s allows more"

@@ -338,7 +338,8 @@ class Group:
             self._ranks[0].stop.remote(epoch)
             try:
                 ended = asyncio.gather(*map(result, done), return_exceptions=True)
-                await asyncio.wait_for(ended, STOP_TIMEOUT_S)
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await ended
             except TimeoutError:
                 logger.warning("ranks did not stop within %g s and are killed", STOP_TIMEOUT_S)
         self._kill()

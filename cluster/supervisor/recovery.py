@@ -40,11 +40,8 @@ async def find_memberships(
     """The actors that answer within `timeout_s`, each with its membership."""
 
     async def ask(actor: RankHandle) -> Any:
-        async def answer() -> Membership:
-            membership: Membership = await actor.membership.remote()
-            return membership
-
-        return await asyncio.wait_for(answer(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await actor.membership.remote()
 
     answers = await asyncio.gather(*map(ask, actors), return_exceptions=True)
     found = []

@@ -151,6 +151,20 @@ def test_the_rule_catches(path: str, source: str):
     assert len(forbidden(path, ast.parse(source))) == 1
 
 
+def test_no_wait_can_lose_a_cancellation() -> None:
+    """In Python 3.11, asyncio.wait_for drops a cancellation that comes as its future ends; asyncio.timeout does not."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute)
+        and node.attr == "wait_for"
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "asyncio"
+    ]
+    assert not found, f"use asyncio.timeout: {found}"
+
+
 def imported_modules(path: Path) -> Iterator[str]:
     """What the import of this file imports, packages of this repository with their __init__.py."""
     for node in parsed(path).body:

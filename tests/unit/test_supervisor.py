@@ -321,9 +321,9 @@ def test_a_supervisor_that_is_restarted_before_its_ranks_exist_starts_them():
     async def scenario() -> None:
         subject = OfFakes(phalanx_config())
         subject.launcher.all, kept = [], subject.launcher.all
-        recovering = asyncio.create_task(subject.recover())
-        await recovering
-        subject.launcher.all = kept
+        jobs = subject._run
+        subject._run = lambda: (setattr(subject.launcher, "all", kept), jobs())
+        await subject.recover()
         await until(lambda: subject._groups[0].health.state == "serving")
         assert subject._groups[0].health.epoch == 0
         await end(subject)

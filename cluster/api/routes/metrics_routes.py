@@ -61,7 +61,8 @@ def add_metrics_routes(
         backend = backend_provider()
         groups = await _within(settings.stats_timeout_s, backend.groups(), [], "groups")
         try:
-            stats = await asyncio.wait_for(backend.rank_stats(), settings.stats_timeout_s)
+            async with asyncio.timeout(settings.stats_timeout_s):
+                stats = await backend.rank_stats()
         except (EngineDeadError, TimeoutError) as error:
             reason = not_serving(groups) or str(error) or "the ranks do not answer"
             raise EngineDeadError(reason) from error

@@ -94,7 +94,8 @@ class Readiness:
     async def _busy_steps(self, backend: EngineBackend) -> dict[int, int]:
         """Return the steps with tokens of each rank so far; {} if the ranks do not answer."""
         try:
-            stats = await asyncio.wait_for(backend.rank_stats(), self._settings.stats_timeout_s)
+            async with asyncio.timeout(self._settings.stats_timeout_s):
+                stats = await backend.rank_stats()
         except (ServingError, TimeoutError):
             return {}
         return {rank: _busy(values) for rank, values in enumerate(stats)}
