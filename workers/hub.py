@@ -75,7 +75,7 @@ def fetch_weights(path: str, commit: str | None, *, bars: bool = False) -> None:
     if not all((folder / file).exists() for file in files):
         raise HubError(
             f"{path} on the Hub holds neither {SINGLE_FILE} nor all files of {INDEX_FILE}; Phalanx reads weights "
-            "in safetensors only: name another model, or say model.weights: dummy for random weights"
+            "in safetensors only: name another model, or set model.weights: dummy for random weights"
         )
 
 

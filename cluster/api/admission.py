@@ -23,7 +23,7 @@ from cluster.errors import (
 )
 
 STARTED = "phalanx.started"
-"""Key of the scope of a request whose headers have left; set by the middleware."""
+"""Key of the scope of a request, set by the middleware once the headers of the answer have left."""
 BODY_SEND = "phalanx.body_send"
 """Key of the scope: `send` without the wrappers that only look at headers, for parts of the body; set with STARTED."""
 _MAX_RETRY_AFTER_S = 30

@@ -87,7 +87,7 @@ class Connection(asyncio.Protocol):
             except HttpError:
                 if self._heard:
                     raise
-                # The server closed an idle connection just when it was used again: its good right.
+                # A server may close an idle connection at any time, also while the client sends a request on it.
         await self._connect(timeout_s)
         return await self._exchange(message, timeout_s, sink)
 

@@ -182,7 +182,9 @@ def _remarks(load: Mapping[str, Any], median: Mapping[str, Any]) -> list[str]:
     is_unique = load["prompts_file"] is None and not load["prefix_groups"]
     cached, prompt_tokens = median["cached_tokens"] or 0, median["prompt_tokens"] or 0
     if is_unique and cached > CACHED_SHARE * prompt_tokens:
-        found.append("knows these prompts from an earlier run; another --seed makes new ones")
+        found.append(
+            "has these prompts in its cache from an earlier run; another --seed makes new ones"
+        )
     if median["output_tokens"] is None and median["completed"]:
         found.append("sends no usage, so there are no figures of tokens")
     lag = median["send_lag_ms"]["p99"]

@@ -8,12 +8,13 @@ A prompt without a first token counts `PREFILL_WEIGHT` times more, without the p
 prompt of the rank waits for it, and in lockstep the rank with the most prompts delays the tokens of all. Prompts of
 other ingresses do not count so, because their reports would come too late.
 
-Each rank reports the load of the other ingresses with every message of its token stream; the report is late. If each
-of k ingresses took it for exact, each would fill the whole gap of a rank that was empty a moment ago, and together they
-would fill it k times. So an ingress evens out its k-th part: its own tokens count in full, those of other ingresses
-divided by k. In simulations with reports 60 requests old, the spread between ranks stayed within a quarter of the
-spread without reports; counting the load of other ingresses in full more than doubled it. With fresh reports, and with
-ingresses of unequal traffic, it is better than without. Equal ranks take turns from a different start in each ingress.
+Each rank reports the load of the other ingresses with every message of its token stream. The report is late. If each
+of k ingresses took the report for exact, each would fill the whole gap of a rank that was empty a moment ago, and the
+k ingresses together would fill the gap k times. So an ingress fills a k-th part of the gap: its own tokens count in
+full, tokens of other ingresses count divided by k. In simulations with reports 60 requests old, the spread between
+ranks stayed within a quarter of the spread without reports; counting the load of other ingresses in full more than
+doubled the spread. With fresh reports, and with ingresses of unequal traffic, the spread is smaller than without
+reports. Equal ranks take turns from a different start in each ingress.
 
 A rank that holds a prefix of the prompt in its cache need not compute it again, but must not get every such request.
 So a rank that may hold the whole prompt is allowed a lead over the other ranks of `LEAD` requests of this size; a rank

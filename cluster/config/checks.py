@@ -133,7 +133,7 @@ def _check_lengths(config: PhalanxConfig, model: ModelConfig | None) -> Iterator
         yield Problem(
             "scheduler.chunked_prefill",
             f"false needs scheduler.max_num_batched_tokens >= model.max_model_len = {length}, "
-            f"it is {budget}; raise it, shorten the length, or say true",
+            f"it is {budget}; raise it, shorten the length, or set it to true",
             ("scheduler.max_num_batched_tokens", *involves),
         )
     cache = config.cache

@@ -13,7 +13,7 @@ import yaml
 from cluster.config.errors import Problem, show
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""`key.path=value` texts of --set, or keys with values: a key is a path or a section, whose value is a mapping."""
+"""`key.path=value` texts of --set, or a mapping: its keys are paths with values, or sections with mappings."""
 BY_OPTION, BY_ARGUMENT = "--set", "argument"  # places of overrides
 
 

@@ -90,8 +90,8 @@ class TracingConfig(Section):
     otlp_endpoint: str | None = Field(
         None,
         pattern=r"^https?://[^/\s]",
-        description="Collector to send traces to, such as http://localhost:4318; null = what "
-        "OTEL_EXPORTER_OTLP_ENDPOINT says, none = no traces.",
+        description="Collector to send traces to, such as http://localhost:4318; null = the value of "
+        "OTEL_EXPORTER_OTLP_ENDPOINT; without one, no traces.",
     )
 
 
@@ -115,11 +115,11 @@ class ServeConfig(Section):
         None,
         min_length=1,
         description="File with an API key a line, # starts a comment; relative to the YAML's folder. "
-        "Keys in the environment variable PHALANX_API_KEY count too; without any, none is asked for.",
+        "Keys in the environment variable PHALANX_API_KEY count too; without any key, requests need none.",
     )
     cors_origins: list[_Origin] = Field(
         default_factory=list,
-        description="Origins whose web pages may call the API, such as https://chat.example; * = all.",
+        description="Origins of web pages that may call the API, such as https://chat.example; * = all.",
     )
     max_queued_requests: Auto | Annotated[int, Field(ge=0)] = Field(
         "auto",

@@ -191,7 +191,7 @@ def _failed_requests(results: Results) -> str:
         for repeat, reasons in cell.request_errors.items()
         for reason, count in reasons.items()
     ]
-    head = "Requests that failed in runs with results, whose figures leave them out:"
+    head = "Requests that failed in runs with results; the figures of these runs leave failed requests out:"
     return "\n".join([head, "", *lines]) if lines else ""
 
 

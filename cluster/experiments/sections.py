@@ -18,7 +18,8 @@ class Sweep(Section):
         default_factory=dict, description="Key to values; all combinations."
     )
     paired: list[dict[str, list[Any]]] = Field(
-        default_factory=list, description="Groups of keys whose values go together, first to last."
+        default_factory=list,
+        description="Groups of keys; the first values of all keys of a group go together, then the second values.",
     )
     cells: list[dict[str, Any]] = Field(
         default_factory=list, alias="list", description="Cells written out, each with its keys."
@@ -43,7 +44,8 @@ class Report(Section):
     )
     baseline: dict[str, Any] = Field(
         default_factory=dict,
-        description="Values of some axes; each cell is compared with the cell that has these and its other values.",
+        description="Values of some axes. Each cell is compared with the cell that has the baseline's values on "
+        "these axes and its own values on all other axes.",
     )
     x: str | None = Field(None, description="Axis along the plots; null = chosen by the axes.")
 

@@ -90,7 +90,10 @@ def generation(deep_ep: Any) -> int:
 def recognised() -> str:
     """Return version and generation of the module. Raises DeepEpUnavailableError like `load_deep_ep`."""
     found = generation(load_deep_ep())
-    how = {1: "1.x (Buffer alone)", 2: "2.x, whose Buffer is used; Phalanx never ran on it"}
+    how = {
+        1: "1.x (Buffer alone)",
+        2: "2.x (its Buffer is used; Phalanx never ran on this generation)",
+    }
     return f"deep_ep {_installed_version()}, recognised as {how[found]}"
 
 

@@ -88,10 +88,10 @@ def _meet(memory: torch.Tensor, group: dist.ProcessGroup) -> Any:
 
 
 def _catch_up(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Meet alone until this process has met as often as the process of each rank of `group`. Collective.
+    """Repeat a rendezvous of this process alone until its count equals the count of each rank of `group`. Collective.
 
-    torch numbers the meetings of a process, and processes with different numbers wait for each other without end
-    (pytorch/pytorch#196082): a living rank and the new process of a dead one.
+    torch counts the rendezvous of a process, and two processes with different counts wait for each other without end
+    (pytorch/pytorch#196082). A living rank has a higher count than the new process of a dead rank.
     """
     from torch.distributed import _symmetric_memory as symm_mem
 

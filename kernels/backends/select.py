@@ -103,7 +103,7 @@ class Selection:
         }
         for seam, backend in chosen.items():
             if backend is not None and not backend.graph:
-                return f"kernels.{seam} is {backend.name}, whose steps cannot be captured"
+                return f"kernels.{seam} is {backend.name}, and its steps cannot be captured"
         return None
 
     def names(self) -> dict[str, str]:

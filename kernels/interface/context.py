@@ -18,8 +18,8 @@ class BackendContext:
 
     shape            what the backends were chosen for; max_num_tokens bounds a rank's rows of one dispatch
     group            process group; None where the all-to-all needs none
-    shared_memory    of the ranks of this host, with the channels of `Selection.shared_memory_slots`; None where the
-                     all-to-all has no channels
+    shared_memory    memory that the ranks of this host share, with one channel for each of
+                     `Selection.shared_memory_slots`; None if the all-to-all needs no channels
     network          this host's address for the ranks of other hosts; None for a rank alone
     block_size       tokens of a block of the KV cache
     row_alignment    on GPUs: the first permuted row of each expert must be a multiple of it; from the grouped GEMM

@@ -158,7 +158,7 @@ def test_remarks_on_figures_not_to_trust() -> None:
     assert result.exit_code == 0, result.output
     remarks = result.stdout.splitlines()[-4:]
     assert [remark[:14] for remark in remarks] == [
-        "a: knows these",
+        "a: has these p",
         "a: requests we",
         "b: sends no us",
         "b: requests we",

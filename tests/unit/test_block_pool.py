@@ -22,7 +22,7 @@ def test_a_released_block_is_free_when_nobody_else_holds_it():
         pool.release(blocks[:1])
     with pytest.raises(AssertionError, match="is free"):
         pool.share(blocks[:1])
-    with pytest.raises(AssertionError, match="asked for 5 blocks"):
+    with pytest.raises(AssertionError, match="5 blocks wanted"):
         pool.allocate(5)
 
 

@@ -57,8 +57,8 @@ def test_graphs_of_configured_sizes(yaml_path: Path) -> None:
     ("override", "reason"),
     [
         ("scheduler.cuda_graphs=false", "scheduler.cuda_graphs is false"),
-        ("kernels.attention=sdpa", "kernels.attention is sdpa, whose steps cannot be captured"),
-        ("kernels.all2all=torch_dist", "kernels.all2all is torch_dist, whose steps cannot be"),
+        ("kernels.attention=sdpa", "kernels.attention is sdpa, and its steps cannot be captured"),
+        ("kernels.all2all=torch_dist", "kernels.all2all is torch_dist, and its steps cannot be"),
         ("cluster.device=cpu", "cluster.device is cpu"),
     ],
 )

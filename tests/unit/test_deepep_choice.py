@@ -169,4 +169,4 @@ def test_both_generations(module, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     module.ElasticBuffer = object
     extension.write_bytes(b"NVSHMEM is disabled")
     assert deepep.generation(module) == 2 and unavailable() == {}
-    assert "recognised as 2.x, whose Buffer is used" in deepep.recognised()
+    assert "recognised as 2.x (its Buffer is used" in deepep.recognised()

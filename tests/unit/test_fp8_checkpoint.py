@@ -226,7 +226,7 @@ def test_what_does_not_fit_its_config_is_named(tmp_path: Path) -> None:
     assert f"1 misshaped: {prefix}v_proj.weight_scale_inv [2, 1] instead of [1, 1]" in message
     assert "1 surplus: model.layers.0.mlp.gate.weight_scale_inv" in message
     assert "1 not floating point: model.norm.weight F8_E4M3" in message
-    assert f"as quantization_config says: {prefix}k_proj.weight BF16" in message
+    assert f"as in quantization_config: {prefix}k_proj.weight BF16" in message
     plain = small_checkpoint(tmp_path / "plain", num_layers=1)
     shutil.copy(path / FILE, plain / FILE)
     with pytest.raises(CheckpointError, match=r"surplus: .*_scale_inv"):

@@ -21,7 +21,7 @@ def test_who_cannot_is_named():
         "attention": "sdpa",
     }.items():
         unsupported_reason = selection(**{family: name}).graph_unsupported_reason
-        assert unsupported_reason == f"kernels.{family} is {name}, whose steps cannot be captured"
+        assert unsupported_reason == f"kernels.{family} is {name}, and its steps cannot be captured"
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` free blocks, each with one holder now. The caller has checked `num_free`."""
-        assert count <= self.num_free, f"asked for {count} blocks, {self.num_free} are free"
+        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
         blocks = [self._blank.pop() if self._blank else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1

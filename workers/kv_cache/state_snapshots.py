@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 # Tokens of a prompt that a snapshot must save, because a chunk that ends at a snapshot costs a step.
 MIN_GAIN = 64
-# Snapshots replaced in a row before their first use, from which on one of so many prompts gets snapshots: these few
-# stay longer, and a prompt without one takes a step less.
+# After PATIENCE snapshots in a row were replaced before their first use, only one prompt in SELDOM gets snapshots. The
+# few snapshots then stay longer, and a prompt without a snapshot takes one step less.
 PATIENCE, SELDOM = 8, 8
 
 

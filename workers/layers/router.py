@@ -21,7 +21,8 @@ def route_tokens(
     """Return topk_idx int64 [T, K], best first, and topk_weights float32 [T, K] of the best scores.
 
     Rows from `num_tokens` on are padding: their topk_idx is -1. On a GPU `num_tokens` may be an integer tensor [1]
-    there, which a captured graph reads at each replay. bias_E is float32 and for the choice alone.
+    on the device, which a captured graph reads at each replay. bias_E float32 [E] is added to the scores that choose
+    the experts, not to topk_weights.
     """
     if not spec.plain:
         return _route_in_groups(x_TD, router, spec, num_tokens, bias_E)

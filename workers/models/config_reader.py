@@ -145,7 +145,7 @@ class ConfigReader:
         )
 
     def windows(self) -> tuple[int | None, ...]:
-        """Return the window of each layer, None for full attention; without `layer_types` each first of two has one."""
+        """Return the window of each layer, None for full attention; without `layer_types`, even layers have one."""
         self._reads_layer_types = True
         window, count = self.integer("sliding_window"), self.integer("num_hidden_layers")
         kinds = self.raw("layer_types")

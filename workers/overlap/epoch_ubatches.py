@@ -149,7 +149,8 @@ class EpochUbatches:
         limits = self._config.scheduler
         num_blocks = scheduler.pool.num_blocks
         context = tuning.decode_context(max_model_len - 2)
-        # Measured decodes grow while the last ones' prompts are computed, by less than their context; none may preempt.
+        # The first decodes grow while the prompts of the last decodes are computed, by less than one context. No
+        # sequence may be preempted during the measurement.
         per_decode = scheduler.demand.blocks(2 * context)
         decodes = min(
             limits.max_num_seqs, limits.max_num_batched_tokens // 2, num_blocks // per_decode

@@ -135,11 +135,12 @@ def sizes_that_fit(
 def split_memory(
     free: int, *, block_bytes: int, slot_bytes: int, num_rows: int, usual: int, longest: int
 ) -> tuple[int, int]:
-    """Return KV blocks and snapshots of states in `free` bytes, which are beside the states of `num_rows` sequences.
+    """Return the number of KV blocks and of snapshots of states that `free` bytes hold.
 
-    Memory is for as many usual requests as fit, each with a state: those that run, and prefixes of those that ran.
+    The states of `num_rows` running sequences have memory of their own. The free bytes are divided so that as many
+    usual requests as possible have their KV blocks and one state each, in the form of a snapshot if they no longer run.
 
-    usual, longest   KV blocks of a usual request, and of the longest one, which has room whatever the snapshots
+    usual, longest   KV blocks of a usual request, and of the longest request; the snapshots leave at least `longest`
     """
     requests = (free + num_rows * slot_bytes) // (slot_bytes + usual * block_bytes)
     most = (free - longest * block_bytes) // slot_bytes

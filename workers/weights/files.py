@@ -76,7 +76,7 @@ def _weight_files(folder: Path) -> list[Path]:
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; convert other weight formats "
-            "to safetensors first, or say model.weights: dummy for random ones"
+            "to safetensors first, or set model.weights: dummy for random ones"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{index} cannot be read as a weight index: {error!r}") from error
@@ -139,7 +139,7 @@ def check_against_map(
         ],
     }
     for kind in (FP8, BYTES):
-        complaints[f"not {kind}, as quantization_config says"] = [
+        complaints[f"not {kind}, as in quantization_config"] = [
             f"{name} {stored[name].dtype}"
             for name in both
             if expected[name][1] == kind and stored[name].dtype != kind

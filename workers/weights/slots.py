@@ -26,9 +26,9 @@ class WeightSlot:
     disk_view   the disk tensor is viewed in this shape, which broadcasts to target's
     scale       factor on the values
     offset      added to the values, before the factor
-    part        the rows of the disk tensor that are meant, as of WeightEntry
+    part        the rows of the disk tensor that target gets, in the form of `WeightEntry.part`
     decay       the values become -exp(value)
-    heads       (head_dim, rotary_dim): the disk tensor has heads of which only the first values are to be paired
+    heads       (head_dim, rotary_dim): of each head of the disk tensor, the first rotary_dim values are paired
     """
 
     target: torch.Tensor

@@ -251,7 +251,7 @@ def fit_output(
         what += f", of which the KV cache of a rank holds {limit}"
     asked = f"the prompt has {num_prompt_tokens} tokens"
     if requested is not None and room > 0:
-        asked += f" and {requested} output tokens are asked for; lower max_tokens"
+        asked += f" and {requested} output tokens are wanted; lower max_tokens"
     else:
         asked += "; shorten it"
     error = ContextLengthError(f"{what}, but {asked}", param="max_tokens" if room > 0 else "prompt")

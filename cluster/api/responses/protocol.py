@@ -78,7 +78,7 @@ class ReasoningOptions(BaseModel):
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None,
-        description="none, minimal = no thinking, if the chat template knows enable_thinking.",
+        description="none, minimal = no thinking, if the chat template has enable_thinking.",
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         None, description="Accepted; the answer has the reasoning itself, no summary."
