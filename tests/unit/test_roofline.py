@@ -198,8 +198,8 @@ def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path
     )
     shape = StepShape(tokens=8192, context=1024, kv_reads=0, sampled=1, fp8=True)
     works = [step_work(found, 1, shape)[StepPart.DENSE] for found in (plain, model)]
-    delta_net, full = 2048 * (8192 + 2 * 4096), 2048 * (3 * 4096 + 2 * 512)
-    in_fp8_values = 3 * delta_net + full + 4 * 3 * 2048 * 512
+    gdn, full = 2048 * (8192 + 2 * 4096), 2048 * (3 * 4096 + 2 * 512)
+    in_fp8_values = 3 * gdn + full + 4 * 3 * 2048 * 512
     assert works[0].memory_bytes - works[1].memory_bytes == in_fp8_values
     assert works[1].fp8_flops == 2 * 8192 * in_fp8_values
     values = 3 * (8192 + 2 * 4096 + 2 * 32) + 3 * 4096 + 2 * 512 + 2 * 4 * 2048 + 4 * (2048 + 256)
