@@ -94,6 +94,7 @@ def rank_rows(
                 dtype,
                 fp8_experts=selection.fp8_experts,
                 fp8_dense=selection.fp8_dense,
+                in_four_bits=selection.four_bit_experts,
             ),
             kv_bytes=None,
             buffer_bytes=held.kept + step,

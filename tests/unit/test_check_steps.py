@@ -15,7 +15,7 @@ from cluster.commands import check_memory, check_steps
 from cluster.commands.check import CheckReport, check, render
 from cluster.config.errors import ConfigError
 from cluster.config.load import load_config
-from tests.checkpoints.writer import QUANTIZATIONS, Quantization, make_checkpoint
+from tests.checkpoints.writer import QUANTIZATIONS, make_checkpoint
 from tests.distributed import deep_ep_fake
 from workers.runner.graph_sizes import GraphsUnavailableError
 
@@ -240,7 +240,7 @@ def test_the_generation_of_deepep_is_told(
     ],
 )
 def test_warns_of_fp8_experts_that_are_not_kept(
-    tmp_path: Path, quantization: Quantization, backend: str, says: str | None
+    tmp_path: Path, quantization: str, backend: str, says: str | None
 ) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "num_layers": 1}
     make_checkpoint(tmp_path / "tiny", quantization=quantization, weights=False, **sizes)

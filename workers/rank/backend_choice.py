@@ -12,7 +12,12 @@ from kernels.interface.registry import ATTENTION, backend_class
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
 from workers.specs.model import ModelConfig
-from workers.weights.tensors import experts_with_row_scales, fp8_not_kept, stores_fp8_experts
+from workers.weights.tensors import (
+    experts_with_row_scales,
+    four_bit_experts,
+    fp8_not_kept,
+    stores_fp8_experts,
+)
 
 SLOWER_THAN_FLASHINFER = "Steps will be slower than with it"
 SLOWER = {
@@ -37,6 +42,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         attention_specs=config.cache.cached(model.attention_specs),
         linear_specs=config.cache.cached_states(model.linear_specs),
         fp8_checkpoint=stores_fp8_experts(model),
+        four_bit=four_bit_experts(model),
         expert_bias=model.moe.bias,
     )
 

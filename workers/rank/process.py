@@ -317,6 +317,7 @@ class RankProcess:
             dtype,
             fp8_experts=self.selection.fp8_experts,
             fp8_dense=self.selection.fp8_dense,
+            in_four_bits=self.selection.four_bit_experts,
         )
 
     def info(self, graph_bytes: int, stage_seconds: dict[str, float]) -> RankInfo:

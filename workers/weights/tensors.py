@@ -2,9 +2,10 @@
 
 from collections.abc import Container
 
+from kernels.four_bit_format import FourBitFormat
 from kernels.routing.expert_map import ExpertMap
 from workers.specs.model import DtypeName, ModelConfig, weight_map
-from workers.specs.weight_map import FP8_BLOCK, Scaling, WeightEntry
+from workers.specs.weight_map import FP8_BLOCK, QUANTISABLE, Scaling, WeightEntry
 
 # Weights that `LayerBuilder.linear` allocates; all others keep the model's dtype.
 DENSE = (
@@ -27,6 +28,17 @@ def stores_fp8_experts(config: ModelConfig) -> bool:
         for entry in weight_map(config)
         if entry.expert is not None
     )
+
+
+def four_bit_experts(config: ModelConfig) -> FourBitFormat | None:
+    """Return the format of the experts, None unless all of them are packed in four bits in one format."""
+    forms = {entry.four_bit for entry in weight_map(config) if _is_expert_matrix(entry)}
+    formats = {None if form is None else form.format for form in forms}
+    return formats.pop() if len(formats) == 1 else None
+
+
+def _is_expert_matrix(entry: WeightEntry) -> bool:
+    return entry.expert is not None and entry.kind in QUANTISABLE
 
 
 def experts_with_row_scales(config: ModelConfig) -> bool:
@@ -111,16 +123,20 @@ def rank_weight_bytes(
     *,
     fp8_experts: bool = False,
     fp8_dense: bool = False,
+    in_four_bits: bool = False,
 ) -> int:
     """Return the bytes of one rank's weights in memory (norms, a few KiB, may take twice as much).
 
     fp8_experts   the experts' product computes with FP8 weights
-    fp8_dense     so do dense products with weights that the checkpoint stores in FP8; all else is held in `dtype`
+    fp8_dense     so do dense products with weights that the checkpoint stores in FP8
+    in_four_bits  the experts' product computes with weights in four bits; all else is held in `dtype`
     """
     width, dense = DTYPE_BYTES[dtype], fp8_parameters(config) if fp8_dense else ()
-    return sum(
-        entry.fp8_bytes
-        if (entry.parameter in dense if entry.expert is None else fp8_experts)
-        else width * entry.size
-        for entry in rank_weights(config, expert_map, rank)
-    )
+
+    def num_bytes(entry: WeightEntry) -> int:
+        if in_four_bits and entry.expert is not None and entry.four_bit is not None:
+            return entry.four_bit_bytes
+        in_fp8 = entry.parameter in dense if entry.expert is None else fp8_experts
+        return entry.fp8_bytes if in_fp8 else width * entry.size
+
+    return sum(map(num_bytes, rank_weights(config, expert_map, rank)))
