@@ -8,7 +8,7 @@ GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class FourBitFormat:
-    """The format of matrices whose values are codes of four bits, with a scale for each group of a row's values.
+    """The format of matrices of codes of four bits, with a scale for each group of a row's values.
 
     kind      mxfp4: a code is an e2m1 value, a scale a power of two (e8m0, one byte). int4: a code is a whole number
               from 0 to 15, of which the group's zero point is subtracted; a scale is float16

@@ -1,15 +1,15 @@
 """Codes of four bits to values, in registers: for bfloat16 as bit patterns in assembly, for other dtypes in float32.
 
-A tile has W rows (whole tiles of 64) and 64 columns; its bytes hold columns j and j + 32, see kernels.four_bit. The
-bytes of a thread are those whose values the thread gives to the tensor cores, so that no value changes threads.
+A tile has W rows (whole tiles of 64) and 64 columns; its bytes hold columns j and j + 32, see kernels.four_bit. A
+thread reads the bytes of the values that it gives to the tensor cores, so that no value changes threads.
 """
 
 import triton
 import triton.language as tl
 
-# Four bytes b0 .. b3 to four pairs of bfloat16, of their low bits and of their high bits. 0x4300 is 128, whose last
-# bit counts 1, so that 128 + code is a bit pattern; minus 128 + zero point, times the scale. Both values of a pair lie
-# in one row, which has one scale and zero point.
+# Four bytes b0 .. b3 to four pairs of bfloat16, of their low bits and of their high bits. 0x4300 is 128, and its
+# last bit counts 1, so that 128 + code is a bit pattern; minus 128 + zero point, times the scale. Both values of a pair
+# lie in one row, which has one scale and zero point.
 INT4_ASM = tl.constexpr(
     """
     {

@@ -41,6 +41,24 @@ class FourBitTile:
 
 
 @triton.jit
+def _product(
+    out,
+    tile,
+    codes_at,
+    row_tile,
+    factors,
+    KIND: tl.constexpr,
+    PACKED: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Return out + weights @ tile.T of one block of 64 columns; factors are those of `load_scales`."""
+    codes = load_codes(codes_at, row_tile, out.shape[0])
+    scales, zeros, high_scales, high_zeros = factors
+    values = expand(codes, scales, zeros, high_scales, high_zeros, KIND, PACKED, DTYPE)
+    return tl.dot(values, tile.T, out, input_precision="ieee")
+
+
+@triton.jit
 def _multiply(
     x_at,
     order_at,
@@ -49,61 +67,50 @@ def _multiply(
     up,
     weights,
     rows,
-    up_rows,
-    sizes,
-    form,
+    num_blocks,
     GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ORDERED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
-    """Return float32 [TILE_W, TILE_R]: out + weights @ x.T, or activation(out + gate @ x.T) * (up + up @ x.T)."""
+    """Return float32 [TILE_W, TILE_R]: out + weights @ x.T, and up + those of the up rows @ x.T.
+
+    weights   places of codes, scales and zero points of the expert
+    rows      first weight row, first up row, weight rows of the expert
+    """
     codes_ptr, scales_ptr, zeros_ptr = weights
-    num_rows, num_blocks = sizes
-    GROUP: tl.constexpr = form[0]
-    KIND: tl.constexpr = form[1]
-    ZEROS: tl.constexpr = form[2]
-    ORDERED: tl.constexpr = form[3]
-    PACKED: tl.constexpr = form[4]
-    TILE_W: tl.constexpr = out.shape[0]
+    row, up_row, num_rows = rows
     DTYPE: tl.constexpr = x_at.dtype.element_ty
-    columns = tl.arange(0, 64)
+    TILE_W: tl.constexpr = out.shape[0]
     row_tile = num_blocks.to(tl.int64) * 2048
-    gate_at = codes_ptr + rows // 64 * row_tile
-    up_at = codes_ptr + up_rows // 64 * row_tile
+    at, up_at = codes_ptr + row // 64 * row_tile, codes_ptr + up_row // 64 * row_tile
     # Scales are read one block early: they go to registers, so that no ring in shared memory hides their latency.
-    scales, zeros, high_scales, high_zeros = load_scales(
-        *(scales_ptr, zeros_ptr, rows, num_rows, 0, GROUP, ZEROS, TILE_W)
-    )
-    up_scales, up_zeros, up_high_scales, up_high_zeros = scales, zeros, high_scales, high_zeros
+    s0, z0, s1, z1 = load_scales(scales_ptr, zeros_ptr, row, num_rows, 0, GROUP, ZEROS, TILE_W)
+    t0, y0, t1, y1 = s0, z0, s1, z1
     if GATED:
-        up_scales, up_zeros, up_high_scales, up_high_zeros = load_scales(
-            *(scales_ptr, zeros_ptr, up_rows, num_rows, 0, GROUP, ZEROS, TILE_W)
+        t0, y0, t1, y1 = load_scales(
+            scales_ptr, zeros_ptr, up_row, num_rows, 0, GROUP, ZEROS, TILE_W
         )
     for block in range(num_blocks):
         following = tl.minimum(block + 1, num_blocks - 1)
-        places = block * 64 + columns
+        places = block * 64 + tl.arange(0, 64)
         if ORDERED:
             places = tl.load(order_at + places)
         tile = tl.load(x_at + places[None, :], mask=inside[:, None], other=0)
-        codes = load_codes(gate_at + block * 2048, row_tile, TILE_W)
-        values = expand(
-            *(codes, scales, zeros, high_scales, high_zeros, KIND, PACKED, DTYPE),
+        factors = (s0, z0, s1, z1)
+        s0, z0, s1, z1 = load_scales(
+            scales_ptr, zeros_ptr, row, num_rows, following, GROUP, ZEROS, TILE_W
         )
-        scales, zeros, high_scales, high_zeros = load_scales(
-            *(scales_ptr, zeros_ptr, rows, num_rows, following, GROUP, ZEROS, TILE_W)
-        )
-        out = tl.dot(values, tile.T, out, input_precision="ieee")
+        out = _product(out, tile, at + block * 2048, row_tile, factors, KIND, PACKED, DTYPE)
         if GATED:
-            codes = load_codes(up_at + block * 2048, row_tile, TILE_W)
-            values = expand(
-                *(codes, up_scales, up_zeros, up_high_scales, up_high_zeros, KIND, PACKED, DTYPE)
+            factors = (t0, y0, t1, y1)
+            t0, y0, t1, y1 = load_scales(
+                scales_ptr, zeros_ptr, up_row, num_rows, following, GROUP, ZEROS, TILE_W
             )
-            up_scales, up_zeros, up_high_scales, up_high_zeros = load_scales(
-                *(scales_ptr, zeros_ptr, up_rows, num_rows, following, GROUP, ZEROS, TILE_W)
-            )
-            up = tl.dot(values, tile.T, up, input_precision="ieee")
-    if GATED:
-        out = activate(out, up, ACTIVATION)
-    return out
+            up = _product(up, tile, up_at + block * 2048, row_tile, factors, KIND, PACKED, DTYPE)
+    return out, up
 
 
 @triton.jit
@@ -124,7 +131,6 @@ def grouped_gemm_four_bit_kernel(
     HAS_BIAS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_2: tl.constexpr,
-    GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INDEXED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -136,46 +142,36 @@ def grouped_gemm_four_bit_kernel(
     TILE_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute out[i] = x[row_R[i]] @ weights[expert of i].T, tile by tile."""
+    """Compute out[i] = x[row_R[i]] @ weights[expert of i].T, tile by tile; gated where there is an activation."""
     begin(PDL)
+    GATED: tl.constexpr = ACTIVATION is not None
     experts = tl.arange(0, EXPERTS_2)
     starts = tl.load(starts_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
     ends = tl.load(ends_ptr + experts, mask=experts < NUM_EXPERTS, other=0)
-    column_tiles = tl.cdiv(width, TILE_W)
+    column_tiles, num_rows = tl.cdiv(width, TILE_W), width * 2 if GATED else width
     num_tiles = tl.sum((ends - starts + TILE_R - 1) // TILE_R) * column_tiles
-    num_rows = width * 2 if GATED else width
-    num_blocks = depth // 64
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         expert, start, end = _find_tile(tile // column_tiles, starts, ends, TILE_R)
         # The last tile of columns moves back to end with the width, where the width is no multiple of it.
         column = tl.minimum(tile % column_tiles * TILE_W, width - TILE_W)
         permuted = start + tl.arange(0, TILE_R)
-        inside = permuted < end
-        rows = permuted.to(tl.int64)
+        inside, rows = permuted < end, permuted.to(tl.int64)
         if INDEXED:
             rows = tl.load(row_ptr + permuted, mask=inside, other=0).to(tl.int64)
         matrix = expert.to(tl.int64) * num_rows
-        groups = expert.to(tl.int64) * (depth // GROUP) * num_rows
-        weights = (codes_ptr + matrix * (depth // 2), scales_ptr + groups, zeros_ptr + groups)
-        bias_row = expert * num_rows + column
-        lanes = tl.arange(0, TILE_W) < TILE_W
-        out = _start(bias_ptr, bias_row, lanes, HAS_BIAS, TILE_R)
-        up = _start(bias_ptr, bias_row + width, lanes, HAS_BIAS and GATED, TILE_R)
-        out = _multiply(
-            x_ptr + rows[:, None] * x_stride,
-            order_ptr + expert * depth,
-            inside,
-            out,
-            up,
-            weights,
-            column,
-            column + width,
-            (num_rows, num_blocks),
-            (GROUP, KIND, ZEROS, ORDERED, PACKED),
-            GATED,
-            ACTIVATION,
-        )
+        groups = matrix * (depth // GROUP)
         columns = column + tl.arange(0, TILE_W)
+        whole = columns < width
+        out, up = _multiply(
+            *(x_ptr + rows[:, None] * x_stride, order_ptr + expert * depth, inside),
+            _start(bias_ptr, matrix + column, whole, HAS_BIAS, TILE_R),
+            _start(bias_ptr, matrix + column + width, whole, HAS_BIAS and GATED, TILE_R),
+            (codes_ptr + matrix * (depth // 2), scales_ptr + groups, zeros_ptr + groups),
+            *((column, column + width, num_rows), depth // 64),
+            *(GATED, GROUP, KIND, ZEROS, ORDERED, PACKED),
+        )
+        if GATED:
+            out = activate(out, up, ACTIVATION)
         out_at = out_ptr + permuted.to(tl.int64)[:, None] * width + columns[None, :]
         tl.store(out_at, out.T.to(out_ptr.dtype.element_ty), mask=inside[:, None])
 
@@ -224,7 +220,6 @@ def grouped_gemm_four_bit(
         HAS_BIAS=bias is not None,
         NUM_EXPERTS=num_experts,
         EXPERTS_2=triton.next_power_of_2(num_experts),
-        GATED=activation is not None,
         ACTIVATION=activation,
         INDEXED=row_R is not None,
         GROUP=weights.format.group,

@@ -5,7 +5,8 @@
 Shapes and formats are those of Qwen3-30B-A3B (int4, groups of 128) and gpt-oss-120b (MXFP4, with biases); routing is
 uniform and random, nothing is exchanged. Prints the share of the floor that each product reaches: the bytes of the
 experts that have rows, in the product's own format, over the memory's rate, or the FLOPs over the rate of the tensor
-cores. Writes OUT.json. On a CPU it is a dry run of itself:
+cores. With --tiles each product of `triton_four_bit` is also timed alone for each of TILES. Writes OUT.json. On a CPU
+it is a dry run of itself:
 
     python -m scripts.bench.four_bit --device cpu --models tiny --rows 1 8 --out /tmp/dry
 """
@@ -13,6 +14,7 @@ cores. Writes OUT.json. On a CPU it is a dry run of itself:
 import argparse
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +41,32 @@ BACKENDS = {
     "cuda": ("triton_four_bit", "triton", "deepgemm_fp8"),
     "cpu": ("native_four_bit", "native"),
 }
+# Rows, columns, warps, stages and programs on an SM of tiles to compare.
+TILES = (
+    *(
+        (16, 64, 4, 4, 4),
+        (16, 64, 4, 5, 4),
+        (16, 64, 4, 6, 4),
+        (16, 64, 4, 8, 3),
+        (16, 64, 4, 5, 5),
+    ),
+    *(
+        (16, 128, 4, 4, 3),
+        (16, 128, 8, 5, 2),
+        (32, 64, 4, 4, 3),
+        (32, 64, 4, 5, 4),
+        (32, 128, 8, 4, 2),
+    ),
+    *(
+        (64, 64, 4, 4, 2),
+        (64, 64, 4, 4, 3),
+        (64, 128, 4, 4, 2),
+        (64, 128, 8, 4, 2),
+        (64, 128, 8, 4, 1),
+    ),
+    *((128, 64, 4, 3, 2), (128, 128, 8, 3, 1), (128, 128, 8, 4, 1), (128, 64, 4, 4, 1)),
+)
+TILE_ROWS = 3.0  # a tile has at most this many times the mean rows of an expert, or 16
 LAYERS, DRAWS, ROUNDS = 4, 2, 7  # weights and routings that take turns, so that no cache holds them
 
 
@@ -134,7 +162,7 @@ class Products:
         topk_idx_NK = scores.topk(self.shape.top_k, dim=-1).indices
         return permute_local(x_ND, topk_idx_NK, weights, self._order, None)
 
-    def measure(self, rows: int, rounds: int, hardware: Hardware) -> dict[str, float]:
+    def measure(self, rows: int, rounds: int, hardware: Hardware) -> dict[str, Any]:
         """Return microseconds of both products of a layer, and the share of the floor in percent."""
         drawn = [self.draw(rows, seed) for seed in range(DRAWS)]
 
@@ -154,6 +182,51 @@ class Products:
             "floor_us": round(floor_us, 2),
             "percent_of_floor": round(100 * floor_us / us, 1),
         }
+
+    def measure_tiles(self, rows: int, rounds: int) -> dict[str, dict[str, float]]:
+        """Return microseconds of each product alone by tile; of `triton_four_bit` only."""
+        from kernels.triton.grouped_gemm_four_bit import FourBitTile, grouped_gemm_four_bit
+
+        routed = [self.draw(rows, seed) for seed in range(DRAWS)]
+        mean, num_sms = routed[0].device_routing().mean_rows, self.gemm._num_sms  # type: ignore[attr-defined]
+        shape, times = self.shape, LAYERS * DRAWS
+        inner = torch.randn(
+            routed[0].device_routing().num_permuted, shape.width, device=self.device
+        ).to(self.dtype)
+
+        def up(tile: FourBitTile, index: int) -> torch.Tensor:
+            found, (w13, _, biases) = routed[index // LAYERS], self.layers[index % LAYERS]
+            routing = found.device_routing()
+            bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
+            return grouped_gemm_four_bit(
+                *(found.x_RD, routing.row_R, w13, *bounds),
+                activation=shape.activation,
+                tile=tile,
+                num_sms=num_sms,
+                bias=biases and biases[0],
+            )
+
+        def down(tile: FourBitTile, index: int) -> torch.Tensor:
+            found, (_, w2, biases) = routed[index // LAYERS], self.layers[index % LAYERS]
+            routing = found.device_routing()
+            bounds = (routing.starts_e, routing.ends_e, routing.num_permuted)
+            return grouped_gemm_four_bit(
+                *(inner, None, w2, *bounds),
+                activation=None,
+                tile=tile,
+                num_sms=num_sms,
+                bias=biases and biases[1],
+            )
+
+        result: dict[str, dict[str, float]] = {}
+        for name, product in (("up", up), ("down", down)):
+            runs = {
+                str(sizes): repeated(partial(product, FourBitTile(*sizes, True)), times, graph=True)
+                for sizes in TILES
+                if sizes[0] <= max(16, TILE_ROWS * mean)
+            }
+            result[name] = alternate(runs, rounds, times, self.device, digits=2)
+        return result
 
     @staticmethod
     def _used_experts(routed: ExpertInput) -> int:
@@ -192,6 +265,8 @@ def measure_backend(
         products = Products(shape, gemm.build(about), args.device)
         for rows in args.rows:
             figures[str(rows)] = products.measure(rows, args.rounds, hardware)
+            if args.tiles and backend == "triton_four_bit":
+                figures[str(rows)]["tiles_us"] = products.measure_tiles(rows, args.rounds)
             print(f"{what}, {rows} rows: {figures[str(rows)]}", flush=True)
             save(args.out, found)
     except Exception as error:
@@ -238,6 +313,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--backends", nargs="+", choices=every)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="tokens of the rank")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="runs whose median counts")
+    parser.add_argument("--tiles", action="store_true", help="time each product for each of TILES")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     add_options(parser, drawn=False)
     args = parser.parse_args()

@@ -203,7 +203,7 @@ def test_warns_of_gpus_too_small(
     overrides: list[str],
     says: str | None,
 ) -> None:
-    monkeypatch.setattr(check_memory, "_gpu_bytes", lambda: int(gigabytes * 10**9))
+    monkeypatch.setattr(check_memory, "gpu_bytes", lambda: int(gigabytes * 10**9))
     report = checked(yaml_path, "cache.memory_fraction=0.9", *overrides)
     found = [warning for warning in report.warnings if warning.startswith("rank 0 needs")]
     assert len(found) == (says is not None)

@@ -8,10 +8,10 @@ import torch
 from kernels.backends.select import Selection
 from kernels.interface.backend import BackendShape
 from kernels.interface.config import KernelsConfig
-from kernels.interface.registry import ATTENTION, backend_class
+from kernels.interface.registry import ATTENTION, GROUPED_GEMM, backend_class
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig
-from workers.specs.model import ModelConfig
+from workers.specs.model import ModelConfig, weight_map
 from workers.weights.tensors import (
     experts_with_row_scales,
     four_bit_experts,
@@ -68,6 +68,34 @@ def fp8_is_not_kept(model: ModelConfig, selection: Selection) -> Iterator[str]:
             f"{found}: kernels.grouped_gemm {name} holds them in model.dtype, in twice the memory or more; "
             "deepgemm_fp8 keeps them in FP8, but rounds them once more"
         )
+
+
+def four_bits_are_widened(
+    model: ModelConfig,
+    selection: Selection,
+    unavailable: Mapping[str, str],
+    shape: BackendShape,
+) -> Iterator[str]:
+    """Yield a warning where weights that the checkpoint packs in four bits take model.dtype, with the reason."""
+    packed = [entry for entry in weight_map(model) if entry.four_bit is not None]
+    dense = {entry.name: None for entry in packed if entry.expert is None}
+    if dense:
+        yield (
+            f"{len(dense)} projections beside the experts become model.dtype, such as {next(iter(dense))}: "
+            "only experts stay in four bits"
+        )
+    if len(packed) == len(dense) or selection.four_bit_experts:
+        return
+    name, reasons = selection.grouped_gemm.name, []
+    for other in GROUPED_GEMM:
+        backend = backend_class("grouped_gemm", other)
+        if backend.four_bit and shape.device in backend.devices:
+            why = unavailable.get(f"grouped_gemm.{other}") or backend.unsupported_reason(shape)
+            reasons.append(f"{other} cannot run here: {why}" if why else f"{other} does not")
+    yield (
+        f"the checkpoint's experts are in four bits ({shape.four_bit or 'several formats'}), and "
+        f"kernels.grouped_gemm {name} widens them to model.dtype; {'; '.join(reasons)}"
+    )
 
 
 def slow_attention(

@@ -176,7 +176,7 @@ class RankProcess:
         context = self.backend_context(None)
         attention = select.build_attention(self.selection, context)
         linear = select.build_linear_attention(self.selection, context)
-        gemm = self.selection.grouped_gemm_class()
+        gemm = self.selection.grouped_gemm_class.build(context.shape)
         return select.Backends(UnboundAllToAll(), gemm, DummyAttention(attention), linear)
 
     def _build_model(self, backends: select.Backends) -> DecoderLM:

@@ -24,9 +24,10 @@ STRATEGIES = {
     "channel": Scaling.CHANNEL,
     "block": Scaling.BLOCK,
 }
+FP8_FORMATS = (None, "float-quantized", "naive-quantized", "mixed-precision")
 # Supported values; None stands for null and for a missing field.
 FIELDS: dict[str, tuple[Any, ...]] = {
-    "format": (None, "float-quantized", "naive-quantized", "pack-quantized", "mixed-precision"),
+    "format": (*FP8_FORMATS, "pack-quantized"),
     "quantization_status": (None, "compressed", "frozen"),
     "kv_cache_scheme": (None,),
     "sparsity_config": (None, {}),
@@ -122,9 +123,10 @@ def _parse_group(group: Any, key: str, form: Any, problems: list[str]) -> Group:
         return Group((), Fp8Form(Scaling.TENSOR, SUFFIX))
     _check(group, {"output_activations": (None,), "format": FIELDS["format"]}, key, problems)
     targets = _patterns(group, "targets", key, problems)
+    own = form if group.get("format") is None else group["format"]
     if weights.get("num_bits") == 4:
-        own = form if group.get("format") is None else group["format"]
         return Group(targets, _parse_four_bit(weights, key, own, problems))
+    _check({"format": own}, {"format": FP8_FORMATS}, key, problems)
     _check(weights, WEIGHT_FIELDS, f"{key}.weights", problems, ignored=OBSERVERS)
     scaling = STRATEGIES.get(str(weights.get("strategy")), Scaling.TENSOR)
     blocks = (None,) if scaling != Scaling.BLOCK else ([128, 128], "128x128")
