@@ -190,6 +190,13 @@ def test_kinds_of_layers_share_the_work_of_a_step(tmp_path: Path) -> None:
     assert kinds[LayerKind.EXPERTS].memory_s == pytest.approx(read / 4.0e12)
 
 
+def test_the_released_qwen3_is_the_committed_folder(tmp_path: Path) -> None:
+    released = load_model_config(model_folder("qwen3-30b-a3b", None, tmp_path, fp8=False))
+    committed = load_model_config(QWEN3)
+    assert released.layers == committed.layers and released.moe == committed.moe
+    assert released.vocab_size == committed.vocab_size
+
+
 def test_released_shapes_of_delta_nets_have_the_published_formats(tmp_path: Path) -> None:
     """Gates, convolutions and the small projections a and b of a delta net are stored in 16 bits."""
     plain, model = (
