@@ -9,6 +9,7 @@ N rows, K columns (a multiple of 64), G columns of a group; leading dimensions a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -117,14 +118,13 @@ class FourBitWeights:
         values = (rows // BLOCK, columns // BLOCK, TILE_BYTES) if tiled else (rows, columns // 2)
         groups = (*lead, columns // form.group, rows)
         scale_dtype = torch.uint8 if form.kind == "mxfp4" else torch.float16
-        new = {"device": device, "dtype": torch.uint8}
-        order = torch.empty((*lead, columns), device=device, dtype=torch.int32)
+        new = partial(torch.empty, device=device)
         return cls(
             form,
-            torch.empty((*lead, *values), **new),  # type: ignore[arg-type]
-            torch.empty(groups, device=device, dtype=scale_dtype),
-            torch.empty(groups, **new) if form.zeros else None,  # type: ignore[arg-type]
-            order if form.ordered else None,
+            new((*lead, *values), dtype=torch.uint8),
+            new(groups, dtype=scale_dtype),
+            new(groups, dtype=torch.uint8) if form.zeros else None,
+            new((*lead, columns), dtype=torch.int32) if form.ordered else None,
             tiled,
         )
 
@@ -153,10 +153,9 @@ class FourBitWeights:
     def __getitem__(self, index: int | slice) -> "FourBitWeights":
         """Return a view of one matrix or a slice of several, or of rows of a single matrix, whole tiles if tiled."""
         if self.scales.dim() > 2:
-            parts = (self.values, self.scales, self.zeros, self.order)
-            return FourBitWeights(
-                self.format, *(None if p is None else p[index] for p in parts), self.tiled
-            )  # type: ignore[arg-type]
+            zeros, order = (None if p is None else p[index] for p in (self.zeros, self.order))
+            values, scales = self.values[index], self.scales[index]
+            return FourBitWeights(self.format, values, scales, zeros, order, self.tiled)
         assert isinstance(index, slice), "rows of a matrix"
         rows = index
         if self.tiled:

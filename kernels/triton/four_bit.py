@@ -143,12 +143,11 @@ def expand(
     low_scale = _scale_of(scales, KIND, PACKED)[:, None]
     high_scale = _scale_of(high_scales, KIND, PACKED)[:, None]
     if PACKED:
-        shape: tl.constexpr = codes.shape
-        low_scale = tl.broadcast_to(low_scale, shape)
-        high_scale = tl.broadcast_to(high_scale, shape)
+        low_scale = tl.broadcast_to(low_scale, (codes.shape[0], 32))
+        high_scale = tl.broadcast_to(high_scale, (codes.shape[0], 32))
         if KIND == "int4":
-            low_zero = tl.broadcast_to(_above_128(zeros)[:, None], shape)
-            high_zero = tl.broadcast_to(_above_128(high_zeros)[:, None], shape)
+            low_zero = tl.broadcast_to(_above_128(zeros)[:, None], (codes.shape[0], 32))
+            high_zero = tl.broadcast_to(_above_128(high_zeros)[:, None], (codes.shape[0], 32))
             first, second = tl.inline_asm_elementwise(
                 INT4_ASM,
                 "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",

@@ -43,10 +43,11 @@ def test_equals_float32(form: FourBitFormat, dtype: torch.dtype, num_rows: int, 
     check(form, num_rows, dtype, in_order, "silu")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, *compiled_only(torch.bfloat16)])
 @pytest.mark.parametrize("form", [FORMATS[0], FORMATS[3]], ids=str)
 @torch.inference_mode()
-def test_biases_and_clamped_activation(form: FourBitFormat):
-    check(form, 20, torch.float16, False, "clamped_swiglu", bias=True)
+def test_biases_and_clamped_activation(form: FourBitFormat, dtype: torch.dtype):
+    check(form, 20, dtype, False, "clamped_swiglu", bias=True)
 
 
 @torch.inference_mode()
