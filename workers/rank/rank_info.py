@@ -18,12 +18,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The store of rank 0 through which the ranks of one epoch join, and a name that no other group uses."""
+    """The store of rank 0 through which the ranks of one epoch join.
+
+    name     that no other group uses, and that cannot be guessed: of the group's shared memory and keys in the store
+    secret   signs the gathers; a rank alone needs none
+    """
 
     host: str
     port: int
     name: str
     epoch: int = 0
+    secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)
