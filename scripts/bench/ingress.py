@@ -178,7 +178,9 @@ def start(config: PhalanxConfig, step_s: float) -> None:
         max_concurrency=1000,
     ).remote(config, step_s)
     serve.start(proxy_location="Disabled")
-    app = Ingress.options(num_replicas=1).bind(config, listen=True, api_key_digests=())
+    app = Ingress.options(num_replicas=1).bind(
+        config, listen=True, api_key_digests=(), environment={}
+    )
     serve.run(app, name=config.serve.app_name, route_prefix="/")
 
 

@@ -85,8 +85,8 @@ class FakeRank:
         leases = self.streams.leases if self.streams is not None else ()
         return Membership(self.rank, self.epoch, self.fence, self.info, leases)
 
-    async def fetch_checkpoint(self) -> None:
-        await self._note("fetch_checkpoint")
+    async def fetch_checkpoint(self, token: str | None) -> None:
+        await self._note("fetch_checkpoint", token)
 
     async def host_rendezvous(self) -> tuple[str, int]:
         await self._note("host_rendezvous")

@@ -125,11 +125,16 @@ class RankActor:
         fence, leases = self._fence, self._streams.leases
         return Membership(self._index, fence.epoch, fence.first, info, leases, self._config)
 
-    async def fetch_checkpoint(self) -> None:
-        """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits."""
+    async def fetch_checkpoint(self, token: str | None) -> None:
+        """Fetch the model of the Hub to this node, if the node lacks files of it. The Hub's client has time limits.
+
+        token   of the Hub; None = that of this node, if it has one
+        """
         model = self._config.model
         if model.revision is None:
             return
+        if token is not None:
+            os.environ["HF_TOKEN"] = token  # where the Hub's client looks for it
         fetch = hub.fetch_description if model.weights == "dummy" else hub.fetch_weights
         await asyncio.to_thread(fetch, model.path, model.revision)
 
