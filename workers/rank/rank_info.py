@@ -73,14 +73,15 @@ class Membership:
     config: RankConfig | None = None
 
 
-Activity = Literal["step", "vote", "sleep"]
+Activity = Literal["step", "vote", "capture", "sleep"]
 
 
 class Pulse(NamedTuple):
     """A step loop at one moment.
 
     step      votes that are complete
-    activity  vote = it waits for the votes of its peers; sleep = all ranks were idle
+    activity  vote = it waits for the votes of its peers; capture = it captures a CUDA graph that a step wants, or that
+              was postponed; sleep = all ranks were idle
     cpu_s     processor time of the loop's thread
     overdue   the step takes far longer than steps of its size, see Pace
     """
