@@ -94,10 +94,10 @@ class _Arrival:
         return True
 
 
-class TwoLevelAllToAll(AllToAll):
+class HierarchicalAllToAll(AllToAll):
     """TCP between hosts, slots in shared memory within one. Uses both channels of the SharedMemoryGroup alone."""
 
-    name = "two_level"
+    name = "hierarchical"
     devices = ("cpu",)
     auto = "a row crosses the network once for each host, and its host adds the sums that return"
     ubatch_shareable = True  # as shm
@@ -134,7 +134,7 @@ class TwoLevelAllToAll(AllToAll):
 
     @classmethod
     def build(cls, context: BackendContext) -> Self:
-        assert context.shared_memory is not None, "two_level needs a SharedMemoryGroup"
+        assert context.shared_memory is not None, "hierarchical needs a SharedMemoryGroup"
         return cls(
             context.shared_memory,
             _remote_hosts(context),
@@ -280,7 +280,7 @@ def _bytes_of(rows_SD: torch.Tensor) -> np.ndarray:
 def _remote_hosts(context: BackendContext) -> list[RemoteHost]:
     """Connect this rank to the ranks of its local index. Collective."""
     shape, rank, network = context.shape, context.rank, context.network
-    assert network is not None and context.gather is not None, "two_level needs other hosts"
+    assert network is not None and context.gather is not None, "hierarchical needs other hosts"
     per_node = shape.num_ranks // shape.num_nodes
     listener = LinkListener(network)
     own = listener.endpoint
