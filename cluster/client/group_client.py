@@ -51,7 +51,7 @@ class GroupClient:
         self._receiver.listen(self)
 
     async def open(self, reopened: Callable[[int], None], failed: Failed) -> None:
-        """Open the stream of every rank. Raises RayError when a rank is gone.
+        """Open the stream of every rank. Raises RayError when a rank is gone, OSError without free descriptors.
 
         reopened(rank): called when a stream is open again, and its rank has aborted the requests of the stream before
         failed: called with an unexpected error of a task
@@ -60,10 +60,8 @@ class GroupClient:
         ranks = range(len(self._members.ranks))
         streams = [self._receiver.open_stream(rank) for rank in ranks]
         inboxes = await gather(map(self._open_stream, ranks, streams))
-        self._inboxes = [
-            InboxSender(inbox, self.epoch, stream)
-            for inbox, stream in zip(inboxes, streams, strict=True)
-        ]
+        for inbox, stream in zip(inboxes, streams, strict=True):
+            self._inboxes.append(InboxSender(inbox, self.epoch, stream))
         self._watches = [StreamWatch(time.monotonic()) for _ in ranks]
         self._opened.set()
 
@@ -123,12 +121,13 @@ class GroupClient:
             stream = self._receiver.open_stream(rank)
             try:
                 inbox = await self._open_stream(rank, stream)
+                sender = InboxSender(inbox, self.epoch, stream)
                 break
-            except RayError as error:
-                logger.debug("rank %d opens no stream: %s", rank, error)
+            except (RayError, OSError) as error:
+                logger.warning("the stream of rank %d cannot be opened yet: %s", rank, error)
                 await asyncio.sleep(RETRY_S)
         self._inboxes[rank].close()
-        self._inboxes[rank] = InboxSender(inbox, self.epoch, stream)
+        self._inboxes[rank] = sender
         self._watches[rank] = StreamWatch(time.monotonic())
         del self._broken[rank]
         self._reopened(rank)

@@ -19,13 +19,12 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
         self._pumps: set[asyncio.Task[None]] = set()
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._flows = True
         self._dropped: set[asyncio.StreamWriter] = set()
         self._corrupted: int | None = None
         self.num_connections = 0
         self.num_held = [0, 0]
-        """Bytes of each direction that a stalled proxy has taken."""
+        """Bytes of each direction that the proxy has taken last, or holds."""
 
     async def start(self) -> StreamAddress:
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
@@ -34,10 +33,11 @@ class Proxy:
 
     def stall(self) -> None:
         """Pass nothing on, until `flow`. What the proxy holds then is lost by a `reset`."""
-        self._flows.clear()
+        self._flows = False
 
     def flow(self) -> None:
-        self._flows.set()
+        """Pass on with the next bytes what the proxy holds."""
+        self._flows = True
 
     def reset(self) -> None:
         """End all connections by RST."""
@@ -79,15 +79,18 @@ class Proxy:
     async def _pump(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, direction: int
     ) -> None:
+        held = bytearray()
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(65536):
-                self.num_held[direction] += len(data)
-                await self._flows.wait()
-                self.num_held[direction] -= len(data)
-                if writer in self._dropped:
+                held += data
+                self.num_held[direction] = len(held)
+                if not self._flows:
                     continue
                 if self._corrupted == direction:
-                    data, self._corrupted = data[:-1] + bytes([data[-1] ^ 1]), None
-                writer.write(data)
-                await writer.drain()
+                    held[-1] ^= 1
+                    self._corrupted = None
+                if writer not in self._dropped:
+                    writer.write(bytes(held))
+                    await writer.drain()
+                held.clear()
         writer.close()

@@ -4,13 +4,14 @@ The ingress's client and the ranks' ends are those of production; each connectio
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
 
-from cluster.client import stream_watch
+from cluster.client import group_client, stream_watch
 from tests.unit import ray_fakes
 from tests.unit.client_scene import Scene, run, scene, use_fakes
 from tests.unit.ray_fakes import FakeRank, until
@@ -236,6 +237,40 @@ def test_a_rank_that_sends_nothing_is_connected_again(monkeypatch, caplog) -> No
     monkeypatch.setattr(stream_watch, "SILENCE_S", 0.5)
     run(scenario())
     assert "the stream of rank 0 is opened again: the rank has sent nothing for" in caplog.text
+
+
+def test_a_stream_is_opened_again_once_there_are_descriptors(monkeypatch, caplog) -> None:
+    """A socket of ZeroMQ needs one."""
+
+    async def scenario() -> None:
+        async with scene() as now:
+            asked, rank = now.ask("a", rank=0), now.ranks[0]
+            await rank.emit("a", 0, 2)
+            await until(lambda: len(now.answers["a"]) == 2)
+            (stream,) = rank.streams._open.values()
+            with without_descriptors():
+                stream.sender._sender.num_sent += 1  # as if a message had been lost
+                await rank.emit("a", 3, 1)
+                await until(lambda: "cannot be opened yet" in caplog.text)
+            await rank.emit("a~2", 2, 2, finish=True)
+            await asked
+            assert now.answers["a"] == [100, 101, 102, 103]
+
+    monkeypatch.setattr(ray_fakes, "FakeRank", FakeRank)
+    monkeypatch.setattr(group_client, "RETRY_S", 0.05)
+    run(scenario())
+    assert "Too many open files" in caplog.text
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    """Let this process open nothing more; what is open stays open."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_beats_prove_that_messages_have_arrived() -> None:

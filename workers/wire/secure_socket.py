@@ -30,8 +30,11 @@ class StreamAddress:
 
 
 def listen(context: Context, host: str) -> tuple[Socket, StreamAddress]:
-    """Return a PULL socket on a free port of `host`, for any number of senders, and its address."""
-    socket = _prepared(context.socket(zmq.PULL))
+    """Return a PULL socket on a free port of `host`, for any number of senders, and its address.
+
+    Raises OSError where the process has no descriptors left.
+    """
+    socket = _new_socket(context, zmq.PULL)
     public, secret = zmq.curve_keypair()
     socket.curve_server = True
     socket.curve_publickey, socket.curve_secretkey = public, secret
@@ -47,6 +50,8 @@ class Sender:
 
     stream     carried by every message, see `workers.wire.numbering`
     num_sent   messages given to `send`
+
+    Raises OSError where the process has no descriptors left.
     """
 
     def __init__(self, address: StreamAddress, stream: bytes = UNCHECKED):
@@ -78,7 +83,7 @@ class Sender:
 
 def _connect(address: StreamAddress) -> Socket:
     """Return a PUSH socket to a listener."""
-    socket = _prepared(zmq.Context.instance().socket(zmq.PUSH))
+    socket = _new_socket(zmq.Context.instance(), zmq.PUSH)
     if "[" in address.endpoint:
         socket.setsockopt(zmq.IPV6, 1)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
@@ -87,11 +92,15 @@ def _connect(address: StreamAddress) -> Socket:
     return socket
 
 
-def _prepared(socket: Socket) -> Socket:
-    """Lift the limits of a socket, so that sending never blocks, and let it detect dead connections.
+def _new_socket(context: Context, kind: int) -> Socket:
+    """Return a socket without limits, so that sending never blocks, which detects dead connections.
 
     Closing drops queued messages: the supervisor closes the streams of an ingress that does not read.
     """
+    try:
+        socket = context.socket(kind)
+    except zmq.ZMQError as error:
+        raise OSError(error.errno, f"no socket for a stream: {error.strerror}") from error
     for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
         socket.setsockopt(option, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
