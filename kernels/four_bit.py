@@ -164,6 +164,13 @@ class FourBitWeights:
         zeros = None if self.zeros is None else self.zeros[:, index]
         return replace(self, values=self.values[rows], scales=self.scales[:, index], zeros=zeros)
 
+    def as_one_expert(self) -> "FourBitWeights":
+        """Return a view of a single matrix [N, K] as matrices [1, N, K]."""
+        zeros, order = (None if p is None else p[None] for p in (self.zeros, self.order))
+        return replace(
+            self, values=self.values[None], scales=self.scales[None], zeros=zeros, order=order
+        )
+
     def set(self, matrix: FourBitMatrix) -> None:
         """Copy one matrix of the same shape and format."""
         assert matrix.format == self.format and tuple(matrix.codes.shape) == self.shape

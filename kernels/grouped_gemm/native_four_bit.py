@@ -18,13 +18,13 @@ from kernels.native.library import load, native_unavailable
 EXPANDED = 4  # rows of a matrix that are expanded at once, OUTPUTS of cpu.c
 
 
-class _Pointers(ctypes.Structure):
+class FourBitPointers(ctypes.Structure):
     """four_bit of cpu.c."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in ("values", "scales", "zeros", "order")]
 
     @classmethod
-    def of(cls, weights: FourBitWeights) -> "_Pointers":
+    def of(cls, weights: FourBitWeights) -> "FourBitPointers":
         assert all(tensor.is_contiguous() for tensor in weights.tensors) and not weights.tiled
         parts = (weights.values, weights.scales, weights.zeros, weights.order)
         return cls(*(None if part is None else part.data_ptr() for part in parts))
@@ -65,7 +65,7 @@ class NativeFourBit(FourBitGemm):
             self._scratch = torch.empty(needed)
         added = [bias.float().contiguous() for bias in biases or ()]
         b13, b2 = (bias.data_ptr() for bias in added) if added else (None, None)
-        up, down = _Pointers.of(w13_e2ID), _Pointers.of(w2_eDI)
+        up, down = FourBitPointers.of(w13_e2ID), FourBitPointers.of(w2_eDI)
         self._mlp(
             x_RD.data_ptr(),
             expert_input.offs_e.data_ptr(),

@@ -9,7 +9,7 @@ import torch
 
 from kernels.activation import Activation
 from kernels.all2all.base import ExpertInput
-from kernels.four_bit import BLOCK, FourBitWeights
+from kernels.four_bit import FourBitWeights
 from kernels.four_bit_format import FourBitFormat
 from kernels.grouped_gemm.base import Biases
 from kernels.grouped_gemm.four_bit import FourBitGemm
@@ -80,13 +80,4 @@ class TritonFourBit(FourBitGemm):
 
     def tiles(self, mean: float, dtype: torch.dtype, hidden: int, width: int) -> tuple[Any, Any]:
         """Return the tiles of the two products for the mean number of rows of an expert."""
-        tile = self._kernel.FourBitTile
-        if dtype != torch.bfloat16:
-            return tile(16, BLOCK, 4, 2, 1), tile(16, BLOCK, 4, 2, 1)
-        if mean <= 16:
-            return tile(16, 64, 4, 5, 4, early=True), tile(16, 64, 4, 6, 4, early=True)
-        if mean <= 32:
-            return tile(32, 64, 4, 4, 3), tile(32, 64, 4, 4, 3)
-        if mean <= 64:
-            return tile(64, 64, 4, 4, 2), tile(64, min(128, hidden), 4, 4, 2)
-        return tile(128, min(128, width), 8, 3, 1), tile(128, min(128, hidden), 8, 4, 1)
+        return self._kernel.up_tile(mean, dtype, width), self._kernel.down_tile(mean, dtype, hidden)

@@ -304,6 +304,13 @@ static void four_bit_product(const float *x, const four_bit *w, int64_t kind, in
     }
 }
 
+/* y[R, N] = x[R, K] @ w[N, K].T; scratch holds OUTPUTS + R times K floats */
+void four_bit_linear(const float *x, const four_bit *w, int64_t kind, int64_t group, int64_t R, int64_t K, int64_t N,
+                     float *y, float *scratch)
+{
+    four_bit_product(x, w, kind, group, y, R, N, K, scratch);
+}
+
 /* The matrix of expert e of several [N, K] */
 static four_bit four_bit_of(const four_bit *all, int64_t e, int64_t kind, int64_t group, int64_t N, int64_t K)
 {

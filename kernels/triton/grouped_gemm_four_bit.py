@@ -40,6 +40,36 @@ class FourBitTile:
         return (num_permuted // self.rows + num_experts) * triton.cdiv(width, self.columns)
 
 
+# For other dtypes, in which the kernel serves comparisons alone.
+SLOW = FourBitTile(16, BLOCK, 4, 2, 1)
+
+
+def up_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
+    """Return the tile of a gated product with this mean number of rows of an expert and this many outputs."""
+    if dtype != torch.bfloat16:
+        return SLOW
+    if mean <= 16:
+        return FourBitTile(16, 64, 4, 5, 4, early=True)
+    if mean <= 32:
+        return FourBitTile(32, 64, 4, 4, 3)
+    if mean <= 64:
+        return FourBitTile(64, 64, 4, 4, 2)
+    return FourBitTile(128, min(128, width), 8, 3, 1)
+
+
+def down_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
+    """Return the tile of a product that is not gated, see `up_tile`."""
+    if dtype != torch.bfloat16:
+        return SLOW
+    if mean <= 16:
+        return FourBitTile(16, 64, 4, 6, 4, early=True)
+    if mean <= 32:
+        return FourBitTile(32, 64, 4, 4, 3)
+    if mean <= 64:
+        return FourBitTile(64, min(128, width), 4, 4, 2)
+    return FourBitTile(128, min(128, width), 8, 4, 1)
+
+
 @triton.jit
 def _product(
     out,

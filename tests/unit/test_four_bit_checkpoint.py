@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from kernels.backends.select import probe
 from kernels.four_bit import FourBitWeights, quantise_four_bit
 from kernels.four_bit_format import FourBitFormat
-from kernels.grouped_gemm.base import GroupedGemm
 from kernels.routing.expert_map import ContiguousMap
 from tests.checkpoints.four_bit import FOUR_BITS
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
@@ -20,7 +19,7 @@ from workers.models.registry import ModelConfigError, load_model_config, parse_m
 from workers.weights.checkpoint_files import CheckpointError
 from workers.weights.initial_weights import draw_weights
 from workers.weights.slots import FourBitSlot, WeightSlot
-from workers.weights.tensors import four_bit_experts, rank_weight_bytes
+from workers.weights.tensors import four_bit_experts, four_bit_parameters, rank_weight_bytes
 
 torch.set_num_threads(1)
 SHAPE: dict[str, Any] = {"num_layers": 2, "moe_intermediate_size": 64}
@@ -144,9 +143,10 @@ def test_the_memory_table_tells_the_truth(tmp_path: Path, form: str, native: Any
         rank_weight_bytes(config, ContiguousMap(8, 1), 0, "float32", in_four_bits=kept)
         for kept in (True, False)
     )
-    held = [layer.mlp for layer in rank.model.layers]
-    packed = sum(mlp.w13_e2ID.nbytes + mlp.w2_eDI.nbytes for mlp in held)
-    values = sum(np.prod(mlp.w13_e2ID.shape) + np.prod(mlp.w2_eDI.shape) for mlp in held)
+    slots = [s for s in rank.model.weight_slots().values() if isinstance(s, FourBitSlot)]
+    storages = [tensor.untyped_storage() for slot in slots for tensor in slot.target.tensors]
+    packed = sum({found.data_ptr(): found.nbytes() for found in storages}.values())
+    values = sum(np.prod(slot.target.shape) for slot in slots)
     assert wide - told == 4 * values - packed
     assert packed <= values * (0.5 + 3 / 32 + (0.1 if "ordered" in form else 0))
 
@@ -344,9 +344,31 @@ def test_experts_in_one_format_alone_stay_packed(tmp_path: Path) -> None:
     assert four_bit_experts(load_model_config(checkpoint(tmp_path / "all", "gptq"))) is not None
 
 
-def test_slots_are_of_four_bits(tmp_path: Path, native: Any) -> None:
+DENSE = {"head_dim": 32, "intermediate_size": 128, "mlp_only_layers": [0]}
+
+
+@pytest.mark.parametrize("form", ["int4-zeros", "gptq-ordered", "gptq-v2"])
+def test_dense_layers_stay_in_four_bits_too(tmp_path: Path, form: str, native: Any) -> None:
+    """Rows of q and k in the order of the rotation; few rows, and so many that the CPU expands the matrix."""
+    path = checkpoint(tmp_path, form, **DENSE)
+    wide, packed = OneRank(path), OneRank(path, grouped_gemm=native(path))
+    mlp, attention = packed.model.layers[0].mlp, packed.model.layers[1].attention
+    for layer in (mlp.gate_up, mlp.down, attention.qkv, attention.o):
+        assert isinstance(layer.weight, FourBitWeights)
+    expected = wide.model.layers[1].attention.qkv.weight
+    assert torch.equal(attention.qkv.weight.matrix().dequantise(), expected)
+    many = make_batch([list(range(1, 41)), list(range(50, 60))], [0, 0])
+    for batch in (PROMPTS, many):
+        torch.testing.assert_close(packed.logits(batch), wide.logits(batch), atol=1e-4, rtol=1e-4)
+
+
+def test_rows_that_are_no_whole_tiles_are_widened(tmp_path: Path, native: Any) -> None:
+    """32 rows of k: the product of q, k and v takes them, but the one of the output stays packed."""
     path = checkpoint(tmp_path, "gptq")
-    gemm: GroupedGemm = native(path)
-    slots = OneRank(path, grouped_gemm=gemm).model.weight_slots()
-    kept = [name for name, slot in slots.items() if isinstance(slot, FourBitSlot)]
-    assert len(kept) == 2 * 8 * 3 and all(".experts." in name for name in kept)
+    names = four_bit_parameters(load_model_config(path))
+    assert len(names) == 2
+    assert all(name.endswith("attention.o.weight") for name in names)
+    slots = OneRank(path, grouped_gemm=native(path)).model.weight_slots()
+    kept = {name for name, slot in slots.items() if isinstance(slot, FourBitSlot)}
+    assert len(kept) == 2 * (8 * 3 + 1)
+    assert isinstance(slots["model.layers.0.self_attn.q_proj.weight"], WeightSlot)

@@ -49,7 +49,7 @@ ORDER = {
         ("linear_attention",),
         ("all2all",),
         ("grouped_gemm",),
-        ("dense_fp8.py",),
+        ("dense_fp8.py", "dense_four_bit.py"),
         ("backends",),
     ),
     "workers": (

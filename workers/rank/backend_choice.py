@@ -15,6 +15,7 @@ from workers.specs.model import ModelConfig, weight_map
 from workers.weights.tensors import (
     experts_with_row_scales,
     four_bit_experts,
+    four_bit_parameters,
     fp8_not_kept,
     stores_fp8_experts,
 )
@@ -78,13 +79,17 @@ def four_bits_are_widened(
 ) -> Iterator[str]:
     """Yield a warning where weights that the checkpoint packs in four bits take model.dtype, with the reason."""
     packed = [entry for entry in weight_map(model) if entry.four_bit is not None]
-    dense = {entry.name: None for entry in packed if entry.expert is None}
-    if dense:
-        yield (
-            f"{len(dense)} projections beside the experts become model.dtype, such as {next(iter(dense))}: "
-            "only experts stay in four bits"
-        )
-    if len(packed) == len(dense) or selection.four_bit_experts:
+    if selection.four_bit_experts:
+        kept = four_bit_parameters(model)
+        wide = {e.name: None for e in packed if e.expert is None and e.parameter not in kept}
+        if wide:
+            yield (
+                f"{len(wide)} projections that the checkpoint has in four bits become model.dtype, such as "
+                f"{next(iter(wide))}: products in four bits take one format and multiples of 64 rows and columns, "
+                "in all tensors that one product joins"
+            )
+        return
+    if all(entry.expert is None for entry in packed):
         return
     name, reasons = selection.grouped_gemm.name, []
     for other in GROUPED_GEMM:

@@ -148,10 +148,13 @@ class FourBitSlot:
     """A destination for one matrix that the model holds in four bits.
 
     interleaved   as in WeightEntry
+    heads, part   as in WeightSlot
     """
 
     target: FourBitWeights
     interleaved: bool = False
+    heads: tuple[int, int] | None = None
+    part: tuple[int, int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -168,9 +171,13 @@ class FourBitSlot:
 
     def fill_four_bit(self, matrix: FourBitMatrix) -> None:
         """Copy codes and scales unchanged."""
+        self.target.set(matrix.with_rows(self._order_rows))
+
+    def _order_rows(self, rows: torch.Tensor) -> torch.Tensor:
         if self.interleaved:
-            matrix = matrix.with_rows(lambda rows: torch.cat((rows[::2], rows[1::2])))
-        self.target.set(matrix)
+            return torch.cat((rows[::2], rows[1::2]))
+        rows = take_part(rows, self.part)
+        return rows if self.heads is None else pair_rotary(rows, *self.heads)
 
 
 Slot = WeightSlot | BlockSlot | FourBitSlot
@@ -215,9 +222,9 @@ def slot_of(model: Any, entry: WeightEntry, places: Mapping[int, int]) -> Slot:
         found = found[places[entry.expert]]
     if entry.rows is not None:
         found = found[slice(*entry.rows)]
+    heads = (entry.head_dim, entry.rotary_dim or entry.head_dim) if entry.head_dim else None
     if isinstance(found, BlockWeights):
-        heads = (entry.head_dim, entry.rotary_dim or entry.head_dim) if entry.head_dim else None
         return BlockSlot(found, heads, entry.part)
     if isinstance(found, FourBitWeights):
-        return FourBitSlot(found, entry.interleaved)
+        return FourBitSlot(found, entry.interleaved, heads, entry.part)
     return WeightSlot.rows(found, entry, scale)

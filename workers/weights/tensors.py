@@ -16,6 +16,7 @@ DENSE = (
     *("mlp.shared.gate_up.weight", "mlp.shared.down.weight"),
 )
 FP8_ROWS = 64  # a dense product in FP8 has a multiple of these outputs, and of FP8_BLOCK inputs
+FOUR_BIT_TILE = 64  # as in kernels.four_bit, which needs torch
 DTYPE_BYTES: dict[DtypeName, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -70,8 +71,25 @@ def fp8_not_kept(config: ModelConfig) -> list[str]:
     ]
 
 
+def four_bit_parameters(config: ModelConfig) -> dict[str, FourBitFormat]:
+    """Return the parameters of dense products that stay in four bits, to their formats."""
+    found = {}
+    for name, entries in _dense(config).items():
+        formats = {None if e.four_bit is None else e.four_bit.format for e in entries}
+        form = formats.pop()
+        if form is not None and not formats and all(map(_keeps_tiles, entries)):
+            found[name] = form
+    return found
+
+
+def _keeps_tiles(entry: WeightEntry) -> bool:
+    """Return whether the entry's rows in the parameter, and its columns, are whole tiles."""
+    sides = (*(entry.rows or (entry.num_rows,)), entry.columns)
+    return not any(side % FOUR_BIT_TILE for side in sides)
+
+
 def _dense(config: ModelConfig) -> dict[str, list[WeightEntry]]:
-    """Return the tensors of each parameter of DENSE, for a checkpoint with weights in FP8."""
+    """Return the tensors of each parameter of DENSE, for a checkpoint with weights in FP8 or in four bits."""
     tensors: dict[str, list[WeightEntry]] = {}
     if config.quantization is not None:
         for entry in weight_map(config):
@@ -129,12 +147,15 @@ def rank_weight_bytes(
 
     fp8_experts   the experts' product computes with FP8 weights
     fp8_dense     so do dense products with weights that the checkpoint stores in FP8
-    in_four_bits  the experts' product computes with weights in four bits; all else is held in `dtype`
+    in_four_bits  the experts' product computes with weights in four bits, and so do `four_bit_parameters`; all else is
+                  held in `dtype`
     """
     width, dense = DTYPE_BYTES[dtype], fp8_parameters(config) if fp8_dense else ()
+    packed = four_bit_parameters(config) if in_four_bits else {}
 
     def num_bytes(entry: WeightEntry) -> int:
-        if in_four_bits and entry.expert is not None and entry.four_bit is not None:
+        in_experts = in_four_bits and entry.expert is not None
+        if entry.four_bit is not None and (in_experts or entry.parameter in packed):
             return entry.four_bit_bytes
         in_fp8 = entry.parameter in dense if entry.expert is None else fp8_experts
         return entry.fp8_bytes if in_fp8 else width * entry.size
