@@ -20,6 +20,12 @@ MOST_NATIVE_ROWS = 32
 MOST_ROWS = 2**16  # of a step
 
 
+def prepare(weights_NK: FourBitWeights) -> None:
+    """Make what products of these weights share, which no graph may make."""
+    if weights_NK.values.is_cuda:
+        _bounds(weights_NK.values.device)
+
+
 def multiply(
     x_TK: torch.Tensor, weights_NK: FourBitWeights, bias_N: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -74,7 +80,7 @@ def _on_gpu(
 def _bounds(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return the first row of the only expert, its end for each number of rows as [1], and the SMs.
 
-    A graph cannot hold a copy from the host. Places are 16 bytes apart, because Triton compiles anew for others.
+    A graph cannot hold a copy of a number from the host. Places are 16 bytes apart, because Triton compiles anew for others.
     """
     ends = torch.arange(MOST_ROWS + 1, dtype=torch.int32, device=device)
     spread = ends.unsqueeze(1).expand(-1, 4).contiguous()

@@ -138,6 +138,7 @@ class FourBitLinear(Linear):
 
     def __init__(self, weight_NK: FourBitWeights, bias_N: torch.Tensor | None = None):
         self.weight, self.bias = weight_NK, bias_N
+        dense_four_bit.prepare(weight_NK)
 
     def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
         assert isinstance(x_TK, torch.Tensor), "the weight is not in FP8"
