@@ -11,13 +11,14 @@ import functools
 import torch
 from torch.nn import functional as F
 
-from kernels.four_bit import FourBitWeights
+from kernels.four_bit import BLOCK, FourBitWeights
 from kernels.grouped_gemm.native_four_bit import EXPANDED, FourBitPointers
 from kernels.native.library import load
 
 # A CPU expands the matrix once for more rows and calls a library; of fewer rows C expands four rows at a time.
 MOST_NATIVE_ROWS = 32
 MOST_ROWS = 2**16  # of a step
+MOST_FEW_ROWS = 16  # of one tile
 
 
 def prepare(weights_NK: FourBitWeights) -> None:
@@ -63,14 +64,15 @@ def _on_cpu(x_TK: torch.Tensor, weights: FourBitWeights) -> torch.Tensor:
 def _on_gpu(
     x_TK: torch.Tensor, weights: FourBitWeights, bias_N: torch.Tensor | None
 ) -> torch.Tensor:
-    from kernels.triton.grouped_gemm_four_bit import down_tile, grouped_gemm_four_bit
+    from kernels.triton.grouped_gemm_four_bit import FEW_ROWS, down_tile, grouped_gemm_four_bit
 
     rows, _ = weights.shape
     first, ends, num_sms = _bounds(x_TK.device)
+    few_tiles = len(x_TK) <= MOST_FEW_ROWS and rows <= BLOCK * num_sms
     return grouped_gemm_four_bit(
         *(x_TK, None, weights.as_one_expert(), first, ends[len(x_TK)], len(x_TK)),
         activation=None,
-        tile=down_tile(len(x_TK), x_TK.dtype, rows),
+        tile=down_tile(FEW_ROWS if few_tiles else len(x_TK), x_TK.dtype, rows),
         num_sms=num_sms,
         bias=None if bias_N is None else bias_N.unsqueeze(0),
     )
@@ -80,7 +82,8 @@ def _on_gpu(
 def _bounds(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return the first row of the only expert, its end for each number of rows as [1], and the SMs.
 
-    A graph cannot hold a copy of a number from the host. Places are 16 bytes apart, because Triton compiles anew for others.
+    A graph cannot hold a copy of a number from the host. Places are 16 bytes apart, because Triton compiles anew for
+    others.
     """
     ends = torch.arange(MOST_ROWS + 1, dtype=torch.int32, device=device)
     spread = ends.unsqueeze(1).expand(-1, 4).contiguous()

@@ -40,6 +40,8 @@ class FourBitTile:
         return (num_permuted // self.rows + num_experts) * triton.cdiv(width, self.columns)
 
 
+# Mean rows of an expert up to which most experts have none: tiles are fewer than SMs, and each reads further ahead.
+FEW_ROWS = 0.25
 # For other dtypes, in which the kernel serves comparisons alone.
 SLOW = FourBitTile(16, BLOCK, 4, 2, 1)
 
@@ -48,6 +50,8 @@ def up_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
     """Return the tile of a gated product with this mean number of rows of an expert and this many outputs."""
     if dtype != torch.bfloat16:
         return SLOW
+    if mean <= FEW_ROWS:
+        return FourBitTile(16, 64, 4, 10, 3, early=True)
     if mean <= 16:
         return FourBitTile(16, 64, 4, 5, 4, early=True)
     if mean <= 32:
@@ -61,6 +65,8 @@ def down_tile(mean: float, dtype: torch.dtype, width: int) -> FourBitTile:
     """Return the tile of a product that is not gated, see `up_tile`."""
     if dtype != torch.bfloat16:
         return SLOW
+    if mean <= FEW_ROWS:
+        return FourBitTile(16, 64, 4, 10, 3, early=True)
     if mean <= 16:
         return FourBitTile(16, 64, 4, 6, 4, early=True)
     if mean <= 32:

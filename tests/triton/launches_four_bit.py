@@ -56,7 +56,10 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_int4_ordered": partial(_products, form=ORDERED),
 }
 LAUNCHES: dict[str, Callable[[], list[int]]] = {
-    **{f"{rows}_rows_an_expert_mxfp4": partial(_tiles, rows, MXFP4) for rows in (8, 32, 64, 128)},
+    **{
+        f"{rows}_rows_an_expert_mxfp4": partial(_tiles, rows, MXFP4)
+        for rows in (0.25, 8, 32, 64, 128)
+    },
     **{f"{rows}_rows_an_expert_int4": partial(_tiles, rows, INT4) for rows in (8, 64, 128)},
     "32_rows_an_expert_int4_zeros": partial(_tiles, 32, FourBitFormat("int4", 32, zeros=True)),
 }
