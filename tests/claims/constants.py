@@ -16,7 +16,6 @@ from tests.published_configs import PUBLISHED
 from workers.engine import datagram_vote
 from workers.models.registry import parse_model_config
 from workers.overlap import policy
-from workers.rank import node_probe
 from workers.scheduler import prefill_cap
 from workers.stats import pace, stats_line
 from workers.weights.tensors import DTYPE_BYTES
@@ -89,7 +88,6 @@ def bench() -> Iterator[str]:
 def cluster() -> Iterator[str]:
     """docs/cluster.md."""
     yield f"a clock that is more than {check_cluster.MAX_SKEW_S:.0f} s off"
-    yield f"sends {node_probe.MESSAGE_BYTES * node_probe.NUM_MESSAGES / 2**20:.0f} MiB between each pair"
 
 
 def models() -> Iterator[str]:
