@@ -173,6 +173,15 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_free == NUM_BLOCKS - len(self.held())
 
     @invariant()
+    def references_have_owners(self):
+        owners: dict[int, list[str]] = {}
+        for number, blocks in enumerate(self.holders):
+            for block in blocks:
+                owners.setdefault(block, []).append(str(number))
+        self.pool.check_integrity(owners)
+        assert not list(self.pool._differences(owners))
+
+    @invariant()
     def no_key_is_lost_to_a_held_block(self):
         for key in set(self.contents.values()):
             for block in self.pool.find([key]):

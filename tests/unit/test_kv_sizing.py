@@ -11,14 +11,9 @@ from cluster.config.resolve import resolve_rank_config
 from tests.checkpoints.writer import make_checkpoint
 from workers.config import CacheConfig
 from workers.kv_cache.demand import KVDemand
+from workers.kv_cache.sizes import sizes_that_fit, split_memory
 from workers.rank import kv_sizing
-from workers.rank.kv_sizing import (
-    OwnBytes,
-    check_longest_request_fits,
-    free_bytes,
-    sizes_that_fit,
-    split_memory,
-)
+from workers.rank.kv_sizing import OwnBytes, check_longest_request_fits, free_bytes
 from workers.runner.graph_sizes import GraphSizes
 from workers.step.step_sync import GraphMode
 

@@ -6,7 +6,7 @@ there (see workers/kv_cache/block_pool.py), so equal keys mean equal tokens from
 Knows nothing of requests and of tensors.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
 # Tokens of a prompt that a snapshot must save, because a chunk that ends at a snapshot costs a step.
@@ -86,6 +86,16 @@ class StateSnapshots:
             if slot is not None:
                 self._free.append(slot)
                 self._never_used.discard(key)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every slot is either free or has one snapshot."""
+        kept = self._slot_of.values()
+        slots = Counter([*self._free, *kept])
+        wrong = {slot: count for slot, count in slots.items() if count > 1}
+        assert not wrong and len(slots) == self.count, (
+            f"{len(self._free)} free slots and {len(kept)} snapshots, expected {self.count} in all; times that a "
+            f"slot occurs: {wrong}"
+        )
 
     def close(self) -> None:
         """Drop the copies that were not made, and the snapshots that they were to make; all others stay."""
