@@ -14,8 +14,7 @@ from cluster.config.phalanx_config import (
 )
 from kernels.interface.kv_layout import group_layers, kv_block_bytes, layout_of
 from workers.config import CacheConfig, RankConfig, SchedulerConfig
-from workers.kv_cache.demand import KVDemand
-from workers.kv_cache.sizes import sizes_that_fit
+from workers.kv_cache.demand import KVDemand, sizes_that_fit
 from workers.models.registry import load_model_config
 
 GIB = 2**30

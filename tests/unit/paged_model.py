@@ -4,8 +4,8 @@ import random
 
 import numpy as np
 
-from tests.unit.schedulers import FullGroup, WindowGroup, group_of, snapshots_of
-from workers.kv_cache.block_groups import BlockGroup
+from tests.unit.schedulers import group_of, snapshots_of
+from workers.kv_cache.block_groups import FullGroup, WindowGroup
 from workers.scheduler.scheduler import Scheduler
 from workers.step.scheduled_batch import ScheduledBatch
 
@@ -108,6 +108,6 @@ class PagedModel:
             found = self._content[self._slot(row, seen, self._window_blocks)]
             assert found == hash(("window", self._content[self._slot(row, seen)])), (row, seen)
 
-    def _slot(self, row: int, position: int, group: BlockGroup | None = None) -> int:
+    def _slot(self, row: int, position: int, group: FullGroup | None = None) -> int:
         block, offset = divmod(position, self._block_size)
         return int((group or self._blocks).table[row, block]) * self._block_size + offset

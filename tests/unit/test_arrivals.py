@@ -172,6 +172,6 @@ def test_no_order_of_events_stops_a_rank_or_joins_a_trial_with_another_request()
             rank.grammars.finish("no grammar")
         rank.finish()
         assert not rank.engine._arrivals.fresh and not rank.engine._arrivals._held, sequence
-        assert rank.scheduler.cache.usage == 0, sequence
+        assert rank.scheduler.cache.pool.usage == 0, sequence
         for fresh in rank.together:
             assert len(fresh) <= 1 or not fresh & trials, sequence

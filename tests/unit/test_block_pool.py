@@ -1,5 +1,7 @@
 """The block pool against a model that remembers what every block holds, and the keys of blocks."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -174,10 +176,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def references_have_owners(self):
-        owners: dict[int, list[str]] = {}
-        for number, blocks in enumerate(self.holders):
-            for block in blocks:
-                owners.setdefault(block, []).append(str(number))
+        owners = Counter(block for blocks in self.holders for block in blocks)
         self.pool.check_integrity(owners)
         assert not list(self.pool._differences(owners))
 

@@ -113,7 +113,7 @@ class Run:
         for _ in range(3000):
             if not self.engine.step().run:
                 assert not self.scheduler.has_work and not self.engine._in_flight
-                assert self.scheduler.cache.usage == 0, "blocks leaked"
+                assert self.scheduler.cache.pool.usage == 0, "blocks leaked"
                 return
         raise AssertionError("it never ends")
 

@@ -183,7 +183,7 @@ def test_a_grammar_that_breaks_ends_its_request_alone():
     assert server.tokens("breaks") == [2]
     assert server.end("breaks") == ("error", "the grammar broke")
     assert server.tokens("fine") == [2, 3, 4]
-    assert server.scheduler.cache.usage == 0
+    assert server.scheduler.cache.pool.usage == 0
 
 
 def test_a_grammar_goes_on_after_preemption():

@@ -10,8 +10,8 @@ from kernels.pending import Pending
 from tests.unit.paged_model import VOCAB
 from tests.unit.schedulers import make_scheduler
 from tests.unit.test_engine_async import BLOCK, Run
+from workers.kv_cache.caches import CacheMemory
 from workers.kv_cache.manager import KVCacheManager
-from workers.kv_cache.memory import CacheMemory
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.rank.epoch import Epoch, _Parts
 from workers.step.step_output import StepOutput
@@ -26,7 +26,7 @@ def next_epoch(run: Run) -> Run:
     run.engine.discard_outputs()
     run.runner.model.spoil(len(run.engine._in_flight))
     run.engine.close()
-    assert run.scheduler.cache.usage == 0, "blocks leaked"
+    assert run.scheduler.cache.pool.usage == 0, "blocks leaked"
     kept = {"window": run.window, "snapshots": run.snapshots}
     return Run(run.asynchronous, run.num_blocks, before=run, **kept)
 
@@ -184,4 +184,4 @@ def test_blocks_are_dropped_after_an_error_of_their_own_bookkeeping(fails):
     epoch._parts = _Parts(scheduler=run.scheduler, engine=run.engine)
     epoch._keep_blocks()
     assert (caches.manager is run.scheduler.cache) != fails
-    assert (caches.manager.num_blocks, caches.manager.usage) == (NUM_BLOCKS, 0)
+    assert (caches.manager.num_blocks, caches.manager.pool.usage) == (NUM_BLOCKS, 0)

@@ -104,7 +104,7 @@ def test_a_second_request_computes_only_what_differs():
     assert server.run("b", [*PROMPT[:9], 0, 0, 0, 0]) == 8
     assert server.model.num_tokens - before == 5
     assert server.scheduler.cache.num_queries == 26 and server.scheduler.cache.num_hits == 8
-    assert server.scheduler.cache.usage == 0
+    assert server.scheduler.cache.pool.usage == 0
 
 
 def test_the_last_token_of_a_prompt_is_always_computed():
@@ -141,7 +141,7 @@ def test_running_and_finished_requests_share():
     assert server.scheduler.cache.pool.num_free == 32 - len({*of_a, *of_b})
     assert server.outputs["b"][0].num_cached_tokens == 12
     server.finish()
-    assert server.tokens("a") == server.tokens("b") and server.scheduler.cache.usage == 0
+    assert server.tokens("a") == server.tokens("b") and server.scheduler.cache.pool.usage == 0
 
 
 def test_equal_prompts_that_come_together_are_computed_once_and_hold_nobody_up():
@@ -302,7 +302,7 @@ def test_tokens_are_the_same_with_and_without(events, num_blocks, budget, layers
                 prompt, max_tokens, salt, priority = event
                 server.add(str(number), prompt, max_tokens, salt, priority)
         server.finish()
-        assert server.scheduler.cache.usage == 0
+        assert server.scheduler.cache.pool.usage == 0
     cached, plain = servers
     for name in {*cached.outputs, *plain.outputs} - aborted:
         assert cached.tokens(name) == plain.tokens(name)
@@ -332,7 +332,7 @@ def test_a_long_prompt_does_not_hold_blocks_that_no_window_touches():
             most = max(most, len(window))
             assert len(window) <= server.scheduler.cache.demand.window_blocks
             assert server.scheduler.cache.pool.num_free == 64 - len(whole) - len(window)
-    assert most == 4 and server.scheduler.cache.usage == 0
+    assert most == 4 and server.scheduler.cache.pool.usage == 0
 
 
 @pytest.mark.parametrize("layers", [(None, None), (5, None), (40, None), (None, 3), (None, 30)])

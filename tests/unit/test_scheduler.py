@@ -53,7 +53,7 @@ def test_prefill_then_decode_until_max_tokens():
     assert outputs[0].token_ids == [9] and outputs[0].finish_reason is None
     batch, outputs = step(scheduler)
     assert batch.forward_mode == ForwardMode.DECODE and outputs[0].finish_reason == "length"
-    assert not scheduler.has_work and scheduler.cache.usage == 0
+    assert not scheduler.has_work and scheduler.cache.pool.usage == 0
     assert scheduler.schedule().forward_mode == ForwardMode.IDLE
 
 
@@ -133,7 +133,7 @@ def test_abort_anywhere_frees_everything():
     step(scheduler)
     assert scheduler.abort("waiting") and scheduler.abort("running")
     assert scheduler.abort("running") is None and scheduler.abort("unknown") is None
-    assert not scheduler.has_work and scheduler.cache.usage == 0
+    assert not scheduler.has_work and scheduler.cache.pool.usage == 0
 
 
 def test_a_close_with_two_uncommitted_steps_forgets_the_blocks_of_both():
@@ -276,4 +276,4 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
             break
         run_step()
     assert not scheduler.has_work and not wanted
-    assert scheduler.cache.usage == 0
+    assert scheduler.cache.pool.usage == 0

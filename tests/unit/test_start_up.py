@@ -162,7 +162,7 @@ def test_the_stages_of_a_rank(rank: RankProcess) -> None:
     info = epoch.start_engine(lambda ingress_id, outputs: None, lambda step: None)
     assert info.num_blocks == 32
     assert epoch.engine is not None and not epoch.engine.scheduler.has_work
-    assert epoch.engine.scheduler.cache.usage == 0, "the warm-up left nothing behind"
+    assert epoch.engine.scheduler.cache.pool.usage == 0, "the warm-up left nothing behind"
     epoch.process.close()
 
 

@@ -3,62 +3,66 @@
 Both kinds take the blocks of one pool, because their layers share caches (see kernels/interface/kv_layout.py).
 """
 
-from abc import abstractmethod
-from collections.abc import Iterable, Set
+from collections import Counter
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from workers.kv_cache.block_pool import BlockPool
-from workers.kv_cache.group import BatchRows, CacheGroup, Owners
+from workers.kv_cache.group import CacheGroup, Prefix
 from workers.step.sequence import Sequence
 
 
 @dataclass(slots=True)
 class HeldBlocks:
-    """The blocks of a sequence from its block number `first` on."""
+    """The blocks of a sequence from its block number `first` to `end`."""
 
     ids: list[int]
     first: int = 0
 
     @property
     def end(self) -> int:
-        """Number of the block behind the last one."""
         return self.first + len(self.ids)
 
 
-class BlockGroup(CacheGroup):
-    """Layers with KV blocks.
+class FullGroup(CacheGroup):
+    """Layers over all tokens. A sequence starts with the blocks of all its tokens, so that its prompt can finish.
 
     held    the blocks of each running sequence
     table   int64 [rows, max_blocks]: the same by row; entries that a sequence does not hold may be any
     suffix  of the keys of this kind, so that each kind has keys of its own
     """
 
-    suffix: ClassVar[bytes]
+    batch_fields = ("block_table", "slot_mapping")
+    suffix: ClassVar[bytes] = b""
 
-    def __init__(self, pool: BlockPool, block_size: int, num_rows: int, max_model_len: int):
+    def __init__(self, pool: BlockPool, block_size: int, num_rows: int, max_blocks: int):
         self._pool = pool
         self._block_size = block_size
         self.held: dict[Sequence, HeldBlocks] = {}
-        self.table = np.zeros((num_rows, -(-max_model_len // block_size)), dtype=np.int64)
+        self.table = np.zeros((num_rows, max_blocks), dtype=np.int64)
 
-    def fields(self, batch: BatchRows) -> dict[str, np.ndarray]:
-        slots = self.table[batch.row_of_token, batch.block_index] * self._block_size + batch.offsets
-        block_table = self.table[batch.rows, : batch.max_blocks]
-        return dict(zip(self.batch_fields, (block_table, slots), strict=True))
+    def fields(
+        self, rows: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray, max_blocks: int
+    ) -> dict[str, np.ndarray]:
+        blocks, offsets = np.divmod(positions, self._block_size)
+        slots = self.table[row_of_token, blocks] * self._block_size + offsets
+        return dict(zip(self.batch_fields, (self.table[rows, :max_blocks], slots), strict=True))
 
-    def allocate(self, seq: Sequence, shared: list[int], num_new: int) -> None:
-        end = seq.num_computed_tokens // self._block_size
-        count = -(-self._num_tokens(seq, num_new) // self._block_size)
-        held = HeldBlocks(shared + self._pool.allocate(count - end), end - len(shared))
+    def find(self, keys: list[bytes]) -> tuple[int, list[int]]:
+        found = self._pool.find(keys)
+        return len(found), found
+
+    def allocate(self, seq: Sequence, prefix: Prefix, shared: list[int], num_new: int) -> None:
+        self._hold(seq, shared, seq.num_tokens)
+
+    def _hold(self, seq: Sequence, shared: list[int], num_tokens: int) -> None:
+        start, end = seq.num_computed_tokens // self._block_size, -(-num_tokens // self._block_size)
+        held = HeldBlocks(shared + self._pool.allocate(end - start), start - len(shared))
         self.held[seq] = held
         self.table[seq.row, held.first : held.end] = held.ids
-
-    @abstractmethod
-    def _num_tokens(self, seq: Sequence, num_new: int) -> int:
-        """Return the tokens that a sequence has blocks for when it starts with `num_new` tokens."""
 
     def grow(self, seq: Sequence, num_tokens: int) -> bool:
         held = self.held[seq]
@@ -72,68 +76,35 @@ class BlockGroup(CacheGroup):
 
     def release(self, seq: Sequence, num_useful: int | None) -> None:
         held = self.held.pop(seq)
-        useful = None if num_useful is None else max(0, num_useful - held.first)
-        self._pool.release(held.ids, useful)
+        self._pool.release(held.ids, num_useful and max(0, num_useful - held.first))
 
     def register(self, seq: Sequence, first: int, end: int) -> None:
         held = self.held[seq]
         for index in range(max(first, held.first), end):
-            key = seq.block_keys[index] + self.suffix
-            self._pool.register(held.ids[index - held.first], key)
+            self._pool.register(held.ids[index - held.first], seq.block_keys[index] + self.suffix)
 
     def forget(self, keys: Iterable[bytes]) -> None:
         self._pool.forget(key + self.suffix for key in keys)
 
-    def check_integrity(self, running: Set[Sequence], owners: Owners) -> None:
+    def check_integrity(self, running: Set[Sequence], owners: Counter[int]) -> None:
         ids = sorted(seq.request.request_id for seq in self.held.keys() ^ running)
-        assert not ids, (
-            f"{type(self).__name__} has {len(self.held)} sequences, {len(running)} are running; either but not both: "
-            f"{', '.join(ids)}"
-        )
-        for seq, held in self.held.items():
-            for block in held.ids:
-                owners[block].append(f"{type(self).__name__} for {seq.request.request_id}")
+        counts = f"{len(self.held)} sequences, {len(running)} are running"
+        assert not ids, f"{type(self).__name__} has {counts}; not in both: {', '.join(ids)}"
+        for held in self.held.values():
+            owners.update(held.ids)
 
 
-class FullGroup(BlockGroup):
-    """Layers over all tokens. A sequence starts with the blocks of all its tokens, so that its prompt can finish."""
-
-    batch_fields = ("block_table", "slot_mapping")
-    suffix = b""
-
-    def longest(self, keys: list[bytes]) -> int:
-        return len(self.find(keys))
-
-    def find(self, keys: list[bytes]) -> list[int]:
-        """Return the blocks of the longest run of `keys`."""
-        return self._pool.find(keys)
-
-    def _num_tokens(self, seq: Sequence, num_new: int) -> int:
-        return seq.num_tokens
-
-
-class WindowGroup(BlockGroup):
-    """Layers with a window. Blocks that the window of the next token does not touch are released.
-
-    window   largest window of a layer
-    """
+class WindowGroup(FullGroup):
+    """Layers with a window, the largest of which is `window`. Blocks that no next window touches are released."""
 
     batch_fields = ("window_block_table", "window_slot_mapping")
     suffix = b"w"
 
-    def __init__(
-        self, pool: BlockPool, block_size: int, num_rows: int, max_model_len: int, window: int
-    ):
-        super().__init__(pool, block_size, num_rows, max_model_len)
+    def __init__(self, *sizes: Any, window: int):
+        super().__init__(*sizes)
         self._window = window
 
-    def longest(self, keys: list[bytes]) -> int:
-        return self._search(keys)[0]
-
-    def find(self, keys: list[bytes]) -> list[int]:
-        return self._search(keys)[1]
-
-    def _search(self, keys: list[bytes]) -> tuple[int, list[int]]:
+    def find(self, keys: list[bytes]) -> tuple[int, list[int]]:
         """Return the most of `keys` for which all blocks of the next token's window are there, and these blocks."""
         count = index = len(keys)
         found: list[int] = []  # blocks `index` to `count` of the window, the last one first
@@ -149,13 +120,12 @@ class WindowGroup(BlockGroup):
         """Return the first block that the window of the token after `num_tokens` touches."""
         return max(0, num_tokens + 1 - self._window) // self._block_size
 
-    def _num_tokens(self, seq: Sequence, num_new: int) -> int:
-        return seq.num_computed_tokens + num_new
+    def allocate(self, seq: Sequence, prefix: Prefix, shared: list[int], num_new: int) -> None:
+        self._hold(seq, shared, prefix.num_tokens + num_new)
 
-    def num_behind(self, seq: Sequence) -> int:
-        return max(0, self._first_block(seq.num_computed_tokens) - self.held[seq].first)
-
-    def leave_behind(self, seq: Sequence, count: int) -> None:
-        held = self.held[seq]
-        self._pool.release(held.ids[:count])
-        held.ids, held.first = held.ids[count:], held.first + count
+    def leave_behind(self, seq: Sequence, commit: Callable[[Sequence], None]) -> None:
+        held, first = self.held[seq], self._first_block(seq.num_computed_tokens)
+        if (count := first - held.first) > 0:
+            commit(seq)
+            self._pool.release(held.ids[:count])
+            held.ids, held.first = held.ids[count:], first

@@ -6,6 +6,7 @@ sequence waits instead of computing it too. So equal prompts that arrive togethe
 prompt, are computed once. A sequence starts behind the longest prefix that every group has.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ from workers.config import SchedulerConfig
 from workers.kv_cache.block_groups import FullGroup, WindowGroup
 from workers.kv_cache.block_pool import BlockPool, chain_keys, root_key
 from workers.kv_cache.demand import KVDemand
-from workers.kv_cache.group import BatchRows, CacheGroup, Copies, Owners, Prefix
+from workers.kv_cache.group import CacheGroup, Copies, Prefix
 from workers.kv_cache.state_group import StateGroup
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.step.sequence import Sequence
@@ -40,41 +41,32 @@ class KVCacheManager:
         window: int | None = None,
         snapshots: StateSnapshots | None = None,
     ):
-        self.block_size = block_size
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.max_blocks = -(-max_model_len // block_size)  # of a sequence
         self.demand = KVDemand(block_size, window, limits.max_num_batched_tokens)
         self.pool = BlockPool(num_blocks)
-        self._full = FullGroup(self.pool, block_size, limits.max_num_seqs, max_model_len)
-        self._others: list[CacheGroup] = []
+        sizes = self.pool, block_size, limits.max_num_seqs, self.max_blocks
+        self.groups: list[CacheGroup] = [FullGroup(*sizes)]
         if window is not None:
-            args = self.pool, block_size, limits.max_num_seqs, max_model_len
-            self._others.append(WindowGroup(*args, window))
+            self.groups.append(WindowGroup(*sizes, window=window))
         if snapshots is not None:
-            self._others.append(StateGroup(snapshots, block_size))
-        self.groups: tuple[CacheGroup, ...] = (self._full, *self._others)
+            self.groups.append(StateGroup(snapshots, block_size))
         self._enabled = prefix_caching and all(group.caches_prefixes for group in self.groups)
         self._coming: set[bytes] = set()  # keys of prompt blocks that running sequences compute
         self.num_queries = 0  # tokens looked up when their request first ran
         self.num_hits = 0  # of these, tokens found
 
     @property
-    def num_blocks(self) -> int:
-        """KV blocks of the rank."""
-        return self.pool.num_blocks
-
-    @property
-    def usage(self) -> float:
-        """Share of KV blocks held, 0 to 1."""
-        return self.pool.usage
-
-    @property
     def batch_fields(self) -> set[str]:
         """The fields of the ForwardBatch that `fields` returns."""
         return {name for group in self.groups for name in group.batch_fields}
 
-    def fields(self, batch: BatchRows) -> dict[str, np.ndarray]:
-        """Return the fields of the ForwardBatch of all groups by name."""
-        return {name: value for group in self.groups for name, value in group.fields(batch).items()}
+    def fields(
+        self, rows: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray, max_len: int
+    ) -> dict[str, np.ndarray]:
+        """Return the fields of all groups by name, see CacheGroup.fields; the longest sequence has `max_len` tokens."""
+        place = rows, row_of_token, positions, -(-max_len // self.block_size)
+        return {name: it for group in self.groups for name, it in group.fields(*place).items()}
 
     def lookup(self, seq: Sequence) -> Prefix | None:
         """Return the prefix that `seq` can start behind; None if another sequence is about to compute the next block.
@@ -90,24 +82,22 @@ class KVCacheManager:
         if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
             return nothing
         keys = seq.block_keys[:num_blocks]
-        shared = self._full.find(keys)
-        count = self._longest(keys[: len(shared)])
-        next_is_coming = len(shared) < num_blocks and keys[len(shared)] in self._coming
-        if next_is_coming and all(
-            group.waits(keys, count, len(shared), self._coming) for group in self.groups
-        ):
-            return None
-        further = (group.find(keys[:count]) for group in self._others)
-        return Prefix(count * self.block_size, (shared[:count], *further), len(shared))
+        num_shared, shared = self.groups[0].find(keys)
+        count, blocks = self._agree(keys[:num_shared])
+        if num_shared < num_blocks and keys[num_shared] in self._coming:
+            place = keys, count, num_shared, self._coming
+            if all(group.waits(*place) for group in self.groups):
+                return None
+        return Prefix(count * self.block_size, (shared[:count], *blocks), num_shared)
 
-    def _longest(self, keys: list[bytes]) -> int:
-        """Return the most of `keys`, which the first group has, that a sequence can start behind in every group."""
-        count, before = len(keys), -1
-        while count != before:
-            before = count
-            for group in self._others:
-                count = group.longest(keys[:count])
-        return count
+    def _agree(self, keys: list[bytes]) -> tuple[int, list[list[int]]]:
+        """Return the most of `keys` that all groups but the first can start behind, and their blocks."""
+        while True:
+            found = [group.find(keys) for group in self.groups[1:]]
+            count = min((count for count, _ in found), default=len(keys))
+            if count == len(keys):
+                return count, [blocks for _, blocks in found]
+            keys = keys[:count]
 
     def fits(self, seq: Sequence, prefix: Prefix) -> bool:
         """Return whether there are blocks for all known tokens of `seq`, so that a prompt that starts can finish."""
@@ -121,11 +111,9 @@ class KVCacheManager:
         """
         self.pool.share(prefix.all_blocks)
         for group, blocks in zip(self.groups, prefix.blocks, strict=True):
-            group.allocate(seq, blocks, num_new)
+            group.allocate(seq, prefix, blocks, num_new)
         if not self._enabled:
             return
-        for group in self.groups:
-            group.started(seq, prefix)
         num_found = prefix.num_tokens // self.block_size
         seq.next_full = (num_found + 1) * self.block_size
         self._coming.update(seq.block_keys[num_found:])
@@ -146,10 +134,8 @@ class KVCacheManager:
 
         Return False if the pool is empty.
         """
-        for group in self._others:
-            if count := group.num_behind(seq):
-                self.commit(seq)  # so that the blocks can still be found
-                group.leave_behind(seq, count)
+        for group in self.groups:
+            group.leave_behind(seq, self.commit)
         return all(group.grow(seq, num_tokens) for group in self.groups)
 
     @property
@@ -179,11 +165,8 @@ class KVCacheManager:
 
     def release(self, seq: Sequence) -> None:
         """Release the memory of `seq`, which ends or is preempted, possibly before all is computed."""
-        if self._enabled:
-            num_full = seq.next_full // self.block_size - 1
-            self._coming.difference_update(seq.block_keys[num_full:])
-            for group in self.groups:
-                group.stopped(seq)
+        num_full = seq.next_full // self.block_size - 1
+        self._coming.difference_update(seq.block_keys[num_full:])
         counts = [group.num_useful(seq.block_keys) for group in self.groups]
         num_useful = min((count for count in counts if count is not None), default=None)
         for group in self.groups:
@@ -196,11 +179,8 @@ class KVCacheManager:
             group.forget(keys)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Compare the counts of owners (running sequences, keys, snapshots, free lists) with the pool.
-
-        Raises AssertionError that names what leaks. Without running sequences it is cheap.
-        """
-        seqs, owners = set(running), Owners(list)
+        """Raise AssertionError, with what leaks, unless the pool has the owners that the groups count."""
+        seqs, owners = set(running), Counter[int]()
         for group in self.groups:
             group.check_integrity(seqs, owners)
         self.pool.check_integrity(owners)
@@ -225,7 +205,7 @@ class KVCacheManager:
     def gauges(self) -> dict[str, float]:
         """Return the statistics of the cache and of each group by name."""
         found: dict[str, float] = {
-            "kv_cache_usage": self.usage,
+            "kv_cache_usage": self.pool.usage,
             "prefix_cache_queries": self.num_queries,
             "prefix_cache_hits": self.num_hits,
         }

@@ -5,11 +5,12 @@ the end of a prompt's last full block, where the next turn of a conversation goe
 shares with another one. There a running prompt ends its chunk.
 """
 
+from collections import Counter
 from collections.abc import Container, Iterable, Set
 
 import numpy as np
 
-from workers.kv_cache.group import BatchRows, CacheGroup, Copies, Owners, Prefix
+from workers.kv_cache.group import CacheGroup, Copies, Prefix
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.step.sequence import Sequence
 
@@ -28,40 +29,41 @@ class StateGroup(CacheGroup):
         self._wanted: set[bytes] = set()  # keys of prompt blocks with an end where a state is kept
         self.caches_prefixes = snapshots.count > 0
 
-    def fields(self, batch: BatchRows) -> dict[str, np.ndarray]:
-        return {"state_slots": batch.rows + 1}
+    def fields(
+        self, rows: np.ndarray, row_of_token: np.ndarray, positions: np.ndarray, max_blocks: int
+    ) -> dict[str, np.ndarray]:
+        return {"state_slots": rows + 1}
 
-    def longest(self, keys: list[bytes]) -> int:
-        return self.snapshots.longest(keys)
+    def find(self, keys: list[bytes]) -> tuple[int, list[int]]:
+        return self.snapshots.longest(keys), []
 
     def num_useful(self, keys: list[bytes]) -> int | None:
         return self.snapshots.longest(keys)
 
-    def waits(
-        self, keys: list[bytes], count: int, num_shared: int, coming: Container[bytes]
-    ) -> bool:
+    def waits(self, keys: list[bytes], start: int, end: int, coming: Container[bytes]) -> bool:
         """The sequence that computes the next blocks keeps a state where the two sequences part, if it is worth it."""
-        while num_shared < len(keys) and keys[num_shared] in coming:
-            num_shared += 1
-        if (num_shared - count) * self._block_size < self.snapshots.min_gain:
+        while end < len(keys) and keys[end] in coming:
+            end += 1
+        if (end - start) * self._block_size < self.snapshots.min_gain:
             return False
-        self._wanted.add(keys[num_shared - 1])
+        self._wanted.add(keys[end - 1])
         return True
 
-    def started(self, seq: Sequence, prefix: Prefix) -> None:
+    def allocate(self, seq: Sequence, prefix: Prefix, shared: list[int], num_new: int) -> None:
         """Start from the state of the prefix; want states where shared blocks and the last full block end."""
         count, keys = prefix.num_tokens // self._block_size, seq.block_keys
         if count:
             self.snapshots.restore(keys[count - 1], seq.row + 1)
         last, least = (seq.num_tokens - 1) // self._block_size, self.snapshots.min_gain
-        if (last - count) * self._block_size < least or not self.snapshots.admit_prompt():
+        worth = last <= len(keys) and (last - count) * self._block_size >= least
+        if not worth or not self.snapshots.admit_prompt():
             return
         for end in (prefix.num_shared, last):
             if (end - count) * self._block_size >= least:
                 self._wanted.add(keys[end - 1])
                 count = end
 
-    def stopped(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence, num_useful: int | None) -> None:
         if self._wanted:
             self._wanted.difference_update(seq.block_keys)
 
@@ -98,11 +100,10 @@ class StateGroup(CacheGroup):
     def close(self) -> None:
         self.snapshots.close()
 
-    def check_integrity(self, running: Set[Sequence], owners: Owners) -> None:
+    def check_integrity(self, running: Set[Sequence], owners: Counter[int]) -> None:
         self.snapshots.check_integrity()
-        assert running or not self._wanted, (
-            f"{len(self._wanted)} states are wanted of prompts that no sequence computes"
-        )
+        wanted = len(self._wanted)
+        assert running or not wanted, f"{wanted} states are wanted that no sequence computes"
 
     def gauges(self) -> dict[str, int]:
         kept = self.snapshots.num_kept

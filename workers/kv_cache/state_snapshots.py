@@ -6,7 +6,7 @@ there (see workers/kv_cache/block_pool.py), so equal keys mean equal tokens from
 Knows nothing of requests and of tensors.
 """
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 
 # Tokens of a prompt that a snapshot must save, because a chunk that ends at a snapshot costs a step.
@@ -89,12 +89,9 @@ class StateSnapshots:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is either free or has one snapshot."""
-        kept = self._slot_of.values()
-        slots = Counter([*self._free, *kept])
-        wrong = {slot: count for slot, count in slots.items() if count > 1}
-        assert not wrong and len(slots) == self.count, (
-            f"{len(self._free)} free slots and {len(kept)} snapshots, expected {self.count} in all; times that a "
-            f"slot occurs: {wrong}"
+        free, kept = self._free, self.slots
+        assert len({*free, *kept}) == len(free) + len(kept) == self.count, (
+            f"free slots {free} and slots with snapshots {kept}, expected {self.count} in all"
         )
 
     def close(self) -> None:

@@ -242,7 +242,7 @@ class Epoch:
             caches.take_sizes(*self.make.cache_sizes(self.graph_sizes))
             self.ubatches.bind_states(())  # the new pools need the memory of the old ones
             self.ubatches.bind_states(process.state_pools())
-        with memory_for("the KV cache", caches.kv_bytes):
+        with memory_for("the KV cache", caches.num_blocks * caches.block_bytes):
             if not caches.kv_caches:
                 caches.allocate()
                 self.ubatches.bind(caches.kv_caches)
@@ -384,7 +384,7 @@ class Epoch:
         elif scheduler is not None:
             scheduler.close()
         failed = engine is not None and engine.failed
-        if caches.kv_caches and (failed or caches.manager.usage):
+        if caches.kv_caches and (failed or caches.manager.pool.usage):
             caches.forget_prefixes()
 
     def _wait_for_attention(self) -> None:

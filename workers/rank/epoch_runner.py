@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from kernels.attention.base import Attention
 from kernels.backends.select import Backends
+from workers.kv_cache.demand import sizes_that_fit
 from workers.kv_cache.manager import KVCacheManager
-from workers.kv_cache.sizes import sizes_that_fit
 from workers.models.decoder import DecoderLM
 from workers.overlap.epoch_ubatches import EpochUbatches
 from workers.rank import process_group

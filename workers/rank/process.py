@@ -23,7 +23,7 @@ from kernels.interface.context import BackendContext
 from kernels.linear_attention.base import LinearStates
 from kernels.routing.forced_routing import ForcedRouting
 from workers.config import RankConfig, not_for_answers
-from workers.kv_cache.memory import CacheMemory
+from workers.kv_cache.caches import CacheMemory
 from workers.models.decoder import DecoderLM
 from workers.models.registry import load_model_config
 from workers.overlap.rank_overlap import RankOverlap
@@ -264,7 +264,7 @@ class RankProcess:
             window_blocks=self.caches.demand.window_blocks,
             memory_bytes={
                 "weights": self.weight_bytes(),
-                "kv_cache": self.caches.kv_bytes,
+                "kv_cache": self.caches.num_blocks * self.caches.block_bytes,
                 "states": self.caches.state_bytes,
                 "cuda_graphs": graph_bytes,
             },

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from kernels.attention.batch import Axis
-from workers.kv_cache.group import BatchRows
 from workers.kv_cache.manager import KVCacheManager
 from workers.step.forward_batch import ForwardBatch, resolve_pending
 from workers.step.scheduled_batch import ScheduledBatch
@@ -124,16 +123,14 @@ class ForwardBatchBuilder:
         np.cumsum(num_new, out=query_start_loc[1:])
 
         row_of_token, positions = _spread(batch, rows, starts, query_start_loc)
-        blocks, offsets = np.divmod(positions, self._cache.block_size)
         ends = starts + num_new
         seq_lens = ends.astype(np.int32)
-        max_blocks = -(-int(seq_lens.max(initial=1)) // self._cache.block_size)
-        batch_rows = BatchRows(rows, row_of_token, blocks, offsets, max_blocks)
+        max_len = int(seq_lens.max(initial=1))
         sampling_rows = rows[batch.samples]
 
         device: dict[str, Any] = self._staging.ship(
             num_rows,
-            self._cache.fields(batch_rows)
+            self._cache.fields(rows, row_of_token, positions, max_len)
             | {
                 "num_token_non_padded": np.array([num_tokens]),
                 "input_ids": table.token_ids[row_of_token, positions],
