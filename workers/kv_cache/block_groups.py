@@ -64,15 +64,15 @@ class FullGroup(CacheGroup):
         self.held[seq] = held
         self.table[seq.row, held.first : held.end] = held.ids
 
-    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+    def grow(self, seq: Sequence, num_tokens: int) -> int:
         held = self.held[seq]
-        while (held.first + len(held.ids)) * self._block_size < num_tokens:
+        while held.end * self._block_size < num_tokens:
             if not self._pool.num_free:
-                return False
+                return 0
             (block,) = self._pool.allocate(1)
             self.table[seq.row, held.end] = block
             held.ids.append(block)
-        return True
+        return held.end * self._block_size
 
     def release(self, seq: Sequence, num_useful: int | None) -> None:
         held = self.held.pop(seq)
@@ -122,6 +122,10 @@ class WindowGroup(FullGroup):
 
     def allocate(self, seq: Sequence, prefix: Prefix, shared: list[int], num_new: int) -> None:
         self._hold(seq, shared, prefix.num_tokens + num_new)
+
+    def grow(self, seq: Sequence, num_tokens: int) -> int:
+        last = (self.held[seq].first + 1) * self._block_size + self._window - 1
+        return min(super().grow(seq, num_tokens), last)
 
     def leave_behind(self, seq: Sequence, commit: Callable[[Sequence], None]) -> None:
         held, first = self.held[seq], self._first_block(seq.num_computed_tokens)

@@ -4,6 +4,7 @@ A new kind of memory is a new subclass, made by KVCacheManager.
 """
 # ruff: noqa: B027 - a kind inherits the methods in which it has nothing to do
 
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Set
@@ -78,9 +79,12 @@ class CacheGroup(ABC):
     def leave_behind(self, seq: Sequence, commit: Callable[[Sequence], None]) -> None:
         """Release, after `commit`, the blocks of `seq` that its next tokens do not read."""
 
-    def grow(self, seq: Sequence, num_tokens: int) -> bool:
-        """Allocate blocks up to `num_tokens` tokens of `seq`; return False if the pool is empty."""
-        return True
+    def grow(self, seq: Sequence, num_tokens: int) -> int:
+        """Allocate blocks up to `num_tokens` tokens of `seq`; return 0 if the pool is empty.
+
+        Otherwise return the number of tokens up to which the sequence has nothing to allocate or to leave behind.
+        """
+        return sys.maxsize
 
     def release(self, seq: Sequence, num_useful: int | None) -> None:
         """Release the blocks of `seq`; blocks behind the first `num_useful` of the sequence are evicted first."""

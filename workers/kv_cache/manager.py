@@ -134,9 +134,12 @@ class KVCacheManager:
 
         Return False if the pool is empty.
         """
+        if num_tokens <= seq.capacity:
+            return True
         for group in self.groups:
             group.leave_behind(seq, self.commit)
-        return all(group.grow(seq, num_tokens) for group in self.groups)
+        seq.capacity = min(group.grow(seq, num_tokens) for group in self.groups)
+        return seq.capacity > 0
 
     @property
     def copies(self) -> Copies:
@@ -165,6 +168,7 @@ class KVCacheManager:
 
     def release(self, seq: Sequence) -> None:
         """Release the memory of `seq`, which ends or is preempted, possibly before all is computed."""
+        seq.capacity = 0
         num_full = seq.next_full // self.block_size - 1
         self._coming.difference_update(seq.block_keys[num_full:])
         counts = [group.num_useful(seq.block_keys) for group in self.groups]

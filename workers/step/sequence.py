@@ -21,6 +21,7 @@ class Sequence:
     max_num_tokens     prompt and output tokens at which the sequence ends
     block_keys         keys of the first full KV blocks, as far as they were needed; see workers/kv_cache/
     next_full          number of computed tokens at which another block is full and gets its key
+    capacity           number of tokens up to which the KV cache has nothing to change for the sequence
     num_cached_tokens  tokens found in the prefix cache when the sequence first ran
     grammar            grammar of the output and its state; None = any output
     num_pending        tokens that launched steps draw and that the host does not have yet
@@ -37,6 +38,7 @@ class Sequence:
     max_num_tokens: int = sys.maxsize
     block_keys: list[bytes] = field(default_factory=list)
     next_full: int = sys.maxsize
+    capacity: int = 0
     num_cached_tokens: int = 0
     grammar: Grammar | None = None
     num_pending: int = 0
