@@ -9,8 +9,7 @@ import torch
 
 from kernels.routing.expert_load import ExpertLoad, LoadSample
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.config import SchedulerConfig
-from workers.scheduler.scheduler import Scheduler
+from tests.unit.schedulers import make_scheduler
 from workers.stats.histogram import Histogram
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
@@ -115,7 +114,7 @@ def step(
     model: Callable[[], LoadSample | None] = lambda: None,
 ) -> None:
     """One step that samples a token for each of `seqs`; `model` runs in it."""
-    scheduler = Scheduler(SchedulerConfig(), num_blocks=8, block_size=4, max_model_len=16)
+    scheduler = make_scheduler()
     num_new = np.array([seq.num_tokens for seq in seqs], dtype=np.int64)
     batch = ScheduledBatch(
         list(seqs), num_new, int(num_new.sum()), 0, np.ones(len(seqs), dtype=bool), list(seqs)
