@@ -115,6 +115,7 @@ def operations() -> Iterator[str]:
     )
     assert (pace.FACTOR, heartbeat.STAGE_FACTOR, launcher.SPARE_DELAY_S) == (8, 4, 1.0)
     yield "a rank may be silent four times as long"
+    yield f"and have {heartbeat.CAPTURE_FACTOR} times `cluster.hang_timeout_s` for it"
     yield f"{heartbeat.CHECKS} times within `cluster.hang_timeout_s` the supervisor reads"
     yield "another one starts a second after the ranks serve again"
     yield f"or served for less than {group.STABLE_S:.0f} s, the group fails"
