@@ -3,7 +3,7 @@
 from typing import Any
 
 from workers.config import SchedulerConfig
-from workers.kv_cache.block_groups import FullGroup, WindowGroup
+from workers.kv_cache.block_groups import FullGroup
 from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_group import StateGroup
 from workers.kv_cache.state_snapshots import StateSnapshots
@@ -40,6 +40,3 @@ def blocks_of(scheduler: Scheduler, seq: Any, kind: type[Any] = FullGroup) -> li
     """The blocks that a sequence holds for layers of this kind."""
     group = group_of(scheduler.cache, kind)
     return group.held[seq].ids if group is not None and seq in group.held else []
-
-
-__all__ = ["FullGroup", "WindowGroup", "blocks_of", "group_of", "make_scheduler", "snapshots_of"]

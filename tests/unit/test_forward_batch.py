@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from kernels.attention.batch import Shape
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from tests.unit.schedulers import FullGroup, group_of
+from tests.unit.schedulers import group_of
 from workers.config import SchedulerConfig
+from workers.kv_cache.block_groups import FullGroup
 from workers.kv_cache.manager import KVCacheManager
 from workers.runner.batch_builder import OPTIONAL, ForwardBatchBuilder, _Staging
 from workers.step.forward_batch import ForwardBatch

@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.paged_model import VOCAB, PagedModel
-from tests.unit.schedulers import FullGroup, WindowGroup, blocks_of, make_scheduler
+from tests.unit.schedulers import blocks_of, make_scheduler
 from workers.config import SchedulerConfig
+from workers.kv_cache.block_groups import FullGroup, WindowGroup
 from workers.kv_cache.block_pool import chain_keys, root_key
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.scheduler.scheduler import MAX_HELD_BACK

@@ -5,8 +5,9 @@ import zlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.schedulers import FullGroup, group_of, make_scheduler
+from tests.unit.schedulers import group_of, make_scheduler
 from workers.config import SchedulerConfig
+from workers.kv_cache.block_groups import FullGroup
 from workers.kv_cache.block_pool import chain_keys, root_key
 from workers.scheduler.scheduler import Scheduler
 from workers.step.step_output import StepOutput
