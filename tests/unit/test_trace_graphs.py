@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from workers.trace import recorder as span_recorder
 from workers.trace.recorder import SpanRecorder
 
 LAYERS = 2
-IDLE = ScheduledBatch([], np.zeros(0, np.int64), 0, 0, np.zeros(0, bool), [])
+IDLE = ScheduledBatch.of([])
 
 
 class FakeCuda:
