@@ -15,8 +15,8 @@ from workers.rank.epoch import Epoch
 from workers.rank.process import RankProcess
 from workers.rank.rank_info import Rendezvous
 from workers.sampling.no_token import INVALID_LOGITS
-from workers.step.scheduled_batch import ScheduledBatch, ScheduledSequence
-from workers.step.sequence import DECODE, PROMPT, VERIFY, Sequence
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import DECODE, PROMPT, VERIFY, ScheduledSequence, Sequence
 from workers.step.step_output import StepOutput
 from workers.wire.request import RequestOutput, TokenLogprobs
 

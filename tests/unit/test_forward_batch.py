@@ -14,8 +14,8 @@ from kernels.attention.batch import Shape
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.runner.batch_builder import OF_STATES, OF_WINDOWS, ForwardBatchBuilder, _Staging
 from workers.step.forward_batch import ForwardBatch
-from workers.step.scheduled_batch import ScheduledBatch, ScheduledSequence
-from workers.step.sequence import InputBatch, Sequence
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import InputBatch, ScheduledSequence, Sequence
 from workers.wire.request import EngineRequest, SamplingParams
 
 CPU = torch.device("cpu")

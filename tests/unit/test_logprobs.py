@@ -10,8 +10,7 @@ from workers.sampling import logprobs as logprobs_module
 from workers.sampling.logprobs import PromptLogprobs, token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
-from workers.step.scheduled_batch import ScheduledSequence
-from workers.step.sequence import InputBatch, Sequence
+from workers.step.sequence import InputBatch, ScheduledSequence, Sequence
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 

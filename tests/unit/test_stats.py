@@ -17,8 +17,8 @@ from workers.stats.invalid_logits import InvalidLogits
 from workers.stats.process_info import process_info
 from workers.stats.request_times import RequestTimer
 from workers.stats.stats import EXPERT_LOAD_EVERY, EngineStats, HostTimes
-from workers.step.scheduled_batch import ScheduledBatch, ScheduledSequence
-from workers.step.sequence import PROMPT, VERIFY, Sequence
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import PROMPT, VERIFY, ScheduledSequence, Sequence
 from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import GraphMode, StepPlan
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs

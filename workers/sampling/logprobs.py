@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from kernels.host.host_copy import to_device
-from workers.step.scheduled_batch import ScheduledSequence
-from workers.step.sequence import PROMPT, Sequence
+from workers.step.sequence import PROMPT, ScheduledSequence, Sequence
 from workers.wire.request import TokenLogprobs
 
 # From hidden states [N, D] to logits float32 [N, V].

@@ -26,8 +26,16 @@ from workers.kv_cache.prefix_cache import Prefix, PrefixCache
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.sampling import no_token
 from workers.step.grammar import Grammar
-from workers.step.scheduled_batch import ScheduledBatch, ScheduledSequence
-from workers.step.sequence import DECODE, PROMPT, VERIFY, InputBatch, Sequence, SequenceKind
+from workers.step.scheduled_batch import ScheduledBatch
+from workers.step.sequence import (
+    DECODE,
+    PROMPT,
+    VERIFY,
+    InputBatch,
+    ScheduledSequence,
+    Sequence,
+    SequenceKind,
+)
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput
 
@@ -192,9 +200,9 @@ class Scheduler:
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
         outputs: list[RequestOutput | None] = []
-        start = 0
+        token_ids, end = step.token_ids, 0
         for part, count in zip(batch.parts, step.counts, strict=True):
-            seq = part.seq
+            seq, start, end = part.seq, end, end + count
             seq.num_pending -= part.num_logits
             if seq.finished:
                 outputs.append(None)
@@ -203,26 +211,24 @@ class Scheduler:
                     self.table.verified(seq, part.num_logits - count)
                 if seq.num_computed_tokens >= seq.next_full:
                     self.prefixes.register(seq)
-                drawn = step.token_ids[start : start + count]
-                outputs.append(self._append(seq, drawn) if count else None)
-            start += count
+                outputs.append(self._append(seq, token_ids[start:end]) if count else None)
         return step.attach(outputs)
 
     def _append(self, seq: Sequence, drawn: list[int]) -> RequestOutput:
         """Append the tokens up to the first that ends `seq`."""
-        request_id = seq.request.request_id
+        request_id, known = seq.request.request_id, len(seq.token_ids)
         finish_reason = None
-        for index, token_id in enumerate(drawn):
+        for token_id in drawn:
             if token_id < 0 or seq.grammar is not None:
                 error = self._error_of(seq, token_id)
                 if error is not None:
                     self._finish(seq)
-                    return RequestOutput(request_id, drawn[:index], "error", error)
+                    return RequestOutput(request_id, seq.token_ids[known:], "error", error)
             self.table.append_token(seq, token_id)
             finish_reason = seq.finish_reason()
             if finish_reason is not None:
                 self._finish(seq)
-                drawn = drawn[: index + 1]
+                drawn = seq.token_ids[known:]
                 break
         num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # reported once
         return RequestOutput(request_id, drawn, finish_reason, num_cached_tokens=num_cached)
@@ -362,7 +368,8 @@ def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
 def _part(seq: Sequence, kind: SequenceKind, num_new: int) -> ScheduledSequence:
     """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
     if kind is DECODE:
-        return ScheduledSequence(seq, kind, 1, 1)
+        assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
+        return seq.decode_part
     if kind is PROMPT:
         return ScheduledSequence(seq, kind, num_new, int(num_new == seq.num_remaining))
     return ScheduledSequence(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])

@@ -9,27 +9,11 @@ from itertools import chain
 
 import numpy as np
 
-from workers.step.sequence import PROMPT, Sequence, SequenceKind
+from workers.step.sequence import DECODE, PROMPT, VERIFY, ScheduledSequence, Sequence
 from workers.step.step_sync import ForwardMode
 
 NO_DRAFT = int(np.iinfo(np.int64).min)
 """In place of a draft token behind the last row of a sequence: no draw has this number."""
-
-
-@dataclass(slots=True)  # Not frozen: one is made for each sequence and step.
-class ScheduledSequence:
-    """The part of one sequence in a step.
-
-    num_new          tokens that the step computes, one row of the forward each
-    num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
-    draft_token_ids  all tokens but the first of a VERIFY part; the draw of the row before a draft verifies the draft
-    """
-
-    seq: Sequence
-    kind: SequenceKind
-    num_new: int
-    num_logits: int
-    draft_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +27,7 @@ class ScheduledBatch:
     num_logits       int64 [B], rows with logits of each sequence
     logits_seqs      int64 [L], index of the sequence of each row with logits
     logits_behind    int64 [L], how many rows the sequence has behind this row
-    draft_token_ids  int64 [L], the draft that each draw verifies, or NO_DRAFT; None: the step has no drafts
+    draft_token_ids  int64 [L], the draft that each draw verifies, or NO_DRAFT; None: no sequence has several draws
     admitted         sequences that moved into their rows since the last launched step
     decodes_next     a sequence with a new token may go on, and so decodes in the next step
     state_copies     (source slot, target slot) of states of linear attention, to copy in this order before the forward
@@ -75,22 +59,30 @@ class ScheduledBatch:
         num_single_rows = len(single)
         if num_single_rows < len(parts):
             parts = single + [part for part in parts if part.num_new != 1]
-        num_new = np.array([part.num_new for part in parts], dtype=np.int64)
+        num_new = [part.num_new for part in parts]
         num_logits = np.array([part.num_logits for part in parts], dtype=np.int64)
-        ends = num_logits.cumsum()
-        logits_seqs = np.repeat(np.arange(len(parts)), num_logits)
-        logits_behind = ends[logits_seqs] - np.arange(1, len(logits_seqs) + 1)
+        others = [part for part in parts if part.kind is not DECODE]
+        logits_seqs = num_logits.nonzero()[0]
+        logits_behind = np.zeros(len(logits_seqs), dtype=np.int64)
+        drafts = None
+        if any(part.num_logits > 1 for part in others):
+            logits_seqs = np.repeat(np.arange(len(parts)), num_logits)
+            logits_behind = num_logits.cumsum()[logits_seqs] - np.arange(1, len(logits_seqs) + 1)
+            verifies = np.array([part.kind is VERIFY for part in parts])[logits_seqs]
+            drafts = np.full(len(logits_seqs), NO_DRAFT)
+            found = chain.from_iterable(part.draft_token_ids for part in others)
+            drafts[verifies & (logits_behind > 0)] = list(found)
         return cls(
             parts=parts,
             seqs=[part.seq for part in parts],
-            num_tokens=int(num_new.sum()),
+            num_tokens=sum(num_new),
             num_single_rows=num_single_rows,
-            prefill_tokens=sum([part.num_new for part in parts if part.kind is PROMPT]),
-            num_new_tokens=num_new,
+            prefill_tokens=sum(part.num_new for part in others if part.kind is PROMPT),
+            num_new_tokens=np.array(num_new, dtype=np.int64),
             num_logits=num_logits,
             logits_seqs=logits_seqs,
             logits_behind=logits_behind,
-            draft_token_ids=_drafts(parts, logits_behind),
+            draft_token_ids=drafts,
             admitted=list(admitted),
             decodes_next=any(part.num_logits and _goes_on(part.seq) for part in parts),
             state_copies=state_copies,
@@ -100,16 +92,6 @@ class ScheduledBatch:
     def forward_mode(self) -> ForwardMode:
         """EXTEND, DECODE, MIXED or IDLE."""
         return ForwardMode.of(len(self.seqs), self.num_single_rows)
-
-
-def _drafts(parts: list[ScheduledSequence], logits_behind: np.ndarray) -> np.ndarray | None:
-    """Return the draft that each draw verifies, int64 [L]; None if there are no drafts."""
-    precedes_draft = logits_behind > 0
-    if not precedes_draft.any():
-        return None
-    drafts = np.full(len(logits_behind), NO_DRAFT)
-    drafts[precedes_draft] = list(chain.from_iterable(part.draft_token_ids for part in parts))
-    return drafts
 
 
 def _goes_on(seq: Sequence) -> bool:

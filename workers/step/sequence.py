@@ -28,6 +28,22 @@ class SequenceKind(Enum):
 PROMPT, DECODE, VERIFY = SequenceKind
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ScheduledSequence:
+    """The part of one sequence in a step.
+
+    num_new          tokens that the step computes, one row of the forward each
+    num_logits       how many of these rows, the last ones, give logits, from each of which a token is drawn
+    draft_token_ids  all tokens but the first of a VERIFY part; the draw of the row before a draft verifies the draft
+    """
+
+    seq: "Sequence"
+    kind: SequenceKind
+    num_new: int
+    num_logits: int
+    draft_token_ids: tuple[int, ...] = ()
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request and its progress.
@@ -45,6 +61,7 @@ class Sequence:
     num_cached_tokens  tokens found in the prefix cache when the sequence first ran
     grammar            grammar of the output and its state; None = any output
     num_prefill_tokens tokens that it had when it moved into its row: it is a prompt until they are computed
+    decode_part        its part in each step in which it decodes; None while it has no row
     draft_token_ids    guesses for its next tokens, for the next step to verify
     num_pending        tokens that launched steps draw, at most, and that the host does not have yet
     needs_last_token   its logits processors or its grammar read the last token on the host
@@ -66,6 +83,7 @@ class Sequence:
     num_cached_tokens: int = 0
     grammar: Grammar | None = None
     num_prefill_tokens: int = 0
+    decode_part: ScheduledSequence | None = None
     draft_token_ids: tuple[int, ...] = ()
     num_pending: int = 0
     needs_last_token: bool = False
@@ -160,6 +178,7 @@ class InputBatch:
         """Assign a row to `seq` and copy its tokens and blocks there."""
         seq.row = self._free_rows.pop()
         seq.num_prefill_tokens = seq.num_tokens
+        seq.decode_part = ScheduledSequence(seq, DECODE, 1, 1)
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
         self.block_table[seq.row, : len(seq.block_ids)] = seq.block_ids
         if self.window_table is not None:
@@ -171,6 +190,9 @@ class InputBatch:
         """Free the row of `seq`."""
         self._free_rows.append(seq.row)
         seq.row = -1
+        seq.decode_part = (
+            None  # refers to `seq`, which would live until the next collection of garbage
+        )
         seq.draft_token_ids = ()
 
     def rows_of(self, seqs: list[Sequence]) -> np.ndarray:
