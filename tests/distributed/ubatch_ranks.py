@@ -56,7 +56,7 @@ class UbatchRank:
         self.model = self._epoch.model
         self.whole = self._epoch.backends
         process = self._epoch.process
-        self.caches = process.caches(MAX_SEQS * BLOCKS_PER_SEQ)
+        self.caches = process.caches.new_kv_caches(MAX_SEQS * BLOCKS_PER_SEQ)
         context = process.backend_context(self._epoch._peers.shared_memory)
         self.ubatches = build_ubatch_backends(process.selection, context, self.whole, num_ubatches)
         for backends in (self.whole, *self.ubatches):

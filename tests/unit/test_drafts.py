@@ -53,7 +53,8 @@ class Served:
                 computed = scheduler.table.num_computed_tokens[seq.row]
                 assert computed == seq.num_computed_tokens < seq.num_tokens
                 assert not seq.num_pending and not seq.draft_token_ids
-        assert scheduler.pool.num_free == scheduler.pool.num_blocks
+            scheduler.check_integrity()
+        assert scheduler.cache.pool.usage == 0
 
     def tokens(self) -> dict[str, list[int]]:
         return {
@@ -142,7 +143,7 @@ def test_drafts_end_before_the_last_token_of_the_sequence():
     batch, outputs = step(scheduler)
     assert batch.num_new_tokens.tolist() == [3] and batch.forward_mode.is_extend()
     assert outputs[0].token_ids == [9, 9, 9] and outputs[0].finish_reason == "length"
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.cache.pool.usage == 0
 
 
 def test_drafts_that_exceed_the_budget_are_cut():
@@ -177,7 +178,7 @@ def test_drafts_of_an_aborted_request_are_dropped():
     scheduler.launched(batch)
     scheduler.abort("a")
     assert scheduler.commit(batch, StepOutput.of(batch, [9] * 4)) == []
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.cache.pool.usage == 0
 
 
 @pytest.mark.parametrize("params", [{"presence_penalty": 1.0}, {"repetition_penalty": 2.0}])

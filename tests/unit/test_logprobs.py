@@ -32,7 +32,7 @@ def sequence(row: int, prompt: list[int], **params) -> Sequence:
 
 
 def sampler_of(seqs: list[Sequence]) -> Sampler:
-    table = InputBatch(len(seqs), max_model_len=16, block_size=4)
+    table = InputBatch(len(seqs), max_model_len=16)
     sampler = Sampler(table, len(seqs), V, CPU)
     for seq in seqs:
         table.add(seq)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.schedulers import make_scheduler
 from tests.unit.test_engine import CountingRunner, ThreadVotes
 from tests.unit.test_scheduler import make, request, step
 from workers.config import SchedulerConfig
 from workers.engine.engine import Engine
 from workers.engine.vote_transport import LocalVoteTransport
 from workers.scheduler.prefill_cap import FLOOR_TOKENS, PrefillCap
-from workers.scheduler.scheduler import Scheduler
 from workers.step.sequence import DECODE
 from workers.step.step_output import StepOutput
 from workers.step.step_sync import PlanConfig
@@ -139,7 +139,7 @@ class Prompts(CountingRunner):
 def engine_of(transport, cap: PrefillCap | None, asynchronous: bool) -> Engine:
     limits = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8)
     return Engine(
-        Scheduler(limits, num_blocks=256, block_size=4, max_model_len=512),
+        make_scheduler(limits, num_blocks=256, max_model_len=512),
         Prompts(),
         transport,
         PlanConfig(equal_tokens=False),

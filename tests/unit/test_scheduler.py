@@ -5,6 +5,7 @@ import zlib
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.schedulers import FullGroup, group_of, make_scheduler
 from workers.config import SchedulerConfig
 from workers.kv_cache.block_pool import chain_keys, root_key
 from workers.scheduler.scheduler import Scheduler
@@ -17,11 +18,9 @@ BLOCK = 4
 
 def make(num_blocks=64, max_model_len=64, **limits) -> Scheduler:
     limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **limits}
-    return Scheduler(
-        SchedulerConfig(**limits),
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_model_len=max_model_len,
+    config = SchedulerConfig(**limits)
+    return make_scheduler(
+        config, num_blocks=num_blocks, block_size=BLOCK, max_model_len=max_model_len
     )
 
 
@@ -54,7 +53,7 @@ def test_prefill_then_decode_until_max_tokens():
     assert outputs[0].token_ids == [9] and outputs[0].finish_reason is None
     batch, outputs = step(scheduler)
     assert batch.forward_mode == ForwardMode.DECODE and outputs[0].finish_reason == "length"
-    assert not scheduler.has_work and scheduler.pool.num_free == 64
+    assert not scheduler.has_work and scheduler.cache.pool.usage == 0
     assert scheduler.schedule().forward_mode == ForwardMode.IDLE
 
 
@@ -134,7 +133,7 @@ def test_abort_anywhere_frees_everything():
     step(scheduler)
     assert scheduler.abort("waiting") and scheduler.abort("running")
     assert scheduler.abort("running") is None and scheduler.abort("unknown") is None
-    assert not scheduler.has_work and scheduler.pool.num_free == 64
+    assert not scheduler.has_work and scheduler.cache.pool.usage == 0
 
 
 def test_a_close_with_two_uncommitted_steps_forgets_the_blocks_of_both():
@@ -148,9 +147,9 @@ def test_a_close_with_two_uncommitted_steps_forgets_the_blocks_of_both():
         if number == 1:
             scheduler.commit(launched[0], StepOutput.of(launched[0], []))
     keys = chain_keys(root_key(""), list(range(13)), BLOCK)
-    assert len(scheduler.pool.find(keys)) == 2
+    assert len(scheduler.cache.pool.find(keys)) == 2
     scheduler.close(launched[1:])
-    assert len(scheduler.pool.find(keys)) == 1
+    assert len(scheduler.cache.pool.find(keys)) == 1
 
 
 def names(seqs) -> list[str]:
@@ -211,20 +210,20 @@ def test_an_urgent_prompt_gets_the_budget_that_decodes_leave():
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    held = [block for seq in scheduler.running for block in seq.block_ids]
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks - len(set(held))
+    scheduler.check_integrity()
     for seqs in (scheduler.running, scheduler.waiting):
         orders = [seq.order for seq in seqs]
         assert orders == sorted(set(orders))
     rows = [seq.row for seq in scheduler.running]
     assert len(rows) == len(set(rows)) and min(rows, default=0) >= 0
-    assert all(seq.row == -1 and not seq.block_ids for seq in scheduler.waiting)
+    assert all(seq.row == -1 for seq in scheduler.waiting)
+    table, full = scheduler.table, group_of(scheduler.cache, FullGroup)
     for seq in scheduler.running:
-        table = scheduler.table
+        blocks = full.held[seq].ids
         assert table.token_ids[seq.row, : seq.num_tokens].tolist() == seq.token_ids
-        assert table.block_table[seq.row, : len(seq.block_ids)].tolist() == seq.block_ids
+        assert full.table[seq.row, : len(blocks)].tolist() == blocks
         assert table.num_computed_tokens[seq.row] == seq.num_computed_tokens <= seq.num_tokens
-        assert len(seq.block_ids) * BLOCK >= seq.num_computed_tokens
+        assert len(blocks) * BLOCK >= seq.num_computed_tokens
 
 
 # Every third prompt begins like the others of its kind, and some are more urgent.
@@ -277,4 +276,4 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
             break
         run_step()
     assert not scheduler.has_work and not wanted
-    assert scheduler.pool.num_free == num_blocks
+    assert scheduler.cache.pool.usage == 0

@@ -9,9 +9,8 @@ import torch
 
 from kernels.routing.expert_load import ExpertLoad, LoadSample
 from tests.unit.model_case import OneRank, make_batch, small_checkpoint
-from workers.config import SchedulerConfig
+from tests.unit.schedulers import make_scheduler
 from workers.sampling.no_token import ALL_FORBIDDEN, INVALID_LOGITS
-from workers.scheduler.scheduler import Scheduler
 from workers.stats.histogram import Histogram
 from workers.stats.invalid_logits import InvalidLogits
 from workers.stats.process_info import process_info
@@ -117,7 +116,7 @@ def step(
     model: Callable[[], LoadSample | None] = lambda: None,
 ) -> None:
     """One step that samples a token for each of `seqs`; `model` runs in it."""
-    scheduler = Scheduler(SchedulerConfig(), num_blocks=8, block_size=4, max_model_len=16)
+    scheduler = make_scheduler()
     batch = ScheduledBatch.of([ScheduledSequence(s, PROMPT, s.num_tokens, 1) for s in seqs], seqs)
     plan = plan or StepPlan(True, (batch.num_tokens,))
     stats.before_step(batch, plan)

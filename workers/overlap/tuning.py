@@ -159,7 +159,7 @@ class StepTimer:
             )
             refused = self._scheduler.add(request)
             assert refused is None, refused
-        with self._scheduler.prefixes.off():
+        with self._scheduler.cache.off():
             return self._run(phase, num_tokens, ubatch)
 
     def _run(self, phase: str, num_tokens: int, ubatch: bool) -> list[float]:

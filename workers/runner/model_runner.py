@@ -10,6 +10,7 @@ from kernels.backends.select import Backends
 from kernels.host.host_copy import HostCopies, StepClock
 from kernels.pending import Pending
 from kernels.routing.expert_load import LoadSample
+from workers.kv_cache.manager import KVCacheManager
 from workers.kv_cache.state_snapshots import independent
 from workers.models.decoder import DecoderLM
 from workers.runner.batch_builder import ForwardBatchBuilder
@@ -31,7 +32,7 @@ _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 
 
 class ModelRunner:
-    """Runs the model over the sequences of a InputBatch; the attention holds their KV caches.
+    """Runs the model over the sequences of an InputBatch; the attention holds their KV caches.
 
     asynchronous   the next step may be launched before this step's tokens are read; they are kept on the device too
     ubatches       the same model in ubatches, for plans with `ubatch`
@@ -43,6 +44,7 @@ class ModelRunner:
         model: DecoderLM,
         backends: Backends,
         table: InputBatch,
+        cache: KVCacheManager,
         *,
         rank: int,
         max_num_tokens: int,
@@ -56,7 +58,7 @@ class ModelRunner:
         self.ubatches = ubatches
         self.asynchronous = asynchronous
         self._backends = backends
-        self._max_num_seqs, self._max_blocks = max_num_seqs, table.block_table.shape[1]
+        self._max_num_seqs, self._max_blocks = max_num_seqs, cache.max_blocks
         self.graphs: StepGraphs | None = None
         self._attention = backends.attention
         self._linear_attention = backends.linear_attention
@@ -75,7 +77,7 @@ class ModelRunner:
         if asynchronous:
             self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._builder = ForwardBatchBuilder(
-            table, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
+            table, cache, max_num_tokens, max_num_seqs, device, last_tokens=self._last_tokens
         )
 
     @torch.inference_mode()

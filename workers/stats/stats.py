@@ -117,18 +117,10 @@ class EngineStats:
         self._gauges = {
             "running": len(scheduler.running),
             "waiting": len(scheduler.waiting),
-            "kv_cache_usage": scheduler.pool.usage,
             "preemptions": scheduler.num_preemptions,
             "invalid_logits": scheduler.num_invalid,
-            "prefix_cache_queries": scheduler.prefixes.num_queries,
-            "prefix_cache_hits": scheduler.prefixes.num_hits,
+            **scheduler.cache.gauges(),
         }
-        if (states := scheduler.snapshots) is not None:
-            self._gauges |= {
-                "state_snapshots": states.num_kept,
-                "state_snapshot_bytes": states.num_kept * states.slot_bytes,
-                "states_restored": states.num_restored,
-            }
 
     def snapshot(self) -> dict[str, Any]:
         """Return all statistics, picklable.

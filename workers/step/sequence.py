@@ -54,10 +54,9 @@ class Sequence:
     row                row in the InputBatch while it runs, -1 while it waits
     order              (priority, arrival); smaller comes first
     max_num_tokens     prompt and output tokens at which the sequence ends
-    window_ids         blocks of layers with a window, without those that the window has left behind
-    window_first       the first of them has the tokens of block_ids[window_first]
-    block_keys         keys of the first full blocks, as far as they were needed
+    block_keys         keys of the first full KV blocks, as far as they were needed; see workers/kv_cache/
     next_full          number of computed tokens at which another block is full and gets its key
+    capacity           number of tokens up to which the KV cache has nothing to change for the sequence
     num_cached_tokens  tokens found in the prefix cache when the sequence first ran
     grammar            grammar of the output and its state; None = any output
     num_prefill_tokens tokens that it had when it moved into its row: it is a prompt until they are computed
@@ -72,14 +71,12 @@ class Sequence:
     token_ids: list[int]
     num_computed_tokens: int = 0
     row: int = -1
-    block_ids: list[int] = field(default_factory=list)
-    window_ids: list[int] = field(default_factory=list)
-    window_first: int = 0
     num_preemptions: int = 0
     order: tuple[int, int] = (0, 0)
     max_num_tokens: int = sys.maxsize
     block_keys: list[bytes] = field(default_factory=list)
     next_full: int = sys.maxsize
+    capacity: int = 0
     num_cached_tokens: int = 0
     grammar: Grammar | None = None
     num_prefill_tokens: int = 0
@@ -146,44 +143,25 @@ class Sequence:
 
 
 class InputBatch:
-    """Tokens and blocks of the running sequences, one row each, so that a batch is gathered without Python loops.
+    """Tokens of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed_tokens int64 [rows].
-    window_table, of the shape of block_table, has the blocks of layers with a window, with anything in place of blocks
-    that the window has left behind; None: no layer has a window.
-    states: layers have a state a sequence; row r has slot r + 1 of their pools, because slot 0 is that of padding.
+    token_ids int32 [rows, max_model_len]; num_computed_tokens int64 [rows]. The groups of the KV cache keep what they
+    have of each sequence by its row too.
 
     In place of a pending token, token_ids holds -1 - row: a forward finds the token on the device by that number.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        max_model_len: int,
-        block_size: int,
-        *,
-        windows: bool = False,
-        states: bool = False,
-    ):
-        self.block_size = block_size
-        self.states = states
-        max_blocks = -(-max_model_len // block_size)
+    def __init__(self, num_rows: int, max_model_len: int):
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
-        self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int64)
-        self.window_table = np.zeros_like(self.block_table) if windows else None
         self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
-        """Assign a row to `seq` and copy its tokens and blocks there."""
+        """Assign a row to `seq` and copy its tokens there."""
         seq.row = self._free_rows.pop()
         seq.num_prefill_tokens = seq.num_tokens
         seq.decode_part = ScheduledSequence(seq, DECODE, 1, 1)
         self.token_ids[seq.row, : seq.num_tokens] = seq.token_ids
-        self.block_table[seq.row, : len(seq.block_ids)] = seq.block_ids
-        if self.window_table is not None:
-            first, end = seq.window_first, seq.window_first + len(seq.window_ids)
-            self.window_table[seq.row, first:end] = seq.window_ids
         self.num_computed_tokens[seq.row] = seq.num_computed_tokens
 
     def remove(self, seq: Sequence) -> None:
@@ -199,17 +177,6 @@ class InputBatch:
         """Return the rows of `seqs`, int64 [B]."""
         return np.fromiter((seq.row for seq in seqs), dtype=np.int64, count=len(seqs))
 
-    def append_block(self, seq: Sequence, block: int) -> None:
-        """Append a block to `seq`."""
-        self.block_table[seq.row, len(seq.block_ids)] = block
-        seq.block_ids.append(block)
-
-    def append_window_block(self, seq: Sequence, block: int) -> None:
-        """Append a block for layers with a window to `seq`."""
-        assert self.window_table is not None
-        self.window_table[seq.row, seq.window_first + len(seq.window_ids)] = block
-        seq.window_ids.append(block)
-
     def append_token(self, seq: Sequence, token_id: int) -> None:
         """Append a token to `seq`, which may have lost its row."""
         if seq.row >= 0:
@@ -219,9 +186,9 @@ class InputBatch:
     def propose(self, seq: Sequence, draft_token_ids: Iterable[int]) -> None:
         """Let the next step verify drafts, as many as `seq` may have tokens before its last.
 
-        seq.takes_drafts must hold. States of linear attention cannot be taken back, so sequences with states take none.
+        seq.takes_drafts must hold, and `takes_back` of the KV cache.
         """
-        assert seq.takes_drafts and not self.states, f"{seq.request.request_id} takes no drafts"
+        assert seq.takes_drafts, f"{seq.request.request_id} takes no drafts"
         start = seq.num_tokens
         seq.draft_token_ids = tuple(draft_token_ids)[: seq.max_num_tokens - 1 - start]
         self.token_ids[seq.row, start : start + len(seq.draft_token_ids)] = seq.draft_token_ids
