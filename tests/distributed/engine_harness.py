@@ -207,9 +207,7 @@ def _record_logits(engine: Any, result: RankResult) -> None:
     names: list[str] = []
 
     def recording_launch(batch: Any, plan: Any) -> Any:
-        names[:] = [
-            s.request.request_id for s, w in zip(batch.seqs, batch.samples, strict=True) if w
-        ]
+        names[:] = [batch.seqs[index].request.request_id for index in batch.logits_seqs]
         return launch(batch, plan)
 
     def recording_compute(hidden: Any) -> Any:

@@ -71,7 +71,7 @@ class PagedModel:
             last[index] = self._run(
                 rows[index], int(starts[index]), int(batch.num_new_tokens[index])
             )
-        drawn = {rows[i]: last[i] % VOCAB for i, samples in enumerate(batch.samples) if samples}
+        drawn = {rows[index]: last[index] % VOCAB for index in batch.logits_seqs}
         for row, token in drawn.items():
             self._last_tokens[row] = token
         return list(drawn.values())

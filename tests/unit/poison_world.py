@@ -144,7 +144,7 @@ class World:
                 if world.kill_in in (0, 1):
                     world.kill_in = -1
                     raise KilledError
-                return Pending.ready(StepOutput([7] * int(batch.samples.sum())))
+                return Pending.ready(StepOutput.of(batch, [7] * len(batch.logits_seqs)))
 
         def publish(ingress_id: str, outputs: list[RequestOutput]) -> None:
             ingress = world.ingresses[int(ingress_id)]

@@ -57,7 +57,7 @@ class Rank:
     def launch(self, batch, plan) -> Pending[StepOutput]:
         names = {seq.request.request_id for seq in batch.seqs}
         self.together.append(names & self.engine._arrivals.fresh)
-        return Pending.ready(StepOutput([7] * int(batch.samples.sum())))
+        return Pending.ready(StepOutput.of(batch, [7] * len(batch.logits_seqs)))
 
     def submit(self, name: str, *, ingress: str = "i", tokens: int = 3, grammar=None, **fields):
         params = SamplingParams(max_tokens=tokens, grammar=grammar)

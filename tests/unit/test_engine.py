@@ -52,12 +52,9 @@ class CountingRunner:
         self.num_forwards += 1
         if self.fail:
             raise RuntimeError("the forward broke")
-        tokens = [
-            seq.num_tokens + seq.num_pending
-            for seq, samples in zip(batch.seqs, batch.samples, strict=True)
-            if samples
-        ]
-        return Pending.ready(StepOutput(tokens))
+        drawing = [part.seq for part in batch.parts if part.num_logits]
+        tokens = [seq.num_tokens + seq.num_pending for seq in drawing]
+        return Pending.ready(StepOutput.of(batch, tokens))
 
 
 class Group:

@@ -45,13 +45,13 @@ class PagedRunner:
         for seq in batch.seqs:
             assert not (seq.num_pending and seq.needs_last_token)
         tokens = self.model.execute(batch)
-        names = [seq.request.request_id for seq in np.array(batch.seqs)[batch.samples]]
+        names = [batch.seqs[index].request.request_id for index in batch.logits_seqs]
         tokens = [-1 if name in self._invalid else t for name, t in zip(names, tokens, strict=True)]
 
         def read() -> StepOutput:
             self._outstanding -= 1
             self.waits += 1
-            return StepOutput(tokens)
+            return StepOutput.of(batch, tokens)
 
         return Pending(read)
 

@@ -19,7 +19,7 @@ from workers.kv_cache.manager import KVCacheManager
 from workers.runner.batch_builder import OPTIONAL, ForwardBatchBuilder, _Staging
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import InputBatch, Sequence
+from workers.step.sequence import InputBatch, ScheduledSequence, Sequence
 from workers.wire.request import EngineRequest, SamplingParams
 
 CPU = torch.device("cpu")
@@ -29,8 +29,8 @@ BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_LEN = 4, 6, 64, 40
 Rows = tuple[InputBatch, KVCacheManager]
 
 
-def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[Rows, ScheduledBatch]:
-    """Sequences of (computed, new, whether it samples), decodes first."""
+def scheduled(parts: list[tuple[int, int, int]]) -> tuple[Rows, ScheduledBatch]:
+    """Sequences of (computed, new, how many of the new rows give logits)."""
     table, seqs = InputBatch(MAX_SEQS, MAX_LEN), []
     sizes = {"num_blocks": 64, "block_size": BLOCK_SIZE, "max_model_len": MAX_LEN}
     cache = KVCacheManager(SchedulerConfig(max_num_seqs=MAX_SEQS), **sizes, prefix_caching=False)
@@ -47,27 +47,25 @@ def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[Rows, ScheduledBatch]
         cache.allocate(seq, cache.lookup(seq), new)
         seq.num_computed_tokens = table.num_computed_tokens[seq.row] = computed
         seqs.append(seq)
-    new_tokens = np.array([new for _, new, _ in parts], dtype=np.int64)
-    num_decodes = sum(new == 1 for _, new, _ in parts)
-    samples = np.array([draws for *_, draws in parts], dtype=bool)
-    total = int(new_tokens.sum())
-    return (table, cache), ScheduledBatch(seqs, new_tokens, total, num_decodes, samples, [])
+    work = zip(seqs, parts, strict=True)
+    return (table, cache), ScheduledBatch.of(
+        [ScheduledSequence(seq, seq.kind, new, draws) for seq, (_, new, draws) in work]
+    )
 
 
 def builder_of(rows: Rows, **options: torch.Tensor) -> ForwardBatchBuilder:
     return ForwardBatchBuilder(*rows, MAX_TOKENS, MAX_SEQS, CPU, **options)
 
 
-parts = st.lists(
-    st.tuples(st.integers(0, 20), st.integers(1, 10), st.booleans()), max_size=MAX_SEQS
-)
+part = st.tuples(st.integers(0, 20), st.integers(1, 10), st.integers(0, 10))
+parts = st.lists(part.map(lambda of: (*of[:2], min(of[1:]))), max_size=MAX_SEQS)
 
 
 @given(parts, st.integers(0, 4))
 def test_a_batch_holds_what_the_table_holds(found, padding):
-    found = sorted(found, key=lambda part: part[1] != 1)
     rows, step = scheduled(found)
     held = group_of(rows[1], FullGroup).held
+    found = sorted(found, key=lambda part: part[1] != 1)
     num_rows = max(1, step.num_tokens + padding)
     batch = builder_of(rows).build(step, num_rows)
     ids, positions, slots, ends = [], [], [], []
@@ -86,15 +84,24 @@ def test_a_batch_holds_what_the_table_holds(found, padding):
     width = batch.block_table.shape[1]
     for row, seq in zip(batch.block_table.tolist(), step.seqs, strict=True):
         assert row == held[seq].ids + [0] * (width - len(held[seq].ids))
-    drawing = [i for i, (*_, draws) in enumerate(found) if draws]
-    assert batch.logits_indices.tolist() == [ends[i] - 1 for i in drawing]
-    drawing_rows = [step.seqs[i].row for i in drawing]
+    drawing = [(i, back) for i, (*_, draws) in enumerate(found) for back in range(draws)[::-1]]
+    assert batch.logits_indices.tolist() == [ends[i] - 1 - back for i, back in drawing]
+    drawing_rows = [step.seqs[i].row for i, _ in drawing]
     assert batch.sampling_rows.tolist() == batch.sampling_rows_cpu.tolist() == drawing_rows
-    assert batch.sampling_positions_cpu.tolist() == [sum(found[i][:2]) for i in drawing]
+    assert batch.sampling_positions_cpu.tolist() == [sum(found[i][:2]) - b for i, b in drawing]
+    new = [count for _, count, _ in found]
+    assert batch.num_single_rows == new.count(1)
+    several = len(new) - new.count(1)
+    mode = batch.forward_mode
+    assert mode == step.forward_mode and mode.is_idle() == (not new)
+    assert mode.is_decode_or_idle() == (not several) != mode.is_extend_or_mixed()
+    assert mode.is_mixed() == bool(several and new.count(1))
+    assert mode.is_decode() == bool(new and not several)
+    assert mode.is_extend() == bool(several and not new.count(1))
 
 
 def test_pending_tokens_are_resolved_but_for_a_graph():
-    rows, step = scheduled([(3, 1, True), (5, 1, True)])
+    rows, step = scheduled([(3, 1, 1), (5, 1, 1)])
     row = step.seqs[1].row
     rows[0].token_ids[row, 5] = -1 - row
     last_tokens = torch.arange(50, 50 + MAX_SEQS)
@@ -110,7 +117,7 @@ def test_pending_tokens_are_resolved_but_for_a_graph():
 def test_a_graph_finds_its_fields_where_its_capture_did():
     """Tokens and sequences of the step may differ from the capture's, rows do not."""
     builders, addresses = [], []
-    for case in ([], [(3, 1, True)], [(0, 5, False), (30, 4, True), (0, 2, True)]):
+    for case in ([], [(3, 1, 1)], [(0, 5, 0), (30, 4, 4), (0, 2, 1)]):
         rows, step = scheduled(case)
         builders.append(builder_of(rows))
         batch = builders[-1].build(step, 12, graph=True)
@@ -128,7 +135,7 @@ class WiderBatch(ForwardBatch):
 
 
 def test_a_new_field_is_declared_once():
-    most = {"row": 8, "token": 8, "seq": 2, "sample": 2, "block": 3}
+    most = {"row": 8, "token": 8, "seq": 2, "logits": 2, "block": 3}
     batch = make_batch([[1], [2, 3, 4]], [0, 0])
     values = {
         name: np.asarray(getattr(batch, name))
@@ -159,7 +166,7 @@ def test_the_model_counts_tokens_as_a_graph_does(tmp_path: Path, num_tokens: int
         return dispatch(x_TD, topk_idx_TK, topk_weights_TK)
 
     all2all.dispatch = watched
-    table, step = scheduled([(0, 3, True)])
+    table, step = scheduled([(0, 3, 1)])
     batch = builder_of(table).build(step, 5, graph=True)
     batch.num_token_non_padded.fill_(num_tokens)
     with torch.inference_mode():

@@ -151,7 +151,7 @@ def test_outputs_that_are_read_after_an_abort_are_not_published():
 
     def end_by_abort() -> StepOutput:
         run.engine.discard_outputs()
-        return StepOutput([VOCAB + 1])
+        return StepOutput.of(launched.batch, [VOCAB + 1])
 
     run.engine._in_flight[0] = replace(launched, output=Pending(end_by_abort))
     with pytest.raises(AbortedError):

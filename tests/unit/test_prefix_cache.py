@@ -11,6 +11,7 @@ from workers.kv_cache.block_groups import FullGroup, WindowGroup
 from workers.kv_cache.block_pool import chain_keys, root_key
 from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.scheduler.scheduler import MAX_HELD_BACK
+from workers.step.sequence import DECODE
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams
 
@@ -71,14 +72,14 @@ class Server:
         assert error is None
 
     def step(self) -> None:
-        decoding = {seq for seq in self.scheduler.running if seq.num_remaining == 1}
+        decoding = {seq for seq in self.scheduler.running if seq.kind is DECODE}
         batch = self.scheduler.schedule(self.prefill_cap)
         assert not self.prefill_cap or batch.prefill_tokens <= self.prefill_cap
         if self.decodes_fit:
             assert {seq for seq in decoding if seq.row >= 0} <= set(batch.seqs)
         tokens = self.model.execute(batch)
         self.scheduler.launched(batch)
-        for output in self.scheduler.commit(batch, StepOutput(tokens)):
+        for output in self.scheduler.commit(batch, StepOutput.of(batch, tokens)):
             self.outputs.setdefault(output.request_id, []).append(output)
 
     def finish(self) -> None:
@@ -229,7 +230,7 @@ def test_a_request_with_invalid_logits_leaves_nothing_behind():
     batch = server.scheduler.schedule()
     server.model.execute(batch)
     server.scheduler.launched(batch)
-    assert server.scheduler.commit(batch, StepOutput([-1]))[0].finish_reason == "error"
+    assert server.scheduler.commit(batch, StepOutput.of(batch, [-1]))[0].finish_reason == "error"
     assert server.run("b", PROMPT) == 0
 
 

@@ -43,7 +43,7 @@ def request(
 def step(scheduler: Scheduler, token: int = 9):
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    return batch, scheduler.commit(batch, StepOutput([token] * int(batch.samples.sum())))
+    return batch, scheduler.commit(batch, StepOutput.of(batch, [token] * len(batch.logits_seqs)))
 
 
 def test_prefill_then_decode_until_max_tokens():
@@ -122,7 +122,7 @@ def test_invalid_logits_end_only_that_request():
     scheduler.add(request("b", 3))
     batch = scheduler.schedule()
     scheduler.launched(batch)
-    outputs = scheduler.commit(batch, StepOutput([-1, 5]))
+    outputs = scheduler.commit(batch, StepOutput.of(batch, [-1, 5]))
     assert outputs[0].finish_reason == "error" and "NaN" in outputs[0].error
     assert outputs[1].token_ids == [5] and scheduler.has_work
 
@@ -146,7 +146,7 @@ def test_a_close_with_two_uncommitted_steps_forgets_the_blocks_of_both():
         launched.append(scheduler.schedule())
         scheduler.launched(launched[-1])
         if number == 1:
-            scheduler.commit(launched[0], StepOutput([]))
+            scheduler.commit(launched[0], StepOutput.of(launched[0], []))
     keys = chain_keys(root_key(""), list(range(13)), BLOCK)
     assert len(scheduler.cache.pool.find(keys)) == 2
     scheduler.close(launched[1:])
@@ -251,9 +251,9 @@ def test_random_traffic(events, num_blocks, max_num_seqs, budget, chunked):
         assert batch.num_tokens <= max(budget, 0 if chunked else 44)
         assert bool(batch.seqs) == scheduler.has_work  # whoever has work makes progress
         new = batch.num_new_tokens.tolist()
-        assert new == sorted(new, key=lambda n: n != 1) and batch.num_decodes == new.count(1)
+        assert new == sorted(new, key=lambda n: n != 1) and batch.num_single_rows == new.count(1)
         scheduler.launched(batch)
-        for output in scheduler.commit(batch, StepOutput([7] * int(batch.samples.sum()))):
+        for output in scheduler.commit(batch, StepOutput.of(batch, [7] * len(batch.logits_seqs))):
             got[output.request_id] = got.get(output.request_id, 0) + 1
             if output.finish_reason:
                 assert got.pop(output.request_id) == wanted.pop(output.request_id)

@@ -85,7 +85,7 @@ def test_a_request_with_invalid_logits_leaves_no_state():
         batch = server.scheduler.schedule()
         server.model.execute(batch)
         server.scheduler.launched(batch)
-        server.scheduler.commit(batch, StepOutput(token))
+        server.scheduler.commit(batch, StepOutput.of(batch, token))
     assert snapshots_of(server.scheduler.cache).num_kept == 0
     assert server.run("b", PROMPT) == 0
 

@@ -22,6 +22,7 @@ class StateGroup(CacheGroup):
     """
 
     batch_fields = ("state_slots",)
+    takes_back = False
 
     def __init__(self, snapshots: StateSnapshots, block_size: int):
         self.snapshots = snapshots

@@ -104,7 +104,7 @@ class ForwardBatchBuilder:
             "row": max_num_tokens,
             "token": max_num_tokens,
             "seq": max_num_seqs,
-            "sample": max_num_seqs,
+            "logits": max_num_tokens,
             "block": cache.max_blocks,
         }
         self._staging = _Staging(ForwardBatch, largest, device, OPTIONAL - cache.batch_fields)
@@ -126,7 +126,7 @@ class ForwardBatchBuilder:
         ends = starts + num_new
         seq_lens = ends.astype(np.int32)
         max_len = int(seq_lens.max(initial=1))
-        sampling_rows = rows[batch.samples]
+        sampling_rows = rows[batch.logits_seqs]
 
         device: dict[str, Any] = self._staging.ship(
             num_rows,
@@ -135,7 +135,7 @@ class ForwardBatchBuilder:
                 "num_token_non_padded": np.array([num_tokens]),
                 "input_ids": table.token_ids[row_of_token, positions],
                 "positions": positions,
-                "logits_indices": query_start_loc[1:][batch.samples] - 1,
+                "logits_indices": query_start_loc[batch.logits_seqs + 1] - 1 - batch.logits_behind,
                 "sampling_rows": sampling_rows,
             },
         )
@@ -146,11 +146,11 @@ class ForwardBatchBuilder:
         return ForwardBatch(
             num_tokens=num_tokens,
             num_seqs=num_seqs,
-            num_decodes=batch.num_decodes,
+            num_single_rows=batch.num_single_rows,
             query_start_loc_cpu=query_start_loc,
             seq_lens_cpu=seq_lens,
             sampling_rows_cpu=sampling_rows,
-            sampling_positions_cpu=ends[batch.samples],
+            sampling_positions_cpu=ends[batch.logits_seqs] - batch.logits_behind,
             **device,
         )
 
@@ -159,7 +159,7 @@ def _spread(
     batch: ScheduledBatch, rows: np.ndarray, starts: np.ndarray, query_start_loc: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return table row and position of each token, from each sequence's row and number of computed tokens."""
-    if batch.num_decodes == len(rows):
+    if batch.num_single_rows == len(rows):
         return rows, starts
     num_new = batch.num_new_tokens
     before = np.repeat(starts - query_start_loc[:-1], num_new)

@@ -26,7 +26,7 @@ from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
 
-# hidden_TD; float32 logits_LV of the sequences that sample, if any do; offs_Le in steps that read the expert load.
+# hidden_TD; float32 logits_LV, if any row gives logits; offs_Le in steps that read the expert load.
 Forwarded = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 
@@ -124,7 +124,7 @@ class ModelRunner:
         sampled = _NO_TOKENS if logits_LV is None else self._sample(logits_LV, batch, mask)
         # A step that completes a prompt also samples its first token.
         prompts = self._prompt_logprobs.collect(
-            scheduled.seqs, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
+            scheduled.parts, batch.query_start_loc_cpu, hidden_TD, self.model.compute_logits
         )
         clock.mark()
 
@@ -136,11 +136,12 @@ class ModelRunner:
 
         def read() -> StepOutput:
             copy.wait()
-            return StepOutput(
+            return StepOutput.of(
+                scheduled,
                 *sampled.lists(),
-                {name: parts.lists() for name, parts in prompts.items()} or None,
-                RunTimes(prepare, *clock.seconds()),
-                None if offs_Le is None else LoadSample.of(offs_Le),
+                prompt_logprobs={name: parts.lists() for name, parts in prompts.items()} or None,
+                times=RunTimes(prepare, *clock.seconds()),
+                expert_load=None if offs_Le is None else LoadSample.of(offs_Le),
             )
 
         return Pending(read)
@@ -238,7 +239,7 @@ class ModelRunner:
         return graph.hidden_TD, logits_LV, offs_Le
 
     def _logits(self, hidden_TD: torch.Tensor, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return float32 logits of the rows that sample; None if no row does."""
+        """Return the float32 logits of batch.logits_indices; None without any."""
         if not len(batch.logits_indices):
             return None
         return self.model.compute_logits(hidden_TD[batch.logits_indices])
@@ -251,14 +252,15 @@ class ModelRunner:
             logits_LV, batch.sampling_rows_cpu, batch.sampling_positions_cpu, allowed
         )
         if self._last_tokens is not None:
-            # Tokens that follow an invalid token are discarded with it.
+            # Tokens that follow an invalid token are discarded with it. Of the draws of a sequence with drafts any one
+            # stays here, because its next step waits until the host has its last token.
             self._last_tokens.index_copy_(0, batch.sampling_rows, sampled.token_B.clamp(min=0))
         return sampled
 
     def _start_mask(self, scheduled: ScheduledBatch) -> PendingBitmask | None:
-        """Start to compute the grammar masks of the sequences that sample, in the order of their logits."""
-        pairs = zip(scheduled.seqs, scheduled.samples.tolist(), strict=True)
-        return self._masks.start(seq.grammar for seq, samples in pairs if samples)
+        """Start to compute the grammar masks of the rows with logits."""
+        seqs = scheduled.seqs
+        return self._masks.start(seqs[index].grammar for index in scheduled.logits_seqs.tolist())
 
 
 def _failed(error: Exception) -> Pending[StepOutput]:

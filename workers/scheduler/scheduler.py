@@ -19,15 +19,21 @@ from collections import Counter
 from collections.abc import Iterable
 from operator import attrgetter
 
-import numpy as np
-
 from workers.config import SchedulerConfig
-from workers.kv_cache.group import Copies, Prefix
+from workers.kv_cache.group import Prefix
 from workers.kv_cache.manager import KVCacheManager
 from workers.sampling import no_token
 from workers.step.grammar import Grammar
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import InputBatch, Sequence
+from workers.step.sequence import (
+    DECODE,
+    PROMPT,
+    VERIFY,
+    InputBatch,
+    ScheduledSequence,
+    Sequence,
+    SequenceKind,
+)
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput
 
@@ -101,7 +107,10 @@ class Scheduler:
     @property
     def needs_tokens(self) -> bool:
         """Whether a running sequence needs the tokens of the launched steps before its next step."""
-        return any(seq.num_pending and seq.needs_last_token for seq in self.running)
+        return any(
+            seq.num_pending and (seq.needs_last_token or seq.draft_token_ids)
+            for seq in self.running
+        )
 
     def schedule(self, prefill_cap: int = 0) -> ScheduledBatch:
         """Choose this step's sequences and allocate their memory.
@@ -112,80 +121,92 @@ class Scheduler:
         """
         budget = self._config.max_num_batched_tokens
         prompts = prefill_cap if prefill_cap and self._config.chunked_prefill else budget
-        work: list[tuple[Sequence, int]] = []
+        work: list[ScheduledSequence] = []
         preempted = False
         index = 0
         while index < len(self.running) and budget:
             seq = self.running[index]
-            num_new = seq.num_remaining
-            is_prompt = num_new > 1
-            if seq.ends_with_pending or (is_prompt and not prompts):
+            kind = seq.kind
+            if seq.ends_with_pending or (kind is PROMPT and not prompts):
                 index += 1
                 continue
-            if is_prompt:  # the decodes behind it run in this step too
-                behind = sum(later.num_remaining == 1 for later in self.running[index:])
+            num_new = 1 if kind is DECODE else min(seq.num_remaining, budget)
+            if kind is PROMPT:  # the decodes behind it run in this step too
+                others = (it for it in self.running[index:] if it.kind is not PROMPT)
+                behind = sum(other.num_remaining for other in others)
                 prompts = min(prompts, max(1, budget - behind))
-            num_new = min(num_new, budget, prompts if is_prompt else 1)
-            if is_prompt and self._config.chunked_prefill:
-                num_new = self.cache.chunk(seq, num_new)
+                num_new = min(num_new, prompts)
+                if self._config.chunked_prefill:
+                    num_new = self.cache.chunk(seq, num_new)
             while not self.cache.grow(seq, seq.num_computed_tokens + num_new):
                 preempted = True
                 if self._preempt_last() is seq:
                     break
             else:
-                work.append((seq, num_new))
+                work.append(_part(seq, kind, num_new))
                 budget -= num_new
-                prompts -= num_new if is_prompt else 0
+                prompts -= num_new if kind is PROMPT else 0
                 index += 1
         # Admitting right after a preemption would only undo it.
         if not preempted:
             self._admit(min(budget, prompts), work)
-        return _batch(work, self._admitted.copy(), self.cache.copies)
+        return ScheduledBatch.of(work, self._admitted, self.cache.copies)
 
     def launched(self, batch: ScheduledBatch) -> None:
         """Enter the launch of `batch`; `commit` follows for all launched batches in their order."""
         self._admitted.clear()
-        self.table.launched(batch.seqs, batch.num_new_tokens, batch.samples)
+        self.table.launched(batch.seqs, batch.num_new_tokens, batch.num_logits)
         self.cache.launched(batch.seqs)
 
     def commit(self, batch: ScheduledBatch, step: StepOutput) -> list[RequestOutput]:
         """Enter the output of a launched step. Sequences that have finished or were aborted get no output."""
         outputs: list[RequestOutput | None] = []
-        tokens = iter(step.token_ids)
-        for seq, samples in zip(batch.seqs, batch.samples.tolist(), strict=True):
-            if not seq.finished:
+        token_ids, end = step.token_ids, 0
+        for part, count in zip(batch.parts, step.counts, strict=True):
+            seq, start, end = part.seq, end, end + count
+            seq.num_pending -= part.num_logits
+            if seq.finished:
+                outputs.append(None)
+            else:
+                if part.kind is VERIFY:
+                    assert self.cache.takes_back, "a state cannot be taken back to before a draft"
+                    self.table.verified(seq, part.num_logits - count)
                 self.cache.commit(seq)
-            if samples:
-                outputs.append(self._append(seq, next(tokens)))
+                outputs.append(self._append(seq, token_ids[start:end]) if count else None)
         return step.attach(outputs)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if memory of the cache has other owners than the running sequences."""
         self.cache.check_integrity(self.running)
 
-    def _append(self, seq: Sequence, token_id: int) -> RequestOutput | None:
-        seq.num_pending -= 1
-        if seq.finished:
-            return None
-        request_id = seq.request.request_id
-        if token_id < 0:
-            cause = no_token.cause_of(token_id, seq.request.params)
-            if cause == no_token.INVALID_LOGITS:
-                self.cache.forget(seq)  # the K and V of its blocks may be NaN too
-                self.num_invalid += 1
-            self._finish(seq)
-            reason = no_token.error_of(cause, seq.num_output_tokens)
-            return RequestOutput(request_id, [], "error", reason)
-        error = None if seq.grammar is None else seq.grammar.advance(token_id)
-        if error is not None:
-            self._finish(seq)
-            return RequestOutput(request_id, [], "error", error)
-        self.table.append_token(seq, token_id)
-        finish_reason = seq.finish_reason()
-        if finish_reason is not None:
-            self._finish(seq)
+    def _append(self, seq: Sequence, drawn: list[int]) -> RequestOutput:
+        """Append the tokens up to the first that ends `seq`."""
+        request_id, known = seq.request.request_id, len(seq.token_ids)
+        finish_reason = None
+        for token_id in drawn:
+            if token_id < 0 or seq.grammar is not None:
+                error = self._error_of(seq, token_id)
+                if error is not None:
+                    self._finish(seq)
+                    return RequestOutput(request_id, seq.token_ids[known:], "error", error)
+            self.table.append_token(seq, token_id)
+            finish_reason = seq.finish_reason()
+            if finish_reason is not None:
+                self._finish(seq)
+                drawn = seq.token_ids[known:]
+                break
         num_cached, seq.num_cached_tokens = seq.num_cached_tokens, 0  # reported once
-        return RequestOutput(request_id, [token_id], finish_reason, num_cached_tokens=num_cached)
+        return RequestOutput(request_id, drawn, finish_reason, num_cached_tokens=num_cached)
+
+    def _error_of(self, seq: Sequence, token_id: int) -> str | None:
+        """Advance the grammar of `seq` by its next token; return why the sequence cannot go on, or None."""
+        if token_id >= 0:
+            return None if seq.grammar is None else seq.grammar.advance(token_id)
+        cause = no_token.cause_of(token_id, seq.request.params)
+        if cause == no_token.INVALID_LOGITS:
+            self.cache.forget(seq)  # the K and V of its blocks may be NaN too
+            self.num_invalid += 1
+        return no_token.error_of(cause, seq.num_output_tokens)
 
     def _refusal(self, request: EngineRequest) -> str | None:
         length = len(request.prompt_token_ids)
@@ -203,7 +224,7 @@ class Scheduler:
             return f"{num_emitted} tokens were emitted of at most {total - length}: the request has ended"
         return None
 
-    def _admit(self, budget: int, work: list[tuple[Sequence, int]]) -> None:
+    def _admit(self, budget: int, work: list[ScheduledSequence]) -> None:
         index = 0  # sequences before it wait for blocks of another sequence
         while index < min(len(self.waiting), MAX_HELD_BACK) and budget:
             if len(self.running) == self._config.max_num_seqs:
@@ -224,7 +245,7 @@ class Scheduler:
             self._start(seq, prefix, num_new)
             if self._config.chunked_prefill:
                 num_new = self.cache.chunk(seq, num_new)
-            work.append((seq, num_new))
+            work.append(_part(seq, PROMPT, num_new))
             budget -= num_new
 
     def _start(self, seq: Sequence, prefix: Prefix, num_new: int) -> None:
@@ -267,22 +288,11 @@ def _advance(grammar: Grammar | None, token_ids: list[int]) -> str | None:
     return next(filter(None, map(grammar.advance, token_ids)), None)
 
 
-def _batch(
-    work: list[tuple[Sequence, int]], admitted: list[Sequence], copies: Copies
-) -> ScheduledBatch:
-    """Return a batch in which sequences with one new token come first, because attention needs this order."""
-    decodes = [item for item in work if item[1] == 1]
-    extends = [item for item in work if item[1] != 1]
-    ordered = decodes + extends
-    seqs = [seq for seq, _ in ordered]
-    num_new = np.array([num_new for _, num_new in ordered], dtype=np.int64)
-    samples = np.array([num_new == seq.num_remaining for seq, num_new in ordered], dtype=bool)
-    num_tokens = sum(count for _, count in work)
-    decodes_next = any(
-        seq.num_tokens + seq.num_pending + 1 < seq.max_num_tokens
-        for seq, drawn in zip(seqs, samples.tolist(), strict=True)
-        if drawn
-    )
-    return ScheduledBatch(
-        seqs, num_new, num_tokens, len(decodes), samples, admitted, decodes_next, copies
-    )
+def _part(seq: Sequence, kind: SequenceKind, num_new: int) -> ScheduledSequence:
+    """Return the part of `seq`, of its present kind, that computes its next `num_new` tokens."""
+    if kind is DECODE:
+        assert seq.decode_part is not None, f"{seq.request.request_id} has no row"
+        return seq.decode_part
+    if kind is PROMPT:
+        return ScheduledSequence(seq, kind, num_new, int(num_new == seq.num_remaining))
+    return ScheduledSequence(seq, kind, num_new, num_new, seq.draft_token_ids[: num_new - 1])
