@@ -6,7 +6,7 @@ machine.
 
 import importlib.metadata
 import ipaddress
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +30,6 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.config.resolve import available_cores, check_num_ranks, resolve_rank_config
 from kernels.backends import select
 from kernels.host.cache_folder import use_cache_folder
-from kernels.interface.registry import SEAMS, backend_class
 from workers import hub
 from workers.config import ModelSection, RankConfig, not_for_answers
 from workers.models.registry import load_model_config
@@ -51,7 +50,6 @@ class CheckReport:
     checkpoint     of the Hub: the model, its commit, and the branches and tags that lead there; None for a folder
     steps          what of `cuda_graphs` and ubatches comes to pass, and why
     alternatives   family to the backends that were not chosen, with why they cannot run, "" for those that could
-    packages       what was recognised in a package that is known in several generations
     assumed        what could not be looked at on this machine
     """
 
@@ -61,7 +59,6 @@ class CheckReport:
     backends: dict[str, dict[str, str]]
     steps: dict[str, str]
     alternatives: dict[str, dict[str, str]]
-    packages: dict[str, str]
     assumed: str
     warnings: list[str]
 
@@ -107,7 +104,6 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
         },
         steps={"cuda_graphs": graph_reason, **overlap},
         alternatives=alternatives(selection, unavailable, shape),
-        packages={} if assumed else _packages(unavailable, rank_config.device),
         assumed=assumed,
         warnings=[
             *slow_attention(config.kernels, selection, unavailable, shape),
@@ -115,17 +111,6 @@ def check(config: PhalanxConfig, num_api_keys: int | None = None) -> CheckReport
             *_warnings(config, rank_config, model, selection, ranks, num_api_keys),
         ],
     )
-
-
-def _packages(unavailable: Mapping[str, str], device: str) -> dict[str, str]:
-    """The recognised generation of each package that exists in several, if a backend can use it."""
-    packages = (
-        backend_class(seam, name).recognised_package()
-        for seam, names in SEAMS.items()
-        for name in names
-        if device in backend_class(seam, name).devices and f"{seam}.{name}" not in unavailable
-    )
-    return dict(package for package in packages if package is not None)
 
 
 def _checkpoint(model: ModelSection) -> str | None:
@@ -243,8 +228,6 @@ def render(report: CheckReport, console: Console) -> None:
         console.print(f"  {family:<18}{choice['name']:<20}{choice['reason']}")
         for name, unsupported_reason in report.alternatives[family].items():
             console.print(f"  {'':<18}{name:<20}{unsupported_reason or 'could run'}", style="dim")
-    for name, recognised in report.packages.items():
-        console.print(f"  {name:<18}{recognised}", style="dim")
     console.print("steps", style="bold")
     for name, outcome in report.steps.items():
         console.print(f"  {name:<18}{outcome}")

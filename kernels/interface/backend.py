@@ -87,8 +87,3 @@ class Backend(ABC):
     def auto_reason(cls, shape: BackendShape) -> str | None:
         """Return why `auto` takes the backend for `shape` where it can run, or None if `auto` never does."""
         return cls.auto if shape.device in cls.devices else None
-
-    @classmethod
-    def recognised_package(cls) -> tuple[str, str] | None:
-        """Return name and recognised generation of its package; None for a package without generations."""
-        return None

@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from scripts.byte_tokenizer import byte_tokenizer, generation_config, save_tokenizer
 from tests.checkpoints.families import ExpertLayout, fields_of, names_of, nested, released_layout
 from tests.checkpoints.four_bit import FOUR_BITS
 from tests.checkpoints.weights import checkpoint_tensors, write_weights
-from workers.models.byte_tokenizer import byte_tokenizer, generation_config, save_tokenizer
 from workers.models.registry import DEFAULT_FAMILY, FAMILIES, parse_model_config
 
 _TOKENS = {"bos_token_id": None, "eos_token_id": 258, "pad_token_id": 256}

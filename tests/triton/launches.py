@@ -95,7 +95,7 @@ def _linear_attention(at: Inputs, *, prompts: bool, states: str = "float32") -> 
     subject.bind(subject.allocate([spec], 2, torch.bfloat16, device))
     batch = AttentionBatch.dummy_decodes(at.size, device)
     starts = new * batch.query_start_loc_cpu
-    counts = {"num_tokens": new * at.size, "num_decodes": 0 if prompts else at.size}
+    counts = {"num_tokens": new * at.size, "num_single_rows": 0 if prompts else at.size}
     subject.plan(
         replace(
             batch,

@@ -56,7 +56,6 @@ ORDER = {
         ("hub.py", "parallel.py", "log.py"),
         ("config.py",),
         ("wire",),
-        ("trace",),
         # Plain data: of models, and of steps.
         ("specs",),
         ("step",),

@@ -54,13 +54,24 @@ WINDOW_ATTENTION = "sliding_attention"
 LINEAR_ATTENTION = "linear_attention"
 
 
+# transformers' values of keys that config.json may lack, in most families. A size has none, because every writer of
+# config.json writes it, and a forward with a wrong size fails or computes nonsense.
+DEFAULTS: dict[str, Any] = {
+    "attention_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": False,
+}
+
+
 class ModelConfigError(ValueError):
     """A config.json that no model here supports; names each field, its value and the supported values."""
 
 
 class ConfigReader:
-    """Reads of config.json with transformers' own `defaults` for missing keys.
+    """Reads of config.json. A key without a default must be there.
 
+    defaults     of the family, beside DEFAULTS
     generation   generation_config.json, empty where the checkpoint has none
     problems     complaints so far; each names a key, its value and what is expected
     """
@@ -74,7 +85,7 @@ class ConfigReader:
     ):
         self.problems: list[str] = []
         self._raw = raw
-        self._defaults = defaults
+        self._defaults = {**DEFAULTS, **defaults}
         self._generation = generation
         self._weight_entries = weight_entries
         self._read = set(HARMLESS_KEYS)
@@ -88,7 +99,7 @@ class ConfigReader:
 
     def integer(self, key: str) -> int:
         """Return a whole number >= 1."""
-        return self._integer(key, self._defaults[key])
+        return self._integer(key, self._defaults.get(key))
 
     def integer_or(self, key: str, default: int) -> int:
         """Return a whole number >= 1; `default` if the key is null, or missing without an entry in the defaults."""
@@ -99,7 +110,7 @@ class ConfigReader:
 
     def count(self, key: str) -> int:
         """Return a whole number >= 0."""
-        default = self._defaults[key]
+        default = self._defaults.get(key)
         value: int = self._typed(
             key, default, lambda v: _is_int(v) and v >= 0, "a whole number >= 0"
         )
@@ -107,7 +118,7 @@ class ConfigReader:
 
     def number(self, key: str) -> float:
         """Return a number > 0."""
-        default = self._defaults[key]
+        default = self._defaults.get(key)
         return float(self._typed(key, default, lambda v: is_number(v) and v > 0, "a number > 0"))
 
     def number_or_none(self, key: str) -> float | None:
@@ -119,7 +130,7 @@ class ConfigReader:
 
     def boolean(self, key: str) -> bool:
         """Return true or false."""
-        default = self._defaults[key]
+        default = self._defaults.get(key)
         value: bool = self._typed(key, default, lambda v: isinstance(v, bool), "true or false")
         return value
 
@@ -255,7 +266,7 @@ class ConfigReader:
             self._check_shapes(config)
         return config
 
-    def _integer(self, key: str, default: int) -> int:
+    def _integer(self, key: str, default: int | None) -> int:
         value: int = self._typed(
             key, default, lambda v: _is_int(v) and v >= 1, "a whole number >= 1"
         )
@@ -265,8 +276,9 @@ class ConfigReader:
         self._read.add(key)
         value = self._raw.get(key, default)
         if not good(value):
-            self._complain(f"{key} is {value!r}; expected {wanted}")
-            return default
+            found = repr(value) if key in self._raw else "missing"
+            self._complain(f"{key} is {found}; expected {wanted}")
+            return 1 if default is None else default
         return value
 
     def _integers(self, raw: Mapping[str, Any], key: str) -> tuple[int, ...]:

@@ -38,21 +38,20 @@ class WeightNames:
     router_bias_is_row: bool = False  # stored as [1, E]
     joined_delta_inputs: bool = False  # of delta nets: one tensor of q, k, v and gate by key head
 
-
-def decoder_weights(config: ModelConfig, names: WeightNames) -> Weights:
-    """Yield every tensor of the checkpoint but scales, in the order of the forward."""
-    table = (config.vocab_size, config.hidden_size)
-    root, offset = names.root, config.norm_offset
-    yield WeightEntry(f"{root}embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
-    for number, layer in enumerate(config.layers):
-        at, path = f"{root}layers.{number}.", f"layers.{number}."
-        block = LayerWeights(names, config.hidden_size, at, path, config.stacked_form, offset)
-        for spec in (layer.attention, layer.mlp):
-            yield from resolve_name(spec.weights)(block, spec)
-    shape = (config.hidden_size,)
-    yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
-    if not config.tie_word_embeddings:
-        yield WeightEntry("lm_head.weight", table, "lm_head.weight", WeightKind.HEAD)
+    def __call__(self, config: ModelConfig) -> Weights:
+        """Yield every tensor of the checkpoint but scales and skipped parts, in the order of the forward."""
+        table = (config.vocab_size, config.hidden_size)
+        root, offset = self.root, config.norm_offset
+        yield WeightEntry(f"{root}embed_tokens.weight", table, "embed_VD", WeightKind.EMBEDDING)
+        for number, layer in enumerate(config.layers):
+            at, path = f"{root}layers.{number}.", f"layers.{number}."
+            block = LayerWeights(self, config.hidden_size, at, path, config.stacked_form, offset)
+            for spec in (layer.attention, layer.mlp):
+                yield from resolve_name(spec.weights)(block, spec)
+        shape = (config.hidden_size,)
+        yield WeightEntry(f"{root}norm.weight", shape, "norm", WeightKind.NORM, offset=offset)
+        if not config.tie_word_embeddings:
+            yield WeightEntry("lm_head.weight", table, "lm_head.weight", WeightKind.HEAD)
 
 
 @dataclass(frozen=True)
