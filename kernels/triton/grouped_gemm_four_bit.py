@@ -201,11 +201,10 @@ def grouped_gemm_four_bit_kernel(
         matrix = expert.to(tl.int64) * num_rows
         groups = matrix * (depth // GROUP)
         columns = column + tl.arange(0, TILE_W)
-        whole = columns < width
         out, up = _multiply(
             *(x_ptr + rows[:, None] * x_stride, order_ptr + expert * depth, inside),
-            _start(bias_ptr, matrix + column, whole, HAS_BIAS, TILE_R),
-            _start(bias_ptr, matrix + column + width, whole, HAS_BIAS and GATED, TILE_R),
+            _start(bias_ptr, matrix + column, columns < width, HAS_BIAS, TILE_R),
+            _start(bias_ptr, matrix + width + column, columns < width, HAS_BIAS and GATED, TILE_R),
             (codes_ptr + matrix * (depth // 2), scales_ptr + groups, zeros_ptr + groups),
             *((column, column + width, num_rows), depth // 64),
             *(GATED, GROUP, KIND, ZEROS, ORDERED, PACKED, UNROLL),
