@@ -9,7 +9,7 @@ from cluster.client import router
 from cluster.commands import check_cluster, reaper, start
 from cluster.config.serve_section import ResponsesStoreConfig
 from cluster.offline import engine, remote
-from cluster.supervisor import group, heartbeat, launcher, leases, supervisor
+from cluster.supervisor import group, heartbeat, launcher, leases, relocation, supervisor
 from kernels.all2all import deepep_limits
 from tests.claims import ROOT, row
 from tests.published_configs import PUBLISHED
@@ -122,7 +122,7 @@ def operations() -> Iterator[str]:
     yield f"{heartbeat.CHECKS} times within `cluster.hang_timeout_s` the supervisor reads"
     yield "another one starts a second after the ranks serve again"
     yield f"or served for less than {group.STABLE_S:.0f} s, the group fails"
-    yield f"The group looks for room every {group.GROW_S:.0f} s"
+    yield f"The group looks for room every {relocation.GROW_S:.0f} s"
     yield f"they leave the ranks after {leases.LEASE_S:.0f} s"
     yield f"the server ends {supervisor.LAUNCHER_LEASE_S:.0f} s after the last heartbeat"
     yield f"the remaining processes of its Ray within {2 * reaper.POLL_S + reaper.GRACE_S:.0f} s"

@@ -10,15 +10,15 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayError
 
 from kernels.host.cuda_environment import check_multicast_off, share_compiled_kernels
 from kernels.host.owned import OwnedTask
+from kernels.host.processes import start_ticks
 from kernels.routing.expert_map import STANDBY
 from workers import hub
 from workers.config import RankConfig
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLLOW_S = 10.0  # interval at which a rank checks that its supervisor lives
+LOST_CHECKS = 6  # failed checks in a row after which the supervisor, or its node, has ended
 
 
 class RankActor:
@@ -95,25 +96,21 @@ class RankActor:
             "node_id": ray.get_runtime_context().get_node_id(),
             "address": self._address,
             "pid": os.getpid(),
+            "started": start_ticks(os.getpid()),
             "gpu_ids": ray.get_gpu_ids(),
             "inbox": self._inbox.address,
             "versions": await asyncio.to_thread(rank_versions),
         }
 
     async def follow(self, supervisor: Any) -> None:
-        """End this rank and its placement group when the actor `supervisor` has ended for good.
-
-        The rank also ends when it cannot follow the supervisor, because nothing would end it later.
-        """
+        """End this rank and its placement group when the actor `supervisor` has ended, or cannot be followed."""
         try:
-            with suppress(RayActorError):
-                while True:
-                    await supervisor.ping.remote()
-                    await asyncio.sleep(FOLLOW_S)
+            await _end_of(supervisor)
             logger.error("the supervisor has ended; this rank ends too")
-            placement_group = ray.util.get_current_placement_group()
-            if placement_group is not None:
-                await asyncio.to_thread(ray.util.remove_placement_group, placement_group)
+            place = ray.util.get_current_placement_group()
+            if place is not None:
+                async with asyncio.timeout(FOLLOW_S):
+                    await asyncio.to_thread(ray.util.remove_placement_group, place)
         except Exception:
             logger.exception("this rank cannot follow its supervisor, and ends")
         os._exit(1)
@@ -381,6 +378,21 @@ class RankActor:
         if sender is not None:
             others = self._engine.open_requests.report_load(stream_id)
             sender.send(self._index, others, outputs)
+
+
+async def _end_of(supervisor: Any) -> None:
+    """Return when the actor `supervisor` has ended for good."""
+    failures = 0
+    while failures < LOST_CHECKS:
+        try:
+            await supervisor.ping.remote()
+            failures = 0
+        except ActorDiedError:
+            return
+        except RayError as error:
+            failures += 1
+            logger.warning("the supervisor does not answer: %s", type(error).__name__)
+        await asyncio.sleep(FOLLOW_S)
 
 
 def node_address() -> str:
