@@ -27,7 +27,7 @@ from cluster.experiments.target import Engine, EngineError, Job
 from cluster.experiments.workload_section import RequestWorkload
 
 StartEngine = Callable[[PhalanxConfig, Path, float], Engine]
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass
@@ -58,13 +58,13 @@ class Runner:
         folder: ResultsFolder,
         start: StartEngine,
         clock: Clock,
-        say: Say,
+        print_line: PrintLine,
         origin: Mapping[str, Any],
         resolved: Mapping[str, dict[str, Any]] | None = None,
-        show: Say = lambda text: None,
+        show: PrintLine = lambda text: None,
     ):
         self._experiment, self._folder = experiment, folder
-        self._start, self._clock, self._say = start, clock, say
+        self._start, self._clock, self._say = start, clock, print_line
         self._origin = origin  # hardware, versions and commit of this call
         self._resolved = resolved or {}  # configuration without `auto`, by engine
         self._show = show  # gets the run that begins

@@ -61,7 +61,7 @@ class GroupedGemm(Backend):
     @classmethod
     def step_bytes(cls, shape: BackendShape, num_rows: int) -> int:
         """Return the bytes of its inputs in expert order, activations and outputs for `num_rows` rows."""
-        widths = 2 * shape.hidden_size + 3 * shape.expert_width
+        widths = 2 * shape.hidden_size + 3 * shape.moe_intermediate_size
         return num_rows * widths * shape.dtype.itemsize
 
     @abstractmethod
@@ -100,7 +100,10 @@ class GroupedGemm(Backend):
 
 def unaligned_reason(shape: BackendShape, function: str) -> str | None:
     """Return why `function`, which reads rows in units of ROW_BYTES, cannot take the experts of `shape`, or None."""
-    for what, width in (("hidden size", shape.hidden_size), ("expert width", shape.expert_width)):
+    for what, width in (
+        ("hidden size", shape.hidden_size),
+        ("expert width", shape.moe_intermediate_size),
+    ):
         num_bytes = width * shape.dtype.itemsize
         if num_bytes % ROW_BYTES:
             return (

@@ -20,7 +20,7 @@ class BackendShape:
     device           device type, "cpu" or "cuda"
     dtype            of the hidden states, and of the weights unless a grouped GEMM holds them in FP8
     num_ranks        ranks of the group, spread over num_nodes hosts
-    hidden_size      D; expert_width is the experts' I
+    hidden_size      D; moe_intermediate_size is the experts' I
     num_experts      of the model, top_k of them for a token
     max_num_tokens   most rows of one rank in a step
     attention_specs  one entry a layer; empty where every attention serves the model
@@ -35,7 +35,7 @@ class BackendShape:
     num_ranks: int
     num_nodes: int = 1
     hidden_size: int
-    expert_width: int
+    moe_intermediate_size: int
     num_experts: int
     top_k: int
     max_num_tokens: int

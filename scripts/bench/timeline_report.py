@@ -15,7 +15,7 @@ WAYS = {
     StepPart.ATTENTION: "reading K and V closer to the memory's speed: blocks that end together",
     StepPart.LINEAR_ATTENTION: "reading and writing each state once, at the memory's speed",
     StepPart.QK_NORM: "doing it where the projection's result is still in registers",
-    StepPart.DENSE: "reading weights ahead of the rows they meet, and splitting thin products over all SMs",
+    StepPart.DENSE: "reading weights ahead of the rows they meet, and splitting skinny products over all SMs",
     StepPart.NORMS: "joining them to the product before or after",
     StepPart.ROUTING: "joining it to the norm or the router's product before it",
     StepPart.DISPATCH: "even work of the ranks, and exchanges behind another ubatch's compute",

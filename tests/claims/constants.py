@@ -30,7 +30,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         "| compute capability 9.0 (Hopper)": VERSIONS,
         "| compute capability 8.0 or newer": VERSIONS,
         "below 9.0 no DeepGEMM": VERSIONS,
-        "A development version of 0.2": VERSIONS,
         "FP8 prompts (128 / 4,096 / 8)": "the load",
     },
     "docs/api.md": {

@@ -42,7 +42,7 @@ def rank_config(
 ) -> RankConfig:
     """A resolved configuration; `sections` override, e.g. scheduler={"max_num_seqs": 4}.
 
-    With the all-to-all `two_level` the ranks are taken for those of two hosts, an odd number for hosts of one each.
+    With the all-to-all `hierarchical` the ranks are taken for those of two hosts, an odd number for hosts of one each.
     """
     values: dict[str, Any] = {
         "model": {"path": str(checkpoint), "dtype": "float32", "max_model_len": 1024},
@@ -54,7 +54,7 @@ def rank_config(
     for name, changes in sections.items():
         values[name] = {**values[name], **changes}
     hosts = 1
-    if values["kernels"].get("all2all") == "two_level":
+    if values["kernels"].get("all2all") == "hierarchical":
         hosts = num_ranks if num_ranks % 2 else 2
     return RankConfig(
         **values,
@@ -183,7 +183,7 @@ def _spoil_unused_states(epoch: Any) -> None:
     plan = runner._plan
 
     def spoiling_plan(*args: Any) -> Any:
-        live = {seq.row + 1 for seq in scheduler.running if seq.num_computed}
+        live = {seq.row + 1 for seq in scheduler.running if seq.num_computed_tokens}
         kept = live.union(scheduler.snapshots.slots)
         for slots in (slots for pool in pools for slots in (pool.conv, pool.state)):
             slots[[slot for slot in range(len(slots)) if slot not in kept]] = float("nan")

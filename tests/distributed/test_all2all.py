@@ -123,7 +123,7 @@ def _build(
         num_ranks=num_ranks,
         num_nodes=num_nodes,
         hidden_size=HIDDEN,
-        expert_width=WIDTH,
+        moe_intermediate_size=WIDTH,
         num_experts=case.num_experts,
         top_k=case.top_k,
         max_num_tokens=MAX_TOKENS,
@@ -228,7 +228,7 @@ def run_cases(
     ("name", "num_ranks", "num_nodes"),
     [
         *((name, ranks, 1) for name in ("torch_dist", "allgather", "shm") for ranks in (2, 3, 4)),
-        *(("two_level", ranks, nodes) for ranks, nodes in ((2, 2), (3, 3), (4, 2), (4, 4))),
+        *(("hierarchical", ranks, nodes) for ranks, nodes in ((2, 2), (3, 3), (4, 2), (4, 4))),
     ],
 )
 def test_contract(rank_pool: RankPool, name: str, num_ranks: int, num_nodes: int):

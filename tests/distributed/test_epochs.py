@@ -203,10 +203,10 @@ def requests_of(rank: int, num_epochs: int) -> list[EngineRequest]:
 @pytest.mark.parametrize(
     ("all2all", "num_epochs"),
     [
-        *(("shm", 8), ("two_level", 8), ("torch_dist", 8), ("allgather", 8)),
+        *(("shm", 8), ("hierarchical", 8), ("torch_dist", 8), ("allgather", 8)),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (("shm", 50), ("two_level", 26), ("torch_dist", 26), ("allgather", 26))
+            for case in (("shm", 50), ("hierarchical", 26), ("torch_dist", 26), ("allgather", 26))
         ),
     ],
 )

@@ -284,7 +284,7 @@ def test_few_rows_of_each_expert_equal_deepgemms(mean: int):
     layer = Layer(gemm, Experts(mean * 16))
     x_ND, topk_idx_NK, weights_NK = layer.draw(1)
     routed = layer.all2all.dispatch(x_ND, topk_idx_NK, weights_NK).wait()
-    few = gemm._few_rows(routed, *layer.prepared, num_sms=132)
+    few = gemm._skinny(routed, *layer.prepared, num_sms=132)
     many = DeepGemm.__call__(gemm, routed, *layer.prepared)
     found, expected = (layer.all2all.combine(y_RD, routed.handle).wait() for y_RD in (few, many))
     assert calc_diff(found, expected) < 2e-4

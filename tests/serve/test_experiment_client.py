@@ -14,7 +14,7 @@ from cluster.config.phalanx_config import PhalanxConfig
 from cluster.experiments import server_target
 from cluster.experiments.cluster_lock import experiment_lock
 from cluster.experiments.metrics import known_metrics, metrics_of
-from cluster.experiments.planned_load import plan_load
+from cluster.experiments.planned_load import first_requests, plan_load
 from cluster.experiments.results_folder import FolderError
 from cluster.experiments.server_target import ServerClient, check_epochs, on_port
 from cluster.experiments.target import EngineError, Job
@@ -33,6 +33,8 @@ def test_requests_and_figures_of_a_server(server) -> None:
     assert found.keys() <= set(known_metrics("http"))
     again = metrics_of(client.run(Job(workload, load, "second", 0), 60), workload)
     assert not again.get("cached_tokens"), "a salt of its own keeps a run from cached prompts"
+    warm_up = client.run(Job(workload, first_requests(load, 4), "warm-up", 0), 60)
+    assert len(warm_up.answers) == 4, "a warm-up of an open loop is sent at once"
     with pytest.raises(EngineError, match="took longer than 0"):
         client.run(Job(workload, load, "third", 0), 0.01)
 

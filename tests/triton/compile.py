@@ -37,7 +37,7 @@ LARGE = (
     "grouped_gemm_fp8_kernel",
     "hopper_grouped_gemm_kernel",
     "hopper_grouped_gemm_fp8_kernel",
-    "hopper_thin_fp8_kernel",
+    "hopper_skinny_fp8_kernel",
     "push_rows_kernel",
     "push_sums_kernel",
     "paged_decode_kernel",

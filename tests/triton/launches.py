@@ -131,11 +131,11 @@ def _route_groups(at: Inputs, *, on_device: bool) -> None:
         TOP_K,
         at.slice()[:1] if on_device else at.size,
         num_groups=8,
-        top_groups=4,
+        topk_group=4,
         group_score="top2",
-        renormalise=True,
-        score="sigmoid",
-        scaling=2.5,
+        norm_topk_prob=True,
+        scoring_func="sigmoid",
+        routed_scaling_factor=2.5,
     )
 
 
@@ -238,14 +238,14 @@ def _push(at: Inputs) -> None:
     _there_and_back(exchange, at, 256)
 
 
-def _thin_linear(at: Inputs, *, fp8: bool) -> None:
-    from kernels.triton.thin_linear import thin_linear
+def _skinny_linear(at: Inputs, *, fp8: bool) -> None:
+    from kernels.triton.skinny_linear import skinny_linear
 
     weights = torch.zeros(256, 256, dtype=torch.bfloat16, device=at.device)
     blocks = BlockWeights.empty(256, 256, device=at.device)
     for num_rows in (1, 2, 3, 4, 9):
         x = at.rows(256)[:1].expand(num_rows, 256)
-        thin_linear(x.contiguous(), blocks if fp8 else weights)
+        skinny_linear(x.contiguous(), blocks if fp8 else weights)
 
 
 CASES: dict[str, Callable[[Inputs], None]] = {
@@ -280,8 +280,8 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "grouped_gemm_with_gelu": partial(_grouped_gemm, activation="gelu"),
     "grouped_gemm_with_biases": partial(_grouped_gemm, activation="clamped_swiglu", biases=True),
     **launches_fp8.CASES,
-    "thin_linear": partial(_thin_linear, fp8=False),
-    "thin_linear_fp8": partial(_thin_linear, fp8=True),
+    "skinny_linear": partial(_skinny_linear, fp8=False),
+    "skinny_linear_fp8": partial(_skinny_linear, fp8=True),
     "push": _push,
     "penalise": _penalise,
     "decodes": partial(decodes, cut=False),

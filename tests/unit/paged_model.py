@@ -60,7 +60,7 @@ class PagedModel:
         rows = [seq.row for seq in batch.seqs]
         if self._snapshots is not None:
             self._copy_states(batch)
-        starts = self._table.num_computed[rows] if rows else np.zeros(0, dtype=np.int64)
+        starts = self._table.num_computed_tokens[rows] if rows else np.zeros(0, dtype=np.int64)
         # As on a device: nobody sees what another sequence writes in the same step, so last ones write first.
         last = {}
         for index in reversed(range(len(rows))):
@@ -75,7 +75,7 @@ class PagedModel:
     def _copy_states(self, batch: ScheduledBatch) -> None:
         for source, target in batch.state_copies:
             self._states[target] = self._states[source]
-        live = {seq.row + 1 for seq in self._scheduler.running if seq.num_computed}
+        live = {seq.row + 1 for seq in self._scheduler.running if seq.num_computed_tokens}
         kept = live.union(self._snapshots.slots)
         self._states = {slot: state for slot, state in self._states.items() if slot in kept}
 

@@ -318,7 +318,7 @@ def test_the_cache_has_the_precision_of_the_model_or_fp8(yaml_path: Path) -> Non
 
 
 def test_latents_are_not_cached_in_fp8(tmp_path: Path) -> None:
-    folder = family_checkpoint(tmp_path / "latent", "deepseek_v3", "untied")
+    folder = family_checkpoint(tmp_path / "mla", "deepseek_v3", "untied")
     path = write(tmp_path, f"model: {{path: {folder}}}")
     found = problems(path, "cache.dtype=fp8")["cache.dtype"]
     assert found == "fp8 is for heads of K and V, the model caches latents (MLA); expected auto"

@@ -15,16 +15,16 @@ from tests.unit.model_case import OneRank, make_batch, small_checkpoint
 from workers.runner.batch_builder import OF_STATES, OF_WINDOWS, ForwardBatchBuilder, _Staging
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import EngineRequest, SamplingParams
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, MAX_LEN = 4, 6, 64, 40
 
 
-def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[SequenceTable, ScheduledBatch]:
+def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[InputBatch, ScheduledBatch]:
     """Sequences of (computed, new, whether it samples), decodes first."""
-    table, seqs, block = SequenceTable(MAX_SEQS, MAX_LEN, BLOCK_SIZE), [], 1
+    table, seqs, block = InputBatch(MAX_SEQS, MAX_LEN, BLOCK_SIZE), [], 1
     for index, (computed, new, _) in enumerate(parts):
         total = computed + new
         request = EngineRequest(
@@ -34,7 +34,7 @@ def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[SequenceTable, Schedu
             params=SamplingParams(max_tokens=1),
         )
         seq = Sequence.from_request(request, MAX_LEN)
-        seq.num_computed = computed
+        seq.num_computed_tokens = computed
         count = -(-total // BLOCK_SIZE)
         seq.block_ids, block = list(range(block, block + count)), block + count
         table.add(seq)
@@ -46,7 +46,7 @@ def scheduled(parts: list[tuple[int, int, bool]]) -> tuple[SequenceTable, Schedu
     return table, ScheduledBatch(seqs, new_tokens, total, num_decodes, samples, [])
 
 
-def builder_of(table: SequenceTable, **options: torch.Tensor) -> ForwardBatchBuilder:
+def builder_of(table: InputBatch, **options: torch.Tensor) -> ForwardBatchBuilder:
     return ForwardBatchBuilder(table, MAX_TOKENS, MAX_SEQS, CPU, **options)
 
 

@@ -28,7 +28,7 @@ ALLOWED = {
     "flashinfer": (
         "kernels/attention/flashinfer.py",
         "kernels/attention/flashinfer_fp8.py",
-        "kernels/attention/flashinfer_latent.py",
+        "kernels/attention/flashinfer_mla.py",
         "kernels/attention/flashinfer_modules.py",
     ),
     "triton": ("kernels/triton",),

@@ -10,7 +10,7 @@ from workers.sampling import logprobs as logprobs_module
 from workers.sampling.logprobs import PromptLogprobs, token_logprobs
 from workers.sampling.sampler import Sampler
 from workers.sampling.token_bitmask import TokenBitmask
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
 
@@ -32,7 +32,7 @@ def sequence(row: int, prompt: list[int], **params) -> Sequence:
 
 
 def sampler_of(seqs: list[Sequence]) -> Sampler:
-    table = SequenceTable(len(seqs), max_model_len=16, block_size=4)
+    table = InputBatch(len(seqs), max_model_len=16, block_size=4)
     sampler = Sampler(table, len(seqs), V, CPU)
     for seq in seqs:
         table.add(seq)
@@ -135,7 +135,9 @@ class FakeModel:
 def forward(model: FakeModel, collector: PromptLogprobs, work: list[tuple[Sequence, int]]):
     """One step over (sequence, number of new tokens), as the runner and the scheduler do it."""
     hidden = [
-        model.hidden[int(seq.request.request_id), seq.num_computed : seq.num_computed + count]
+        model.hidden[
+            int(seq.request.request_id), seq.num_computed_tokens : seq.num_computed_tokens + count
+        ]
         for seq, count in work
     ]
     starts = np.cumsum([0, *(count for _, count in work)]).astype(np.int32)
@@ -143,7 +145,7 @@ def forward(model: FakeModel, collector: PromptLogprobs, work: list[tuple[Sequen
     seqs = [seq for seq, _ in work]
     found = collector.collect(seqs, starts, torch.cat([*hidden, padding]), model.compute_logits)
     for seq, count in work:
-        seq.num_computed += count
+        seq.num_computed_tokens += count
     return found and {name: parts.lists() for name, parts in found.items()}
 
 
@@ -180,7 +182,7 @@ def test_preemption_in_the_middle_of_a_prompt_starts_again(monkeypatch):
     seq = sequence(2, list(range(20, 31)), prompt_logprobs=1)
     collector.admit(seq)
     assert forward(model, collector, [(seq, 6)]) is None
-    seq.num_computed, seq.row = 0, 3
+    seq.num_computed_tokens, seq.row = 0, 3
     # Its old row goes to somebody who does not ask, it comes back in another.
     newcomer = sequence(2, [1] * 8)
     collector.admit(newcomer)
@@ -189,6 +191,6 @@ def test_preemption_in_the_middle_of_a_prompt_starts_again(monkeypatch):
     check_prompt(model, seq, forward(model, collector, [(seq, 7)])["2"], 1)
     # Preempted again with output: the prompt was told already.
     seq.token_ids.append(7)
-    seq.num_computed = 0
+    seq.num_computed_tokens = 0
     collector.admit(seq)
     assert forward(model, collector, [(seq, 12)]) is None

@@ -63,9 +63,9 @@ def test_missing_keys_take_transformers_defaults(tmp_path: Path) -> None:
         "num_key_value_heads": attention.num_kv_heads,
         "attention_bias": attention.qkv_bias,
         "num_experts": moe.num_experts,
-        "moe_intermediate_size": moe.width,
+        "moe_intermediate_size": moe.intermediate_size,
         "num_experts_per_tok": moe.router.top_k,
-        "norm_topk_prob": moe.router.renormalise,
+        "norm_topk_prob": moe.router.norm_topk_prob,
     }
     assert found == {name: getattr(reference, name) for name in found}
     assert attention.output_bias == attention.qkv_bias
@@ -100,7 +100,7 @@ def test_dense_layers(tmp_path: Path) -> None:
         False,
         False,
     ]
-    assert [layer.mlp.width for layer in config.layers] == [96, 32, 96, 96]
+    assert [layer.mlp.intermediate_size for layer in config.layers] == [96, 32, 96, 96]
 
 
 def test_old_rope_form(tmp_path: Path) -> None:

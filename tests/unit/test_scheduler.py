@@ -223,8 +223,8 @@ def check_invariants(scheduler: Scheduler) -> None:
         table = scheduler.table
         assert table.token_ids[seq.row, : seq.num_tokens].tolist() == seq.token_ids
         assert table.block_table[seq.row, : len(seq.block_ids)].tolist() == seq.block_ids
-        assert table.num_computed[seq.row] == seq.num_computed <= seq.num_tokens
-        assert len(seq.block_ids) * BLOCK >= seq.num_computed
+        assert table.num_computed_tokens[seq.row] == seq.num_computed_tokens <= seq.num_tokens
+        assert len(seq.block_ids) * BLOCK >= seq.num_computed_tokens
 
 
 # Every third prompt begins like the others of its kind, and some are more urgent.

@@ -127,16 +127,16 @@ class PrefixCache:
             return
         if self._snapshots is not None:
             self._plan_states(self._snapshots, seq, found)
-        num_found = seq.num_computed // self._block_size
+        num_found = seq.num_computed_tokens // self._block_size
         seq.next_full = (num_found + 1) * self._block_size
         self._coming.update(seq.block_keys[num_found:])
         if not seq.num_preemptions and seq.request.params.prompt_logprobs is None:
             if not seq.request.emitted_token_ids:
-                seq.num_cached_tokens = seq.num_computed
+                seq.num_cached_tokens = seq.num_computed_tokens
             if seq.request.is_probe:
                 return
             self.num_queries += seq.num_tokens
-            self.num_hits += seq.num_computed
+            self.num_hits += seq.num_computed_tokens
 
     def _plan_states(self, snapshots: StateSnapshots, seq: Sequence, found: Prefix) -> None:
         """Start from the state of the found blocks; want states where shared blocks and the last full block end."""
@@ -155,15 +155,18 @@ class PrefixCache:
         """Return how many of the next `num_new` tokens `seq` computes: up to the first place that is worth a state."""
         if not self._wanted or num_new == 1:
             return num_new
-        first, end = (n // self._block_size for n in (seq.num_computed, seq.num_computed + num_new))
+        first, end = (
+            n // self._block_size
+            for n in (seq.num_computed_tokens, seq.num_computed_tokens + num_new)
+        )
         for index in range(first, min(end, len(seq.block_keys))):
             if seq.block_keys[index] in self._wanted:
-                return (index + 1) * self._block_size - seq.num_computed
+                return (index + 1) * self._block_size - seq.num_computed_tokens
         return num_new
 
     def keep_state(self, seq: Sequence) -> None:
         """Keep the state of `seq` behind the launched steps, if it stands at a place that is worth it."""
-        num_full, rest = divmod(seq.num_computed, self._block_size)
+        num_full, rest = divmod(seq.num_computed_tokens, self._block_size)
         if not self._wanted or rest or not 0 < num_full <= len(seq.block_keys):
             return
         key = seq.block_keys[num_full - 1]
@@ -177,7 +180,7 @@ class PrefixCache:
         A block with a pending last token is registered by the next commit.
         """
         first = seq.next_full // self._block_size - 1
-        num_full = min(seq.num_computed, seq.num_tokens) // self._block_size
+        num_full = min(seq.num_computed_tokens, seq.num_tokens) // self._block_size
         self._extend_keys(seq, num_full)
         for index in range(first, num_full):
             self._pool.register(seq.block_ids[index], seq.block_keys[index])

@@ -65,18 +65,18 @@ class DenseLinear(Linear):
         self.weight, self.bias = weight_NK, bias_N
         self._weight_KN = weight_NK.t()
         self._takes: Callable[[torch.Tensor, torch.Tensor], bool] | None = None
-        self._few_rows: Callable[..., torch.Tensor]
+        self._skinny: Callable[..., torch.Tensor]
         fused = fused_kernels(weight_NK.device.type)
         native = dense_kernels(weight_NK.device.type, weight_NK.dtype)
         if fused is not None:
-            self._takes, self._few_rows = fused.takes_thin, fused.thin_linear
+            self._takes, self._skinny = fused.takes_skinny, fused.skinny_linear
         elif native is not None:
-            self._takes, self._few_rows = native.takes, native.linear
+            self._takes, self._skinny = native.takes, native.linear
 
     def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
         assert isinstance(x_TK, torch.Tensor), "the weight is not in FP8"
         if self._takes is not None and self._takes(x_TK, self.weight):
-            return self._few_rows(x_TK, self.weight, start)
+            return self._skinny(x_TK, self.weight, start)
         if start is None or start.dim() == 1:
             return F.linear(x_TK, self.weight, start)
         return torch.addmm(start, x_TK, self._weight_KN)
@@ -113,15 +113,15 @@ class Fp8Linear(Linear):
 
     def _multiply(self, x_TK: Rows, start: torch.Tensor | None, partial: bool) -> torch.Tensor:
         if isinstance(x_TK, torch.Tensor):
-            if self._fused is not None and self._fused.takes_thin(x_TK, self.weight):
-                return self._fused.thin_linear(x_TK, self.weight, start)
+            if self._fused is not None and self._fused.takes_skinny(x_TK, self.weight):
+                return self._fused.skinny_linear(x_TK, self.weight, start)
             x_TK = dense_fp8.quantise(x_TK)
         out_TN = dense_fp8.multiply(x_TK, self.weight, partial=partial and start is None)
         return out_TN if start is None else out_TN.add_(start)
 
     def takes_fp8(self, x_TK: torch.Tensor) -> bool:
         """See Linear."""
-        return self._fused is not None and not self._fused.takes_thin(x_TK, self.weight)
+        return self._fused is not None and not self._fused.takes_skinny(x_TK, self.weight)
 
     def activate(self, gate_up_T2I: torch.Tensor, activation: Activation) -> Rows:
         """See Linear."""

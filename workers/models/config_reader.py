@@ -305,7 +305,7 @@ class ConfigReader:
 
     def _check_groups(self, moe: MoeSpec) -> None:
         router, experts = moe.router, moe.num_experts
-        groups, open_groups = router.num_groups, router.top_groups
+        groups, open_groups = router.num_groups, router.topk_group
         if experts % groups:
             self.problems.append(
                 f"n_group is {groups}; expected a divisor of the number of experts ({experts})"

@@ -30,7 +30,7 @@ def backend_shape(config: RankConfig, model: ModelConfig) -> BackendShape:
         num_ranks=config.num_ranks,
         num_nodes=config.num_nodes,
         hidden_size=model.hidden_size,
-        expert_width=model.moe.width,
+        moe_intermediate_size=model.moe.intermediate_size,
         num_experts=model.num_experts,
         top_k=model.top_k,
         max_num_tokens=config.scheduler.max_num_batched_tokens,

@@ -13,7 +13,7 @@ import torch
 from kernels.attention.batch import Axis
 from workers.step.forward_batch import ForwardBatch, resolve_pending
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import SequenceTable
+from workers.step.sequence import InputBatch
 
 OF_WINDOWS = ("window_block_table", "window_slot_mapping")
 OF_STATES = ("state_slots",)
@@ -88,7 +88,7 @@ class ForwardBatchBuilder:
 
     def __init__(
         self,
-        table: SequenceTable,
+        table: InputBatch,
         max_num_tokens: int,
         max_num_seqs: int,
         device: torch.device,
@@ -118,7 +118,7 @@ class ForwardBatchBuilder:
         num_seqs, num_tokens = len(batch.seqs), batch.num_tokens
         assert num_tokens <= num_rows, f"{num_tokens} tokens do not fit in {num_rows} rows"
         rows, num_new = table.rows_of(batch.seqs), batch.num_new_tokens
-        starts = table.num_computed[rows]
+        starts = table.num_computed_tokens[rows]
         query_start_loc = np.zeros(num_seqs + 1, dtype=np.int32)
         np.cumsum(num_new, out=query_start_loc[1:])
 

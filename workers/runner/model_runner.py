@@ -20,7 +20,7 @@ from workers.sampling.logprobs import PromptLogprobs
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.step.forward_batch import ForwardBatch
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import SequenceTable
+from workers.step.sequence import InputBatch
 from workers.step.step_output import RunTimes, StepOutput
 from workers.step.step_sync import StepPlan
 from workers.ubatch.wrapper import UBatchWrapper
@@ -31,7 +31,7 @@ _NO_TOKENS = SampledTokens(torch.empty(0, dtype=torch.int64), [])
 
 
 class ModelRunner:
-    """Runs the model over the sequences of a SequenceTable; the attention holds their KV caches.
+    """Runs the model over the sequences of a InputBatch; the attention holds their KV caches.
 
     asynchronous   the next step may be launched before this step's tokens are read; they are kept on the device too
     ubatches       the same model in ubatches, for plans with `ubatch`
@@ -42,7 +42,7 @@ class ModelRunner:
         self,
         model: DecoderLM,
         backends: Backends,
-        table: SequenceTable,
+        table: InputBatch,
         *,
         rank: int,
         max_num_tokens: int,

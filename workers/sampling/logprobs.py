@@ -111,7 +111,7 @@ class PromptLogprobs:
         """
         self._unfinished.pop(seq.row, None)
         if seq.request.params.prompt_logprobs is not None and not seq.num_output_tokens:
-            assert seq.num_computed == 0, "cached tokens have no logits"
+            assert seq.num_computed_tokens == 0, "cached tokens have no logits"
             self._unfinished[seq.row] = PromptParts([])
 
     def collect(
@@ -132,8 +132,8 @@ class PromptLogprobs:
             found = self._unfinished.get(seq.row)
             if found is None:
                 continue
-            assert seq.num_computed == found.num_targets, (
-                f"{seq.num_computed=}, {found.num_targets=}"
+            assert seq.num_computed_tokens == found.num_targets, (
+                f"{seq.num_computed_tokens=}, {found.num_targets=}"
             )
             first, last = query_start_loc[index : index + 2]
             prompt = seq.request.prompt_token_ids
@@ -143,7 +143,7 @@ class PromptLogprobs:
             assert num_top is not None, "admit keeps only sequences that report their prompt"
             found.parts += _of_targets(targets, num_top, hidden_TD[first:last], compute_logits)
             found.num_targets += len(targets)
-            if seq.num_computed + last - first == len(prompt):  # this step samples
+            if seq.num_computed_tokens + last - first == len(prompt):  # this step samples
                 complete[seq.request.request_id] = self._unfinished.pop(seq.row)
         return complete or None
 

@@ -15,7 +15,7 @@ from workers.sampling.logits_processors import LogitsProcessors
 from workers.sampling.logprobs import LogprobTensors, ToHost, token_logprobs
 from workers.sampling.token_bitmask import TokenBitmask
 from workers.sampling.token_sampling import SamplingTable, sample_tokens
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.wire.request import TokenLogprobs
 
 
@@ -47,11 +47,9 @@ class SampledTokens:
 
 
 class Sampler:
-    """Parameters and state of the running sequences by slot: their row in the SequenceTable."""
+    """Parameters and state of the running sequences by slot: their row in the InputBatch."""
 
-    def __init__(
-        self, table: SequenceTable, max_num_seqs: int, vocab_size: int, device: torch.device
-    ):
+    def __init__(self, table: InputBatch, max_num_seqs: int, vocab_size: int, device: torch.device):
         self._table = table
         self._device = device
         self._sampling = SamplingTable(max_num_seqs)

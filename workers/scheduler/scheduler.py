@@ -29,7 +29,7 @@ from workers.kv_cache.state_snapshots import StateSnapshots
 from workers.sampling import no_token
 from workers.step.grammar import Grammar
 from workers.step.scheduled_batch import ScheduledBatch
-from workers.step.sequence import Sequence, SequenceTable
+from workers.step.sequence import InputBatch, Sequence
 from workers.step.step_output import StepOutput
 from workers.wire.request import EngineRequest, RequestOutput
 
@@ -72,7 +72,7 @@ class Scheduler:
             window=window,
             snapshots=snapshots,
         )
-        self.table = SequenceTable(
+        self.table = InputBatch(
             config.max_num_seqs,
             max_model_len,
             block_size,
@@ -125,7 +125,7 @@ class Scheduler:
                 missing[seq] += count
         for seq, count in missing.items():
             # A sequence that was preempted meanwhile has fewer computed tokens: more is forgotten.
-            self.prefixes.forget(seq, max(0, seq.num_computed - count))
+            self.prefixes.forget(seq, max(0, seq.num_computed_tokens - count))
         if self.snapshots is not None:
             self.snapshots.close()
         while self.running:
@@ -163,7 +163,7 @@ class Scheduler:
                 num_new = self.prefixes.chunk(seq, num_new)
             if self._window is not None:
                 self._leave_behind(seq)
-            while not self._grow(seq, seq.num_computed + num_new):
+            while not self._grow(seq, seq.num_computed_tokens + num_new):
                 preempted = True
                 if self._preempt_last() is seq:
                     break
@@ -192,7 +192,7 @@ class Scheduler:
         outputs: list[RequestOutput | None] = []
         tokens = iter(step.token_ids)
         for seq, samples in zip(batch.seqs, batch.samples.tolist(), strict=True):
-            if seq.num_computed >= seq.next_full and not seq.finished:
+            if seq.num_computed_tokens >= seq.next_full and not seq.finished:
                 self.prefixes.register(seq)
             if samples:
                 outputs.append(self._append(seq, next(tokens)))
@@ -273,9 +273,9 @@ class Scheduler:
         num_cached = len(cached.blocks)
         need = self._blocks_for(seq.num_tokens) - num_cached
         seq.block_ids = cached.blocks + self.pool.allocate(need)
-        seq.num_computed = num_cached * self._block_size
+        seq.num_computed_tokens = num_cached * self._block_size
         if self._window is not None:
-            need = self._blocks_for(seq.num_computed + num_new) - num_cached
+            need = self._blocks_for(seq.num_computed_tokens + num_new) - num_cached
             seq.window_first = num_cached - len(cached.window_blocks)
             seq.window_ids = cached.window_blocks + self.pool.allocate(need)
         self.table.add(seq)
@@ -298,10 +298,10 @@ class Scheduler:
 
     def _leave_behind(self, seq: Sequence) -> None:
         """Release the blocks that the windows of the next tokens of `seq` do not touch; the prefix cache keeps them."""
-        first = self.prefixes.first_in_window(seq.num_computed)
+        first = self.prefixes.first_in_window(seq.num_computed_tokens)
         count = first - seq.window_first
         if count > 0:
-            if seq.num_computed >= seq.next_full:
+            if seq.num_computed_tokens >= seq.next_full:
                 self.prefixes.register(seq)
             self.pool.release(seq.window_ids[:count])
             seq.window_ids, seq.window_first = seq.window_ids[count:], first
@@ -309,7 +309,7 @@ class Scheduler:
     def _preempt_last(self) -> Sequence:
         seq = self.running.pop()
         self._release(seq)
-        seq.num_computed = 0
+        seq.num_computed_tokens = 0
         seq.num_preemptions += 1
         self.num_preemptions += 1
         insort(self.waiting, seq, key=_by_order)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import ClassVar, Literal
 
 from kernels.activation import Activation
-from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers.specs.quantization import Quantization
 from workers.specs.weight_map import QUANTISABLE, WeightEntry
@@ -23,7 +23,7 @@ WeightEntries = Callable[["ModelConfig"], Iterator[WeightEntry]]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 DTYPES: tuple[DtypeName, ...] = ("float32", "bfloat16", "float16")
 QkNorm = Literal["head", "full"]
-ScoreFunction = Literal["softmax", "sigmoid"]
+ScoringFunc = Literal["softmax", "sigmoid"]
 GroupScore = Literal["max", "top2"]
 
 
@@ -127,7 +127,7 @@ class GqaSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentSpec:
+class MlaSpec:
     """Multi-head latent attention (MLA) of one layer; `dims` has the sizes of its heads.
 
     q_rank       q comes from a normed latent of this many values too; None: from the hidden state
@@ -136,12 +136,12 @@ class LatentSpec:
     latent_eps   of the norms of both latents, which may differ from the norms of the layer
     """
 
-    block: ClassVar[str] = "workers.layers.latent_attention:LatentAttentionBlock"
-    weights: ClassVar[str] = "workers.models.attention_weights:latent_weights"
+    block: ClassVar[str] = "workers.layers.mla:MlaBlock"
+    weights: ClassVar[str] = "workers.models.attention_weights:mla_weights"
     cache: ClassVar[Literal["kv"]] = "kv"
 
     num_heads: int
-    dims: LatentDims
+    dims: MlaDims
     q_rank: int | None
     scale: float
     rope: RopeSpec
@@ -188,15 +188,15 @@ class LatentSpec:
     @property
     def kernel_spec(self) -> AttentionSpec:
         """The spec of this layer for the attention kernels."""
-        return AttentionSpec(self.num_heads, 1, self.head_dim, self.scale, latent=self.dims)
+        return AttentionSpec(self.num_heads, 1, self.head_dim, self.scale, mla=self.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNetSpec:
+class GdnSpec:
     """Gated delta net of one layer: linear attention with a state of constant size a sequence."""
 
-    block: ClassVar[str] = "workers.layers.delta_net:DeltaNetBlock"
-    weights: ClassVar[str] = "workers.models.delta_net_weights:delta_net_weights"
+    block: ClassVar[str] = "workers.layers.gdn:GdnBlock"
+    weights: ClassVar[str] = "workers.models.gdn_weights:gdn_weights"
     cache: ClassVar[Literal["state"]] = "state"
 
     kernel_spec: LinearAttentionSpec
@@ -210,13 +210,13 @@ class DeltaNetSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Dense gated MLP: down(activation(gate(x)) * up(x)), `width` values between."""
+    """Dense gated MLP: down(activation(gate(x)) * up(x)), `intermediate_size` values between."""
 
     block: ClassVar[str] = "workers.layers.mlp:MlpBlock"
     weights: ClassVar[str] = "workers.models.mlp_weights:mlp_weights"
     has_experts: ClassVar[bool] = False
 
-    width: int
+    intermediate_size: int
     activation: Activation
 
 
@@ -224,42 +224,42 @@ class MlpSpec:
 class RouterSpec:
     """Choice of `top_k` experts by the score of their logits, and their weights.
 
-    renormalise   divide the weights of a token by their sum
-    scaling       factor on the weights, applied here and nowhere else
+    norm_topk_prob   divide the weights of a token by their sum
+    routed_scaling_factor   factor on the weights, applied here and nowhere else
     bias          each expert has a bias on its score, for the choice alone: weights come from the scores without it
     logit_bias    each expert has a bias on its logit, for choice and weights
-    num_groups    groups of neighbouring experts, of which the `top_groups` best are open to the choice
+    num_groups    groups of neighbouring experts, of which the `topk_group` best are open to the choice
     group_score   score of a group: of its best expert, or the sum of its two best
     """
 
     top_k: int
-    renormalise: bool
-    score: ScoreFunction = "softmax"
-    scaling: float = 1.0
+    norm_topk_prob: bool
+    scoring_func: ScoringFunc = "softmax"
+    routed_scaling_factor: float = 1.0
     bias: bool = False
     logit_bias: bool = False
     num_groups: int = 1
-    top_groups: int = 1
+    topk_group: int = 1
     group_score: GroupScore = "max"
 
     @property
     def plain(self) -> bool:
         """Whether the best scores alone decide: no bias and no closed groups."""
-        return not self.bias and self.top_groups == self.num_groups
+        return not self.bias and self.topk_group == self.num_groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedExpertSpec:
     """Dense MLP beside the routed experts. `gated`: its output is multiplied by sigmoid(x @ gate)."""
 
-    width: int
+    intermediate_size: int
     activation: Activation
     gated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeSpec:
-    """Routed experts, each a gated MLP of `width`, and maybe a shared expert beside them.
+    """Routed experts, each a gated MLP of `intermediate_size`, and maybe a shared expert beside them.
 
     bias   both products of an expert have biases
     """
@@ -269,7 +269,7 @@ class MoeSpec:
     has_experts: ClassVar[bool] = True
 
     num_experts: int
-    width: int
+    intermediate_size: int
     activation: Activation
     router: RouterSpec
     shared: SharedExpertSpec | None = None
@@ -280,7 +280,7 @@ class MoeSpec:
 class LayerSpec:
     """One decoder layer: attention, then an MLP or experts, each behind a norm and added to the residual."""
 
-    attention: GqaSpec | LatentSpec | DeltaNetSpec
+    attention: GqaSpec | MlaSpec | GdnSpec
     mlp: MlpSpec | MoeSpec
 
 
@@ -353,7 +353,7 @@ class ModelConfig:
         return max((window for window in self.windows if window is not None), default=None)
 
     @property
-    def attention(self) -> GqaSpec | LatentSpec | None:
+    def attention(self) -> GqaSpec | MlaSpec | None:
         """That of the first layer with KV blocks, None without such layers. They differ in their windows alone."""
         for layer in self.layers:
             if layer.attention.cache == "kv":

@@ -22,7 +22,7 @@ class ForwardBatch(AttentionBatch):
     input_ids              int64 [T]; padding rows hold token 0; -1 - row is the token drawn last in that table row
     positions              int64 [T]; padding rows hold 0
     logits_indices         int64 [L]: row of the last token of each sequence that samples
-    sampling_rows          int64 [L]: row of each of these sequences in the SequenceTable, here and on the host
+    sampling_rows          int64 [L]: row of each of these sequences in the InputBatch, here and on the host
     sampling_positions_cpu int64 [L]: position of the token to be drawn
     """
 

@@ -11,10 +11,12 @@ from workers.wire.request import EngineRequest, FinishReason
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """A request and its progress. K and V of tokens `[0, num_computed)` are in the cache, or will be when the launched
-    steps are done; later launches find them there.
+    """A request and its progress.
 
-    row                row in the SequenceTable while it runs, -1 while it waits
+    The K and V of tokens `[0, num_computed_tokens)` are in the cache, or will be when the launched steps are done.
+    Later launches find them there.
+
+    row                row in the InputBatch while it runs, -1 while it waits
     order              (priority, arrival); smaller comes first
     max_num_tokens     prompt and output tokens at which the sequence ends
     window_ids         blocks of layers with a window, without those that the window has left behind
@@ -30,7 +32,7 @@ class Sequence:
 
     request: EngineRequest
     token_ids: list[int]
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     row: int = -1
     block_ids: list[int] = field(default_factory=list)
     window_ids: list[int] = field(default_factory=list)
@@ -66,7 +68,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens without K and V in the cache, pending tokens included."""
-        return len(self.token_ids) + self.num_pending - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed_tokens
 
     @property
     def ends_with_pending(self) -> bool:
@@ -84,10 +86,10 @@ class Sequence:
         return "length" if len(self.token_ids) >= self.max_num_tokens else None
 
 
-class SequenceTable:
+class InputBatch:
     """Tokens and blocks of the running sequences, one row each, so that a batch is gathered without Python loops.
 
-    token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed int64 [rows].
+    token_ids int32 [rows, max_model_len]; block_table int64 [rows, max_blocks]; num_computed_tokens int64 [rows].
     window_table, of the shape of block_table, has the blocks of layers with a window, with anything in place of blocks
     that the window has left behind; None: no layer has a window.
     states: layers have a state a sequence; row r has slot r + 1 of their pools, because slot 0 is that of padding.
@@ -110,7 +112,7 @@ class SequenceTable:
         self.token_ids = np.zeros((num_rows, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_rows, max_blocks), dtype=np.int64)
         self.window_table = np.zeros_like(self.block_table) if windows else None
-        self.num_computed = np.zeros(num_rows, dtype=np.int64)
+        self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     def add(self, seq: Sequence) -> None:
@@ -121,7 +123,7 @@ class SequenceTable:
         if self.window_table is not None:
             first, end = seq.window_first, seq.window_first + len(seq.window_ids)
             self.window_table[seq.row, first:end] = seq.window_ids
-        self.num_computed[seq.row] = seq.num_computed
+        self.num_computed_tokens[seq.row] = seq.num_computed_tokens
 
     def remove(self, seq: Sequence) -> None:
         """Free the row of `seq`."""
@@ -154,10 +156,10 @@ class SequenceTable:
     ) -> None:
         """Enter a launch: each of `seqs` computes `num_new_tokens` tokens; those with `samples` get a pending token."""
         rows = self.rows_of(seqs)
-        ends = self.num_computed[rows] + num_new_tokens
-        self.num_computed[rows] = ends
+        ends = self.num_computed_tokens[rows] + num_new_tokens
+        self.num_computed_tokens[rows] = ends
         for seq, end, drawn in zip(seqs, ends.tolist(), samples.tolist(), strict=True):
-            seq.num_computed = end
+            seq.num_computed_tokens = end
             seq.num_pending += drawn
         drawing = rows[samples]
         self.token_ids[drawing, ends[samples]] = -1 - drawing

@@ -7,8 +7,8 @@ from workers.models.decoder_weights import WeightNames, decoder_weights
 from workers.models.deepseek_reads import (
     TRAINING_KEYS,
     read_experts,
-    read_latent_attention,
     read_layers,
+    read_mla,
 )
 from workers.specs.model import ModelConfig, RouterSpec
 from workers.specs.weight_map import WeightEntry
@@ -43,7 +43,7 @@ NAMES = WeightNames(shared="mlp.shared_experts")
 
 def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
-    attention = read_latent_attention(read)
+    attention = read_mla(read)
     moe = read_experts(read, _read_router(read))
     read.fixed("mlp_bias", False, None)
     read.ignore(*TRAINING_KEYS)
@@ -59,10 +59,10 @@ def _read_router(read: ConfigReader) -> RouterSpec:
     read.ignore("n_group", "topk_group")
     return RouterSpec(
         top_k=read.integer("num_experts_per_tok") or 1,
-        renormalise=False,
-        scaling=read.number("routed_scaling_factor"),
+        norm_topk_prob=False,
+        routed_scaling_factor=read.number("routed_scaling_factor"),
         num_groups=read.integer("n_group") or 1 if grouped else 1,
-        top_groups=read.integer("topk_group") or 1 if grouped else 1,
+        topk_group=read.integer("topk_group") or 1 if grouped else 1,
         group_score="max",
     )
 

@@ -53,7 +53,7 @@ def read_config(read: ConfigReader) -> ModelConfig:
         rope=replace(read.rope(), interleaved=True),
     )
     moe = _read_experts(read)
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=moe.activation)
+    dense = MlpSpec(intermediate_size=read.integer("intermediate_size"), activation=moe.activation)
     read.fixed("use_bias", False, None)
     read.fixed("moe_gate", "topk", None)
     read.fixed("moe_use_aux_free", True, None)
@@ -71,13 +71,13 @@ def read_config(read: ConfigReader) -> ModelConfig:
 def _read_experts(read: ConfigReader) -> MoeSpec:
     activation, width = read.activation(), read.integer("moe_intermediate_size")
     shared = read.count("moe_num_shared_experts") * width
-    router = RouterSpec(top_k=read.integer("moe_k"), renormalise=True, bias=True)
+    router = RouterSpec(top_k=read.integer("moe_k"), norm_topk_prob=True, bias=True)
     return MoeSpec(
         num_experts=read.integer("moe_num_experts"),
-        width=width,
+        intermediate_size=width,
         activation=activation,
         router=router,
-        shared=SharedExpertSpec(width=shared, activation=activation, gated=False)
+        shared=SharedExpertSpec(intermediate_size=shared, activation=activation, gated=False)
         if shared
         else None,
     )

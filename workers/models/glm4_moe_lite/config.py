@@ -9,8 +9,8 @@ from workers.models.deepseek_reads import (
     prediction_layers,
     read_biased_router,
     read_experts,
-    read_latent_attention,
     read_layers,
+    read_mla,
 )
 from workers.specs.model import ModelConfig
 from workers.specs.weight_map import WeightEntry
@@ -47,7 +47,7 @@ NAMES = WeightNames(shared="mlp.shared_experts")
 
 def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
-    attention = read_latent_attention(read)
+    attention = read_mla(read)
     moe = read_experts(read, read_biased_router(read))
     read.fixed("partial_rotary_factor", 1, None)
     read.ignore(*TRAINING_KEYS)

@@ -44,10 +44,10 @@ def read_config(read: ConfigReader) -> ModelConfig:
         rope = RopeSpec(rope_type="yarn", rope_theta=rope.rope_theta, scaling=ROPE)
     experts = MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation="clamped_swiglu",
         router=RouterSpec(
-            top_k=read.integer("num_experts_per_tok"), renormalise=True, logit_bias=True
+            top_k=read.integer("num_experts_per_tok"), norm_topk_prob=True, logit_bias=True
         ),
         bias=True,
     )

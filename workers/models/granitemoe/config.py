@@ -88,10 +88,10 @@ def _read_experts(read: ConfigReader) -> MoeSpec:
         shared = read.count("shared_intermediate_size")
     return MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=activation,
-        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=True),
-        shared=SharedExpertSpec(width=shared, activation=activation, gated=False)
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), norm_topk_prob=True),
+        shared=SharedExpertSpec(intermediate_size=shared, activation=activation, gated=False)
         if shared
         else None,
     )

@@ -57,11 +57,14 @@ def read_config(read: ConfigReader) -> ModelConfig:
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=True, score="sigmoid", bias=True
+        top_k=read.integer("num_experts_per_tok"),
+        norm_topk_prob=True,
+        scoring_func="sigmoid",
+        bias=True,
     )
     moe = MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=read.activation(),
         router=router,
     )

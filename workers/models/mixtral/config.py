@@ -41,9 +41,9 @@ def read_config(read: ConfigReader) -> ModelConfig:
     )
     moe = MoeSpec(
         num_experts=read.integer("num_local_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=read.activation(),
-        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=True),
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), norm_topk_prob=True),
     )
     read.fixed("sliding_window", None)
     read.ignore("router_jitter_noise")  # of training

@@ -40,11 +40,11 @@ def read_config(read: ConfigReader) -> ModelConfig:
         clip_qkv=read.number_or_none("clip_qkv"),
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+        top_k=read.integer("num_experts_per_tok"), norm_topk_prob=read.boolean("norm_topk_prob")
     )
     moe = MoeSpec(
         num_experts=read.integer("num_experts"),
-        width=read.integer("intermediate_size"),
+        intermediate_size=read.integer("intermediate_size"),
         activation=read.activation(),
         router=router,
     )

@@ -47,20 +47,22 @@ def read_config(read: ConfigReader) -> ModelConfig:
         qkv_bias=read.boolean("qkv_bias"),
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+        top_k=read.integer("num_experts_per_tok"), norm_topk_prob=read.boolean("norm_topk_prob")
     )
     activation = read.activation()
     shared = SharedExpertSpec(
-        width=read.integer("shared_expert_intermediate_size"), activation=activation, gated=True
+        intermediate_size=read.integer("shared_expert_intermediate_size"),
+        activation=activation,
+        gated=True,
     )
     moe = MoeSpec(
         num_experts=read.integer("num_experts"),
-        width=read.integer("moe_intermediate_size"),
+        intermediate_size=read.integer("moe_intermediate_size"),
         activation=activation,
         router=router,
         shared=shared,
     )
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=activation)
+    dense = MlpSpec(intermediate_size=read.integer("intermediate_size"), activation=activation)
     read.fixed("use_sliding_window", False, None)
     read.ignore("sliding_window", "max_window_layers")
     layers = tuple(

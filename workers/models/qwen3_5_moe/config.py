@@ -10,7 +10,7 @@ from typing import Any
 
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
-from workers.models.delta_net_reads import (
+from workers.models.gdn_reads import (
     HYBRID_DEFAULTS,
     read_hybrid_layers,
 )
@@ -58,7 +58,7 @@ def text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
-    layers, moe = read_hybrid_layers(read, renormalise=True)
+    layers, moe = read_hybrid_layers(read, norm_topk_prob=True)
     read.ignore(*OF_IMAGES, *OF_PREDICTION)
     read.fixed("mlp_only_layers", [], None)
     vision = read.raw(VISION) is not None

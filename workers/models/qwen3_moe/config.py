@@ -42,16 +42,16 @@ def read_config(read: ConfigReader) -> ModelConfig:
         output_bias=bias,
     )
     router = RouterSpec(
-        top_k=read.integer("num_experts_per_tok"), renormalise=read.boolean("norm_topk_prob")
+        top_k=read.integer("num_experts_per_tok"), norm_topk_prob=read.boolean("norm_topk_prob")
     )
     activation = read.activation()
     moe = MoeSpec(
         num_experts=_num_experts(read),
-        width=read.integer("moe_intermediate_size"),
+        intermediate_size=read.integer("moe_intermediate_size"),
         activation=activation,
         router=router,
     )
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=activation)
+    dense = MlpSpec(intermediate_size=read.integer("intermediate_size"), activation=activation)
     read.fixed("use_sliding_window", False, None)
     read.fixed("use_qk_norm", True, None)
     read.ignore("sliding_window", "max_window_layers")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from workers.models.config_reader import ConfigReader
 from workers.models.decoder_weights import WeightNames, decoder_weights
-from workers.models.delta_net_reads import (
+from workers.models.gdn_reads import (
     HYBRID_DEFAULTS,
     read_hybrid_layers,
 )
@@ -27,9 +27,11 @@ SKIPPED = ("mtp.",)  # multi-token prediction
 
 def read_config(read: ConfigReader) -> ModelConfig:
     """Return the config; `read.problems` names what is wrong with it."""
-    dense = MlpSpec(width=read.integer("intermediate_size"), activation=read.activation())
-    renormalise = read.boolean("norm_topk_prob")
-    layers, moe = read_hybrid_layers(read, renormalise=renormalise, dense=dense)
+    dense = MlpSpec(
+        intermediate_size=read.integer("intermediate_size"), activation=read.activation()
+    )
+    norm_topk_prob = read.boolean("norm_topk_prob")
+    layers, moe = read_hybrid_layers(read, norm_topk_prob=norm_topk_prob, dense=dense)
     return read.finish(layers, moe, skipped=SKIPPED, norm_offset=1.0)
 
 

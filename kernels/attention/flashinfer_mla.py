@@ -44,14 +44,14 @@ class Chunk:
     wrapper: Any
 
 
-class FlashInferLatentAttention(GraphAttention):
+class FlashInferMlaAttention(GraphAttention):
     """Wrappers of flashinfer over one workspace; one instance is planned for one forward at a time."""
 
-    name = "flashinfer_latent"
+    name = "flashinfer_mla"
     devices = ("cuda",)
     auto = "latent attention (MLA), decodes on the pages where they lie, planned once a step"
     fused_store = True
-    latent = True
+    mla = True
     distributions = ("flashinfer-python",)
 
     def __init__(self, specs: Sequence[AttentionSpec], block_size: int):
@@ -67,8 +67,8 @@ class FlashInferLatentAttention(GraphAttention):
         self._list_pages, self._store_latents = list_pages, store_latents
         self._expand_keys, self._merge_attention = expand_keys, merge_attention
         spec = self.spec = self.specs[0]
-        assert spec.latent is not None
-        self.dims = spec.latent
+        assert spec.mla is not None
+        self.dims = spec.mla
         # Rows of decodes and of all sequences in the planned forward, and the chunks of its prompts' computed tokens.
         self._num_decodes = self._num_rows = 0
         self._chunks: list[Chunk] = []
@@ -90,7 +90,7 @@ class FlashInferLatentAttention(GraphAttention):
         if len(set(shape.attention_specs)) > 1:
             return "it takes layers of one shape, the model's differ"
         for spec in shape.attention_specs[:1]:
-            dims = spec.latent
+            dims = spec.mla
             assert dims is not None
             if (dims.rank, dims.rope_dim) != (RANK, ROPE_DIM):
                 found = f"{dims.rank} and {dims.rope_dim}"

@@ -16,17 +16,17 @@ from kernels.block_fp8 import BLOCK, Fp8Rows
 from kernels.fused import FusedKernels
 from workers.layers.builder import LayerBuilder
 from workers.layers.linear import DenseLinear, Linear
-from workers.specs.model import DeltaNetSpec
+from workers.specs.model import GdnSpec
 
 
-class DeltaNetBlock:
-    """residual + out(norm(delta_net(q, k, v, b, a)) * silu(gate)), with q, k, v, gate, b, a of norm(residual).
+class GdnBlock:
+    """residual + out(norm(gdn(q, k, v, b, a)) * silu(gate)), with q, k, v, gate, b, a of norm(residual).
 
     A block takes and returns a sum in two parts, as `AttentionBlock` does. `layer` counts the layers of this kind.
     One product computes all six, unless q, k, v and gate are in FP8: b and a never are.
     """
 
-    def __init__(self, builder: LayerBuilder, spec: DeltaNetSpec, layer: int):
+    def __init__(self, builder: LayerBuilder, spec: GdnSpec, layer: int):
         self.spec = spec
         self.layer = layer
         self._bind(builder.backends)

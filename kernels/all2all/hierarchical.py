@@ -95,10 +95,10 @@ class _Arrival:
         return True
 
 
-class TwoLevelAllToAll(AllToAll):
+class HierarchicalAllToAll(AllToAll):
     """TCP between hosts, slots in shared memory within one. Uses both channels of the SharedMemoryGroup alone."""
 
-    name = "two_level"
+    name = "hierarchical"
     devices = ("cpu",)
     auto = "a row crosses the network once for each host, and its host adds the sums that return"
     ubatch_shareable = True  # as shm
@@ -135,7 +135,7 @@ class TwoLevelAllToAll(AllToAll):
 
     @classmethod
     def build(cls, context: BackendContext) -> Self:
-        assert context.shared_memory is not None, "two_level needs a SharedMemoryGroup"
+        assert context.shared_memory is not None, "hierarchical needs a SharedMemoryGroup"
         return cls(
             context.shared_memory,
             _remote_hosts(context),
@@ -281,11 +281,11 @@ def _bytes_of(rows_SD: torch.Tensor) -> np.ndarray:
 def _remote_hosts(context: BackendContext) -> list[RemoteHost]:
     """Connect this rank to the ranks of its local index. Collective."""
     shape, rank, network = context.shape, context.rank, context.network
-    assert network is not None, "two_level needs a HostNetwork"
+    assert network is not None, "hierarchical needs a HostNetwork"
     per_node = shape.num_ranks // shape.num_nodes
     listener = LinkListener(network)
     endpoints: list[Endpoint] = [listener.endpoint] * shape.num_ranks
-    dist.all_gather_object(endpoints, listener.endpoint, context.process_group("two_level"))
+    dist.all_gather_object(endpoints, listener.endpoint, context.process_group("hierarchical"))
     peers = range(rank % per_node, shape.num_ranks, per_node)
     links = listener.open_links(rank, {peer: endpoints[peer] for peer in peers if peer != rank}, 2)
     hosts = []

@@ -1,12 +1,12 @@
-"""The weight map of a gated delta net (`workers/layers/delta_net.py`). Needs no torch."""
+"""The weight map of a gated delta net (`workers/layers/gdn.py`). Needs no torch."""
 
 from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from workers.models.decoder_weights import LayerWeights, Weights
-from workers.specs.model import DeltaNetSpec
+from workers.specs.model import GdnSpec
 from workers.specs.weight_map import WeightEntry, WeightKind
 
 
-def delta_net_weights(layer: LayerWeights, spec: DeltaNetSpec) -> Weights:
+def gdn_weights(layer: LayerWeights, spec: GdnSpec) -> Weights:
     """Yield the tensors of one layer. The rows of its inputs are q, k, v, output gate; and b, a."""
     yield layer.norm("input_layernorm", "attention.input_norm")
     sizes, at, to = spec.kernel_spec, f"{layer.disk}linear_attn.", f"{layer.path}attention."

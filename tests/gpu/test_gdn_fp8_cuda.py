@@ -7,7 +7,7 @@ from kernels import dense_fp8
 from kernels.backends.select import probe
 from kernels.block_fp8 import BlockWeights, quantise_groups
 from tests.closeness import calc_diff
-from tests.delta_net_case import HIDDEN, Reference, delta_net, moved
+from tests.gdn_case import HIDDEN, Reference, gdn, moved
 from tests.unit.model_case import make_batch
 
 pytestmark = [
@@ -35,7 +35,7 @@ def draw(num_rows: int) -> torch.Tensor:
 @torch.inference_mode()
 def test_outputs_equal_those_of_the_cpu() -> None:
     """States and rows of convolutions pass from step to step."""
-    block = delta_net("triton", "cuda", torch.bfloat16)
+    block = gdn("triton", "cuda", torch.bfloat16)
     reference = Reference(block, quantise_groups)
     for batch in STEPS:
         x_TD, delta_TD = draw(len(batch.input_ids))
@@ -51,7 +51,7 @@ def test_outputs_equal_those_of_the_cpu() -> None:
 
 @torch.inference_mode()
 def test_decodes_replay_as_a_graph() -> None:
-    block = delta_net("triton", "cuda", torch.bfloat16)
+    block = gdn("triton", "cuda", torch.bfloat16)
     attention, batch = block.linear_attention, moved(STEPS[2], "cuda")
     weights = [block.qkvz.weight, block.out.weight]
     assert all(isinstance(held, BlockWeights) for held in weights)

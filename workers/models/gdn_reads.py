@@ -5,7 +5,7 @@ from typing import Any
 from kernels.interface.linear_attention_spec import STATE_ITEM_BYTES, LinearAttentionSpec
 from workers.models.config_reader import ConfigReader
 from workers.specs.model import (
-    DeltaNetSpec,
+    GdnSpec,
     GqaSpec,
     LayerSpec,
     MlpSpec,
@@ -36,19 +36,19 @@ HYBRID_DEFAULTS: dict[str, Any] = {  # of both families, as transformers has the
 
 
 def read_hybrid_layers(
-    read: ConfigReader, *, renormalise: bool, dense: MlpSpec | None = None
+    read: ConfigReader, *, norm_topk_prob: bool, dense: MlpSpec | None = None
 ) -> tuple[tuple[LayerSpec, ...], MoeSpec]:
     """Return delta nets and gated full attention by `layer_types`, and the experts of the layers.
 
     dense   takes the place of the experts where config.json has it so; None: every layer has experts
     """
-    moe = _read_experts(read, renormalise)
-    full, delta_net = _read_attention(read), _read_delta_net(read)
+    moe = _read_experts(read, norm_topk_prob)
+    full, gdn = _read_attention(read), _read_gdn(read)
     kinds = read.linear_layers()
     with_experts = (True,) * len(kinds) if dense is None else read.layers_with_experts()
     layers = tuple(
         LayerSpec(
-            attention=delta_net if linear else full,
+            attention=gdn if linear else full,
             mlp=moe if has_experts or dense is None else dense,
         )
         for linear, has_experts in zip(kinds, with_experts, strict=True)
@@ -76,7 +76,7 @@ def _read_attention(read: ConfigReader) -> GqaSpec:
     )
 
 
-def _read_delta_net(read: ConfigReader) -> DeltaNetSpec:
+def _read_gdn(read: ConfigReader) -> GdnSpec:
     key_heads, value_heads = (
         read.integer("linear_num_key_heads"),
         read.integer("linear_num_value_heads"),
@@ -86,7 +86,7 @@ def _read_delta_net(read: ConfigReader) -> DeltaNetSpec:
             f"linear_num_value_heads is {value_heads}; "
             f"expected a multiple of linear_num_key_heads ({key_heads})"
         )
-    return DeltaNetSpec(
+    return GdnSpec(
         kernel_spec=LinearAttentionSpec(
             num_key_heads=key_heads,
             num_value_heads=value_heads,
@@ -104,16 +104,16 @@ def _read_state_dtype(read: ConfigReader) -> str:
     return read.raw("mamba_ssm_dtype") or "float32"
 
 
-def _read_experts(read: ConfigReader, renormalise: bool) -> MoeSpec:
+def _read_experts(read: ConfigReader, norm_topk_prob: bool) -> MoeSpec:
     activation = read.activation()
     read.fixed("hidden_act", "silu")  # of the convolution of delta nets too
     return MoeSpec(
         num_experts=read.integer("num_experts"),
-        width=read.integer("moe_intermediate_size"),
+        intermediate_size=read.integer("moe_intermediate_size"),
         activation=activation,
-        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), renormalise=renormalise),
+        router=RouterSpec(top_k=read.integer("num_experts_per_tok"), norm_topk_prob=norm_topk_prob),
         shared=SharedExpertSpec(
-            width=read.integer("shared_expert_intermediate_size"),
+            intermediate_size=read.integer("shared_expert_intermediate_size"),
             activation=activation,
             gated=True,
         ),

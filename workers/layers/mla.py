@@ -12,16 +12,16 @@ import torch
 from kernels.backends.select import Backends
 from workers.layers.builder import LayerBuilder
 from workers.layers.rope import apply_rope
-from workers.specs.model import LatentSpec
+from workers.specs.model import MlaSpec
 
 
-class LatentAttentionBlock:
+class MlaBlock:
     """residual + o_proj(attention(q, K and V of the latent)), with q and the latent of norm(residual).
 
     A block takes and returns a sum in two parts, as `AttentionBlock` does.
     """
 
-    def __init__(self, builder: LayerBuilder, spec: LatentSpec, layer: int):
+    def __init__(self, builder: LayerBuilder, spec: MlaSpec, layer: int):
         self.spec = spec
         self.layer = layer
         self.attention = builder.backends.attention

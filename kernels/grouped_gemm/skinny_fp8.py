@@ -22,7 +22,7 @@ from kernels.pending import wait_previous_ubatch
 MOST_ROWS = 48
 
 
-class FewRowsFp8:
+class SkinnyFp8:
     """The products of up to MOST_ROWS rows of an expert."""
 
     def __init__(self, *, hopper: bool | None = None) -> None:

@@ -3,23 +3,23 @@
 import pytest
 import torch
 
-from kernels.attention.flashinfer_latent import FlashInferLatentAttention
+from kernels.attention.flashinfer_mla import FlashInferMlaAttention
 from kernels.attention.flashinfer_modules import latent_modules
 from kernels.backends.select import probe
-from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from tests.fused_latents import DTYPE, FusedRows, check
 from tests.unit.test_kernels_attention import BATCHES, Pages, Seqs
 
 MISSING = (
-    probe("cuda").get("attention.flashinfer_latent") if torch.cuda.is_available() else "needs a GPU"
+    probe("cuda").get("attention.flashinfer_mla") if torch.cuda.is_available() else "needs a GPU"
 )
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
 
 
 def spec(num_heads: int, *, glm: bool = False) -> AttentionSpec:
     nope, value = (192, 256) if glm else (128, 128)
-    dims = LatentDims(rank=512, rope_dim=64, nope_dim=nope, value_dim=value)
-    return AttentionSpec(num_heads, 1, nope + 64, 0.1, latent=dims)
+    dims = MlaDims(rank=512, rope_dim=64, nope_dim=nope, value_dim=value)
+    return AttentionSpec(num_heads, 1, nope + 64, 0.1, mla=dims)
 
 
 SPECS = {
@@ -40,26 +40,26 @@ LONG: dict[str, Seqs] = {
 @pytest.mark.parametrize("shape", SPECS)
 @torch.inference_mode()
 def test_equals_dense_attention(shape: str, label: str) -> None:
-    check(FlashInferLatentAttention([SPECS[shape]] * 2, 16), BATCHES[label], device="cuda")
+    check(FlashInferMlaAttention([SPECS[shape]] * 2, 16), BATCHES[label], device="cuda")
 
 
 @pytest.mark.parametrize("block_size", [1, 64])
 @torch.inference_mode()
 def test_block_sizes(block_size: int) -> None:
     for label in ("mixed", "very_different_lengths"):
-        check(FlashInferLatentAttention([spec(16)], block_size), BATCHES[label], device="cuda")
+        check(FlashInferMlaAttention([spec(16)], block_size), BATCHES[label], device="cuda")
 
 
 @pytest.mark.parametrize("label", LONG)
 @torch.inference_mode()
 def test_long_contexts(label: str) -> None:
-    check(FlashInferLatentAttention([spec(16)], 16), LONG[label], device="cuda")
+    check(FlashInferMlaAttention([spec(16)], 16), LONG[label], device="cuda")
 
 
 @torch.inference_mode()
 def test_a_long_prompt_in_chunks_of_any_size() -> None:
     """Each chunk of a prompt of 32,768 tokens is computed behind those before it, as in steps one after the other."""
-    long, rows = FlashInferLatentAttention([spec(4)], 32), 4096
+    long, rows = FlashInferMlaAttention([spec(4)], 32), 4096
     for context in (rows, 5 * rows, 7 * rows):
         check(long, [(context, rows)], device="cuda")
 
@@ -74,7 +74,7 @@ STEPS: dict[int, list[Seqs]] = {
 @torch.inference_mode()
 def test_graphs_equal_eager(shape: str) -> None:
     """Bit by bit: graphs are replayed with other lengths than they were captured with, sizes in turn."""
-    attention = FlashInferLatentAttention([SPECS[shape]], 16)
+    attention = FlashInferMlaAttention([SPECS[shape]], 16)
     cases = {
         (size, i): (pages, FusedRows(pages, SPECS[shape], size - len(seqs), "cuda"))
         for size, batches in STEPS.items()
@@ -132,6 +132,6 @@ def test_graphs_equal_eager(shape: str) -> None:
 
 def test_compiles_ahead_what_it_loads() -> None:
     with torch.inference_mode():
-        check(FlashInferLatentAttention([spec(16)], 16), BATCHES["mixed"], device="cuda")
+        check(FlashInferMlaAttention([spec(16)], 16), BATCHES["mixed"], device="cuda")
     found = latent_modules(DTYPE, [spec(16)])
     assert len(found) == 2 and all(wanted.module.is_compiled for wanted in found)

@@ -13,8 +13,8 @@ from kernels.interface.linear_attention_spec import LinearAttentionSpec
 from kernels.interface.registry import backend_class
 from kernels.routing.expert_map import ContiguousMap
 from workers.layers.builder import LayerBuilder
-from workers.layers.delta_net import DeltaNetBlock
-from workers.specs.model import DeltaNetSpec
+from workers.layers.gdn import GdnBlock
+from workers.specs.model import GdnSpec
 from workers.step.forward_batch import ForwardBatch
 from workers.weights.slots import BlockSlot, WeightSlot
 
@@ -44,7 +44,7 @@ def linear_attention(name: str, device: str, dtype: torch.dtype) -> Any:
     return found
 
 
-def delta_net(name: str, device: str, dtype: torch.dtype) -> DeltaNetBlock:
+def gdn(name: str, device: str, dtype: torch.dtype) -> GdnBlock:
     """A block with random weights, which depend on nothing."""
     fp8 = frozenset({"attention.qkvz.weight", "attention.out.weight"})
     builder = LayerBuilder(
@@ -57,7 +57,7 @@ def delta_net(name: str, device: str, dtype: torch.dtype) -> DeltaNetBlock:
         dtype=dtype,
         fp8=fp8,
     )
-    block = DeltaNetBlock(builder, DeltaNetSpec(kernel_spec=SIZES), 0)
+    block = GdnBlock(builder, GdnSpec(kernel_spec=SIZES), 0)
     generator = torch.Generator().manual_seed(3)
 
     def fill(parameter: Any, scale: float = 1.0, mean: float = 0.0) -> None:
@@ -79,7 +79,7 @@ def delta_net(name: str, device: str, dtype: torch.dtype) -> DeltaNetBlock:
 class Reference:
     """The block on a CPU in float32, rows rounded by `quantise` to FP8 where the block rounds them."""
 
-    def __init__(self, block: DeltaNetBlock, quantise: Callable[[torch.Tensor], Fp8Rows]):
+    def __init__(self, block: GdnBlock, quantise: Callable[[torch.Tensor], Fp8Rows]):
         self._quantise = quantise
         weights = block.qkvz.weight, block.out.weight
         self._qkvz_PD, self._out_DO = (dequantise(w.values, w.scales).cpu() for w in weights)

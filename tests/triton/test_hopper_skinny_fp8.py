@@ -18,7 +18,7 @@ from tests.triton.test_rows import randn
 
 pytestmark = pytest.mark.skipif(not FOR_HOPPER, reason="needs a Hopper GPU")
 
-NAME = "kernels.triton.hopper_thin_fp8"
+NAME = "kernels.triton.hopper_skinny_fp8"
 SUMS = 1e-7 if COMPILED else 1e-9  # Hopper's tensor cores add products of FP8 in about 14 bits
 
 
@@ -42,7 +42,7 @@ def test_equals_float32(
     """More inputs than the ring holds, odd numbers of groups, a part of one group."""
     held, exact = weights(1, width, depth)
     x = quantise_groups(spread(randn(num_rows, depth)))
-    found = hopper.thin_fp8(x, held[0], parts)
+    found = hopper.skinny_fp8(x, held[0], parts)
     assert found.shape == ((num_rows, width) if parts == 1 else (parts, num_rows, width))
     x_TD = x.values.float() * x.scales.repeat_interleave(128, 1)
     total = found if parts == 1 else found.sum(0)

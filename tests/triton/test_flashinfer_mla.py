@@ -11,17 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention import flashinfer_latent
+from kernels.attention import flashinfer_mla
 from kernels.attention.context_chunks import Piece, chunk_limit, cut_contexts
-from kernels.attention.flashinfer_latent import FlashInferLatentAttention
-from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.attention.flashinfer_mla import FlashInferMlaAttention
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from tests.fused_latents import check, fake_flashinfer
 from tests.triton.device import COMPILED
 from tests.unit.test_kernels_attention import BATCHES
 
-SPEC = AttentionSpec(
-    3, 1, 24, 0.2, latent=LatentDims(rank=32, rope_dim=8, nope_dim=16, value_dim=16)
-)
+SPEC = AttentionSpec(3, 1, 24, 0.2, mla=MlaDims(rank=32, rope_dim=8, nope_dim=16, value_dim=16))
 pytestmark = pytest.mark.skipif(COMPILED, reason="tests/gpu runs flashinfer itself")
 
 
@@ -29,15 +27,15 @@ pytestmark = pytest.mark.skipif(COMPILED, reason="tests/gpu runs flashinfer itse
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flashinfer's calls, and CUDA's that the host makes, on a machine without both."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer())
-    monkeypatch.setattr(FlashInferLatentAttention, "compile_kernels", lambda *_: None)
+    monkeypatch.setattr(FlashInferMlaAttention, "compile_kernels", lambda *_: None)
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
 
 
-def attention(block_size: int = 4, num_layers: int = 1) -> FlashInferLatentAttention:
-    return FlashInferLatentAttention([SPEC] * num_layers, block_size)
+def attention(block_size: int = 4, num_layers: int = 1) -> FlashInferMlaAttention:
+    return FlashInferMlaAttention([SPEC] * num_layers, block_size)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
@@ -49,7 +47,7 @@ def test_equals_dense_attention(padding: int) -> None:
 
 def test_contexts_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks end within sequences and hold several; a new prompt lies between two with contexts."""
-    monkeypatch.setattr(flashinfer_latent, "chunk_limit", lambda rows, block_size: 4 * block_size)
+    monkeypatch.setattr(flashinfer_mla, "chunk_limit", lambda rows, block_size: 4 * block_size)
     seqs = [(5, 1), (9, 3), (0, 4), (21, 2), (3, 5), (2, 1)]
     check(attention(), seqs)
     check(attention(block_size=2), seqs[1:5])
@@ -99,12 +97,12 @@ def test_layers_of_one_shape_in_bfloat16() -> None:
 
     def reason(spec: AttentionSpec, *others: AttentionSpec, dtype=torch.bfloat16) -> str:
         shape = replace(CUDA, attention_specs=(spec, *others), dtype=dtype)
-        return str(FlashInferLatentAttention.unsupported_reason(shape))
+        return str(FlashInferMlaAttention.unsupported_reason(shape))
 
-    glm = AttentionSpec(20, 1, 256, 0.1, latent=LatentDims(512, 64, 192, 256))
+    glm = AttentionSpec(20, 1, 256, 0.1, mla=MlaDims(512, 64, 192, 256))
     assert reason(glm) == "None"
     assert "latents of 512 and rotated keys of 64 values, the model's have 32 and 8" in reason(SPEC)
-    narrow = replace(glm, head_dim=128, latent=LatentDims(512, 64, 64, 128))
+    narrow = replace(glm, head_dim=128, mla=MlaDims(512, 64, 64, 128))
     assert "192 and 128 or 256 and 256 values in k and v, the model's have 128 and 128" in reason(
         narrow
     )

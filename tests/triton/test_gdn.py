@@ -12,7 +12,7 @@ from kernels.block_fp8 import BlockWeights, Fp8Rows, dequantise
 from kernels.fused import fused_kernels
 from kernels.triton.quantise_rows import quantise_rows
 from tests.closeness import calc_diff
-from tests.delta_net_case import HIDDEN, Reference, delta_net, exact, moved
+from tests.gdn_case import HIDDEN, Reference, exact, gdn, moved
 from tests.triton.device import COMPILED, DEVICE
 from tests.unit.model_case import make_batch
 from workers.layers import linear, norm
@@ -26,7 +26,7 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Run the kernels on this device, and DeepGEMM's product in torch; yields shapes that a kernel only quantises."""
     found = fused_kernels("cuda")
     assert found is not None
-    kernels = replace(found, takes_thin=lambda x, weights: False)
+    kernels = replace(found, takes_skinny=lambda x, weights: False)
     for module in (norm, linear):
         monkeypatch.setattr(module, "fused_kernels", lambda device: kernels)
     if not COMPILED:
@@ -58,7 +58,7 @@ def rounded(x: torch.Tensor) -> Fp8Rows:
 def test_rows_are_rounded_by_the_norms(quantised: list[torch.Size]) -> None:
     """Prompts, then decodes that go on from their states, in float32: only the order of sums differs."""
     name = "triton" if COMPILED else "torch"
-    block = delta_net(name, DEVICE, torch.float32)
+    block = gdn(name, DEVICE, torch.float32)
     reference = Reference(block, rounded)
     for batch in (PROMPTS, DECODES):
         generator = torch.Generator().manual_seed(batch.num_tokens)

@@ -1,7 +1,7 @@
 """Product of few rows with a weight matrix, bound by reading the weights: each program reads whole rows of them.
 
-A library splits thin products into tiles for tensor cores, too few to keep all of the memory busy. Here a program holds
-the weights of a few outputs in registers, read before it waits for the kernel that writes the rows (see
+A library splits skinny products into tiles for tensor cores, too few to keep all of the memory busy. Here a program
+holds the weights of a few outputs in registers, read before it waits for the kernel that writes the rows (see
 `kernels.triton.pdl`), and multiplies all rows with them. Sums are in float32.
 
 T rows, D inputs, W outputs.
@@ -14,7 +14,7 @@ import triton.language as tl
 from kernels.block_fp8 import BLOCK, BlockWeights
 from kernels.triton.pdl import begin, dependent_launch
 
-# Most rows of a product with deep rows, and with weights of up to SMALL_BYTES: a thin form of any other product is no
+# Most rows of a product with deep rows, and with weights of up to SMALL_BYTES: a skinny form of any other product is no
 # faster than cuBLAS. H200, 1 and 4 rows, us: 2048 x 4096 6.3 and 8.2 (8.8 and 8.6); 128 x 2048 1.3 and 1.5 (4.9).
 MOST_DEEP_ROWS, MOST_SMALL_ROWS = 4, 32
 DEEP, SMALL_BYTES = 4096, 2**20
@@ -26,7 +26,7 @@ FP8_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit(do_not_specialize=["start_row", "width", "num_rows"])
-def _thin_linear(
+def _skinny_linear(
     x_ptr,
     x_row,
     weight_ptr,
@@ -70,8 +70,8 @@ def _thin_linear(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=here)
 
 
-def takes_thin(x_TD: torch.Tensor, weights: torch.Tensor | BlockWeights) -> bool:
-    """Return whether `thin_linear` computes this product, and faster than a library."""
+def takes_skinny(x_TD: torch.Tensor, weights: torch.Tensor | BlockWeights) -> bool:
+    """Return whether `skinny_linear` computes this product, and faster than a library."""
     num_rows, depth = x_TD.shape
     most = MOST_DEEP_ROWS if depth >= DEEP else 0
     if _small(weights):
@@ -85,7 +85,7 @@ def _small(weights: torch.Tensor | BlockWeights) -> bool:
     return values.numel() * values.element_size() <= SMALL_BYTES
 
 
-def thin_linear(
+def skinny_linear(
     x_TD: torch.Tensor,
     weights_WD: torch.Tensor | BlockWeights,
     start: torch.Tensor | None = None,
@@ -110,7 +110,7 @@ def thin_linear(
     num_warps = 8 if rows == ROWS_OF_A_PROGRAM and depth >= DEEP else 4
     tile = max(1, num_warps * WARP_BYTES // values.element_size() // block)
     assert not fp8 or BLOCK % tile == 0, "a program's outputs have the scales of one row of blocks"
-    _thin_linear[(triton.cdiv(width, tile), triton.cdiv(num_rows, rows))](
+    _skinny_linear[(triton.cdiv(width, tile), triton.cdiv(num_rows, rows))](
         x_TD,
         x_TD.stride(0),
         values,

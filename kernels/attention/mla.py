@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kernels.attention.base import Attention
 from kernels.attention.sdpa import DecodeGroup, Extend, SdpaAttention
-from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.pending import wait_previous_ubatch
 
 # Keys that are expanded at once, and query rows of one call: together they bound the scores in memory.
@@ -28,19 +28,19 @@ class LatentCache:
     """One layer's sizes, and flat views of its cache: whole blocks for reading, slots for writing."""
 
     def __init__(self, spec: AttentionSpec, kv_cache: torch.Tensor):
-        assert spec.latent is not None
-        self.dims, self.scale, self.num_heads = spec.latent, spec.scale, spec.num_heads
+        assert spec.mla is not None
+        self.dims, self.scale, self.num_heads = spec.mla, spec.scale, spec.num_heads
         num_blocks, block_size, width = kv_cache.shape
         self.blocks = kv_cache.view(num_blocks, block_size * width)
         self.slots = kv_cache.view(num_blocks * block_size, width)
 
 
-class LatentAttention(SdpaAttention):
+class MlaAttention(SdpaAttention):
     """Decodes absorbed, in groups of similar length; prompts expanded, one by one."""
 
-    name = "latent"
+    name = "mla"
     auto = "latent attention (MLA) by torch's operators, runs everywhere"
-    latent = True
+    mla = True
     windows = sinks = False
 
     def bind(self, kv_caches: Sequence[torch.Tensor]) -> None:
@@ -151,7 +151,7 @@ def _decode_group(q_BHW: torch.Tensor, cache: LatentCache, group: DecodeGroup) -
 
 
 def expand_latents(
-    latents_LW: torch.Tensor, kv_up_HuC: torch.Tensor, dims: LatentDims
+    latents_LW: torch.Tensor, kv_up_HuC: torch.Tensor, dims: MlaDims
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the heads of K [H, L, d] and V [H, L, v] of latents."""
     kv_HLu = torch.matmul(latents_LW[:, : dims.rank], kv_up_HuC.transpose(1, 2))

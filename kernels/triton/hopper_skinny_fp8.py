@@ -133,7 +133,7 @@ def _multiply(outputs, ring, column, groups, sizes, HALF: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["x_scale_row", "x_scale_stride", "num_rows"])
-def hopper_thin_fp8_kernel(
+def hopper_skinny_fp8_kernel(
     x,
     x_scale_ptr,
     x_scale_row,
@@ -208,7 +208,7 @@ def parts_of(weights: BlockWeights) -> int:
     return max(parts for parts in fitting if parts * column_tiles <= max(SMS, column_tiles))
 
 
-def thin_fp8(x: Fp8Rows, weights: BlockWeights, parts: int = 1) -> torch.Tensor:
+def skinny_fp8(x: Fp8Rows, weights: BlockWeights, parts: int = 1) -> torch.Tensor:
     """Return x @ weights.T: bfloat16 [T, W] of one part, else float32 sums [P, T, W].
 
     x       at most 64 rows, contiguous
@@ -228,7 +228,7 @@ def thin_fp8(x: Fp8Rows, weights: BlockWeights, parts: int = 1) -> torch.Tensor:
     tile_rows = max(FEWEST_ROWS, 1 << (num_rows - 1).bit_length())
     fitting = SHARED // ((tile_rows + TILE_W) * GROUP) // 2 * 2
     stages = min(MOST_STAGES, fitting, -(-num_groups // parts) + 1 & ~1)
-    hopper_thin_fp8_kernel[(width // TILE_W * parts,)](
+    hopper_skinny_fp8_kernel[(width // TILE_W * parts,)](
         *(tiles_of(x.values, [tile_rows, GROUP]), x.scales, *x.scales.stride()),
         *(tiles_of(weights.values, [TILE_W, GROUP]), weights.scales, out),
         *(num_rows, width, num_groups, num_groups // parts),

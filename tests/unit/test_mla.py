@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.commands.check_memory import rank_rows
-from kernels.attention import latent
-from kernels.attention.latent import LatentAttention, merge_partial, partial_attention
+from kernels.attention import mla
+from kernels.attention.mla import MlaAttention, merge_partial, partial_attention
 from kernels.backends.select import BackendChoiceError
-from kernels.interface.attention_spec import AttentionSpec, LatentDims
+from kernels.interface.attention_spec import AttentionSpec, MlaDims
 from kernels.interface.kv_layout import PagedLatents, group_layers, kv_block_bytes, layout_of
 from tests.distributed.engine_harness import rank_config
 from tests.family_cases import family_checkpoint
@@ -29,11 +29,11 @@ from workers.runner.graph_sizes import GraphSizes
 torch.set_num_threads(1)
 
 DEEPSEEK_V3 = AttentionSpec(
-    128, 1, 192, 0.1, latent=LatentDims(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+    128, 1, 192, 0.1, mla=MlaDims(rank=512, rope_dim=64, nope_dim=128, value_dim=128)
 )
 SPECS = (
-    AttentionSpec(3, 1, 10, 0.3, latent=LatentDims(rank=12, rope_dim=4, nope_dim=6, value_dim=5)),
-    AttentionSpec(4, 1, 12, 0.2, latent=LatentDims(rank=8, rope_dim=2, nope_dim=10, value_dim=16)),
+    AttentionSpec(3, 1, 10, 0.3, mla=MlaDims(rank=12, rope_dim=4, nope_dim=6, value_dim=5)),
+    AttentionSpec(4, 1, 12, 0.2, mla=MlaDims(rank=8, rope_dim=2, nope_dim=10, value_dim=16)),
 )
 
 
@@ -41,8 +41,8 @@ class LatentRows:
     """One layer's random rows and cache: latents of whole sequences, with their contexts in the cache already."""
 
     def __init__(self, pages: Pages, spec: AttentionSpec, dtype: torch.dtype, padding: int):
-        assert spec.latent is not None
-        self.spec, self.dims, generator = spec, spec.latent, pages.generator
+        assert spec.mla is not None
+        self.spec, self.dims, generator = spec, spec.mla, pages.generator
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(dtype)
@@ -81,7 +81,7 @@ def check(
 ) -> None:
     pages = Pages(seqs, [], block_size, dtype, padding, stale=stale)
     layers = [LatentRows(pages, spec, dtype, padding) for spec in SPECS]
-    attention = LatentAttention(SPECS, block_size)
+    attention = MlaAttention(SPECS, block_size)
     attention.bind([layer.cache for layer in layers])
     attention.plan(pages.batch())
     # A CPU converts another dtype, a GPU reads it as the queries' own.
@@ -122,8 +122,8 @@ def test_what_a_request_left_in_a_block_does_not_matter(label: str) -> None:
 def test_any_batch_in_small_chunks(contexts: list[int], extends: Seqs, block_size: int) -> None:
     """Chunks begin and end at any place of contexts and prompts, so some rows see no key of a chunk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(latent, "KEY_CHUNK", 8)
-        patch.setattr(latent, "QUERY_CHUNK", 5)
+        patch.setattr(mla, "KEY_CHUNK", 8)
+        patch.setattr(mla, "QUERY_CHUNK", 5)
         seqs = [(context, 1) for context in contexts] + extends
         check(seqs, block_size=block_size, padding=1)
 
@@ -151,11 +151,11 @@ def test_a_token_of_deepseek_v3_takes_1152_bytes_a_layer() -> None:
 @pytest.mark.parametrize(
     ("shape", "absent", "name"),
     [
-        (CPU, {}, "latent"),
-        (replace(CPU, dtype=torch.float32), {}, "latent"),
-        (CUDA, {}, "flashinfer_latent"),
-        (CUDA, {"attention.flashinfer_latent": "it needs a Hopper GPU"}, "latent"),
-        (replace(CUDA, dtype=torch.float32), {}, "latent"),
+        (CPU, {}, "mla"),
+        (replace(CPU, dtype=torch.float32), {}, "mla"),
+        (CUDA, {}, "flashinfer_mla"),
+        (CUDA, {"attention.flashinfer_mla": "it needs a Hopper GPU"}, "mla"),
+        (replace(CUDA, dtype=torch.float32), {}, "mla"),
     ],
 )
 def test_select_takes_latent_attention_for_latents_alone(shape, absent, name: str) -> None:
@@ -163,7 +163,7 @@ def test_select_takes_latent_attention_for_latents_alone(shape, absent, name: st
     assert choose(latents, absent).attention.name == name
     with pytest.raises(BackendChoiceError, match=r"latent attention.*caches heads of K and V"):
         choose(shape, attention=name)
-    works = "auto or latent" if name == "latent" else "auto, flashinfer_latent or latent"
+    works = "auto or mla" if name == "mla" else "auto, flashinfer_mla or mla"
     for other in ("flashinfer", "native", "sdpa"):
         with pytest.raises(BackendChoiceError, match=f"What works: {works}"):
             choose(latents, absent, attention=other)
