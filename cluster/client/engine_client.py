@@ -24,6 +24,7 @@ from cluster.errors import EngineDeadError, PoisonRequestError
 from cluster.metrics.snapshot import Snapshot
 from cluster.supervisor import actor
 from cluster.supervisor.status import GroupHealth, GroupMembers, GroupStatus
+from cluster.supervisor.supervisor import Renewal
 from kernels.host.owned import OwnedTask
 from workers.wire.request import RequestOutput, SamplingParams, expected_output
 
@@ -295,13 +296,15 @@ class EngineClient(OperatorCalls):
             leases = {group.lease_id: group for group in self._groups if group.lease_id}
             counts = self.metrics_source()
             try:
-                expired = await self._supervisor.heartbeat.remote(
+                renewal: Renewal = await self._supervisor.heartbeat.remote(
                     self._ingress_id, list(leases), counts
                 )
             except RayError as error:
                 logger.debug("no heartbeat: %s", error)  # _follow_healths reports the failure
                 continue
-            for lease_id in expired:
+            for digest in renewal.refused:
+                self._refusals.add(digest)
+            for lease_id in renewal.expired:
                 if leases[lease_id].lease_id == lease_id and leases[lease_id].reachable:
                     logger.warning("a lease of this ingress has expired; its streams are reopened")
                 leases[lease_id].expire(lease_id)

@@ -211,6 +211,7 @@ class GroupClient:
         for poison in self._suspects.judge(requests, lambda it: it.place[1] in failed):
             logger.error("request %s is set aside: it ends its rank", poison.request_id)
             self._refusals.add(poison.digest)
+            self._supervisor.refuse.remote(poison.digest)
             poison.put(RequestOutput(poison.wire_id, [], "abort", POISON))
         if self._suspects.excused:
             self._supervisor.excuse_failures.remote(self.index)

@@ -46,6 +46,18 @@ class Registration:
     members: GroupMembers
 
 
+@dataclass(frozen=True)
+class Renewal:
+    """The answer to a heartbeat.
+
+    expired   leases of the ingress for which it must register again
+    refused   digests of requests that have ended ranks of any ingress within the last LEASE_S seconds
+    """
+
+    expired: list[str]
+    refused: list[bytes]
+
+
 class Supervisor:
     """Creates the groups; `start` brings them up. Calls return at once, except those that wait for an event."""
 
@@ -58,6 +70,7 @@ class Supervisor:
         self._pool = ModelPool(self._create_groups(config), self._leases.of_group)
         self._state = PoolState()
         self._metrics = SnapshotTotals()
+        self._refused: dict[bytes, float] = {}  # digests of requests, by the time of their report
         self._launcher_seen: float | None = None
         self._drain_timeout_s = 0.0
         self._draining = asyncio.Event()
@@ -152,10 +165,13 @@ class Supervisor:
 
     async def heartbeat(
         self, ingress_id: str, lease_ids: Sequence[str], metrics: Snapshot
-    ) -> list[str]:
-        """Renew the leases of an ingress. Returns those that have expired: the ingress must register again."""
+    ) -> Renewal:
+        """Renew the leases of an ingress."""
         self._metrics.put(ingress_id, metrics)
-        return [lease_id for lease_id in lease_ids if not self._leases.renew(lease_id)]
+        expired = [lease_id for lease_id in lease_ids if not self._leases.renew(lease_id)]
+        since = self._clock() - LEASE_S
+        self._refused = {digest: at for digest, at in self._refused.items() if at > since}
+        return Renewal(expired, list(self._refused))
 
     async def launcher_heartbeat(self) -> None:
         """Note that the `phalanx serve` of this server lives; a server of `serve run` has none."""
@@ -241,6 +257,10 @@ class Supervisor:
     async def is_drained(self) -> bool:
         """Whether every ingress has finished its requests."""
         return self._drained >= self._leases.ingress_ids
+
+    async def refuse(self, digest: bytes) -> None:
+        """Let every ingress refuse the requests of a digest, which has ended ranks."""
+        self._refused[digest] = self._clock()
 
     async def excuse_failures(self, group: int) -> None:
         """An ingress has found that a request ended ranks of a group."""

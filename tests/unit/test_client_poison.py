@@ -252,3 +252,15 @@ def test_a_digest_is_refused_for_a_time():
         subject.check([1, 2], PARAMS)
     now += REFUSE_S
     subject.check([1, 2], PARAMS)
+
+
+def test_a_digest_is_refused_by_all_ingresses():
+    async def scenario() -> None:
+        async with scene() as now:
+            await now.supervisor.refuse(request_digest([1, 2], PARAMS))
+            refused = now.client._refusals
+            await until(lambda: bool(refused._until))
+            with pytest.raises(PoisonRequestError):
+                await anext(now.client.generate("a", [1, 2], PARAMS))
+
+    run(scenario())

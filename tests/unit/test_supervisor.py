@@ -130,18 +130,18 @@ def test_an_expired_ingress_loses_its_streams_and_must_register_again(monkeypatc
         registration = await subject.register("a", 0)
         assert registration.members.epoch == 0 and len(registration.members.ranks) == 2
         kept = (await subject.register("b", 0)).lease_id
-        assert await subject.heartbeat("a", [registration.lease_id], counts) == []
+        assert (await subject.heartbeat("a", [registration.lease_id], counts)).expired == []
         for _ in range(15):
             await asyncio.sleep(0.02)
-            assert await subject.heartbeat("b", [kept], {}) == []
+            assert (await subject.heartbeat("b", [kept], {})).expired == []
         closed = [rank.calls["close_stream"] for rank in subject.fake_ranks]
         assert closed == [[(0, registration.lease_id)]] * 2
         lost = registration.lease_id
-        assert await subject.heartbeat("a", [lost, kept], counts) == [lost]
+        assert (await subject.heartbeat("a", [lost, kept], counts)).expired == [lost]
         total = await subject.ingress_metrics("b", {})
         assert total["request_success"] == {("stop",): [3.0]}, "it must stay counted, once"
         again = (await subject.register("a", 0)).lease_id
-        assert again != lost and await subject.heartbeat("a", [again], counts) == []
+        assert again != lost and (await subject.heartbeat("a", [again], counts)).expired == []
         total = await subject.ingress_metrics("b", {})
         assert total["request_success"] == {("stop",): [3.0]}
         await end(subject)
@@ -241,7 +241,7 @@ def test_a_restarted_supervisor_finds_the_ranks_and_the_leases():
             await rank.open_stream(0, lease, receiver.address)
         subject = await restarted(first)
         assert await subject.healths() == seen, "an ingress must notice nothing"
-        assert await subject.heartbeat("a", [lease], {}) == []
+        assert (await subject.heartbeat("a", [lease], {})).expired == []
         registration = await subject.register("b", 0)
         assert [info.rank for info in registration.members.infos] == [0, 1]
         assert registration.members.ranks == subject.launcher.handles
